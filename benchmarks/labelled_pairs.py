@@ -20,13 +20,6 @@ class Pair:
     findings: tuple[str, ...]
     twin: tuple[str, ...]
 
-    @property
-    def is_found(self) -> bool:
-        """Whether a rule that should report the fault does so, and not for the twin."""
-        return any(
-            label.startswith(code) for label in set(self.findings) - set(self.twin) for code in self.code.split(", ")
-        )
-
 
 def judged() -> list[Pair]:
     """Return all recorded pairs, judged."""

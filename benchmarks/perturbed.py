@@ -1,4 +1,4 @@
-"""What `check` says of real recordings into which an independent program put a trouble of known cost.
+"""What `check` says of real recordings into which an independent program put a fault of known cost.
 
     python -m benchmarks.perturbed FOLDER… [--seeds 3] [--out FILE]
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tracekit
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from benchmarks.documents import put_between
+from benchmarks.injected_faults import KINDS, Kind
 from benchmarks.perturbation_graph import Job
-from benchmarks.troubles import KINDS, Kind
 from tracekit.regression import baseline as baselines
 from tracekit.regression import gate
 from tracekit.regression.baseline import Baseline
@@ -91,7 +91,7 @@ class Control:
 def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, control: Control) -> Result:
     """Change a job's recordings, check them, and compare with the control."""
     job = perturbation_graph.load(folder.glob("*.json.gz"))
-    steps = max(len(troubles.steps_of(job.ranks[0])), 1)
+    steps = max(len(injected_faults.steps_of(job.ranks[0])), 1)
     culprit = kind.apply(job, size, random.Random(f"{folder.name} {kind.name} {size} {seed}"))
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
     with tempfile.TemporaryDirectory(dir=scratch) as written:
@@ -166,9 +166,9 @@ def _are_added(first: Finding, second: Finding) -> bool:
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Return the results as lines of Markdown: for each kind of trouble, over all recordings."""
+    """Return the results as lines of Markdown: for each kind of fault, over all recordings."""
     lines = [
-        "| trouble | recordings | cost ≥ 3% | found | as a warning | price within 15% | median error | unexpected "
+        "| fault | recordings | cost ≥ 3% | found | as a warning | price within 15% | median error | unexpected "
         "| cost ≥ 10% | fails against the control |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--kind", action="append", help="only this kind of trouble; repeatable")
+    parser.add_argument("--kind", action="append", help="only this kind of fault; repeatable")
     parser.add_argument("--out", type=Path, help="put the table between the marks of this file")
     options = parser.parse_args(arguments)
     kinds = [kind for kind in KINDS if not options.kind or kind.name in options.kind]

@@ -52,8 +52,8 @@ def shard_options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> S
         prefetch=config.prefetch,
         offload=config.offload,
     )
-    for trouble in active_faults:
-        options = trouble.change_options(options)
+    for fault in active_faults:
+        options = fault.change_options(options)
     return options
 
 
@@ -85,8 +85,8 @@ def build(
             model = parallelized(llama)
     except NotImplementedError as error:
         raise InvalidConfigError(str(error)) from error
-    for trouble in active_faults:
-        trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
+    for fault in active_faults:
+        fault.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
     optimizer = _optimizer(config, model, roles)
     torch.manual_seed(_random_seed(config, mesh.get_rank()))
     return model, optimizer
@@ -171,8 +171,8 @@ def _shapes(config: TrainingConfig, llama: Llama) -> StageShapes:
 @contextlib.contextmanager
 def _around_action(active_faults: tuple[Fault, ...], stage: int, device: str) -> Iterator[None]:
     with contextlib.ExitStack() as entered:
-        for trouble in active_faults:
-            entered.enter_context(trouble.during_stage(stage, device))
+        for fault in active_faults:
+            entered.enter_context(fault.during_stage(stage, device))
         yield
 
 

@@ -222,8 +222,8 @@ def _step(
     with recorder.span(conventions.OPTIMIZER):
         optimizer.step()
         optimizer.zero_grad()
-    for trouble in active_faults:
-        trouble.end_step(config.device)
+    for fault in active_faults:
+        fault.end_step(config.device)
     return loss
 
 
@@ -236,8 +236,8 @@ def _batch(
     axes: ModelAxes,
 ) -> tuple[Tensor, ...]:
     with recorder.span(conventions.DATA):
-        for trouble in active_faults:
-            trouble.delay_batch()
+        for fault in active_faults:
+            fault.delay_batch()
         own = [axes.own_tokens(tokens) for tokens in batches.batch_at(number)]
         return _to(torch.device(config.device), *own)
 
@@ -313,7 +313,7 @@ def _manifest(
         "groups": {axis: config.layout.groups(axis) for axis in (*(mesh.mesh_dim_names or ()), *_expert_axis(config))},
         "model": {"name": config.model_name, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,
-        "faults": [faults.truth(trouble) for trouble in active_faults],
+        "faults": [faults.truth(fault) for fault in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
     }
 

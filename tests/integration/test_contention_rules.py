@@ -15,7 +15,7 @@ from tracekit.report import summary_tables
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
-from tracekit.rules.streams import GiveWay, NeedlessOrder
+from tracekit.rules.streams import GiveWay, SerializedStreams
 
 FAULTS = {
     "STREAM001": ("give-way", {"strategy": "yafsdp", "machine": "h100-80", "gpus": 32}),
@@ -24,7 +24,7 @@ FAULTS = {
     "STREAM004": ("starved-collectives", {"strategy": "fsdp2", "machine": "v100-32", "gpus": 64}),
     "": ("", {"strategy": "fsdp2", "machine": "v100-32"}),
 }
-RULES = (GiveWay, NeedlessOrder, ContendedCompute, StarvedCollectives)
+RULES = (GiveWay, SerializedStreams, ContendedCompute, StarvedCollectives)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from tests.support.cli_runner import tracekit as tracekit_command
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
@@ -76,7 +76,7 @@ def test_ranks_whose_reads_take_longer_in_one_process_group_of_all_are_no_late_g
     # All ranks read scalars. Ranks 0, 1 and 5 wait least in the collectives of all ranks, but seldom arrive there
     # together: only ranks that no collective joins may be late in parallel.
     job_of = perturbation_graph.load(NANOGPT.glob("*.json.gz"))
-    troubles.item_calls(job_of, 0.12, random.Random("nanogpt_h100_8ranks reading scalars 0.12 310"))
+    injected_faults.item_calls(job_of, 0.12, random.Random("nanogpt_h100_8ranks reading scalars 0.12 310"))
     job_of.replay()
     for rank, document in zip(job_of.ranks, job_of.documents(), strict=True):
         perturbation_graph.write(document, tmp_path / f"rank{rank.number}.pt.trace.json.gz")

@@ -1,4 +1,4 @@
-"""One trouble, one price: public recordings into which an independent program put a trouble of known cost."""
+"""One fault, one price: public recordings into which an independent program put a fault of known cost."""
 
 import functools
 import random
@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from benchmarks import perturbed, troubles
+from benchmarks import injected_faults, perturbed
 from tests.support import recorded_jobs
 from tracekit.replay.graph import savings, steps
 from tracekit.rules import cost_attribution
@@ -42,7 +42,7 @@ def costs(findings):
 def priced(name, folder=FOLDER):
     """Return the costs of the warnings about a changed recording, and the truth per step."""
     job = recorded_jobs.job(folder)
-    kind = next(each for each in troubles.KINDS if each.name == name)
+    kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, SIZE, random.Random(name))
     with tempfile.TemporaryDirectory() as scratch:
         found = perturbed.checked(job, Path(scratch))
@@ -107,7 +107,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     merged = FOLDER.parent / "merged_ddp_mi300_4ranks"
     job = recorded_jobs.job(merged)
     seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
-    assert troubles.blocking_pause(job, SIZE, random.Random(seed)) == 2
+    assert injected_faults.blocking_pause(job, SIZE, random.Random(seed)) == 2
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
     (before,) = (each for each in as_recorded(merged).findings if each.code == "HOST002")
     assert (2 in found.ranks, 2 in before.ranks) == (True, False)
@@ -117,7 +117,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
 def test_a_blocking_call_in_a_stall_of_the_allocator_is_no_part_of_the_stall(tmp_path):
     # In step 4 all hosts allocate anew for 166 ms, once; rank 1 synchronizes and pauses in that time, as in each step.
     job = recorded_jobs.job(FOLDER)
-    troubles.blocking_pause(job, 0.05, random.Random("torchrec_v100_4ranks blocking pause of one rank 0.05 310"))
+    injected_faults.blocking_pause(job, 0.05, random.Random("torchrec_v100_4ranks blocking pause of one rank 0.05 310"))
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
     assert found.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
@@ -130,7 +130,7 @@ def test_a_single_stall_costs_what_a_replay_saves_also_in_a_step_of_usual_length
     # The other ranks hide a part of one rank's pause; the stall before a step's first launch is in the step before.
     folder = FOLDER.parent / "merged_ddp_mi300_4ranks"
     job = recorded_jobs.job(folder)
-    kind = next(each for each in troubles.KINDS if each.name == name)
+    kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, size, random.Random(f"{folder.name} {name} {size} 310"))
     found = costs(perturbed.checked(job, tmp_path).findings)
     assert found["STEP001"] == pytest.approx(1000 * job.lost_us / 3, rel=error)
@@ -139,7 +139,7 @@ def test_a_single_stall_costs_what_a_replay_saves_also_in_a_step_of_usual_length
 def test_retries_in_each_step_are_no_part_of_a_single_one_beside_them(control, tmp_path):
     # The recording has a retry of its own in its first step. Those put in are hidden behind queued work in one step.
     job = recorded_jobs.job(FOLDER)
-    troubles.allocation_retries(job, 0.12, random.Random(f"{FOLDER.name} allocation retries 0.12 310"))
+    injected_faults.allocation_retries(job, 0.12, random.Random(f"{FOLDER.name} allocation retries 0.12 310"))
     found = costs(perturbed.checked(job, tmp_path).findings)
     assert found["MEM001"] - control["MEM001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
 
@@ -152,7 +152,7 @@ def test_kernels_that_fill_the_device_meet_in_a_replay_without_late_ranks_as_in_
     # In steps 5 and 6 a copy and matrix products on another stream wait for each other: 2.6 ms each. Where a rank is
     # late they do not meet; without it they would, as in the control. A delay that stays as it was recorded is not it.
     job = recorded_jobs.job(FOLDER)
-    kind = next(each for each in troubles.KINDS if each.name == name)
+    kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, 0.12, random.Random(f"{FOLDER.name} {name} 0.12 {seed}"))
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == code)
     before = as_recorded(FOLDER)
@@ -165,7 +165,7 @@ def test_pauses_after_one_call_count_whole_where_it_waits_in_another_step(tmp_pa
     # After the calls that read values it pauses for 0.6 ms: what is typical of those says nothing about these.
     folder = FOLDER.parent / "merged_ddp_mi300_4ranks"
     job = recorded_jobs.job(folder)
-    troubles.blocking_pause(job, 0.12, random.Random(f"{folder.name} blocking pause of one rank 0.12 311"))
+    injected_faults.blocking_pause(job, 0.12, random.Random(f"{folder.name} blocking pause of one rank 0.12 311"))
     (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
     before = as_recorded(folder)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
@@ -188,7 +188,7 @@ def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordi
     # The recording has one retry of 166 ms, in step 4: STEP001. With retries of 47 to 87 ms in all steps, it is a part
     # of MEM001. What MEM001 costs more than in the control is the cost of the others only if it is a part of both.
     job = recorded_jobs.job(FOLDER)
-    troubles.allocation_retries(job, SIZE, random.Random(f"{FOLDER.name} allocation retries 0.3 312"))
+    injected_faults.allocation_retries(job, SIZE, random.Random(f"{FOLDER.name} allocation retries 0.3 312"))
     report = perturbed.checked(job, tmp_path)
     (found,) = (each for each in report.findings if each.code == "MEM001")
     before = as_recorded(FOLDER)
@@ -205,7 +205,7 @@ def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
 def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):
     # The hosts stall for 7 ms in each of three steps, two of which save: what they do besides is no part of the save.
     job = recorded_jobs.job(FOLDER.parent / "merged_ddp_mi300_4ranks")
-    troubles.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
+    injected_faults.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
     found = costs(perturbed.checked(job, tmp_path).findings)
     assert found["CKPT001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
     assert "STEP001" not in found

@@ -12,14 +12,14 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from tests.integration import raw
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.loader import load
 from tracekit.model import units
-from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
+from tracekit.rules.allocation_churn import ChangingSizes, ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.communication import ExposedCommunication
@@ -30,7 +30,7 @@ from tracekit.rules.fragmentation import FragmentedMemory
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
-from tracekit.rules.streams import GiveWay, NeedlessOrder
+from tracekit.rules.streams import GiveWay, SerializedStreams
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
@@ -60,7 +60,7 @@ def raw_trace(path):
 
 def quoted(found):
     """The step and rank that a message names."""
-    match = re.search(r"in step (\d+) of rank (\d+) \(its median\)", found.message)
+    match = re.search(r"in step (\d+) of rank (\d+) \(the rank's median by this measure\)", found.message)
     return int(match[1]), int(match[2])
 
 
@@ -210,7 +210,7 @@ def test_a_layer_that_takes_a_larger_block_each_step_is_churn_and_its_healthy_tw
 
 def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     run = load(SAMPLES / "demo-fsdp2")
-    found = judge(run, AlternatingBuffers())[""]
+    found = judge(run, ReallocatedBuffers())[""]
     step, rank = quoted(found)
     trace = raw_of(run, rank)
     spans = [s for s in trace.of("user_annotation") if re.match(r"FSDP::\w", s.name)]
@@ -230,7 +230,7 @@ def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     assert f"allocates {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in total" in found.message
     assert sorted(found.evidence["bytes"]) == sorted(taken)
     assert "two reused buffers of each kind, 10.8 MiB in total, replace 88 of these blocks" in found.message
-    assert judge(load(SAMPLES / "demo-yafsdp"), AlternatingBuffers()) == {}
+    assert judge(load(SAMPLES / "demo-yafsdp"), ReallocatedBuffers()) == {}
 
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
@@ -293,7 +293,7 @@ def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
 def test_a_first_step_that_is_long_for_a_pause_before_the_second_steps_work_is_not_called_warm_up(tmp_path: Path):
     original = others("nanogpt_h100_8ranks")
     job_of = perturbation_graph.load(Path(source.path) for source in original.sources)
-    troubles.nameless_save(job_of, 0.3, random.Random("nanogpt_h100_8ranks save without a name 0.3 700"))
+    injected_faults.nameless_save(job_of, 0.3, random.Random("nanogpt_h100_8ranks save without a name 0.3 700"))
     job_of.replay()
     for rank, document in zip(job_of.ranks, job_of.documents(), strict=True):
         perturbation_graph.write(document, tmp_path / f"rank{rank.number}.pt.trace.json.gz")
@@ -386,7 +386,7 @@ def spans(work):
 @pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks"])
 def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
     run = others(name)
-    assert judge(run, NeedlessOrder()) == {}
+    assert judge(run, SerializedStreams()) == {}
     assert judge(run, StarvedCollectives()) == {}
 
 

@@ -70,7 +70,7 @@ def test_a_rank_that_is_stopped_while_it_computes_is_named(findings):
 def test_a_rank_that_is_stopped_while_all_wait_looks_like_the_network(findings):
     found = stalls(findings)[(WAITING,)]
     assert (found.severity, found.ranks) == (Severity.WARNING, (0, 1, 2))
-    assert "the network or a member stood still, and the traces do not show which" in found.message
+    assert "Either the network or one of the ranks stalled; the traces do not show which" in found.message
     assert (
         0.6 * STOP_NS < PROFILED * found.cost_ns < 1.2 * STOP_NS
     )  # the other ranks may arrive later on a loaded machine

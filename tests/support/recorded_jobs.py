@@ -1,4 +1,4 @@
-"""Recordings of others as jobs that `benchmarks.troubles` can change, read once for several tests. Not a test."""
+"""Recordings of others as jobs that `benchmarks.injected_faults` changes, read once for several tests. Not a test."""
 
 import functools
 from pathlib import Path

@@ -33,23 +33,7 @@ WARMUP_STEPS = 2
 class Recorder:
     """Records one rank of a training: traces of windows of steps, a line of metrics per step, checkpoint logs.
 
-    `out` is the run's folder, or a URL such as s3://bucket/run: then files are recorded into a local folder, uploaded
-    in the background after each window, and removed; `disk_budget_bytes` bounds what waits to be uploaded.
-    Create it after the process group, and call `step` at the end of each optimizer step. `steps` is the window
-    to profile, half-open, counted from where this recorder begins: "10:15", or (10, 15), is its 11th to 15th step;
-    another such window follows `every` so many steps; None profiles only windows requested while it runs (touch the
-    file ``record.now`` in the run). The profiler warms up for `warmup` steps before each. The trace marks optimizer
-    step N as ``ProfilerStep#N``, counted from 0, or from `first_step`, the optimizer steps done before.
-
-    `memory`, `stacks` and `shapes` (by default on the CPU only) add to the trace; `modules` adds a span for each
-    forward call of a module; `snapshot` adds the CUDA allocator's history of each window. `device_metrics` adds the
-    GPU's clocks, power, temperature, throttle reasons and memory errors to the metrics. `manifest` goes into
-    ``run.json`` (strategy, mesh, model, arguments), secrets redacted. `device` is cuda or cpu, by default cuda where
-    there is one. Traces are written to `scratch` first, where given; those of a run take `disk_budget_bytes` at most:
-    the oldest windows except the first are removed. One rank `leads`, by default rank 0: it writes the manifest and
-    answers requests. `mid_step`: the first step has begun already, so its time is not logged.
-
-    Failures never raise: one line on stderr reports it, and that part of the recording ends.
+    Create it after the process group, and call `step` at the end of each optimizer step:
 
         with Recorder("runs/today", steps="10:15") as recorder:
             for batch in batches:
@@ -58,7 +42,37 @@ class Recorder:
                 …
                 recorder.step(metrics={"loss": loss.item()}, tokens=batch.numel() * world_size)
 
-    Raises ValueError for invalid `steps`.
+    A failure of the recording never stops the training: one line on stderr reports it, and that part of the recording
+    ends.
+
+    Args:
+        out: The run's folder, or a URL such as s3://bucket/run. With a URL, files are recorded into a local folder,
+            uploaded in the background after each window, and removed.
+        steps: The window of steps to profile, half-open, counted from the creation of this recorder: "10:15", or
+            (10, 15), is its 11th to 15th step. None profiles only windows that are requested while it runs (touch the
+            file ``record.now`` in the run).
+        every: After how many steps another window of that length follows; None: there is one window.
+        warmup: For how many steps the profiler warms up before each window.
+        first_step: How many optimizer steps were done before. The trace marks optimizer step N as ``ProfilerStep#N``.
+        mid_step: Whether the first step has begun already, so that its time is not logged.
+        rank: The rank that is recorded; by default that of the process group or the launcher.
+        world_size: The number of ranks; by default that of the process group or the launcher.
+        leads: Whether this rank writes the manifest and answers requests; by default, rank 0 does.
+        device: "cuda" or "cpu"; by default "cuda" if available.
+        memory: Whether the trace contains allocations.
+        stacks: Whether the trace contains Python stacks.
+        shapes: Whether the trace contains the input shapes of operators; by default on the CPU only.
+        modules: Whether the trace contains a span for each forward call of a module.
+        snapshot: Whether the CUDA allocator's history of each window is written.
+        device_metrics: Whether the metrics contain the GPU's clocks (MHz), power (W), temperature (°C), throttle
+            reasons and memory errors.
+        scratch: A folder, such as one on a local disk, to which traces are written first.
+        disk_budget_bytes: The most that the traces of the run take: the oldest windows except the first are removed.
+            With a URL, the most that waits to be uploaded.
+        manifest: Fields of ``run.json`` (strategy, mesh, model, arguments). Secrets are redacted.
+
+    Raises:
+        ValueError: `steps` is invalid.
     """
 
     def __init__(

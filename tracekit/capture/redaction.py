@@ -43,9 +43,9 @@ _FLAG = re.compile(r"-{1,2}(?P<name>[A-Za-z][\w.-]*)\Z")
 def redact(value: Any, name: str = "") -> Any:
     """Return `value` fit for JSON, with what looks secret replaced by ``[redacted]``.
 
-    Everything under a name such as api_key, HF_TOKEN or db-password goes, whatever it is. In text, known forms of
-    keys go, logins in URLs, and what is assigned to such a name. A list is read as a command line too: what follows
-    the flag ``--token`` goes. Other objects become their text.
+    Every value under a name such as api_key, HF_TOKEN or db-password is replaced. In text, keys of known forms are
+    replaced, logins in URLs, and what is assigned to such a name. A list is also read as a command line: what follows
+    the flag ``--token`` is replaced. Other objects become their text.
 
     >>> redact(["train.py", "--hf-token", "abc", "--data", "s3://me:abc@host/x", "--lr=1", "api_key=abc"])
     ['train.py', '--hf-token', '[redacted]', '--data', 's3://[redacted]@host/x', '--lr=1', 'api_key=[redacted]']

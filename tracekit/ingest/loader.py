@@ -40,11 +40,21 @@ def load(
 ) -> Run:
     """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
 
-    Only headers are read now; a trace is read when a table or fact is requested. ``run.data_quality`` lists what is
-    missing, guessed or left out. `on_progress(done, total)` is called after each file. With `cache`, parsed tables are
-    stored in the user's cache and read from there. `devices` states peaks and bandwidths that replace those of the
-    table of devices. `executor` measures the traces, by default threads of this process. Raises InputError if a path
-    does not exist or has no trace, BadTraceError if no trace can be read.
+    Only headers are read now; a trace is read when a table or fact is requested.
+
+    Args:
+        where: The path, paths or URL.
+        on_progress: Called as `on_progress(done, total)` after each file.
+        cache: Whether parsed tables are stored in the user's cache, and read from there.
+        devices: Peaks and bandwidths that replace those of the table of devices.
+        executor: What measures the traces; by default threads of this process.
+
+    Returns:
+        The run. Its times are in ns, sizes in bytes. `Run.data_quality` lists what is missing, guessed or left out.
+
+    Raises:
+        InputError: A path does not exist or has no trace.
+        BadTraceError: No trace can be read.
     """
     found = files.find(where, cache=cache)
     manifests = {file.folder: file for file in found.manifests}

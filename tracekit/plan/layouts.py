@@ -31,10 +31,9 @@ MEMORY_RATIO = 0.92
 _LONG_SEQUENCE = 16_384
 """From here on context parallelism is tried."""
 _ELEMENT_BYTES, _GRADIENT_BYTES = 2, 4
-_COMPUTE, _BUBBLE, _TP, _CP, _EP, _PP, _DP = LIMITS = (
-    *("compute", "pipeline bubble", "tensor parallelism", "context parallelism", "expert parallelism"),
-    *("pipeline transfers", "data parallelism"),
-)
+_COMPUTE, _BUBBLE, _PP = "compute", "pipeline bubble", "pipeline transfers"
+_TP, _CP, _EP = "tensor parallelism", "context parallelism", "expert parallelism"
+_DP = "data parallelism"
 
 
 @dataclass(frozen=True)

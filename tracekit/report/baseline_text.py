@@ -21,7 +21,7 @@ def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
         ),
         "",
         text_layout.title("Findings"),
-        text_layout.indented(text_layout.table(["", "", "", "of step"], _findings(baseline))),
+        text_layout.indented(text_layout.table(["", "", "", "of time"], _findings(baseline))),
         "",
         text_layout.title("Metrics", "  the median of each recording"),
         text_layout.indented(

@@ -90,7 +90,8 @@ def level(judged: JudgedFinding) -> Level:
 def _finding(judged: JudgedFinding) -> CheckItem:
     found = judged.finding
     worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
-    before = f" It was {100 * (judged.impact_before or 0):.1f}% of the step in the baseline." if worse else ""
+    was = f" It was {100 * (judged.impact_before or 0):.1f}% of {phrases.time_noun(found)} in the baseline."
+    before = was if worse else ""
     message = f"{found.message}{before}" + (f" Fix: {found.fix}" if found.fix else "")
     name, status = phrases.rule_name(found.code), judged.status
     title = f"{name} ({found.code})" if name != found.code else name

@@ -109,7 +109,7 @@ def _findings(gate: CheckResult) -> list[RenderableType]:
     if not rows:
         return [heading, text_layout.indented(text_layout.dim("none in either run"))]
     styles = [_BAD if row[-1].endswith(_FAILS) else _STYLES[row[-1]] for row in rows]
-    return [heading, text_layout.indented(text_layout.table(["", "", "", "of step", ""], rows, last_styles=styles))]
+    return [heading, text_layout.indented(text_layout.table(["", "", "", "of time", ""], rows, last_styles=styles))]
 
 
 def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[RenderableType]:

@@ -174,7 +174,7 @@ def gate_tables(gate: CheckResult) -> str:
     if gate.comparison is None:
         return escaping.fragment("gate_tables", gate.baseline, shown, "", "", ())
     rows = gate_text.finding_rows(gate)
-    findings = rows and escaping.html_table(("", "", "", "of step", ""), rows)
+    findings = rows and escaping.html_table(("", "", "", "of time", ""), rows)
     header, rows = gate_text.metric_rows(gate, gate.comparison)
     metrics = escaping.html_table(header, rows, right=(False, True, True, True, True, False))
     return escaping.fragment(

@@ -71,8 +71,10 @@ def cost(found: Finding) -> str:
 def time_noun(found: Finding) -> str:
     """Return what the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
 
-    Of iterations that were found by repetition it is "iteration time".
+    Of iterations that were found by repetition it is "iteration time", of findings on saves "training time".
     """
+    if found.is_of_training:
+        return "training time"
     if found.is_of_iterations:
         return "iteration time"
     return "the window" if found.is_of_window else "step time"

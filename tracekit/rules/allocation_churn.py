@@ -12,7 +12,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import double_buffering
-from tracekit.rules import representative_step
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 
@@ -57,25 +57,23 @@ class ChangingSizes(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the rank whose median step allocates most in new sizes."""
         fresh = run.table(allocations.new_sizes)
-        sums = fresh.group_by(representative_step.KEY).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
+        sums = fresh.group_by(quoted_step.KEY).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
         steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)
-        number = pl.col("step").rank("dense").over(representative_step.DEVICE)
-        steps = steps.filter(number > self.warmup_steps).join(
-            sums, on=representative_step.KEY, how="left", nulls_equal=True
-        )
+        number = pl.col("step").rank("dense").over(quoted_step.DEVICE)
+        steps = steps.filter(number > self.warmup_steps).join(sums, on=quoted_step.KEY, how="left", nulls_equal=True)
         steps = steps.with_columns(pl.col("fresh_count", "fresh_bytes").fill_null(0)).with_columns(
             fresh_ratio=pl.col("fresh_bytes") / pl.col("peak_bytes")
         )
-        worst = representative_step.worst(steps, "fresh_ratio")
+        worst = quoted_step.worst(steps, "fresh_ratio")
         if worst is None or worst["fresh_ratio"] < self.min_new_size_ratio or not worst["fresh_count"]:
             return
-        own = largest_first(representative_step.rows_of(fresh, worst), "bytes", "start_ns")
+        own = largest_first(quoted_step.rows_of(fresh, worst), "bytes", "start_ns")
         kind = "" if worst["device"] is not None else " of the host's memory"
         yield Finding(
             self.code,
             Severity.INFO if worst["device"] is None else Severity.WARNING,
             f"{units.size(worst['fresh_bytes'])}{kind} in {worst['fresh_count']:,} blocks have sizes that no earlier "
-            f"step allocated, in {representative_step.describe(worst)}. The step allocates "
+            f"step allocated, in {quoted_step.describe(worst)}. The step allocates "
             f"{units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes and peaks at "
             f"{units.size(worst['peak_bytes'])}.",
             "Pad or bucket inputs to a few lengths, or reuse a buffer of the largest size. "
@@ -89,7 +87,7 @@ class ChangingSizes(Rule):
 
 
 @dataclass(frozen=True)
-class AlternatingBuffers(Rule):
+class ReallocatedBuffers(Rule):
     """FSDP buffers allocated for every unit, which two reused buffers of each kind could replace.
 
     What it does: reports the buffers of at least 1 MiB that FSDP's all-gather and reduce-scatter spans allocate in
@@ -121,16 +119,16 @@ class AlternatingBuffers(Rule):
         sums = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
         steps = run.table(breakdown.by_step).select(*keys, "device").drop_nulls("step").unique(keys)
         steps = steps.join(sums, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
-        worst = representative_step.worst(steps, "bytes")
+        worst = quoted_step.worst(steps, "bytes")
         if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
             return
-        own = largest_first(representative_step.rows_of(buffers, worst), "bytes", "start_ns")
-        reusable = representative_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
+        own = largest_first(quoted_step.rows_of(buffers, worst), "bytes", "start_ns")
+        reusable = quoted_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
         yield Finding(
             self.code,
             Severity.INFO,
             f"FSDP allocates {worst['count']} buffers of 1 MiB or more, {units.size(worst['bytes'])} in total, for "
-            f"all-gathers and reduce-scatters in {representative_step.describe(worst)}{_potential_saving(reusable)}.",
+            f"all-gathers and reduce-scatters in {quoted_step.describe(worst)}{_potential_saving(reusable)}.",
             "Reuse preallocated buffers for all units: YaFSDP has two for weights and two for gradients.",
             cost_bytes=worst["bytes"],
             confidence=0.8,

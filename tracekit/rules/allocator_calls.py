@@ -13,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules import representative_step
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -66,19 +66,19 @@ class SteadyDeviceAllocation(Rule):
         steps = self._steady(steps_without_saves.without_saves(run, stalls))
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
-        worst = representative_step.worst(steps, "stall_ratio")
+        worst = quoted_step.worst(steps, "stall_ratio")
         if worst is None or (worst["stall_ratio"] < self.min_stall_ratio and worst["host_ratio"] < self.min_host_ratio):
             return
         judged = steps.filter(pl.col("calls") > 0)
         half = "the second half of " if worst["step"] is None else ""
         calls = _calls_of(run, worst)
-        fills = self._only_fills(stalls, representative_step.rows_of(run.table(steady_state.device_calls), worst))
+        fills = self._only_fills(stalls, quoted_step.rows_of(run.table(steady_state.device_calls), worst))
         warns = worst["stall_ratio"] >= self.min_stall_ratio and not fills
         yield Finding(
             self.code,
             Severity.WARNING if warns else Severity.INFO,
-            f"{worst['calls']:,} device malloc and free calls in {half}{representative_step.describe(worst)} leave the "
-            f"device idle for {representative_step.describe_loss(worst, 'stalled_ns')} and take "
+            f"{worst['calls']:,} device malloc and free calls in {half}{quoted_step.describe(worst)} leave the "
+            f"device idle for {quoted_step.describe_loss(worst, 'stalled_ns')} and take "
             f"{units.duration(worst['host_ns'])} on the host.{_WARM_UP if fills else ''}",
             _for(run, _DEVICE_CALLS_FIX),
             impact=worst["stall_ratio"],
@@ -99,8 +99,8 @@ class SteadyDeviceAllocation(Rule):
 
     def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
         """Return the steps without the first ones of each window, where there are more than those."""
-        number = pl.col("step").rank("dense").over(representative_step.DEVICE)
-        enough = pl.col("step").n_unique().over(representative_step.DEVICE) > self.warmup_steps
+        number = pl.col("step").rank("dense").over(quoted_step.DEVICE)
+        enough = pl.col("step").n_unique().over(quoted_step.DEVICE) > self.warmup_steps
         return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
 
 
@@ -188,7 +188,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     """Return the calls of the quoted step, the costliest first, then one row with their totals."""
     calls = run.table(steady_state.device_calls)
     end_ns = worst["start_ns"] + worst["duration_ns"]
-    own = representative_step.rows_of(calls, worst).filter(
+    own = quoted_step.rows_of(calls, worst).filter(
         pl.lit(worst["step"] is not None) | pl.col("start_ns").is_between(worst["start_ns"], end_ns)
     )
     totals = pl.DataFrame(

@@ -50,6 +50,7 @@ def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confiden
         f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}). {reason}",
         fix,
         impact=row["impact"],
+        is_of_training=True,
         cost_ns=round(row["lost_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
         confidence=confidence,
         ranks=distinct(found, "rank"),
@@ -59,7 +60,7 @@ def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confiden
 
 
 @dataclass(frozen=True)
-class LockedOut(Rule):
+class GilContention(Rule):
     """Background saves that hold the GIL while training needs it.
 
     What it does: reports saves by a thread of the training process that mostly run Python code, and during which steps
@@ -112,7 +113,7 @@ class LockedOut(Rule):
 
 
 @dataclass(frozen=True)
-class CrowdedOut(Rule):
+class CpuStarvation(Rule):
     """Background saves during which training gets too few CPU cores.
 
     What it does: reports saves during which steps take longer by `max_slowdown_ratio` while the training thread was
@@ -212,6 +213,7 @@ class BlockingBackgroundSave(Rule):
             "Stage asynchronously into reused pinned memory: one DefaultStager(StagingOptions(use_pinned_memory=True, "
             "use_async_staging=True)) for all saves, as async_stager of dcp.async_save.",
             impact=row["overhead_ratio"] or 0.0,
+            is_of_training=True,
             cost_ns=round(row["blocked_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.9 if part else 0.6,
             ranks=(part["rank"],) if part else (),
@@ -233,6 +235,7 @@ class BlockingBackgroundSave(Rule):
             "Save at longer intervals than an upload takes, or make the upload faster (local disk first, more "
             "writers). Wait for the future of dcp.async_save only before the next save.",
             impact=min(1.0, lost_ns / between) if between > 0 else 0.0,
+            is_of_training=True,
             cost_ns=round(lost_ns / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.7,
             ranks=run.ranks,

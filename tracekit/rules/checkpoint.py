@@ -108,6 +108,7 @@ class BlockingCheckpoint(Rule):
             f"{_io(run, critical.get('rank', quoted['rank']), own)}",
             f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,
+            is_of_training=True,
             cost_ns=int(blocked_ns / steps) if steps else 0,
             confidence=0.9 if known else 0.6,
             ranks=(critical["rank"],) if critical else (quoted["rank"],),

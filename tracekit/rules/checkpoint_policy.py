@@ -64,7 +64,7 @@ class AmplifiedRestore(Rule):
 
 
 @dataclass(frozen=True)
-class UnwiseInterval(Rule):
+class SuboptimalInterval(Rule):
     """A checkpoint interval far from the optimum for the failure rate.
 
     What it does: compares the time between saves with the optimal interval, if `mtbf_s` is set: the mean time between
@@ -108,6 +108,7 @@ class UnwiseInterval(Rule):
             f"{units.duration(row['blocked_ns'])} per save and a failure every {units.duration(self.mtbf_s * 1e9)}).",
             f"Save every {units.duration(best_s * 1e9)}. Shorter saves shorten the optimal interval.",
             impact=min(1.0, max(0.0, waste - least)),
+            is_of_training=True,
             cost_ns=round(max(0.0, waste - least) * row["interval_ns"] / (row["interval_steps"] or 1)),
             confidence=0.7,
             ranks=run.ranks,

@@ -16,7 +16,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 _EVIDENCE_ROWS = 40
 _FIX = (
     "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
-    "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can keep (nvidia-smi -lgc)."
+    "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
 )
 _OTHER_FIX = (
     "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 and "
@@ -47,7 +47,7 @@ class ClockDrop(Rule):
     --device-metrics), the message says whether its clock fell, and why; if it did not, another process is likely.
 
     How to fix: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE shows why the clock drops (rocm-smi -a on AMD):
-    improve cooling, raise the power limit (nvidia-smi -pl) or lock a clock that all GPUs can keep (nvidia-smi -lgc);
+    improve cooling, raise the power limit (nvidia-smi -pl) or lock a clock that all GPUs can sustain (nvidia-smi -lgc);
     move the job off a node that stays slow.
 
     Blind spots: needs the same kernels before and after in one window, 30 on either side: a device that is slow in the
@@ -93,9 +93,9 @@ class ClockDrop(Rule):
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
             f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
-            f"times as long as before, all together ({worst['low']:.2f} to {worst['high']:.2f} for half of their "
-            f"time). That adds {units.duration(worst['lost_ns'])} to the window ({units.share(worst['lost_ratio'])})."
-            f"{clock.text}",
+            f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
+            f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
+            f"({units.share(worst['lost_ratio'])}).{clock.text}",
             _FIX if clock.fell is not False else _OTHER_FIX,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
@@ -123,7 +123,8 @@ def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
         return _RecordedClock(None, "")
     before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
     if since_mhz >= _LOWER * before_mhz:
-        return _RecordedClock(fell=False, text=f" Its recorded clock stays: {before_mhz:,.0f} to {since_mhz:,.0f} MHz.")
+        both = f"{before_mhz:,.0f} and {since_mhz:,.0f} MHz"
+        return _RecordedClock(fell=False, text=f" Its recorded clock does not fall: {both}.")
     why = f" ({', '.join(reasons)})" if reasons else ""
     return _RecordedClock(
         fell=True, text=f" Its recorded clock falls from {before_mhz:,.0f} to {since_mhz:,.0f} MHz{why}."

@@ -14,12 +14,12 @@ from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
+from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
 
-_BURST = (*representative_step.DEVICE, "burst")
-_POOL = (*representative_step.DEVICE, "pool")
+_BURST = (*quoted_step.DEVICE, "burst")
+_POOL = (*quoted_step.DEVICE, "pool")
 _MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
 _TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
 
@@ -76,7 +76,7 @@ class SmallCollectives(Rule):
             _batch_fix(strategy.of_run(run), most["op"]),
             confidence=0.7 if most["is_fitted"] else 0.5,
             what_if=WhatIf("small-collectives"),
-            evidence=representative_step.evidence(small, loss.row, "lost_ns").select(
+            evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
         )
@@ -212,7 +212,7 @@ class ReducedEveryMicroBatch(Rule):
             _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
             confidence=0.8,
             what_if=WhatIf("micro-batch-reductions"),
-            evidence=representative_step.evidence(repeated, loss.row, "exposed_ns").select(
+            evidence=quoted_step.evidence(repeated, loss.row, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),

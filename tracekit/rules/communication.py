@@ -26,7 +26,7 @@ from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import communication_fixes, representative_step, step_losses
+from tracekit.rules import communication_fixes, quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
@@ -101,7 +101,7 @@ class ExposedCommunication(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
         steps = _exposed(run)
-        over = representative_step.per_device(steps, "exposed_ratio").filter(
+        over = quoted_step.per_device(steps, "exposed_ratio").filter(
             pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
         )
         if over.is_empty():
@@ -121,7 +121,7 @@ class ExposedCommunication(Rule):
             _message(worst, of_pipeline=pipeline_stages.is_pipelined(run))
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
             + slow,
-            _fix(run, worst, representative_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
+            _fix(run, worst, quoted_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
@@ -182,7 +182,7 @@ class PreparationGap(Rule):
             f"{units.duration(preparation_ns)}.",
             _PREPARE_FSDP if strategy.of_run(run) in _SHARDED else _PREPARE_LESS,
             confidence=0.7,
-            evidence=representative_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
+            evidence=quoted_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
         )
 
 
@@ -228,9 +228,9 @@ def _collectives(run: Run) -> pl.DataFrame:
 
 def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
     message = (
-        f"{units.share(worst['exposed_ratio'])} of the {representative_step.noun(worst)} is exposed communication: "
+        f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{representative_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
+        f"{quoted_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
         "communication."
     )
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
@@ -301,13 +301,13 @@ def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
     collectives = exposed.drop("dtype")
     step_row = pl.DataFrame(
         [
-            {name: worst[name] for name in representative_step.KEY}
+            {name: worst[name] for name in quoted_step.KEY}
             | {"name": "whole step", "op": "whole step"}
             | {"exposed_ns": worst["exposed_ns"], "step_ns": worst["duration_ns"]}
         ],
-        schema_overrides={name: collectives.schema[name] for name in representative_step.KEY},
+        schema_overrides={name: collectives.schema[name] for name in quoted_step.KEY},
     )
-    own = representative_step.rows_of(collectives, worst)
+    own = quoted_step.rows_of(collectives, worst)
     others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
     parts = [own.head(_EVIDENCE_ROWS), step_row, others.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
@@ -330,7 +330,7 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
         return None
     key = ["window", "rank", "activity_id"]
     named = run.run_table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
-    own = representative_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
+    own = quoted_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
     sums = own.join(named.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
     most = sums.filter(pl.col("exposed_ns") * 2 > own["exposed_ns"].sum())
     return None if most.is_empty() else str(most["axis"][0])

@@ -12,8 +12,8 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
-from tracekit.rules.representative_step import KEY
+from tracekit.rules import quoted_step, step_losses
+from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _MAX_NAMED = 3
@@ -314,7 +314,7 @@ def _severity(loss: step_losses.StepLoss, max_ratio: float) -> Severity:
 
 
 def _evidence(rows: pl.DataFrame, loss: step_losses.StepLoss) -> pl.DataFrame:
-    found = representative_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
+    found = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
     first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
     return found.select(*first, *(name for name in ("shapes", "padding") if name in found.columns))
 

@@ -12,7 +12,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
+from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.rules.step_losses import StepLoss
 from tracekit.sync.collective_matching import calls
@@ -65,9 +65,7 @@ class ContendedCompute(Rule):
         slow = _slowed_devices(_compute(run), self.min_slowdown)
         judged = _compute(run).join(slow, on=["rank", "device"])
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
-        lost = judged.select(
-            *representative_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns"
-        )
+        lost = judged.select(*quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
@@ -135,7 +133,7 @@ class StarvedCollectives(Rule):
         found = run.run_table(collective_contention.by_step)
         slow = _slowed_devices(found, self.min_slowdown)
         lost = found.join(slow, on=["rank", "device"]).select(
-            *representative_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
+            *quoted_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
@@ -153,7 +151,7 @@ class StarvedCollectives(Rule):
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             f"or start them earlier{_EARLIER.get(strategy.of_run(run) or '', ' (async_op=True)')}.",
             confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
-            evidence=representative_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
+            evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
         )
 
@@ -237,11 +235,11 @@ def _bandwidth(run: Run) -> str:
 def _why_unjudged(run: Run, found: pl.DataFrame, what: str) -> str | None:
     unknown = found.filter((pl.col("judged_ns").sum() == 0).over("rank", "device"))
     unknown = unknown.with_columns(pl.col("overlapped_ns").alias("lost_ns"))
-    steps = step_losses.by_step(run, unknown.select(*representative_step.KEY, "lost_ns"))
+    steps = step_losses.by_step(run, unknown.select(*quoted_step.KEY, "lost_ns"))
     loss = step_losses.worst(steps, _MIN_OVERLAP_RATIO)
     if loss is None:
         return None
     return (
-        f"{what} for {units.duration(loss.row['lost_ns'])} in {representative_step.describe(loss.row)}, but never ran "
+        f"{what} for {units.duration(loss.row['lost_ns'])} in {quoted_step.describe(loss.row)}, but never ran "
         f"alone, so the slowdown is unknown: {contention.RECORD}."
     )

@@ -11,8 +11,8 @@ from tracekit.analysis.host import copies
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
-from tracekit.rules.representative_step import KEY
+from tracekit.rules import quoted_step, step_losses
+from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, largest_first
 
 _OWNER = ["op", "stack", "direction", "memory"]
@@ -66,7 +66,7 @@ class ExposedCopy(Rule):
             f"Copies between host and device are exposed: {loss}, in {_counted(own.height)}. {self._largest(most)}",
             _fix(most),
             confidence=0.8,
-            evidence=representative_step.evidence(found, loss.row, "exposed_ns"),
+            evidence=quoted_step.evidence(found, loss.row, "exposed_ns"),
         )
 
     def _largest(self, most: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ _IDLE_PART = {
 _UNEVEN, _LATE_GROUP = "RANK003", "RANK004"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
-trouble of its own."""
+fault of its own."""
 
 
 def attribute_costs(report: Report) -> Report:
@@ -51,7 +51,7 @@ def attribute_costs(report: Report) -> Report:
     what the mean step of the window is shorter without the cause, as `tracekit whatif` says, and the impact its share;
     the message states them.
 
-    One trouble has one price. The single stalls of a finding of STEP001 are removed where they are. That comes first,
+    One fault has one price. The single stalls of a finding of STEP001 are removed where they are. That comes first,
     for those that STEP001 still warns of, and the first uses of STEP002, stay in the replays of other causes. So are
     the stalled collectives of STEP004, and causes that are the time of transfers are priced without them. In a window
     of one step, STEP001 is information where the rule of the cause warns. Data loading, blocking calls, allocator
@@ -258,7 +258,7 @@ def _with_replayed_cost(
     priced = replace(_reprice(finding, what_if, first, least), removals=(*causing, own))
     repriced = _with_other_ranks(run, priced, what_if.cause)
     if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
-        yield replace(repriced, severity=Severity.INFO)  # most of it is the trouble that makes the rank late
+        yield replace(repriced, severity=Severity.INFO)  # most of it is the fault that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
         yield repriced
     elif _measured(finding) and finding.severity > Severity.INFO:

@@ -50,7 +50,7 @@ _KINDS = {
     "part_of_run": _Kind(_INFO, "Export the run without --step to judge all of it."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
     "undecided_ending_together": _Kind(
-        _WARNING, "Report the names to us; until then, add this time to what COMM001 says of exposed communication."
+        _WARNING, "Report the names to us; until then, add this time to the exposed communication of COMM001."
     ),
     "undecided_communication": _Kind(
         _INFO,
@@ -226,7 +226,7 @@ def _unequal_iterations(run: Run) -> pl.DataFrame:
     first = odd.row(0, named=True)
     message = (
         f"{first['iterations']} iterations were found on rank {first['rank']} and {first['usual']} on most others: "
-        "those of one number need not belong together."
+        "iterations with the same number may not correspond."
     )
     issue = (None, None, "iterations_differ", message, odd.height / counts.height)
     return pl.DataFrame([issue], schema=RUN_DATA_QUALITY.schema, orient="row")

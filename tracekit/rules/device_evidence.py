@@ -8,25 +8,25 @@ from tracekit.analysis.parallelism.device_comparison import DeviceComparison, Me
 _FIXES = {
     device_comparison.THERMAL: (
         "Heat slows {ranks}: check fans, airflow and inlet temperature of the node "
-        "(nvidia-smi -q -d TEMPERATURE,PERFORMANCE), and take it out of the job until it is cool."
+        "(nvidia-smi -q -d TEMPERATURE,PERFORMANCE), and remove the node from the job until it is cool."
     ),
     device_comparison.POWER_BRAKE: (
         "The power supply slows {ranks}: check the power supplies and cables of the node "
-        "(nvidia-smi -q -d POWER,PERFORMANCE), and take it out of the job until then."
+        "(nvidia-smi -q -d POWER,PERFORMANCE), and remove the node from the job until it is repaired."
     ),
     device_comparison.POWER_CAP: (
         "The power limit slows {ranks}: compare the limits (nvidia-smi -q -d POWER), raise a limit that is lower than "
         "the others' (nvidia-smi -pl), or replace a GPU that needs more power for the same clock."
     ),
     device_comparison.HARDWARE: (
-        "The GPU hardware lowers the clock of {ranks}: see why (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER), and "
-        "take the node out of the job until then."
+        "The GPU hardware lowers the clock of {ranks}: find out why (nvidia-smi -q -d "
+        "PERFORMANCE,TEMPERATURE,POWER), and remove the node from the job until it is repaired."
     ),
     device_comparison.CLOCK_SETTING: (
         "The clock of {ranks} is set lower than that of the others: reset it (nvidia-smi -rgc, nvidia-smi -rac)."
     ),
     device_comparison.SYNC_BOOST: (
-        "Another GPU of a sync boost group slows {ranks}: see which (nvidia-smi -q -d PERFORMANCE)."
+        "Another GPU of a sync boost group slows {ranks}: find out which (nvidia-smi -q -d PERFORMANCE)."
     ),
 }
 _UNEXPLAINED = (
@@ -37,8 +37,8 @@ _MORE_WORK = (
     "the same GPU."
 )
 _DATA_OR_HOST = (
-    "The clocks are equal, so check data and host of {ranks}: uneven batches, a busy host (HOST001, HOST003), other "
-    "jobs on the node."
+    "The clocks are equal, so check the data and the host of {ranks}: uneven batches, a busy host (HOST001, HOST003), "
+    "other jobs on the node."
 )
 _RECORD = " Or record the clocks of the GPUs: tracekit record --device-metrics."
 _RESET = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."

@@ -27,13 +27,25 @@ def check(
     on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
-    """Judge a run by `rules`; by default all rules with their default thresholds.
+    """Judge a run by rules.
 
-    All rules, and `facts` that are needed later, share one pass over the traces; `on_progress` is called after each
-    trace. The cost of findings comes from a replay of the steps without their cause, where possible: a second pass,
-    only if there is such a finding, and over representative ranks if there are more than 128; of more than 32 traces,
-    the first pass measures what it needs. Raises RuleError, with the rule's code, if a rule crashes; with `on_crash`,
-    that is called with both instead, and the report names the rule among those that could not judge.
+    All rules share one pass over the traces. The cost of findings comes from a replay of the steps without their
+    cause, where possible. That takes a second pass, only if there is such a finding, and over representative ranks if
+    there are more than 128. If there are more than 32 traces, the first pass also measures what replays need.
+
+    Args:
+        run: The run, from `load`.
+        rules: The rules, with their thresholds; by default all rules with their default thresholds.
+        facts: Facts that are needed later, to be measured in the same pass.
+        on_progress: Called after each trace.
+        on_crash: Called with the rule's code and the error if a rule crashes. The report then names the rule among
+            those that could not judge.
+
+    Returns:
+        The report: findings by severity and impact, notes, and the input files.
+
+    Raises:
+        RuleError: A rule crashed, and there is no `on_crash`.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
     are_many = len(run.sources) > _MANY_TRACES

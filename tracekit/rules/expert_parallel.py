@@ -11,6 +11,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -65,7 +66,7 @@ class OverloadedExperts(Rule):
             f"The experts of {'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)} are overloaded: those of "
             f"rank {most['rank']} get {most['load_ratio']:.2f} times the mean of their group. The other ranks wait "
             f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['lost_ratio'])}) for it {_when(worst['step'])}.",
+            f"({units.share(worst['lost_ratio'])}) for rank {most['rank']} in {quoted_step.place(worst['step'])}.",
             "Balance the experts: a larger coefficient of the load-balancing loss, a bias per expert (loss-free "
             "balancing), a capacity factor; or place busy experts with idle ones, or on several ranks.",
             impact=min(1.0, worst["lost_ratio"]),
@@ -96,7 +97,3 @@ def _losses(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
     steps = run.table(breakdown.by_step).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
     joined = worst.join(steps, on=["window", "step"], nulls_equal=True).filter(pl.col("duration_ns") > 0)
     return joined.with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
-
-
-def _when(step: int | None) -> str:
-    return "in the window" if step is None else f"in step {step} (the median)"

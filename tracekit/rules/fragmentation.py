@@ -11,7 +11,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.representative_step import DEVICE
+from tracekit.rules.quoted_step import DEVICE
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _EVIDENCE_ROWS = 60

@@ -14,8 +14,8 @@ from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import io_evidence, representative_step, step_losses
-from tracekit.rules.representative_step import DEVICE, KEY
+from tracekit.rules import io_evidence, quoted_step, step_losses
+from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -92,7 +92,7 @@ class LateLaunch(Rule):
         yield loss.finding(
             self,
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
-            f"The {representative_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
+            f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
             f"{_ACTIVITIES[most['detail']]}.{pause}{cold}{_line(loss.rows(late))}",
             _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
@@ -190,20 +190,20 @@ class BlockingSync(Rule):
         counted = steps.join(counts, on=["window", "rank", "step"], how="left", nulls_equal=True).with_columns(
             pl.col("reads").fill_null(0)
         )
-        worst = representative_step.worst(counted, "reads")
+        worst = quoted_step.worst(counted, "reads")
         if worst is None or not worst["reads"]:
             return
         reading = counted.filter(pl.col("reads") > 0)
         yield Finding(
             self.code,
             Severity.INFO,
-            f"The host reads {worst['reads']} values in forward and backward of {representative_step.describe(worst)}. "
+            f"The host reads {worst['reads']} values in forward and backward of {quoted_step.describe(worst)}. "
             "On the CPU that costs nothing; on a GPU, each read waits for all queued work.",
             _READ_LATER,
             confidence=0.9,
             ranks=distinct(reading, "rank"),
             steps=distinct(reading, "step"),
-            evidence=representative_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
+            evidence=quoted_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
         )
 
@@ -254,7 +254,7 @@ class DataStall(Rule):
         yield loss.finding(
             self,
             Severity.WARNING,
-            f"Data loading stalls the {representative_step.noun(loss.row)}: compute is idle {loss} while the host "
+            f"Data loading stalls the {quoted_step.noun(loss.row)}: compute is idle {loss} while the host "
             f"waits for a batch.{_line(loss.rows(late))}{_io(run, loss, late)}",
             _PREFETCH,
             confidence=0.9,
@@ -268,7 +268,7 @@ class DataStall(Rule):
         loss = step_losses.worst(_all_but_last(run, waits), self.min_saved_ratio)
         if loss is None or not _on_device(run):
             return
-        evidence = representative_step.evidence(waits, loss.row, "dur_ns")
+        evidence = quoted_step.evidence(waits, loss.row, "dur_ns")
         finding = loss.finding(
             self,
             Severity.WARNING,
@@ -327,5 +327,5 @@ def _line(rows: pl.DataFrame) -> str:
 
 
 def _evidence(loss: step_losses.StepLoss, late: pl.DataFrame) -> pl.DataFrame:
-    rows = representative_step.evidence(late, loss.row, "dur_ns")
+    rows = quoted_step.evidence(late, loss.row, "dur_ns")
     return rows.select("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.representative_step import describe_loss
+from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, median_row
 
 _EVIDENCE_ROWS = 40

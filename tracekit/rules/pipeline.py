@@ -21,6 +21,7 @@ from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -44,7 +45,7 @@ class PipelineBubble(Rule):
     device's NVLink carries inside a node. Else it is information.
 
     Why it costs: while a rank waits for activations or gradients that another rank has computed already, its device is
-    idle, and the delay travels from stage to stage.
+    idle, and the delay propagates from stage to stage.
 
     How it is measured: the recorded actions of all ranks are scheduled again with their own durations on links without
     cost; the cost is the difference to the recorded time from the first action to the last. The message quotes the
@@ -86,10 +87,10 @@ class PipelineBubble(Rule):
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
             f"The pipeline takes {units.duration(lost_ns)} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(lost_ns / worst['duration_ns'])}) longer than its schedule allows in {_step(worst)}, "
-            f"{parts}. Ranks are idle for {units.share(worst['bubble_ratio'])} of it; the same actions without delay "
-            f"between ranks leave {units.share(worst['ideal_bubble_ratio'])}."
-            + (f" Transfers between stages reach {units.rate(rate)} only." if rate else ""),
+            f"({units.share(lost_ns / worst['duration_ns'])}) longer than its schedule allows in "
+            f"{quoted_step.place(worst['step'])}, {parts}. Ranks are idle for {units.share(worst['bubble_ratio'])} of "
+            f"it; without delays between ranks, the same actions leave {units.share(worst['ideal_bubble_ratio'])}."
+            + (f" Transfers between stages only reach {units.rate(rate)}." if rate else ""),
             _SLOW if rate else _OVERLAP if is_communication else _LAUNCH,
             impact=min(1.0, lost_ns / worst["duration_ns"]),
             cost_ns=lost_ns,
@@ -208,7 +209,7 @@ class FewMicroBatches(Rule):
 
     How it is measured: the recorded actions of all ranks are scheduled with the mean time of all forwards and all
     backwards, on links without cost. Twice the micro-batches, each half as large, or twice the stages per rank halve
-    that bubble: the cost is the half.
+    that bubble: the cost is half of it.
 
     How to fix: divide the batch into more micro-batches (n_microbatches, --micro-batch-size), raise the batch
     (gradient accumulation), use an interleaved schedule (ScheduleInterleaved1F1B,
@@ -237,9 +238,9 @@ class FewMicroBatches(Rule):
             self.code,
             Severity.WARNING,
             f"{m} micro-batches are few for {p} pipeline ranks: the schedule itself leaves ranks idle for "
-            f"{units.share(worst['even_ratio'])} of the time in {_step(worst)}. {2 * m} micro-batches of half the "
-            f"size, or {2 * v} stages a rank, would leave {units.share(after)} and save {units.duration(cost_ns)} of "
-            f"{units.duration(worst['duration_ns'])}.",
+            f"{units.share(worst['even_ratio'])} of the time in {quoted_step.place(worst['step'])}. "
+            f"{2 * m} micro-batches of half the size, or {2 * v} stages a rank, would leave {units.share(after)} and "
+            f"save {units.duration(cost_ns)} of {units.duration(worst['duration_ns'])}.",
             f"Divide the batch into {2 * m} micro-batches (n_microbatches, --micro-batch-size): under 1F1B activations "
             f"take half the memory. Or {2 * v} stages a rank (ScheduleInterleaved1F1B, "
             f"--num-layers-per-virtual-pipeline-stage): activations take {_memory(p, 2 * v) / _memory(p, v):.2f} times "
@@ -263,7 +264,7 @@ _OVERLAP = (
 _SLOW = (
     "Find out why transfers between stages are slow: NCCL_DEBUG=INFO shows the transport (NET/Socket instead of "
     "NET/IB, SHM instead of P2P), nvidia-smi topo -m and ibstat the links, nccl-tests (sendrecv_perf) their speed. "
-    "Meanwhile send less (bf16 activations, scatter-gather over the tensor-parallel ranks)."
+    "Until then, send less (bf16 activations, scatter-gather over the tensor-parallel ranks)."
 )
 _LAUNCH = (
     "Let the host launch ahead: no synchronization (.item(), printing a loss) between micro-batches, data loaded "
@@ -320,10 +321,6 @@ def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
         "window", "rank", "step", "stage", "start_ns", "dur_ns", "bubble_ns", "ideal_bubble_ns", "warmup_ns",
         "steady_ns", "cooldown_ns", "communication_ns", "host_ns",
     )  # fmt: skip
-
-
-def _step(row: dict[str, Any]) -> str:
-    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:

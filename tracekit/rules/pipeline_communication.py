@@ -40,8 +40,8 @@ class ShardedMicroBatches(Rule):
     --use-distributed-optimizer). With FSDP keep weights (reshard_after_forward=False) and reduce gradients at the last
     micro-batch only (set_requires_gradient_sync).
 
-    Blind spots: needs the axis of the groups. Collectives of the first micro-batches that run ahead are counted to
-    those.
+    Blind spots: needs the axis of the groups. Collectives that run ahead are attributed to the first
+    micro-batches.
     """
 
     code: ClassVar[str] = "PIPE004"
@@ -96,13 +96,13 @@ class SlowPipelineLink(Rule):
     links of the same kind, by more than the error of both ranks' clocks, if that costs `min_lost_ratio` of the
     pipeline's time; it is a warning from `warning_lost_ratio`.
 
-    Why it costs: each micro-batch passes the link twice; the stage behind it waits, and all stages after that one.
+    Why it costs: each micro-batch passes the link twice; the stage that receives it waits, and so do all later stages.
 
-    How it is measured: where a rank was waiting already when its input was complete on the neighboring rank, the time
-    until its action starts is that of the transfer: waiting for the neighbor is not in it. Links inside a node are
-    compared with each other, and links between nodes; also with the same link of other replicas. A quarter of the
-    transfers at most may be faster than that factor says. The cost is the difference between two schedules of the
-    recorded actions, with the link's median time and with the usual one.
+    How it is measured: where a rank was waiting already when its input was complete on the neighboring rank, the
+    time until its action starts is that of the transfer: waiting for the neighbor is not in it. Links inside a node
+    are compared with each other, and links between nodes; also with the same link of other replicas. At most a
+    quarter of the transfers may be less than `min_slowdown` times as slow. The cost is the difference between two
+    schedules of the recorded actions, with the link's median time and with the usual one.
 
     How to fix: check the link: nvidia-smi topo -m and nvlink -s inside a node; ibstat, link errors and NCCL_IB_HCA
     between nodes; NCCL_DEBUG=INFO shows the transport of each peer. Move the node out of the pipeline meanwhile.

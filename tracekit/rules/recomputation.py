@@ -12,7 +12,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
+from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _EVIDENCE_ROWS = 80
@@ -97,7 +97,7 @@ class NeedlessRecomputation(Rule):
 
 def _affordable(parts: pl.DataFrame, free_bytes: int) -> pl.DataFrame:
     """Return the parts of each pass whose activations fit in memory, the costliest first."""
-    by = [*representative_step.KEY, "backward"]
+    by = [*quoted_step.KEY, "backward"]
     needed = pl.col("activation_bytes").fill_null(0).clip(1)
     ordered = largest_first(parts.drop_nulls("activation_bytes"), "compute_ns", "start_ns")
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(

@@ -1,16 +1,16 @@
 """RULES: every rule of tracekit, and those of plug-ins."""
 
 from tracekit.model import plugins
-from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
+from tracekit.rules.allocation_churn import ChangingSizes, ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.background_save import BlockingBackgroundSave, CrowdedOut, LockedOut
+from tracekit.rules.background_save import BlockingBackgroundSave, CpuStarvation, GilContention
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.checkpoint_policy import (
     AmplifiedRestore,
     LostOnPowerFailure,
     SeveralWriters,
+    SuboptimalInterval,
     UnverifiedShards,
-    UnwiseInterval,
 )
 from tracekit.rules.clock_drops import ClockDrop
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
@@ -43,7 +43,7 @@ from tracekit.rules.save_stalls import (
 )
 from tracekit.rules.stalled_collectives import StalledCollective
 from tracekit.rules.stragglers import Straggler, UnevenRanks
-from tracekit.rules.streams import GiveWay, NeedlessOrder
+from tracekit.rules.streams import GiveWay, SerializedStreams
 from tracekit.rules.tensor_parallel import ExposedTensorParallel, TensorParallelAcrossNodes
 
 RULES: tuple[type[Rule], ...] = (
@@ -52,7 +52,7 @@ RULES: tuple[type[Rule], ...] = (
     ReducedEveryMicroBatch,
     PreparationGap,
     GiveWay,
-    NeedlessOrder,
+    SerializedStreams,
     ContendedCompute,
     StarvedCollectives,
     DeviceStall,
@@ -91,7 +91,7 @@ RULES: tuple[type[Rule], ...] = (
     FragmentedMemory,
     CrossStreamSlack,
     ChangingSizes,
-    AlternatingBuffers,
+    ReallocatedBuffers,
     BlockingCheckpoint,
     SerializedSave,
     StagedSave,
@@ -100,11 +100,11 @@ RULES: tuple[type[Rule], ...] = (
     StragglingWriter,
     PlannedSave,
     GlobalSync,
-    LockedOut,
-    CrowdedOut,
+    GilContention,
+    CpuStarvation,
     BlockingBackgroundSave,
     AmplifiedRestore,
-    UnwiseInterval,
+    SuboptimalInterval,
     LostOnPowerFailure,
     UnverifiedShards,
     CrowdedSave,

@@ -47,11 +47,11 @@ class WhatIf:
 class Finding:
     """A claim about where a run loses time or memory, with its numbers, its evidence and a fix.
 
-    `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step: with a replay, what the mean
-    step of the run is shorter without the cause, else what the rule measures on the worst rank. `cost_bytes` is the
-    memory used per rank or allocated per step: the message states which. A finding that costs only memory has
-    impact 0. `confidence` ranges from 0 to 1. `evidence` contains the rows that prove the finding, with columns window,
-    rank, start_ns and dur_ns where they refer to a moment in the trace.
+    `impact` is the share of time lost (0 to 1): of step time, unless a field below states another. `cost_ns` is the
+    time lost per step: with a replay, by how much the mean step of the run is shorter without the cause, else what the
+    rule measures on the worst rank. `cost_bytes` is the memory used per rank or allocated per step: the message states
+    which. A finding that costs only memory has impact 0. `confidence` ranges from 0 to 1. `evidence` contains the rows
+    that prove the finding, with columns window, rank, start_ns and dur_ns where they refer to a moment in the trace.
     """
 
     code: str
@@ -77,6 +77,8 @@ class Finding:
     """Whether impact and cost are of the whole window, because no steps are marked in it."""
     is_of_iterations: bool = False
     """Whether `steps` are iterations that were found by repetition, because no steps are marked."""
+    is_of_training: bool = False
+    """Whether `impact` is a share of training time, steps and the saves between them, instead of step time."""
     is_upper_bound: bool = False
     """Whether impact and cost are only an upper bound, which no replay has confirmed."""
 

@@ -58,6 +58,7 @@ class StalledSave(Rule):
             f"{_of_save(row, stalled.height)}{self._detail(row)}.{_io(run, row)}",
             self.fix.format_map(row),
             impact=(overhead or 0.0) * row["ratio"],
+            is_of_training=True,
             cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=(0.9 if overhead is not None else 0.6) * min(1.0, 0.5 + row["ratio"]),
             ranks=(row["rank"],),

@@ -38,29 +38,29 @@ _FIX_UNTRACED = (
 class StalledCollective(Rule):
     """A single collective that takes far longer than usual, although all its ranks have arrived.
 
-    What it does: reports collectives that stall once: the network stood still, or a member was stopped while it took
+    What it does: reports collectives that stall once: the network stalled, or a member was stopped while it took
     part. It names the step, the group, the usual and the actual duration, and, where the traces show it, the rank whose
     process did nothing meanwhile.
 
     Why it costs: all members of the group wait until the collective ends, and then the ranks that wait for them. Rules
     on the median step do not see it.
 
-    How it is measured: the time of a collective from the last arrival to its end, the shortest over its ranks: a rank
-    that comes late does not count, and neither do differences between clocks. It must be four times as long as the same
-    collective (group, op, type, size within a factor of two) usually takes, both at the same place of other steps and
-    anywhere: the third quartile of the others, of three or fewer the longest. Among 20 others or more, it must also be
-    twice as long as their 95th percentile. Five others are needed, and an excess of 1 ms. Collectives that stall at the
-    same time are one event. It costs the exposed part of the excess, or what the steps are shorter in a replay with the
-    usual duration. It is a warning from `min_lost_ratio` of the window, and information from `min_step_ratio` of a step
-    (`min_cpu_step_ratio` on a CPU run, where other processes slow collectives down). A rank is named if no slice begins
-    or ends on any thread of its host during the excess while those of other members do, or, on a CPU run, if an op that
-    computes lasts for all of it.
+    How it is measured: the time of a collective from the last arrival to its end, the shortest over its ranks: a
+    rank that arrives late does not count, and neither do differences between clocks. It must be four times as long
+    as the same collective (group, op, type, size within a factor of two) usually takes, both at the same place of
+    other steps and anywhere: the third quartile of the others, of three or fewer the longest. Among 20 others or
+    more, it must also be twice as long as their 95th percentile. Five others are needed, and an excess of 1 ms.
+    Collectives that stall at the same time are one event. It costs the exposed part of the excess, or what the
+    steps are shorter in a replay with the usual duration. It is a warning from `min_lost_ratio` of the window, and
+    information from `min_step_ratio` of a step (`min_cpu_step_ratio` on a CPU run, where other processes slow
+    collectives down). A rank is named if no slice begins or ends on any thread of its host during the excess while
+    those of other members do, or, on a CPU run, if an op that computes lasts for all of it.
 
     How to fix: for a named rank, find what stopped its process: CPU limits of the cgroup, swapping, a debugger, a
     paused container. Otherwise check the links (retransmissions, link errors) and the hosts of the group at that time.
 
     Blind spots: where a rank of the group has no trace, it may have come late; the finding says so. Where the hosts of
-    all members only wait, the traces do not show whether the network or a member stood still. The first collective of
+    all members only wait, the traces do not show whether the network or a member stalled. The first collective of
     each group is not judged, for it may set up the communicator; sends and receives are not, for they wait for compute;
     nor are saves. Stalls of a host before a collective belong to STEP001.
     """
@@ -160,7 +160,7 @@ def _what(event: dict[str, Any]) -> str:
 
 
 def _cause(event: dict[str, Any]) -> str:
-    """Return what stood still, as far as the traces show it."""
+    """Return what stalled, as far as the traces show it."""
     if event["silent_ranks"]:
         several = len(event["silent_ranks"]) > 1
         where = f", inside {event['name']}" if event["name"] else ""
@@ -171,8 +171,8 @@ def _cause(event: dict[str, Any]) -> str:
     if not event["is_whole"]:
         return "Not all ranks of the group have a trace, so it is unknown whether a rank arrived late."
     return (
-        "All ranks of the group had arrived and then take part for as long: the network or a member stood still, and "
-        "the traces do not show which."
+        "All ranks of the group had arrived. Either the network or one of the ranks stalled; the traces do not show "
+        "which."
     )
 
 

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
-from tracekit.rules import representative_step
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 
@@ -18,12 +18,12 @@ def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) ->
     expression of the breakdown's columns, bounds the loss of a step: the most that the step can save.
     """
     names = [name for name in lost.columns if name.endswith("_ns") and name != "start_ns"]
-    sums = lost.group_by(representative_step.KEY).agg(pl.col(names).sum())
+    sums = lost.group_by(quoted_step.KEY).agg(pl.col(names).sum())
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
     bound = pl.col("duration_ns") if max_loss is None else max_loss
     return (
         steps.with_columns(bound.clip(0).alias("_max_loss_ns"))
-        .join(sums, on=representative_step.KEY, how="left", nulls_equal=True, maintain_order="left")
+        .join(sums, on=quoted_step.KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col(names).fill_null(0))
         .with_columns(pl.min_horizontal(pl.col("lost_ns").clip(0), "_max_loss_ns").alias("lost_ns"))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
@@ -41,11 +41,11 @@ class StepLoss:
     """All steps that lose enough for the finding."""
 
     def __str__(self) -> str:
-        return f"{representative_step.describe_loss(self.row)} in {representative_step.describe(self.row)}"
+        return f"{quoted_step.describe_loss(self.row)} in {quoted_step.describe(self.row)}"
 
     def rows(self, table: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of a table in the quoted step."""
-        return representative_step.rows_of(table, self.row)
+        return quoted_step.rows_of(table, self.row)
 
     def finding(
         self,
@@ -84,7 +84,7 @@ def worst(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
 
     `steps` is a table of `by_step` or `steps_without_saves.losses`.
     """
-    row = representative_step.worst(steps, "lost_ratio")
+    row = quoted_step.worst(steps, "lost_ratio")
     if row is None or row["lost_ratio"] < min_lost_ratio:
         return None
     return StepLoss(row, steps.filter(pl.col("lost_ratio") >= min_lost_ratio))

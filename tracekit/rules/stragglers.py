@@ -10,9 +10,10 @@ from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_pl
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import quoted_step
 from tracekit.rules.device_evidence import DeviceEvidence
 from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
-from tracekit.rules.representative_step import describe_loss
+from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -189,8 +190,8 @@ def _when(worst: dict[str, Any]) -> str:
             f"the window, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of the window"
         )
     return (
-        f"step {worst['step']} (the median), and in {worst['late'].height} of {worst['since']} steps since "
-        f"step {worst['first']}"
+        f"{quoted_step.place(worst['step'])}, and in {worst['late'].height} of {worst['since']} steps "
+        f"since step {worst['first']}"
     )
 
 
@@ -296,7 +297,7 @@ class UnevenRanks(Rule):
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {_place(worst)}, {_describe(most_late)}.",
+            f"in {quoted_step.place(worst['step'])}, {_describe(most_late)}.",
             f"Check why {_suspects(most_late)} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
@@ -350,10 +351,6 @@ def _describe(shares: list[tuple[int, float]]) -> str:
 
 def _suspects(shares: list[tuple[int, float]]) -> str:
     return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"
-
-
-def _place(row: dict[str, Any]) -> str:
-    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _in_step(row: dict[str, Any]) -> pl.Expr:

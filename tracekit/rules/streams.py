@@ -13,7 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules import representative_step, step_losses
+from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.rules.step_losses import StepLoss
 
@@ -66,19 +66,19 @@ class GiveWay(Rule):
         unknown = run.table(contention.preparation).filter(
             pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
         )
-        steps = step_losses.by_step(run, unknown.select(*representative_step.KEY, pl.col("dur_ns").alias("lost_ns")))
+        steps = step_losses.by_step(run, unknown.select(*quoted_step.KEY, pl.col("dur_ns").alias("lost_ns")))
         loss = step_losses.worst(steps, self.min_cost_ratio)
         if loss is None:
             return None
         return (
             f"{units.duration(loss.row['lost_ns'])} of preparation ran only concurrently with compute in "
-            f"{representative_step.describe(loss.row)}, so its slowdown is unknown: {contention.RECORD}."
+            f"{quoted_step.describe(loss.row)}, so its slowdown is unknown: {contention.RECORD}."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if compute waits for slowed preparation."""
-        chains = self._chains(representative_step.in_steps(run, run.table(contention.preparation)))
-        steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "delay_ns"))
+        chains = self._chains(quoted_step.in_steps(run, run.table(contention.preparation)))
+        steps = step_losses.by_step(run, chains.select(*quoted_step.KEY, "lost_ns", "delay_ns"))
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
@@ -89,7 +89,7 @@ class GiveWay(Rule):
             _give_way_message(loss, own),
             _PREPARE_EARLIER.get(strategy.of_run(run) or "", _PREPARE_ANY_EARLIER),
             confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
-            evidence=representative_step.evidence(chains, loss.row, "lost_ns"),
+            evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
             what_if=WhatIf("give-way", self.min_cost_ratio),
         )
 
@@ -110,7 +110,7 @@ class GiveWay(Rule):
 
 
 @dataclass(frozen=True)
-class NeedlessOrder(Rule):
+class SerializedStreams(Rule):
     """Streams that could run concurrently but take turns, because they share a hardware queue or a communicator.
 
     What it does: warns about devices on which no kernel starts before one that was launched earlier on another stream,
@@ -152,7 +152,7 @@ class NeedlessOrder(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, if they cost enough."""
-        order = self._in_launch_order(representative_step.in_steps(run, run.table(queueing.launch_order)))
+        order = self._in_launch_order(quoted_step.in_steps(run, run.table(queueing.launch_order)))
         delayed = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
         upper_bound = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
         steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
@@ -162,7 +162,7 @@ class NeedlessOrder(Rule):
             queued, on=["rank", "device"], how="anti"
         )
         shared = step_losses.by_step(
-            run, waits.select(*representative_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
+            run, waits.select(*quoted_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
         yield from self._finding(run, shared, waits, None)
 
@@ -189,7 +189,7 @@ class NeedlessOrder(Rule):
             _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(strategy.of_run(run) or "", "")),
             confidence=0.8 if queue else 0.5,
-            evidence=representative_step.evidence(delayed, loss.row, "lost_ns"),
+            evidence=quoted_step.evidence(delayed, loss.row, "lost_ns"),
             what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
             is_upper_bound=True,

@@ -12,6 +12,7 @@ from tracekit.conventions.strategies import TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -37,7 +38,7 @@ class TensorParallelAcrossNodes(Rule):
     How to fix: make tp at most the GPUs of a node, with tp the innermost axis of the mesh (ranks of a group
     consecutive); use pipeline or data parallelism between nodes.
 
-    Blind spots: nodes must be known. On nodes with NVLink between them (NVL72) this is no trouble.
+    Blind spots: nodes must be known. On nodes with NVLink between them (NVL72) this is no problem.
     """
 
     code: ClassVar[str] = "TP001"
@@ -67,8 +68,8 @@ class TensorParallelAcrossNodes(Rule):
             Severity.WARNING,
             f"{len(groups)} tensor-parallel groups, such as ranks {units.ranges(groups[0])}, are on several nodes: "
             f"{units.duration(worst['transfer_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['transfer_ns'] / worst['duration_ns'])}) of {_step(worst)} is their exposed "
-            f"transfer time; links inside a node would save about {units.duration(cost_ns)}.{at}",
+            f"({units.share(worst['transfer_ns'] / worst['duration_ns'])}) of {quoted_step.place(worst['step'])} is "
+            f"their exposed transfer time; links inside a node would save about {units.duration(cost_ns)}.{at}",
             "Keep each tensor-parallel group inside one node: tp at most the GPUs of a node and the innermost axis of "
             "the mesh; use pipeline or data parallelism between nodes.",
             impact=min(1.0, ratio),
@@ -96,8 +97,8 @@ class ExposedTensorParallel(Rule):
     layer in forward and two in backward.
 
     How it is measured: the axis of each group comes from its description, the manifest, or its collectives (see
-    docs/parallelism.md). Exposed is the time of its collectives in which the device computes nothing, per rank and
-    step; transfer is what remains after all ranks have arrived. The message quotes the median step. A pass
+    docs/parallelism.md). Exposed time is the time of its collectives in which the device computes nothing, per rank
+    and step; transfer is what remains after all ranks have arrived. The message quotes the median step. A pass
     through a layer has two large all-reduces in forward, or in all if phases are not known; with sequence
     parallelism, two all-gathers and two reduce-scatters. The cost is the transfer.
 
@@ -135,7 +136,7 @@ class ExposedTensorParallel(Rule):
             Severity.WARNING if is_warning else Severity.INFO,
             f"Tensor-parallel collectives (axis tp, {source}) are exposed for "
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['exposed_ratio'])}) in {_step(worst)} of rank {worst['rank']}: "
+            f"({units.share(worst['exposed_ratio'])}) in {quoted_step.place(worst['step'])} of rank {worst['rank']}: "
             f"{units.duration(worst['transfer_ns'])} transfer and {units.duration(worst['waited_ns'])} waiting for "
             f"late ranks{_per_pass(worst)}." + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
             _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
@@ -187,10 +188,6 @@ def _per_pass(row: dict[str, Any]) -> str:
     if not row["passes"]:  # messages of less than a layer's activations
         return ""
     return f", {units.duration(row['per_pass_ns'])} for each of {row['passes']} passes of a micro-batch through a layer"
-
-
-def _step(row: dict[str, Any]) -> str:
-    return "the window" if row["step"] is None else f"step {row['step']} (the median)"
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:

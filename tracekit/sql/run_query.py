@@ -45,11 +45,21 @@ def query(
     memory_bytes: int = MEMORY_BYTES,
     max_rows: int | None = None,
 ) -> pl.DataFrame:
-    """Return the result of one SELECT over the tables of a run, at most `max_rows` rows.
+    """Return the result of one SELECT over the tables of a run.
 
-    The tables are those of `run_tables.tables`: of all ranks, with columns window and rank in front. Only those that
-    `sql` names are built. Raises InputError if `sql` is not one SELECT, names an unknown table or column, fails, or
-    needs more time or memory than allowed; the result counts as memory.
+    The tables (docs/schema.md) contain all ranks, with columns window and rank in front; only those that `sql` names
+    are built. Columns ending in _ns are int64 nanoseconds, in _bytes bytes, in _ratio shares from 0 to 1.
+
+    Args:
+        run: The run, from `load`.
+        sql: One SELECT, in DuckDB's dialect.
+        timeout_s: The most time that the query may take, in seconds.
+        memory_bytes: The most memory that the query and its result may take.
+        max_rows: The most rows to return; None: all.
+
+    Raises:
+        InputError: `sql` is not one SELECT, names an unknown table or column, fails, or needs more time or memory
+            than allowed.
     """
     with open_query(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as sandboxed:
         return sandboxed.run(run)

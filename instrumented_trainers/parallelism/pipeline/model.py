@@ -1,7 +1,6 @@
 """A rank's stages of a pipeline as one model that a training loop steps, clips, evaluates and saves."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -130,9 +129,3 @@ class _Called(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.part(*inputs)
-
-
-@contextlib.contextmanager
-def nothing_around(_number: int) -> Iterator[None]:
-    """Return a context that does nothing."""
-    yield

@@ -230,10 +230,6 @@ class FlatParameters:
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    def gradients_in(self, memory: Tensor) -> Tensor:
-        """Return the unsharded gradients, flat, in `memory`, bytes."""
-        return memory.view(self.reduce_dtype)
-
     @torch.no_grad()
     def write_gradient(self, whole: Tensor, parameter: UnitParameter, gradient: Tensor, *, is_first: bool) -> None:
         """Write or add a parameter's gradient to the unsharded ones, cast to the reduce dtype."""

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from tests.support import drawn_traces
 from tracekit.analysis.compute.clock_drops import clock_drops, slowed_kernels
 from tracekit.replay.graph import savings
@@ -54,7 +54,7 @@ def test_a_slowdown_within_the_variation_of_the_kernels_is_not_reported():
 class TestOnARealRecording:
     def test_a_clock_drop_of_one_rank_is_found_and_priced(self, tmp_path):
         job = perturbation_graph.load((SHARED / "torchrec_v100_4ranks").glob("*.json.gz"))
-        rank = troubles.clock_drop(job, 0.12, random.Random("clock"))
+        rank = injected_faults.clock_drop(job, 0.12, random.Random("clock"))
         job.replay()
         for of_rank, document in zip(job.ranks, job.documents(), strict=True):
             perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import gap_causes
 from tracekit.analysis.compute.compute_gap_causes import compute_gap_causes
@@ -105,7 +105,7 @@ class TestOnARealRecording:
 
     def test_time_slices_are_found_and_no_one_else_is_blamed(self, tmp_path):
         job = perturbation_graph.load((SHARED / "torchrec_v100_4ranks").glob("*.json.gz"))
-        rank = troubles.time_sliced_device(job, 0.3, random.Random("slices"))
+        rank = injected_faults.time_sliced_device(job, 0.3, random.Random("slices"))
         job.replay()
         for of_rank, document in zip(job.ranks, job.documents(), strict=True):
             perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")

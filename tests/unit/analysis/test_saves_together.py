@@ -19,7 +19,7 @@ from tracekit.regression.budgets import BudgetOutcome, parse
 from tracekit.regression.samples import samples
 from tracekit.rules.background_save import BlockingBackgroundSave
 from tracekit.rules.checkpoint import BlockingCheckpoint
-from tracekit.rules.checkpoint_policy import UnwiseInterval
+from tracekit.rules.checkpoint_policy import SuboptimalInterval
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -86,7 +86,7 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
     assert found.evidence["checkpoint"][0] == "step-40"
     (budget,) = budgets.check(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)
     assert (budget.outcome, budget.measured) == (BudgetOutcome.BROKEN, pytest.approx(0.5, abs=0.01))
-    (interval,) = check(run, [UnwiseInterval(mtbf_s=86400)]).findings
+    (interval,) = check(run, [SuboptimalInterval(mtbf_s=86400)]).findings
     (saved_s,) = re.findall(r"with ([\d.]+) s per save", interval.message)
     assert float(saved_s) == pytest.approx(1, rel=0.05)
 

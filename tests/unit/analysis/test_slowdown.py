@@ -15,7 +15,7 @@ from tracekit.analysis.compute import collective_contention, concurrency, conten
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
-from tracekit.rules.streams import NeedlessOrder
+from tracekit.rules.streams import SerializedStreams
 
 samples = st.lists(
     st.tuples(
@@ -212,7 +212,7 @@ def test_a_kernel_that_starts_together_with_an_earlier_launch_on_another_stream_
     assert (delayed["delay_ns"] // drawn_hosts.UNIT_NS).to_list()[1:] == [6] * 7  # from the end of the last a
     order = run.table(queueing.launch_order).row(0, named=True)
     assert (order["overtake_chances"], order["overtakes"], order["delayed"]) == (8, 0, 8)
-    (found,) = check(run, [NeedlessOrder()]).findings
+    (found,) = check(run, [SerializedStreams()]).findings
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.fix
     assert "0 of 8 kernels overtook" in found.message
 
@@ -231,7 +231,7 @@ def test_an_overtaking_kernel_proves_several_queues():
     ]
     run = drawn_traces.run(drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls)))
     assert run.table(queueing.launch_order)["overtakes"].sum() == 1
-    assert check(run, [NeedlessOrder()]).findings == ()
+    assert check(run, [SerializedStreams()]).findings == ()
 
 
 def test_waiting_for_the_end_of_other_work_is_no_queueing_delay():

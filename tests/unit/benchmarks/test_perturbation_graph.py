@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import perturbation_graph, troubles
+from benchmarks import injected_faults, perturbation_graph
 from benchmarks.perturbation_events import Pause
 from benchmarks.perturbation_graph import Job, Rank
 from tests.support import recorded_jobs
@@ -288,7 +288,7 @@ def test_pauses_of_all_ranks_are_at_the_same_collective():
         ]
     }
     both = Job([Rank(recording(), 0), Rank(ahead, 1)])
-    (_, at), (_, other) = troubles._same_place(both, 40)
+    (_, at), (_, other) = injected_faults._same_place(both, 40)
     assert at == pytest.approx(40)
     assert 230 < other < 445  # after the launch of its collective, too
 

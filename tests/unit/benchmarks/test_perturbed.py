@@ -1,4 +1,4 @@
-"""Which findings report a trouble that was put into a recording, and what they say that it costs."""
+"""Which findings report a fault that was put into a recording, and what they say that it costs."""
 
 import pytest
 

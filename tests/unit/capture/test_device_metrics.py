@@ -175,18 +175,18 @@ def test_a_gpu_that_is_lost_ends_the_counters_with_one_line(
     assert nvml.OPEN == [0]
 
 
-@pytest.mark.parametrize("trouble", ["no library", "no driver", "no such GPU", "no CUDA"])
+@pytest.mark.parametrize("fault", ["no library", "no driver", "no such GPU", "no CUDA"])
 def test_training_goes_on_without_the_counters(
-    trouble: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+    fault: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if trouble == "no library":
+    if fault == "no library":
         monkeypatch.setitem(sys.modules, "pynvml", None)
-    elif trouble == "no driver":
+    elif fault == "no driver":
         nvml = request.getfixturevalue("nvml")
         nvml.INIT_FAILS.append(nvml.NVMLError_DriverNotLoaded)
-    elif trouble == "no such GPU":
+    elif fault == "no such GPU":
         request.getfixturevalue("nvml")
-    metrics = DeviceMetrics(3) if trouble == "no CUDA" else DeviceMetrics(3, device=lambda: DEVICE)
+    metrics = DeviceMetrics(3) if fault == "no CUDA" else DeviceMetrics(3, device=lambda: DEVICE)
     taken = [metrics.take() for _ in range(3)]
     metrics.close()
     assert taken == [NOTHING] * 3
@@ -197,7 +197,7 @@ def test_training_goes_on_without_the_counters(
         "no driver": "NVMLError_DriverNotLoaded",
         "no such GPU": "NVMLError_NotFound",
         "no CUDA": "this process uses no GPU",
-    }[trouble] in said
+    }[fault] in said
     assert said.count("\n") == 1
 
 

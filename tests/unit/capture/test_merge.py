@@ -43,14 +43,14 @@ def test_an_uncompressed_trace_is_merged_too(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["rank00003.window003.json.partial"]
 
 
-@pytest.mark.parametrize("trouble", ["another training", "the same rank", "no folder", "nothing of a run"])
-def test_parts_that_conflict_are_not_moved(tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("fault", ["another training", "the same rank", "no folder", "nothing of a run"])
+def test_parts_that_conflict_are_not_moved(tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = part(tmp_path / "node0", 0)
     second = tmp_path / "node1"
-    if trouble == "nothing of a run":
+    if fault == "nothing of a run":
         second.mkdir()
-    elif trouble != "no folder":
-        part(second, 0 if trouble == "the same rank" else 1, "two" if trouble == "another training" else "one")
+    elif fault != "no folder":
+        part(second, 0 if fault == "the same rank" else 1, "two" if fault == "another training" else "one")
     before = sorted(tmp_path.rglob("*"))
     code = command.merge_run([str(tmp_path / "run"), str(first), str(second)], program="tracekit merge")
     assert code == 2

@@ -155,6 +155,14 @@ def test_no_picture_lies_about_that_no_page_shows() -> None:
     assert not [path.name for path in ROOT.glob("docs/images/*") if f"images/{path.name})" not in shown_somewhere]
 
 
+def test_the_index_lists_every_environment_variable_that_the_code_reads() -> None:
+    packages = ("tracekit", "dashboard", "instrumented_trainers")
+    sources = [path.read_text(encoding="utf-8") for name in packages for path in (ROOT / name).rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"\bTRACEKIT_[A-Z_]+", text)}
+    listed = set(re.findall(r"`(TRACEKIT_[A-Z_]+)`", INDEX.read_text(encoding="utf-8")))
+    assert read == listed
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

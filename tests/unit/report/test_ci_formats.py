@@ -250,7 +250,7 @@ def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(check
     ]
     message = _read(lines[0])[2]
     assert message.startswith("20.0% of step time is communication that no compute hides: 2 ms of 10 ms a step")
-    assert "It was 10.0% of the step in the baseline." in message
+    assert "It was 10.0% of step time in the baseline." in message
     assert {properties["file"] for _, properties, _ in map(_read, lines)} == {"train.py"}
 
 

@@ -26,7 +26,9 @@ def test_the_message_quotes_a_recorded_step_with_its_own_numbers():
     ).findings
     assert (found.impact, found.cost_ns) == (0.4, 4)
     assert "40.0% of the step" in found.message
-    assert "4 ns of 10 ns in step 2 of rank 0 (its median). Compute overlaps 20.0%" in found.message
+    assert (
+        "4 ns of 10 ns in step 2 of rank 0 (the rank's median by this measure). Compute overlaps 20.0%" in found.message
+    )
     first = found.evidence.row(0, named=True)
     assert (first["step"], first["start_ns"], first["dur_ns"], first["exposed_ns"]) == (2, 24, 5, 4)
     whole = found.evidence.filter(pl.col("name") == "whole step").row(0, named=True)

@@ -23,7 +23,7 @@ def test_an_exposed_copy_costs_its_time_without_compute():
     # Of 20 characters of 50 µs, 8 are a copy without compute.
     (found,) = judged(copying_run())
     assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.4, 8 * drawn_hosts.UNIT_NS)
-    assert "400 µs of 1 ms (40.0%) in step 0 of rank 0 (its median), in 1 copy." in found.message
+    assert "400 µs of 1 ms (40.0%) in step 0 of rank 0 (the rank's median by this measure), in 1 copy." in found.message
     assert (
         "(host to device) by an unknown op (400 µs each, pageable memory, 1 MiB in total at 2.6 GB/s)" in found.message
     )

@@ -5,7 +5,7 @@ from tests.support import drawn_traces
 from tests.support.rule_examples import CHURNING, device_malloc_run, metrics, ops
 from tracekit.analysis.memory import steady_state
 from tracekit.model import schema
-from tracekit.rules.allocation_churn import AlternatingBuffers
+from tracekit.rules.allocation_churn import ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -50,7 +50,7 @@ def test_the_step_counts_each_moment_once():
 def test_the_representative_step_after_warm_up_is_quoted():
     (found,) = judge(device_malloc_run(CHURNING, (0, 10, 16), (1, 30, 33), (2, 50, 54)))
     assert (found.cost_ns, found.impact) == (3, 3 / 20)
-    assert "1 device malloc and free calls in step 1 of rank 0 (its median)" in found.message
+    assert "1 device malloc and free calls in step 1 of rank 0 (the rank's median by this measure)" in found.message
     assert "idle for 3 ns of 20 ns (15.0%) and take 3 ns on the host" in found.message
     assert found.steps == (1, 2)
     call, whole = found.evidence.rows(named=True)
@@ -152,12 +152,12 @@ def with_buffers(table: pl.DataFrame):
 def test_unit_buffers_are_those_of_the_representative_step():
     (found,) = judge(
         with_buffers(buffers((0, "all_gather", 9 * MIB), (1, "all_gather", MIB), (2, "all_gather", 2 * MIB))),
-        AlternatingBuffers,
+        ReallocatedBuffers,
     )
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
     assert (
         "1 buffers of 1 MiB or more, 2 MiB in total, for all-gathers and "
-        "reduce-scatters in step 2 of rank 0 (its median)" in found.message
+        "reduce-scatters in step 2 of rank 0 (the rank's median by this measure)" in found.message
     )
     assert found.evidence["bytes"].to_list() == [2 * MIB]
 
@@ -173,4 +173,4 @@ def test_unit_buffers_are_those_of_the_representative_step():
     ids=["one step only", "small", "activations", "in a save"],
 )
 def test_only_large_buffers_of_units_in_every_step_are_reported(table):
-    assert judge(with_buffers(table), AlternatingBuffers) == ()
+    assert judge(with_buffers(table), ReallocatedBuffers) == ()

@@ -67,26 +67,28 @@ def test_counters_distinguish_waiting_for_the_gil_from_waiting_for_a_core():
     crowded = rule_examples.background_save_run(
         cpu_ns=900, run_delay_ns=1000
     )  # of 2 s, 0.1 s is neither running nor waiting for a core
-    both = (background_save.LockedOut, background_save.CrowdedOut)
+    both = (background_save.GilContention, background_save.CpuStarvation)
     assert [[f.code for f in judge(run, *both)] for run in (locked, crowded)] == [["CKPT009"], ["CKPT010"]]
 
 
 def test_gil_and_run_delay_are_both_reported_where_both_delay_training():
     run = rule_examples.background_save_run(cpu_ns=600, run_delay_ns=1000)
-    found = {finding.code: finding for finding in judge(run, background_save.LockedOut, background_save.CrowdedOut)}
+    found = {
+        finding.code: finding for finding in judge(run, background_save.GilContention, background_save.CpuStarvation)
+    }
     assert found["CKPT009"].confidence < found["CKPT010"].confidence
 
 
 def test_without_counters_the_confidence_in_the_gil_is_lower():
     without, counted = (
-        judge(run, background_save.LockedOut)[0]
+        judge(run, background_save.GilContention)[0]
         for run in (rule_examples.background_save_run(), rule_examples.background_save_run(cpu_ns=1200, run_delay_ns=1))
     )
     assert without.confidence < counted.confidence
 
 
 def test_a_background_save_that_does_not_slow_steps_is_not_reported():
-    assert judge(rule_examples.background_save_run(after_ms=105), background_save.LockedOut) == ()
+    assert judge(rule_examples.background_save_run(after_ms=105), background_save.GilContention) == ()
 
 
 def test_a_blocking_call_is_reported_with_its_longest_part():
@@ -112,14 +114,14 @@ def test_a_slow_restore_is_a_warning():
 
 
 def test_without_a_mean_time_between_failures_the_interval_is_not_judged():
-    assert judge(EXAMPLES["CKPT013"].fires(), checkpoint_policy.UnwiseInterval) == ()
+    assert judge(EXAMPLES["CKPT013"].fires(), checkpoint_policy.SuboptimalInterval) == ()
 
 
 @pytest.mark.parametrize(("step_ms", "message"), [(1000, "too frequent"), (147_000, None), (1_000_000, "too rare")])
 def test_the_interval_is_compared_with_daly_s(step_ms, message):
     # 0.5 s per save, one failure per day: √(2 · 0.5 · 86400) = 294 s.
     run = save_run({"write": 500, "total": 500}, steps_ms=(step_ms,) * 3)
-    found = judge(run, checkpoint_policy.UnwiseInterval(mtbf_s=86400))
+    found = judge(run, checkpoint_policy.SuboptimalInterval(mtbf_s=86400))
     assert [message in finding.message for finding in found] == ([True] if message else [])
     assert all("294 s" in finding.fix or "293 s" in finding.fix for finding in found)
 

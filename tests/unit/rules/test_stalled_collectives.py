@@ -83,7 +83,7 @@ def test_a_hidden_stall_costs_nothing():
     assert judge(all_reduce_run(*STALLED, hidden=True)) == ()
 
 
-def test_a_host_that_stalls_is_one_trouble(tmp_path: Path):
+def test_a_host_that_stalls_is_one_fault(tmp_path: Path):
     written(job("fsdp2", steps=8, gpus=4, ranks_written=4), tmp_path, "host-stall")
     rules = [StalledCollective(), OutlierStep(), UnevenRanks()]
     findings = check(tracekit.load(str(tmp_path), cache=False), rules).findings

@@ -35,16 +35,24 @@ def record_save(
 ) -> Iterator[None]:
     """Record the ``torch.distributed.checkpoint.save`` in this block that uses `writer`.
 
-    Adds one line per stage to the rank's checkpoint log in `folder`, in the format that `tracekit.conventions`
-    documents, and to a trace being recorded the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>``
-    of the contiguous stages (plan, wait, finish, and each fsync). What the block does before the save, such as
-    gathering the state, counts as plan; what it does after it, as wait. `writer` is a FileSystemWriter or
-    another with a file system of its kind under `fs`; with any other, all of its work counts as write. A save
-    that raises logs nothing. Pass ``blocking=False`` on a thread that training does not wait for.
-
         writer, planner = FileSystemWriter(path), DefaultSavePlanner()
         with record_save(run, writer, planner, checkpoint="step-100", step=100):
             dcp.save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
+
+    It adds one line per stage to the rank's checkpoint log, in the format that `tracekit.conventions` documents. If a
+    trace is being recorded, it adds the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>`` of the
+    contiguous stages (plan, wait, finish, and each fsync). What the block does before the save, such as gathering the
+    state, counts as plan; what it does after it, as wait. A save that raises logs nothing.
+
+    Args:
+        folder: The run's folder, in which the rank's checkpoint log is.
+        writer: A FileSystemWriter, or another writer with a file system of its kind under `fs`. With any other, all of
+            its work counts as the stage write.
+        planner: The planner that the save uses, if any.
+        checkpoint: The name of the checkpoint in the log.
+        step: The optimizer step after which it is saved.
+        rank: The rank; by default that of the process group or the launcher.
+        blocking: Whether training waits for the save; False on a thread that it does not wait for.
     """
 
     def attach(running: Operation, window: contextlib.ExitStack) -> None:
@@ -79,8 +87,15 @@ def record_load(
 ) -> Iterator[None]:
     """Record the ``torch.distributed.checkpoint.load`` from `path` in this block, as `record_save` does a save.
 
-    with record_load(run, path, checkpoint="step-100"):
-        dcp.load(state, checkpoint_id=path)
+        with record_load(run, path, checkpoint="step-100"):
+            dcp.load(state, checkpoint_id=path)
+
+    Args:
+        folder: The run's folder, in which the rank's checkpoint log is.
+        path: The checkpoint that is loaded.
+        checkpoint: The name of the checkpoint in the log.
+        step: The optimizer step after which it was saved, if known.
+        rank: The rank; by default that of the process group or the launcher.
     """
 
     def entry(_: Operation) -> Entry:

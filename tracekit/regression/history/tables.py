@@ -56,7 +56,7 @@ FINDINGS = schema.table(
     schema.column("code", "Code of its rule.", _TEXT),
     schema.column("name", "Name of its rule.", _TEXT),
     schema.column("severity", "info, warning or error.", _TEXT),
-    schema.Column("impact_ratio", _FLOAT, "ratio", "Share of step time lost."),
+    schema.Column("impact_ratio", _FLOAT, "ratio", "Share of step time lost; in findings on saves, of training time."),
     schema.column("cost_ns", "Time lost per step on the worst rank."),
     schema.column("cost_bytes", "Memory that it takes."),
     schema.column("message", "What it says.", _TEXT),

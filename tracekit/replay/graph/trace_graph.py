@@ -125,52 +125,14 @@ def _on_device(trace: Trace) -> TraceGraph:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
-    launch = rows_of(calls.id, ids(items["launch_id"]))  # the first row of a call
-    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
-    is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
-    launch = np.where(is_wait, last_call, launch)
+    launch = _launches(calls, items)
+    launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
     stall_ns = recorded_stalls.delays(trace, items)
-    is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
-    gap = np.where(is_free, 0, _least_gaps(items, chain)) + stall_ns
     waits = _host_waits(trace, calls, items, first_item)
-    own = _own(calls, waits, items, first_item)
-    host = pl.DataFrame(
-        {
-            "what": pl.Series(np.full(first_item, HOST), dtype=pl.Int8),
-            "ref": calls.id,
-            "step": calls.step,
-            "phase": calls.phase,
-            "start_ns": calls.start_ns,
-            "end_ns": calls.end_ns,
-            "chain": np.arange(first_item, dtype=np.int64) - 1,
-            "chain_ns": calls.gap_ns.sum(axis=1),
-            "own_ns": own,
-            "host_state": pl.Series(calls.state, dtype=pl.Int8),
-            "call": host_time.call_names(trace, calls),
-        }
-    ).with_columns(gap_series(calls.gap_ns))
-    again = recomputation.recomputed_activities(trace)
-    recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
-    ref, end = items["ref"].to_numpy(), items["end_ns"].to_numpy()
-    carried = ("ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns")
-    own_columns = {
-        "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
-        "chain": np.where(chain >= 0, chain + first_item, -1),
-        "chain_ns": gap,
-        "launch": launch,
-        "launch_ns": stall_ns,
-        "stall_ns": stall_ns,
-        "paused_ns": recorded_stalls.pauses(trace, items),
-        "slowed_ns": recorded_stalls.slowdowns(trace, items),
-        **recorded_stalls.avoidable(trace, items),
-        "own_ns": np.where(is_wait, 0, end - items["start_ns"].to_numpy()),
-        "recomputed": ~is_wait & np.isin(ref, recomputed),
-    }
     item_waits = dependencies.item_waits(trace)
     lane_waits = item_waits.with_columns(
         waiting=item_waits["waiting"].to_numpy() + first_item, awaited=item_waits["awaited"].to_numpy() + first_item
     )
-    launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
     grid_id = _grid_ids(trace, items)
     late = device_sharing.late_kernels(items, lane_waits, first_item, launched_ns)
     for_room = filled_devices.waits_for_room(late, grid_id)
@@ -182,16 +144,71 @@ def _on_device(trace: Trace) -> TraceGraph:
         host_awaited=waits["awaited"].to_numpy(),
         resolved=for_room.filter("is_found")["item"].to_numpy(),
     )
+    work = _device_nodes(trace, items, first_item, launch=launch, stall_ns=stall_ns).with_columns(
+        grid_id, _kernels(trace, items), _room_ns(items, for_room), late["late"].alias("is_late")
+    )
+    host = _host_nodes(trace, calls, _own(calls, waits, items, first_item))
+    nodes = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
+    between = recorded_stalls.with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
+    return TraceGraph(nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)]))
+
+
+def _launches(calls: host_time.Calls, items: pl.DataFrame) -> Ints:
+    """Return the row of the call that launched each item, of a wait the last call before it; -1 if there is none."""
+    launch = rows_of(calls.id, ids(items["launch_id"]))  # the first row of a call
+    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
+    return np.where(items["is_wait"].to_numpy(), last_call, launch)
+
+
+def _host_nodes(trace: Trace, calls: host_time.Calls, own_ns: Ints) -> pl.DataFrame:
+    """Return one node per call of the host, each after the call before it on its thread."""
+    columns = {
+        "what": pl.Series(np.full(len(calls.id), HOST), dtype=pl.Int8),
+        "ref": calls.id,
+        "step": calls.step,
+        "phase": calls.phase,
+        "start_ns": calls.start_ns,
+        "end_ns": calls.end_ns,
+        "chain": np.arange(len(calls.id), dtype=np.int64) - 1,
+        "chain_ns": calls.gap_ns.sum(axis=1),
+        "own_ns": own_ns,
+        "host_state": pl.Series(calls.state, dtype=pl.Int8),
+        "call": host_time.call_names(trace, calls),
+    }
+    return pl.DataFrame(columns).with_columns(gap_series(calls.gap_ns))
+
+
+def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch: Ints, stall_ns: Ints) -> pl.DataFrame:
+    """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
+    is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
+    is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
+    again = recomputation.recomputed_activities(trace)
+    recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
+    duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
+    recorded = items.select(
+        "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns"
+    )
+    columns = {
+        "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
+        "chain": np.where(chain >= 0, chain + first_item, -1),
+        "chain_ns": np.where(is_free, 0, _least_gaps(items, chain)) + stall_ns,
+        "launch": launch,
+        "launch_ns": stall_ns,
+        "stall_ns": stall_ns,
+        "paused_ns": recorded_stalls.pauses(trace, items),
+        "slowed_ns": recorded_stalls.slowdowns(trace, items),
+        **recorded_stalls.avoidable(trace, items),
+        "own_ns": np.where(is_wait, 0, duration_ns),
+        "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), recomputed),
+    }
+    return recorded.with_columns(pl.Series(name, values) for name, values in columns.items())
+
+
+def _room_ns(items: pl.DataFrame, for_room: pl.DataFrame) -> pl.Series:
+    """Return the longest `room_ns` of each item that others waited for; -1 if none did."""
     room_ns = np.full(items.height, -1, np.int64)
     np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
-    work = pl.DataFrame([
-        *(items[name] for name in carried),
-        *(pl.Series(name, values) for name, values in own_columns.items()),
-        grid_id, _kernels(trace, items), pl.Series("room_ns", room_ns), late["late"].alias("is_late"),
-    ])  # fmt: skip
-    node_table = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
-    between = recorded_stalls.with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
-    return TraceGraph(node_table, pl.concat([waits, between, _queue(calls, items, launch, first_item)]))
+    return pl.Series("room_ns", room_ns)
 
 
 def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:

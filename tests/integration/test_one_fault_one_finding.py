@@ -1,4 +1,4 @@
-"""One trouble makes one finding: public recordings with a trouble of all ranks, or without one rank's recording."""
+"""One fault makes one finding: public recordings with a fault of all ranks, or without one rank's recording."""
 
 import random
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from benchmarks import perturbed, troubles
+from benchmarks import injected_faults, perturbed
 from tests.support import recorded_jobs, shared_findings
 from tracekit.rules.rule import Severity
 
@@ -27,9 +27,9 @@ def controls():
 
 
 def changed(name, kind, size, scratch):
-    """Return the findings on a recording with a trouble, and what it costs as a share of the recording."""
+    """Return the findings on a recording with a fault, and what it costs as a share of the recording."""
     job = recorded_jobs.job(shared(name))
-    next(each for each in troubles.KINDS if each.name == kind).apply(job, size, random.Random(kind))
+    next(each for each in injected_faults.KINDS if each.name == kind).apply(job, size, random.Random(kind))
     findings = perturbed.checked(job, scratch).findings
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
     return findings, job.lost_us / length_us
@@ -47,8 +47,8 @@ def warnings(findings, *families):
         (MEGATRON, "allocation retries", "MEM001"),
     ],
 )
-def test_a_trouble_of_all_ranks_makes_no_straggler(name, kind, code, tmp_path):
-    # The pauses of the ranks differ by chance, so one of them arrives last; without the trouble, none does.
+def test_a_fault_of_all_ranks_makes_no_straggler(name, kind, code, tmp_path):
+    # The pauses of the ranks differ by chance, so one of them arrives last; without the fault, none does.
     findings, share = changed(name, kind, 0.3, tmp_path)
     assert share > 0.25
     assert code in warnings(findings, code)

@@ -1,6 +1,7 @@
-"""The step that a finding quotes: the median one by its loss, a real step whose numbers can be looked up in the trace.
+"""The step that a finding quotes: a rank's median step by what the rule measures.
 
-It is not the representative step of the run (`steps_without_saves.representative_step`), which pages show first.
+It is a real step, whose numbers can be looked up in the trace. It need not be the representative step of the run
+(`steps_without_saves.representative_step`), which pages show first.
 """
 
 from typing import Any
@@ -39,9 +40,15 @@ def in_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return "step 7 of rank 0 (its median)", or "the trace of rank 0" where no steps are marked."""
-    rank = f"rank {row['rank']}"
-    return f"the trace of {rank}" if row["step"] is None else f"step {row['step']} of {rank} (its median)"
+    """Return "step 7 of rank 0 (the rank's median by this measure)"; "the trace of rank 0" without marked steps."""
+    if row["step"] is None:
+        return f"the trace of rank {row['rank']}"
+    return f"step {row['step']} of rank {row['rank']} (the rank's median by this measure)"
+
+
+def place(step: int | None) -> str:
+    """Return "step 7 (the median by this measure)", or "the window" where no steps are marked; it names no rank."""
+    return "the window" if step is None else f"step {step} (the median by this measure)"
 
 
 def noun(row: dict[str, Any]) -> str:

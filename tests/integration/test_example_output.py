@@ -1,4 +1,4 @@
-"""The README shows what the commands print: ``pytest --update-golden`` rewrites it."""
+"""docs/example_output.md shows what the commands print: ``pytest --update-golden`` rewrites it."""
 
 import re
 from pathlib import Path
@@ -8,19 +8,19 @@ import pytest
 from tests.support.cli_runner import tracekit
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "example_output.md"
 QUOTED = re.compile(r"^`tracekit ([^`]*sample_traces[^`]*)`.*?^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMANDS = [words for words, _ in QUOTED.findall(README.read_text(encoding="utf-8"))]
+COMMANDS = [words for words, _ in QUOTED.findall(PAGE.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=[words.split()[0] for words in COMMANDS])
 def test_what_is_quoted_is_what_is_printed(words: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     done = tracekit(*words.split(), cwd=ROOT, TRACEKIT_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    page = README.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     shown = dict(QUOTED.findall(page))[words]
     if request.config.getoption("--update-golden"):
-        README.write_text(page.replace(shown, done.stdout), encoding="utf-8")
+        PAGE.write_text(page.replace(shown, done.stdout), encoding="utf-8")
         shown = done.stdout
     assert done.stdout == shown
 

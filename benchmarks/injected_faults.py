@@ -1,4 +1,4 @@
-"""Troubles of known size to put into recorded jobs: a slow rank, a data stall, a checkpoint and others."""
+"""Faults of known size to put into recorded jobs: a slow rank, a data stall, a checkpoint and others."""
 
 import bisect
 import random
@@ -17,7 +17,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of trouble."""
+    """A kind of fault."""
 
     name: str
     apply: Callable[[Job, float, random.Random], int | None]

@@ -1,4 +1,4 @@
-"""One trouble makes one finding, on drawn timelines that are long enough to be replayed."""
+"""One fault makes one finding, on drawn timelines that are long enough to be replayed."""
 
 import polars as pl
 import pytest
