@@ -168,6 +168,15 @@ def _two_ranks(random: Random) -> dict[str, bytes]:
     return {f"rank0000{rank}.pt.trace.json": json.dumps(kineto_files.trace(rank, steps=1)).encode() for rank in (0, 1)}
 
 
+def _two_runs(random: Random) -> Files:
+    before, after = _two_ranks(random), _two_ranks(random)
+    name = random.choice(sorted(after))
+    after[name] = _json_of(_trace(random), random)
+    return {
+        f"{run}/{name}": data for run, files in (("before", before), ("after", after)) for name, data in files.items()
+    }
+
+
 _MANIFEST = {
     "schema": "tracekit.run/1", "strategy": "fsdp2", "world_size": 2, "mesh": {"dp_shard": 2}, "model": "tiny",
     "arguments": {"steps": 3, "lr": 0.1}, "versions": {"torch": "2.13.0"}, "host": "node1",
@@ -520,6 +529,18 @@ def _queries(random: Random) -> Files:
 
 
 CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
+_JSON = ("--format", "json", "--no-cache")
+_OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
+    "what if": ("whatif", FOLDER, *_JSON),
+    "critical path": ("critical-path", FOLDER, *_JSON),
+    "kernels": ("kernels", FOLDER, "--by", "name,op,shapes,module,unit,phase", *_JSON),
+    "operators": ("ops", FOLDER, "--by", "name,shapes,module,unit,phase,span", *_JSON),
+    "steps": ("summary", FOLDER, "--by", "step", *_JSON),
+    "flame graph": ("flamegraph", FOLDER, "-o", f"{FOLDER}/out.speedscope.json", "--no-cache"),
+    "Perfetto export": ("export", FOLDER, "-o", f"{FOLDER}/out.pftrace", "--no-cache"),
+    "page": ("export", FOLDER, "--format", "html", "-o", f"{FOLDER}/out.html", "--no-cache"),
+    "memory": ("memory", FOLDER, *_JSON),
+}
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
     "merged trace": (CHECK, _merged),
@@ -533,6 +554,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "baseline": ((*CHECK, "--baseline", f"{FOLDER}/baseline.json"), _baselines),
     "settings": ((*CHECK, "--config", f"{FOLDER}/tracekit.toml"), _settings),
     "summary": (("summary", FOLDER, "--format", "json", "--no-cache"), _traces),
+    **{name: (command, _traces) for name, command in _OTHER_COMMANDS.items()},
+    "comparison": (("compare", f"{FOLDER}/before", f"{FOLDER}/after", *_JSON), _two_runs),
     "scrub": (("scrub", f"{FOLDER}/{IN}", f"{FOLDER}/scrubbed"), _scrubbed),
     "execution trace": (CHECK, _execution_traces),
     "I/O log": (CHECK, _io_logs),

@@ -19,7 +19,7 @@ from tracekit.ingest import files, untrusted_json
 from tracekit.ingest.readers.kineto import header
 
 TRACE = json.dumps(kineto_files.trace(0, 1, steps=2))
-SHARE = 4
+SHARE = 3
 """Inputs of each kind in every run of the tests."""
 
 
