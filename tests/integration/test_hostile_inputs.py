@@ -67,6 +67,23 @@ def test_a_number_in_a_name_may_be_beyond_all_types(tmp_path, number):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("number", [(1 << 63) - 1, -(1 << 63), 1 << 62, str((1 << 63) - 1)])
+@pytest.mark.parametrize("name", ["Bytes", "Total Allocated", "Total Reserved", "bytes"])
+def test_a_size_in_a_trace_may_be_beyond_all_memory(tmp_path, name, number):
+    trace = kineto_files.trace(0, 1, steps=3)
+    args = {"Device Type": 1, "Device Id": 0, "Addr": 1 << 40, "Bytes": 512, "Total Allocated": 512} | {name: number}
+    place = {"pid": 1, "tid": 1, "s": "t", "args": args}
+    trace["traceEvents"] += [
+        {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 160 + i, **place} for i in range(4)
+    ]
+    copy_args = {"device": 0, "stream": 9, "bytes": args.get("bytes", 64)}
+    trace["traceEvents"].append(kineto_files.slice_("gpu_memcpy", "Memcpy HtoD", 720, 30, tid=9, **copy_args))
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    for command in (("check", "--format", "json", "--fail-on", "never"), ("memory", "--format", "json")):
+        done = cli_runner.tracekit(command[0], tmp_path, *command[1:], "--no-cache")
+        assert done.returncode == 0, done.stderr
+
+
 def test_names_are_ordered_by_numbers_of_any_length():
     names = ["rank" + "9" * 5000, "rank10", "rank0009", "rank1", "a", "rank", "10"]
     assert sorted(names, key=files.natural_key) == [

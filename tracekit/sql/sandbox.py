@@ -31,7 +31,8 @@ _MAX_FILES = 64
 # DuckDB's other table functions read files, memory addresses or settings of the process.
 _TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "repeat", "json_each", "json_tree"})
 _FORBIDDEN_FUNCTIONS = frozenset({"current_setting", "getenv", "getvariable", "write_log", "pg_sleep", "sleep_ms"})
-_EXOTIC = re.compile(r"INTERVAL|BIGNUM|UNION|VARIANT|GEOMETRY")
+# Types that Arrow or Polars lack, or of which DuckDB has values beyond theirs, such as infinite dates.
+_EXOTIC = re.compile(r"INTERVAL|BIGNUM|UNION|VARIANT|GEOMETRY|DATE|TIME")
 _LOCKDOWN = (
     "SET enable_progress_bar = false",
     "SET python_enable_replacements = false",  # a name is a table, never a Python variable

@@ -221,7 +221,8 @@ class ColumnBuilder:
         args = [e.args or _NO_ARGS for e in found]
         return (
             part
-            | _columns(args, numbers.ints, "device", "stream", "bytes")
+            | _columns(args, numbers.ints, "device", "stream")
+            | _columns(args, numbers.sizes, "bytes")
             | {
                 "kind": place - np.uint8(event_categories.FIRST_DEVICE),
                 "correlation": numbers.ids([a.correlation for a in args]),
@@ -242,8 +243,9 @@ class ColumnBuilder:
         if at_ns is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
-        columns = _columns(args, numbers.ints, *_MEMORY_ARGS)
-        return {"lane": self._lanes(found), "at_ns": at_ns} | columns | self._ranks(found)
+        sizes = _columns(args, numbers.sizes, *_MEMORY_SIZES)
+        places = _columns(args, numbers.ints, *_MEMORY_PLACES)
+        return {"lane": self._lanes(found), "at_ns": at_ns} | sizes | places | self._ranks(found)
 
     def _sync_part(self, found: list[Any]) -> dict[str, Any] | None:
         part = self._common(found)
@@ -323,8 +325,9 @@ class ColumnBuilder:
 _NO_ARGS = Args()
 _INPUTS = ("input_dims", "input_type", "inputs", "input_strides")
 _SLICE_PHASE = events.PHASES[events.Slice]
-_MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
-_NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_ARGS})
+_MEMORY_PLACES = ("device_type", "device_id", "address")
+_MEMORY_SIZES = ("delta_bytes", "allocated_bytes", "reserved_bytes")
+_NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_PLACES, *_MEMORY_SIZES})
 _ENOUGH_RANKS = 0.9
 
 

@@ -23,6 +23,8 @@ MOST_NS = 3 << 60
 
 MOST_DUR_NS = 1 << 60
 
+MOST_BYTES = 1 << 53
+
 _MOST_EXPONENT = 18
 _EXACT_US = 1 << 43  # a double of µs below this is off by less than half a ns
 _WHOLE_US = 1 << 52  # whole µs below this fit a double, and their ns an int64
@@ -127,6 +129,13 @@ def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
     if found is None:
         found = plain([missing if value is None else value for value in values])
     return np.array([_int(value, missing) for value in values], np.int64) if found is None else found
+
+
+def sizes(values: list[Any]) -> Ints:
+    """Return sizes in bytes; MISSING also where one is beyond MOST_BYTES, as sums of sizes must fit an int64."""
+    found = ints(values)
+    beyond = (found > MOST_BYTES) | (found < -MOST_BYTES)
+    return np.where(beyond, MISSING, found) if beyond.any() else found
 
 
 def plain(values: list[Any]) -> Ints | None:
