@@ -565,5 +565,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "distributed checkpoint": (("checkpoint", "verify", FOLDER), _checkpoints),
     "saved report": (("history", "add", f"{FOLDER}/report.json", "--db", f"{FOLDER}/runs.duckdb"), _reports),
     "history": (("history", "show", "--db", f"{FOLDER}/runs.duckdb", "--format", "json"), _histories),
-    "SQL query": (("query", FOLDER, "-", "--format", "json", "--no-cache", "--timeout", "2"), _queries),
+    "SQL query": (
+        ("query", FOLDER, "-", "--format", "json", "--no-cache", "--timeout", "2", "--memory", "0.02"),
+        _queries,
+    ),
 }

@@ -10,6 +10,8 @@ from tracekit.report import text_layout
 from tracekit.report.json_values import to_json_value
 
 _MIN_TEXT = 24
+_ROWS_AT_ONCE = 10_000
+"""Rows are Python objects, which need many times the memory of a table, so few at a time."""
 _EXACT = 1e6  # larger numbers need more than six digits
 
 
@@ -49,7 +51,13 @@ def as_csv(rows: pl.DataFrame) -> str:
 
 def as_json(rows: pl.DataFrame) -> str:
     """Return the rows as a JSON array of objects; NaN and infinity as null."""
-    return json.dumps([to_json_value(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
+    if rows.is_empty():
+        return "[]\n"
+    parts = (
+        json.dumps([to_json_value(row) for row in part.iter_rows(named=True)], indent=2, allow_nan=False)
+        for part in rows.iter_slices(_ROWS_AT_ONCE)
+    )
+    return "[\n" + ",\n".join(part[2:-2] for part in parts) + "\n]\n"
 
 
 def _size(rows: pl.DataFrame, more: bool) -> str:

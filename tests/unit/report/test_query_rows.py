@@ -21,6 +21,13 @@ MIXED = pl.DataFrame(
 )
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 10, 11, 35])
+def test_json_of_many_rows_is_that_of_all_at_once(count, monkeypatch):
+    monkeypatch.setattr(query_rows, "_ROWS_AT_ONCE", 10)
+    rows = pl.DataFrame({"a": range(count), "b": ["],\n["] * count}, schema={"a": pl.Int64, "b": pl.String})
+    assert query_rows.as_json(rows) == json.dumps(rows.to_dicts(), indent=2) + "\n"
+
+
 def test_json_says_exactly_what_the_rows_hold_and_null_for_what_json_cannot_say():
     assert json.loads(query_rows.as_json(MIXED)) == [
         {
