@@ -202,7 +202,8 @@ def _main_lane(device_work: pl.DataFrame) -> int:
 
 def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
     """Return late work, and the earlier-launched work on another lane right after whose end it started."""
-    order = np.argsort(work.end, kind="stable")
+    # Of equal ends, which clocks of whole µs have, the last launched counts, whatever number its stream has.
+    order = np.lexsort((work.launched, work.start, work.end))
     rows = np.flatnonzero(which)
     found = np.full(len(rows), -1, np.int64)
     for back in range(_BACK):

@@ -99,7 +99,7 @@ def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launche
 def _in_last_wave(items: pl.DataFrame, kernels: Ints, late: Flags) -> tuple[Ints, Ints]:
     """Return the late ones of a device's kernels, and that of another lane in whose last wave each began (rows)."""
     start, end, lane, launched = (items[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
-    order = kernels[np.argsort(end[kernels], kind="stable")]
+    order = kernels[np.lexsort((launched[kernels], start[kernels], end[kernels]))]
     rows = kernels[late[kernels]]
     found = np.full(len(rows), -1, np.int64)
     for after in range(4):

@@ -7,7 +7,7 @@ from tracekit.replay.graph.nodes import EDGE_COLUMNS, WORK
 
 _EVENT = "event"
 _SLACK_NS = 3_000
-_OF_NAME = ["window", "step", "lane", "name"]
+_OF_NAME = ["window", "step", "name"]
 _PLACE = [*_OF_NAME, "nth", "times"]
 NODES = ("window", "rank", "node", "what", "step", "lane", "name", "launch", "start_ns", "end_ns")
 """The columns of nodes that `shared_waits` needs."""
@@ -19,9 +19,10 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
 
     `nodes` has the columns NODES, `edges` those of `trace_graph.edges`, window and rank. A wait between
     streams binds, and so can be inferred, only where the awaited work ends last: on a late rank, a collective waits for
-    compute, on the others for its peers. Ranks run the same program: the same wait is at the same place (step, stream,
-    kernel, its number in the step and how often it runs there) of the other ranks, unless any of them started the
-    waiting work before the awaited work had ended, or launched it first. Columns COLUMNS; one row per wait.
+    compute, on the others for its peers. Ranks run the same program: the same wait is at the same place (step, kernel,
+    its number in the step by launch, and how often it runs there) of the other ranks, unless any of them started the
+    waiting work before the awaited work had ended, or launched it first. Streams and threads may be numbered
+    differently on each rank. Columns COLUMNS; one row per wait.
     """
     known = edges.filter("inferred", pl.col("kind") == _EVENT).select("window", "rank", "waiting", "awaited")
     places = _places(nodes, known)
@@ -36,7 +37,8 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
         pl.col("launch_awaited") < pl.col("launch_waiting")
     )
     always = on_ranks.filter(holds.all().over("window", "at_waiting", "at_awaited"))
-    more = always.join(known, on=["window", "rank", "waiting", "awaited"], how="anti", maintain_order="left")
+    between = always.filter(pl.col("lane_waiting") != pl.col("lane_awaited"))
+    more = between.join(known, on=["window", "rank", "waiting", "awaited"], how="anti", maintain_order="left")
     found = more.with_columns(lag_ns=pl.lit(0, pl.Int64), kind=pl.lit(_EVENT), inferred=pl.lit(value=True))
     return schema.select(found.sort("window", "rank", "waiting", "awaited"), COLUMNS)
 
@@ -44,18 +46,19 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
 def _places(nodes: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     """Return the place of each piece of device work, as a number that is the same on all ranks.
 
-    Only of work with the name, step and stream of a node of a `known` wait (waiting and awaited).
+    Only of work with the name and step of a node of a `known` wait (waiting and awaited).
     """
     ends = pl.concat([known.select("window", "rank", node=end) for end in ("waiting", "awaited")]).unique()
     launched = nodes.filter((pl.col("what") == WORK) & (pl.col("launch") >= 0))
     names = launched.join(ends, on=["window", "rank", "node"], how="semi").select(_OF_NAME).unique()
-    work = launched.join(names, on=_OF_NAME, how="semi", nulls_equal=True).sort("window", "rank", "lane", "start_ns")
+    work = launched.join(names, on=_OF_NAME, how="semi", nulls_equal=True).sort("window", "rank", "launch", "start_ns")
     of_rank = ["rank", *_OF_NAME]
     numbered = work.with_columns(nth=pl.int_range(pl.len()).over(of_rank), times=pl.len().over(of_rank))
     return numbered.select(
         "window",
         "rank",
         "node",
+        "lane",
         "launch",
         "start_ns",
         "end_ns",
@@ -70,5 +73,5 @@ def _ends(places: pl.DataFrame, of: str) -> pl.DataFrame:
         "rank",
         pl.col("node").alias(of),
         pl.col("place").alias(f"at_{of}"),
-        pl.col("launch", "start_ns", "end_ns").name.map(lambda name: f"{name.removesuffix('_ns')}_{of}"),
+        pl.col("lane", "launch", "start_ns", "end_ns").name.map(lambda name: f"{name.removesuffix('_ns')}_{of}"),
     )

@@ -328,7 +328,8 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     work = np.flatnonzero(~items["is_wait"].to_numpy())
     if not len(work) or not len(which):
         return schema.empty(EDGE_COLUMNS)
-    work = work[np.argsort(items["end_ns"].to_numpy()[work], kind="stable")]
+    times = [items[name].to_numpy()[work] for name in ("launched_ns", "start_ns", "end_ns")]
+    work = work[np.lexsort(times)]  # of equal ends by launch, whatever numbers the streams have
     ends = items["end_ns"].to_numpy()[work]
     last = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
     near = np.where(queue_full[which], took[which] // 4, _NEAR_NS)

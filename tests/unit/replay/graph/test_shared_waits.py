@@ -42,6 +42,17 @@ def test_a_wait_of_the_late_rank_holds_on_the_rank_whose_collective_waits_for_it
     assert found.select("rank", "waiting", "awaited", "kind", "inferred").rows() == [(1, 3, 2, "event", True)]
 
 
+def test_a_wait_holds_on_a_rank_that_numbers_its_streams_differently():
+    early = nodes(1, (7, "a", 0, 20_000), (3, "x", 30_000, 80_000))
+    found = shared_waits(pl.concat([LATE, early]), SEEN)
+    assert found.select("rank", "waiting", "awaited").rows() == [(1, 3, 2)]
+
+
+def test_the_order_within_one_stream_is_no_wait_between_streams():
+    early = nodes(1, (0, "a", 0, 20_000), (0, "x", 30_000, 80_000))
+    assert shared_waits(pl.concat([LATE, early]), SEEN).is_empty()
+
+
 @pytest.mark.parametrize(
     "other",
     [
