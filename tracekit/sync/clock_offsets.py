@@ -109,16 +109,21 @@ class RankMatch:
 
 
 def match_rank(
-    calls: RankCalls, instances: Instances, *, offset_ns: int | None, pairs: _Ints | None
+    calls: RankCalls, instances: Instances, *, offset_ns: int | None, error_ns: int = 0, pairs: _Ints | None
 ) -> RankMatch | None:
     """Match the calls of a rank to the instances; None where too few calls match.
 
-    `offset_ns` is the rank's clock offset if known, `pairs` the matches if sequence numbers determine them.
+    `offset_ns` is the rank's clock offset if known, within `error_ns`, `pairs` the matches if sequence numbers
+    determine them.
     """
     if pairs is not None:
         agreed = _median_offset(calls, instances, pairs) if offset_ns is None else offset_ns
         return RankMatch(agreed or 0, pairs, _instance_ids(instances, pairs), links_clocks=agreed is not None)
-    agreed = _offset_by_voting(calls, instances) if offset_ns is None else offset_ns
+    agreed = offset_ns
+    if offset_ns is None or error_ns:
+        voted = _offset_by_voting(calls, instances)
+        is_possible = offset_ns is None or voted is None or abs(voted - offset_ns) <= error_ns
+        agreed = voted if is_possible and voted is not None else offset_ns
     pairs = _match_by_time(calls, instances, agreed) if agreed is not None else np.full(len(calls.end), UNKNOWN)
     common = _calls_in_common(calls, instances, agreed or 0)
     if (pairs >= 0).sum() < _MIN_EXPLAINED * common and (whole := _align_sequences(calls, instances, offset_ns)):

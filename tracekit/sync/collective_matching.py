@@ -1,6 +1,6 @@
 """Collectives matched across ranks: by sequence number, otherwise by kind and end time."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -10,8 +10,9 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.sync import message_clocks, subgroups
-from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
+from tracekit.sync import subgroups
+from tracekit.sync.clock_groups import ClockGroups
+from tracekit.sync.clock_offsets import MIN_PAIRS, UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank can leave before all ranks have arrived."""
@@ -27,6 +28,8 @@ CALLS = schema.columns(
     "activity_id op group members group_size seq dtype bytes start_ns end_ns step phase unit", members=pl.String
 )
 
+_ROUNDS = 4
+"""In which calls of unknown groups are divided into smaller groups, and clocks aligned by these."""
 _Ints = npt.NDArray[np.int64]
 
 
@@ -97,14 +100,17 @@ def _members() -> pl.Expr:
 
 
 def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
-    clocks = _ClockGroups(rows["rank"].unique().to_list())
-    groups = list(_groups(rows))
-    found = [_match_group(group, clocks) for group in groups]
-    if clocks.link_by_messages(rows.filter(_is_paired())):
-        found = [_match_group(group, clocks) for group in groups]
-    found = [
-        part for group, match in zip(groups, found, strict=True) for part in _match_subgroups(group, match, clocks)
-    ]
+    clocks = ClockGroups(rows["rank"].unique().to_list())
+    pairs = rows.filter(_is_paired())
+    named, unnamed, paired = _sorted_groups(rows)
+    found = [_match_group(group, clocks) for group in named]
+    parts = len(set(clocks.part.values()))
+    # Before calls of which the group is not known: those of different groups would align clocks wrongly.
+    clocks.link_by_messages(pairs)
+    if len(set(clocks.part.values())) < parts:
+        found = [_match_group(group, clocks) for group in named]
+    found += [part for group in unnamed for part in _match_unnamed(group, clocks)]
+    found += [_match_group(group, clocks) for group in paired]
     instance = np.full(rows.height, UNKNOWN, np.int64)
     by_seq = np.zeros(rows.height, bool)
     first = 0
@@ -113,12 +119,25 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
         by_seq[at] = sequenced
         first += int(of_group.max(initial=-1)) + 1
     columns = schema.columns("rank rough_ns message_error_ns clock_domain")
-    place = pl.DataFrame(clocks.rows(), schema=columns, orient="row")
+    place = pl.DataFrame(clocks.rows(pairs), schema=columns, orient="row")
     known = pl.Series("instance", instance)
     matched_by = pl.when(pl.Series(by_seq)).then(pl.lit(SEQ)).otherwise(pl.lit(ORDER))
     return rows.with_columns(
         known.replace(UNKNOWN, None), pl.when(known != UNKNOWN).then(matched_by).alias("matched_by")
     ).join(place, on="rank", how="left", maintain_order="left")
+
+
+def _sorted_groups(rows: pl.DataFrame) -> tuple[list[pl.DataFrame], list[pl.DataFrame], list[pl.DataFrame]]:
+    """Return the calls of groups whose ranks are known, of groups whose ranks are not known, and of each pair."""
+    named: list[pl.DataFrame] = []
+    unnamed: list[pl.DataFrame] = []
+    paired: list[pl.DataFrame] = []
+    for group in _groups(rows):
+        if group["op"][0] == PAIRED and ">" in (group["members"][0] or ""):
+            paired.append(group)
+        else:
+            (named if group["members"][0] is not None else unnamed).append(group)
+    return named, unnamed, paired
 
 
 def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -127,11 +146,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
         rows.with_row_index("at")
         .filter(pl.col("op").is_in([*SYNCHRONIZING, *ROOTED, *EXPERT]) | _is_paired())
         .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
-        # More ranks than the group has: several groups share a name and cannot be distinguished.
-        .filter(
-            pl.col("present") > 1,
-            pl.col("members").is_not_null() | (pl.col("present") <= pl.col("group_size").fill_null(1 << 62)),
-        )
+        .filter(pl.col("present") > 1)
     )
     keys = (
         shared.group_by("group", "members")
@@ -154,69 +169,103 @@ def _is_paired() -> pl.Expr:
     return (pl.col("op") == PAIRED) & pl.col("members").str.contains(">", literal=True).fill_null(value=False)
 
 
-class _ClockGroups:
-    """Clock offsets between ranks, known within each part: a set of ranks that collectives or messages link."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        self.part = {rank: rank for rank in ranks}
-        self.offset_ns = dict.fromkeys(ranks, 0)
-        self.error_ns: dict[int, int | None] = dict.fromkeys(ranks)
-
-    def link(self, rank: int, other: int, offset_ns: int) -> None:
-        """Merge the part of `rank` into that of `other`; the offset of `rank` becomes `offset_ns`."""
-        moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
-        for member in self._members(moved):
-            self.part[member] = self.part[other]
-            self.offset_ns[member] += shift
-
-    def link_by_messages(self, pairs: pl.DataFrame) -> bool:
-        """Merge the parts whose ranks send to each other; return whether there are such. Errors of links add up."""
-        if pairs.is_empty() or len(set(self.part.values())) < 2:
-            return False
-        found = [link for link in message_clocks.links(pairs) if self.part[link.rank] != self.part[link.other]]
-        for link in found:
-            first, moved = self.part[link.rank], self.part[link.other]
-            if first == moved:  # an earlier link has merged them
-                continue
-            error_ns = link.error_ns + (self.error_ns[link.rank] or 0) + (self.error_ns[link.other] or 0)
-            for member in self._members(first):
-                self.error_ns[member] = self.error_ns[member] or 0
-            for member in self._members(moved):
-                self.error_ns[member] = (self.error_ns[member] or 0) + error_ns
-            self.link(link.other, link.rank, self.offset_ns[link.rank] - link.offset_ns)
-        return bool(found)
-
-    def _members(self, part: int) -> list[int]:
-        return [rank for rank, of in self.part.items() if of == part]
-
-    def rows(self) -> list[tuple[int, int, int | None, int]]:
-        return [(rank, self.offset_ns[rank], self.error_ns[rank], self.part[rank]) for rank in self.part]
-
-
 _Match: TypeAlias = tuple[_Ints, _Ints, bool]
 """Row numbers, the instance of each (from 0; -1: unknown), and whether sequence numbers were used."""
 
 
-def _match_subgroups(group: pl.DataFrame, match: _Match, clocks: _ClockGroups) -> list[_Match]:
-    """Return the match of a group; kinds of calls that belong to smaller groups are matched within each of these."""
-    at, instance, sequenced = match
-    if sequenced or group["members"].null_count() < group.height:
-        return [match]
-    described = _described(group)
-    offset_ns = pl.col("rank").replace_strict(clocks.offset_ns, return_dtype=pl.Int64)
-    matched = described.with_columns(pl.Series("instance", instance)).filter(
-        pl.col("together"), pl.col("instance") != UNKNOWN
-    )
-    smaller = subgroups.subgroups(matched.with_columns(pl.col("start_ns", "end_ns") + offset_ns))
-    of_smaller = described["token"].is_in(list(smaller)).to_numpy()
-    found: list[_Match] = [(at[~of_smaller], instance[~of_smaller], sequenced)]
-    for token, groups in smaller.items():
-        calls = group.filter(described["token"] == token)
-        found += [_match_group(calls.filter(pl.col("rank").is_in(ranks)), clocks) for ranks in groups]
+def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
+    """Return the matches of calls of which the group's ranks are not known: they may be of several groups.
+
+    Kinds of calls that belong to smaller groups are matched within each of these. The clocks are aligned once more
+    without instances of which calls are of different groups.
+    """
+    before, smaller = clocks.copy(), dict[int, list[list[int]]]()
+    found = _match_smaller(group, smaller, clocks)
+    for _ in range(_ROUNDS):
+        more = _smaller_groups(group, found, clocks, known=smaller)
+        if not more and smaller and len(set(clocks.part.values())) == 1:
+            as_one = _smaller_groups(group, _match_all(group, clocks.copy()), clocks)
+            more = {token: groups for token, groups in as_one.items() if smaller.get(token) != groups}
+        if not more:
+            break
+        smaller |= more
+        clocks.replace(before)
+        found = _match_smaller(group, smaller, clocks)
+    if not smaller and _has_too_many(group):
+        clocks.replace(before)
+        return _of_known_size(group, found)
     return found
 
 
-def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> _Match:
+def _match_all(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
+    """Return the matches of a group. Ranks whose calls fit none of the first ranks' are matched among themselves."""
+    found: list[_Match] = []
+    while True:
+        at, instance, sequenced = _match_group(group, clocks)
+        left = group.filter(instance == UNKNOWN)
+        if left["rank"].n_unique() < 2:
+            return [*found, (at, instance, sequenced)]
+        found.append((at[instance != UNKNOWN], instance[instance != UNKNOWN], sequenced))
+        group = left
+
+
+def _smaller_groups(
+    group: pl.DataFrame, found: list[_Match], clocks: ClockGroups, known: Container[int] = ()
+) -> dict[int, list[list[int]]]:
+    """Return the kinds of calls that belong to smaller groups than `found` assumes, each with its groups of ranks.
+
+    Without the kinds of which that is `known`.
+    """
+    if any(sequenced for *_, sequenced in found) and not _has_too_many(group):
+        return {}
+    offset_ns = pl.col("rank").replace_strict(clocks.offset_ns, return_dtype=pl.Int64)
+    matched = _described(group).join(_numbered(found), on="at")
+    is_open = ~pl.col("token").is_in([token for token in matched["token"].unique() if token in known])
+    together = matched.filter("together", is_open, pl.col("instance") != UNKNOWN)
+    return subgroups.subgroups(together.with_columns(pl.col("start_ns", "end_ns") + offset_ns))
+
+
+def _numbered(found: list[_Match]) -> pl.DataFrame:
+    """Return the instance of each row, unique over all matches. Columns at, instance."""
+    parts, first = [], 0
+    for at, instance, _ in found:
+        number = np.where(instance >= 0, instance + first, UNKNOWN)
+        parts.append(pl.DataFrame({"at": at.astype(np.uint32), "instance": number}))
+        first += int(instance.max(initial=-1)) + 1
+    return pl.concat(parts)
+
+
+def _match_smaller(group: pl.DataFrame, smaller: dict[int, list[list[int]]], clocks: ClockGroups) -> list[_Match]:
+    """Return the matches within smaller groups, and of the other kinds of calls within the whole group."""
+    token = _described(group)["token"]
+    tokens_of: dict[str, list[int]] = {}
+    for of, groups in smaller.items():
+        tokens_of.setdefault(str(groups), []).append(of)
+    found: list[_Match] = []
+    for tokens in tokens_of.values():
+        calls = group.filter(token.is_in(tokens))
+        for ranks in smaller[tokens[0]]:
+            if len(ranks) > 1:  # the peers of a rank alone have no trace
+                found += _match_all(calls.filter(pl.col("rank").is_in(ranks)), clocks)
+    rest = group.filter(~token.is_in(list(smaller)))
+    return found + (_match_all(rest, clocks) if rest["rank"].n_unique() > 1 else [])
+
+
+def _of_known_size(group: pl.DataFrame, found: list[_Match]) -> list[_Match]:
+    """Return the matches without instances of more ranks than the group has: of several groups with one name."""
+    sizes = group.select(pl.col("at"), pl.col("group_size").fill_null(len(group)))
+    counted = _numbered(found).join(sizes, on="at", maintain_order="left")
+    too_many = (pl.len().over("instance") > pl.col("group_size")) | (pl.col("instance") == UNKNOWN)
+    unknown = counted.filter(too_many)["at"].to_numpy()
+    return [(at, np.where(np.isin(at, unknown), UNKNOWN, instance), how) for at, instance, how in found]
+
+
+def _has_too_many(group: pl.DataFrame) -> bool:
+    """Return whether more ranks have such calls than the group has: several groups share its name."""
+    return bool((group["present"] > group["group_size"]).any())
+
+
+def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
     described = _described(group)
     sequenced = _has_seq(group)
     instance = np.full(group.height, UNKNOWN, np.int64)
@@ -232,12 +281,13 @@ def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> _Match:
             calls,
             instances,
             offset_ns=clocks.offset_ns[rank] if is_tied else None,
+            error_ns=clocks.error_between_ns(rank, first) or 0,
             pairs=match_by_sequence_number(calls, instances) if sequenced else None,
         )
         if match is None:
             continue
-        if match.links_clocks and not is_tied:
-            clocks.link(rank, first, match.offset_ns)
+        if match.links_clocks and calls.synchronizing.sum() >= MIN_PAIRS:
+            clocks.link_by_collectives(rank, first, match.offset_ns)
         instances = instances.with_rank(calls, match)
         instance[calls.row] = match.instance
     return group["at"].to_numpy().astype(np.int64), instance, sequenced

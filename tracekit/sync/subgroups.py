@@ -16,6 +16,8 @@ _MIN_GAP_NS = 200_000
 """Clocks are aligned less exactly than that before all collectives are matched."""
 _MIN_COUNT, _MIN_SHARE = 2, 0.5
 """Two ranks are apart if so many of their common instances contradict each other, or such a share of few."""
+_MIN_ALONE_SHARE = 0.3
+"""A rank is in no group of the others if such a share of its common instances with each of them contradicts."""
 _MIN_CALLS = 4
 """Of fewer calls of two ranks, how many they share says nothing."""
 _MAX_INSTANCES = 1.25
@@ -26,23 +28,28 @@ _MAX_CELLS = 1 << 22
 
 _Floats = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
+_Counts = npt.NDArray[np.int64]
 
 
 def subgroups(matched: pl.DataFrame) -> dict[int, list[list[int]]]:
     """Return the kinds of calls that belong to smaller groups than `matched` assumes, each with its groups of ranks.
 
     `matched` has a row for each synchronizing call of one group: token (its kind), rank, instance, and start_ns and
-    end_ns on a common clock. Kinds are left out whose calls agree, that would leave a rank alone, or that have more
-    than 512 ranks.
+    end_ns on a common clock. Kinds are left out whose calls agree, that would leave a rank alone by little evidence,
+    or that have more than 512 ranks. A rank is alone where its peers have no trace.
     """
     found = {}
     for token in _doubtful(matched):
         calls = matched.filter(pl.col("token") == token)
         ranks, start_ns, end_ns = _by_instance(calls)
-        is_apart = _contradict(start_ns, end_ns) | _rarely_meet(start_ns, end_ns)
+        gaps, common = _gaps(start_ns, end_ns)
+        rarely_meet = _rarely_meet(start_ns, end_ns)
+        is_apart = (gaps > 0) & ((gaps >= _MIN_COUNT) | (gaps >= _MIN_SHARE * common)) | rarely_meet
         if is_apart.any():
             groups = _nearest_groups(is_apart, _distance_ns(end_ns))
-            if all(len(group) > 1 for group in groups):  # otherwise the calls do not show whom a rank is with
+            is_far = rarely_meet | (gaps >= np.maximum(_MIN_COUNT, _MIN_ALONE_SHARE * common))
+            np.fill_diagonal(is_far, val=True)
+            if all(len(group) > 1 or is_far[group].all() for group in groups):  # otherwise calls show no groups
                 found[token] = [[ranks[at] for at in group] for group in groups]
     return found
 
@@ -72,12 +79,11 @@ def _by_instance(calls: pl.DataFrame) -> tuple[list[int], _Floats, _Floats]:
     return ranks.tolist(), times[0][::step], times[1][::step]
 
 
-def _contradict(start_ns: _Floats, end_ns: _Floats) -> _Flags:
-    """Return which two ranks have calls in one instance of which one ended before the other began."""
+def _gaps(start_ns: _Floats, end_ns: _Floats) -> tuple[_Counts, _Counts]:
+    """Return in how many instances one of two ranks ended its call before the other began, and of how many common."""
     last_ns = np.maximum(start_ns[:, :, None], start_ns[:, None, :])
     first_ns = np.minimum(end_ns[:, :, None], end_ns[:, None, :])
-    gaps = (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0)  # NaN compares as false
-    return np.asarray((gaps > 0) & ((gaps >= _MIN_COUNT) | (gaps >= _MIN_SHARE * np.isfinite(last_ns).sum(axis=0))))
+    return (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0), np.isfinite(last_ns).sum(axis=0)  # NaN compares as false
 
 
 def _rarely_meet(start_ns: _Floats, end_ns: _Floats) -> _Flags:

@@ -1,0 +1,73 @@
+"""Clocks of ranks that are linked: by collectives that they share, or by what they send to each other."""
+
+import polars as pl
+
+from tracekit.sync import message_clocks
+
+
+class ClockGroups:
+    """Clock offsets between ranks, known within each part: a set of ranks that collectives or messages link."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.part = {rank: rank for rank in ranks}
+        self.offset_ns = dict.fromkeys(ranks, 0)
+        self.error_ns: dict[int, int | None] = dict.fromkeys(ranks)
+        self._collectives: set[tuple[int, int]] = set()
+
+    def copy(self) -> "ClockGroups":
+        """Return clocks that can be linked further without a change to these."""
+        copied = ClockGroups([])
+        copied.replace(self)
+        return copied
+
+    def replace(self, other: "ClockGroups") -> None:
+        """Take over all that is known of other clocks."""
+        self.part, self.offset_ns, self.error_ns = dict(other.part), dict(other.offset_ns), dict(other.error_ns)
+        self._collectives = set(other._collectives)
+
+    def link_by_collectives(self, rank: int, other: int, offset_ns: int) -> None:
+        """Merge the parts of two ranks that share collectives; if they were apart, `offset_ns` is that of `rank`."""
+        self._collectives.add((rank, other))
+        if self.part[rank] != self.part[other]:
+            self._link(rank, other, offset_ns)
+
+    def _link(self, rank: int, other: int, offset_ns: int) -> None:
+        moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
+        for member in self._members(moved):
+            self.part[member] = self.part[other]
+            self.offset_ns[member] += shift
+
+    def link_by_messages(self, pairs: pl.DataFrame) -> None:
+        """Merge the parts whose ranks send to each other. Errors of links add up."""
+        if pairs.is_empty() or len(set(self.part.values())) < 2:
+            return
+        for link in message_clocks.links(pairs):
+            first, moved = self.part[link.rank], self.part[link.other]
+            if first == moved:  # collectives or an earlier link have merged them
+                continue
+            error_ns = link.error_ns + (self.error_ns[link.rank] or 0) + (self.error_ns[link.other] or 0)
+            for member in self._members(first):
+                self.error_ns[member] = self.error_ns[member] or 0
+            for member in self._members(moved):
+                self.error_ns[member] = (self.error_ns[member] or 0) + error_ns
+            self._link(link.other, link.rank, self.offset_ns[link.rank] - link.offset_ns)
+
+    def error_between_ns(self, rank: int, other: int) -> int | None:
+        """Return how far the offset between two ranks can be wrong where only messages link them, else None."""
+        errors = (self.error_ns[rank], self.error_ns[other])
+        return None if self.part[rank] != self.part[other] or None in errors else sum(error or 0 for error in errors)
+
+    def rows(self, pairs: pl.DataFrame) -> list[tuple[int, int, int | None, int]]:
+        """Return rank, offset_ns, error_ns and part of each rank.
+
+        The error is that of sends and receives (`pairs`), where no collectives link the rank's clock; else None.
+        """
+        last = ClockGroups(list(self.part))
+        last.offset_ns = dict(self.offset_ns)
+        for rank, other in sorted(self._collectives):
+            last.link_by_collectives(rank, other, last.offset_ns[rank])
+        last.link_by_messages(pairs)
+        return [(rank, last.offset_ns[rank], last.error_ns[rank], last.part[rank]) for rank in last.part]
+
+    def _members(self, part: int) -> list[int]:
+        return [rank for rank, of in self.part.items() if of == part]
