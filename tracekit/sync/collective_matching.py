@@ -182,9 +182,9 @@ def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
     before, smaller = clocks.copy(), dict[int, list[list[int]]]()
     found = _match_smaller(group, smaller, clocks)
     for _ in range(_ROUNDS):
-        more = _smaller_groups(group, found, clocks, known=smaller)
+        more = _smaller_groups(group, found, clocks, before=before, known=smaller)
         if not more and smaller and len(set(clocks.part.values())) == 1:
-            as_one = _smaller_groups(group, _match_all(group, clocks.copy()), clocks)
+            as_one = _smaller_groups(group, _match_all(group, clocks.copy()), clocks, before=before)
             more = {token: groups for token, groups in as_one.items() if smaller.get(token) != groups}
         if not more:
             break
@@ -210,19 +210,25 @@ def _match_all(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
 
 
 def _smaller_groups(
-    group: pl.DataFrame, found: list[_Match], clocks: ClockGroups, known: Container[int] = ()
+    group: pl.DataFrame,
+    found: list[_Match],
+    clocks: ClockGroups,
+    *,
+    before: ClockGroups,
+    known: Container[int] = (),
 ) -> dict[int, list[list[int]]]:
     """Return the kinds of calls that belong to smaller groups than `found` assumes, each with its groups of ranks.
 
-    Without the kinds of which that is `known`.
+    Without the kinds of which that is `known`. `before` are the clocks before they were aligned by these calls.
     """
     if any(sequenced for *_, sequenced in found) and not _has_too_many(group):
         return {}
     offset_ns = pl.col("rank").replace_strict(clocks.offset_ns, return_dtype=pl.Int64)
+    shifts = {rank: offset - before.offset_ns[rank] for rank, offset in clocks.offset_ns.items()}
     matched = _described(group).join(_numbered(found), on="at")
     is_open = ~pl.col("token").is_in([token for token in matched["token"].unique() if token in known])
     together = matched.filter("together", is_open, pl.col("instance") != UNKNOWN)
-    return subgroups.subgroups(together.with_columns(pl.col("start_ns", "end_ns") + offset_ns))
+    return subgroups.subgroups(together.with_columns(pl.col("start_ns", "end_ns") + offset_ns), shifts)
 
 
 def _numbered(found: list[_Match]) -> pl.DataFrame:

@@ -2,10 +2,12 @@
 
 No rank leaves a synchronizing collective before all ranks have arrived. If a rank ends a call before another rank
 begins its own, these are not one collective: calls of that kind belong to smaller groups. So they do where two ranks
-share less than half of the instances.
+share less than half of the instances. Two stages of a pipeline call the same collectives one micro-batch apart: a wrong
+clock offset pairs them, but their ends coincide several times less exactly than those of ranks of one group.
 """
 
 import warnings
+from collections.abc import Mapping
 from itertools import combinations
 
 import numpy as np
@@ -18,6 +20,11 @@ _MIN_COUNT, _MIN_SHARE = 2, 0.5
 """Two ranks are apart if so many of their common instances contradict each other, or such a share of few."""
 _MIN_ALONE_SHARE = 0.3
 """A rank is in no group of the others if such a share of its common instances with each of them contradicts."""
+_MIN_SHIFT_NS = 1_000_000
+"""Clocks that differ by less, as aligned, agree: only a larger difference may stem from calls of other groups."""
+_MIN_SCATTER, _MIN_SCATTER_NS, _MIN_SCATTERED = 4.0, 200_000, 8
+"""Ends of two ranks scatter if by so many times as much as either's and its nearest rank's, and by so much; in so many
+common instances."""
 _MIN_CALLS = 4
 """Of fewer calls of two ranks, how many they share says nothing."""
 _MAX_INSTANCES = 1.25
@@ -31,20 +38,22 @@ _Flags = npt.NDArray[np.bool_]
 _Counts = npt.NDArray[np.int64]
 
 
-def subgroups(matched: pl.DataFrame) -> dict[int, list[list[int]]]:
+def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None) -> dict[int, list[list[int]]]:
     """Return the kinds of calls that belong to smaller groups than `matched` assumes, each with its groups of ranks.
 
     `matched` has a row for each synchronizing call of one group: token (its kind), rank, instance, and start_ns and
-    end_ns on a common clock. Kinds are left out whose calls agree, that would leave a rank alone by little evidence,
+    end_ns on a common clock, `offset_ns` what was added to each rank's clock by these calls (none if known). Kinds are left out whose calls agree, that would leave a rank alone by little evidence,
     or that have more than 512 ranks. A rank is alone where its peers have no trace.
     """
     found = {}
-    for token in _doubtful(matched):
+    offset_ns = offset_ns or {}
+    for token in _doubtful(matched, has_shifts=bool(offset_ns)):
         calls = matched.filter(pl.col("token") == token)
         ranks, start_ns, end_ns = _by_instance(calls)
         gaps, common = _gaps(start_ns, end_ns)
         rarely_meet = _rarely_meet(start_ns, end_ns)
         is_apart = (gaps > 0) & ((gaps >= _MIN_COUNT) | (gaps >= _MIN_SHARE * common)) | rarely_meet
+        is_apart |= _scatter([offset_ns.get(rank, 0) for rank in ranks], end_ns)
         if is_apart.any():
             groups = _nearest_groups(is_apart, _distance_ns(end_ns))
             is_far = rarely_meet | (gaps >= np.maximum(_MIN_COUNT, _MIN_ALONE_SHARE * common))
@@ -54,14 +63,17 @@ def subgroups(matched: pl.DataFrame) -> dict[int, list[list[int]]]:
     return found
 
 
-def _doubtful(matched: pl.DataFrame) -> list[int]:
-    """Return the kinds with calls that are not one collective, or with many instances that some ranks are not in."""
+def _doubtful(matched: pl.DataFrame, *, has_shifts: bool) -> list[int]:
+    """Return the kinds with calls that are not one collective, or with many instances that some ranks are not in.
+
+    All kinds if they shifted clocks.
+    """
     gap_ns = (pl.col("start_ns").max() - pl.col("end_ns").min()).alias("gap_ns")
     by_instance = matched.group_by("token", "instance").agg(gap_ns, pl.len().alias("calls"))
     ranks = matched.group_by("token").agg(pl.col("rank").n_unique().alias("ranks"))
     of_token = by_instance.group_by("token").agg(pl.col("gap_ns").max(), pl.col("calls").sum(), pl.len().alias("of"))
     is_doubtful = (pl.col("gap_ns") > _MIN_GAP_NS) | (pl.col("of") * pl.col("ranks") > _MAX_INSTANCES * pl.col("calls"))
-    found = of_token.join(ranks, on="token").filter(is_doubtful, pl.col("ranks") <= _MAX_RANKS)
+    found = of_token.join(ranks, on="token").filter(is_doubtful | has_shifts, pl.col("ranks") <= _MAX_RANKS)
     return sorted(found["token"].to_list())
 
 
@@ -95,6 +107,23 @@ def _rarely_meet(start_ns: _Floats, end_ns: _Floats) -> _Flags:
     calls = within.sum(axis=0)  # of the first rank, while the second recorded
     least = np.minimum(calls, calls.T)
     return np.asarray((least >= _MIN_CALLS) & (common < _MIN_SHARE * least))
+
+
+def _scatter(offset_ns: list[int], end_ns: _Floats) -> _Flags:
+    """Return which two ranks, of clocks that their calls shifted, have ends that scatter."""
+    shift_ns = np.abs(np.subtract.outer(offset_ns, offset_ns))
+    if shift_ns.max() <= _MIN_SHIFT_NS:
+        return np.zeros(shift_ns.shape, np.bool_)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a median of nothing
+        late_ns = end_ns[:, :, None] - end_ns[:, None, :]
+        scatter_ns = np.nanmedian(np.abs(late_ns - np.nanmedian(late_ns, axis=0)), axis=0)
+    has_enough = np.isfinite(late_ns).sum(axis=0) >= _MIN_SCATTERED
+    others_ns = np.where(has_enough & ~np.eye(len(offset_ns), dtype=np.bool_), scatter_ns, np.inf)
+    nearest_ns = others_ns.min(axis=0)
+    usual_ns = np.maximum(nearest_ns[:, None], nearest_ns[None, :])
+    is_wide = scatter_ns > np.maximum(_MIN_SCATTER * usual_ns, _MIN_SCATTER_NS)
+    return np.asarray(has_enough & is_wide & (shift_ns > _MIN_SHIFT_NS))
 
 
 def _distance_ns(end_ns: _Floats) -> _Floats:
