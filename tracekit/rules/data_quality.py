@@ -93,6 +93,9 @@ _KINDS = {
     "no_host_activity": _degrading(
         "Record with ProfilerActivity.CPU too: it records operators and launches. Rules on the host were not judged."
     ),
+    "no_operators": _Kind(
+        _ERROR, "Record with ProfilerActivity.CPU, and keep the events of category cpu_op where a tool filters events."
+    ),
     "host_only": _Kind(_INFO, "If training ran on the device, record with ProfilerActivity.CUDA (on AMD too)."),
     "sampled": _Kind(
         _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."

@@ -13,10 +13,12 @@ from tracekit.rules.rule import TIMED_FAMILIES, Finding, Rule, Severity, family
 _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and were not judged (see DATA001)."
 _WITHOUT_HOST = "CPU activity was not recorded, so the host was not judged (see DATA001)."
 _WITHOUT_WORK = "no work was recorded, so nothing was judged (see DATA001)."
+_WITHOUT_OPERATORS = "no operator was recorded, so compute is not known and was not judged (see DATA001)."
 _REASONS = (
     ("no_work", TIMED_FAMILIES, _WITHOUT_WORK),
     ("no_device_activity", TIMED_FAMILIES, _WITHOUT_DEVICE),
     ("no_host_activity", ("HOST",), _WITHOUT_HOST),
+    ("no_operators", tuple(name for name in TIMED_FAMILIES if name != "RANK"), _WITHOUT_OPERATORS),
 )
 """Issue of a trace, and the families of rules that cannot judge a run all of whose traces have it."""
 

@@ -95,16 +95,32 @@ def group_axes(run: Run) -> pl.DataFrame:
 def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
-    Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`).
+    Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`). Calls without a named
+    group may be of several: sends and receives are pp, all-to-alls are ep, the axis of the others is inferred from these.
     """
     calls = run.table(collective_matching.calls)
     axes = run.run_table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
+    joined = joined.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
     purposes = run.table(collective_purposes.purposes)
     placed = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
     return placed.select(*_CALL, "group", "members", "axis", "purpose")
 
 
+def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
+    """Return the axis of each call: of one without a named group by its op, of others as in column axis."""
+    is_unnamed = pl.col("group").is_null() & pl.col("members").is_null()
+    others = calls.filter(is_unnamed, ~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
+    if others.is_empty() or others.height == calls.filter(is_unnamed).height:
+        return pl.col("axis")
+    usage = _usage(run, others).row(0, named=True)
+    axis, _ = _inferred(usage, len(run.ranks), has_mesh=False)
+    by_op = dict.fromkeys(_SENDS, PP) | dict.fromkeys(_ALL_TO_ALLS, EP) | {PAIRED: None}
+    of_op = pl.col("op").replace_strict(by_op, default=axis, return_dtype=pl.String)
+    return pl.when(is_unnamed).then(of_op).otherwise("axis")
+
+
+_SENDS, _ALL_TO_ALLS = ("send", "recv"), ("all_to_all", *EXPERT)
 _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit", "start_ns", "end_ns")
 
 
@@ -140,6 +156,8 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
         maintain_order="left",
     )
     op, purpose = pl.col("op"), pl.col("purpose")
+    # NCCL's SendRecv kernels may also be all-to-alls, where nothing but their name is recorded.
+    is_pair = ((op == PAIRED) & pl.col("members").str.contains(">", literal=True)).fill_null(value=False)
     in_forward = pl.col("is_forward").fill_null(value=False) & (purpose == ACTIVATIONS).fill_null(value=False)
     reduces = op == "all_reduce"
     usual_bytes = pl.col("bytes").filter(reduces).mode().max()
@@ -147,14 +165,14 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     usage = (
         joined.group_by("group", "members", maintain_order=True)
         .agg(
-            pl.col("members").filter(op == PAIRED).first().alias("pair"),
-            pl.col("lister").filter(op.ne_missing(PAIRED)).drop_nulls().first(),
+            pl.col("members").filter(is_pair).first().alias("pair"),
+            pl.col("lister").filter(~is_pair).drop_nulls().first(),
             pl.col("rank").unique().sort().alias("callers"),
             pl.len().alias("calls"),
             per.alias("places"),
-            op.is_in([PAIRED, "send", "recv"]).sum().alias("sends"),
-            (op == PAIRED).all().alias("is_pair"),
-            op.is_in(["all_to_all", *EXPERT]).sum().alias("all_to_alls"),
+            (is_pair | op.is_in(_SENDS)).sum().alias("sends"),
+            is_pair.all().alias("is_pair"),
+            op.is_in(_ALL_TO_ALLS).sum().alias("all_to_alls"),
             reduces.sum().alias("all_reduces"),
             (op == "all_gather").sum().alias("all_gathers"),
             (op == "reduce_scatter").sum().alias("reduce_scatters"),
@@ -193,7 +211,8 @@ def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[s
         return WORLD, 0.6
     if usage["all_gathers"] and usage["reduce_scatters"]:
         return DP_SHARD, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.6
-    if usage["all_reduces"] * 2 > usage["calls"] and not _may_be_activations(usage):
+    are_of_data = usage["of_activations"] * 2 <= usage["calls"] and not _may_be_activations(usage)
+    if usage["all_reduces"] * 2 > usage["calls"] and are_of_data:
         return DP, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.5
     if usage["of_parameters"] and not usage["of_activations"]:
         return DP, 0.6  # with broadcasts of updated parameters: ZeRO-1

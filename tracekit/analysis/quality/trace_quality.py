@@ -51,6 +51,9 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
         return
     if trace.on_device:
         return
+    if not (trace.activities["kind"] == "compute").any():
+        message = "Collectives were recorded, but no operator: what the host computes, and how long, is not known."
+        yield "no_operators", message, 1.0
     devices = environment.device_names(trace.header)
     launches = _launch_calls(trace).height
     if launches:
