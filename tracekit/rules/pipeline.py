@@ -18,6 +18,7 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.parallelism.pipeline_balance import Balance
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.analysis.quality import trace_quality
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -215,11 +216,12 @@ class FewMicroBatches(Rule):
     (gradient accumulation), use an interleaved schedule (ScheduleInterleaved1F1B,
     --num-layers-per-virtual-pipeline-stage) or a zero-bubble one, or fewer pipeline stages.
 
-    Blind spots: smaller micro-batches can make kernels less efficient, which is not priced.
+    Blind spots: smaller micro-batches can make kernels less efficient, which is not priced. One micro-batch in each
+    iteration that was found by repetition is not judged: it may be what repeats.
     """
 
     code: ClassVar[str] = "PIPE003"
-    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    facts: ClassVar[tuple[Fact, ...]] = (*FACTS, trace_quality.data_quality)
     max_bubble_ratio: float = 0.33
     few_per_rank: float = 1.5
     few_bubble_ratio: float = 0.1
@@ -230,6 +232,8 @@ class FewMicroBatches(Rule):
             return
         worst = median_row(_passes(run), "even_ratio", "duration_ns")
         p, v, m = worst["pipeline_ranks"], worst["stages_per_rank"], worst["micro_batches"]
+        if m == 1 and "steps_from_repetition" in run.table(trace_quality.data_quality)["kind"]:
+            return  # what repeats is the micro-batch, not the step
         if worst["even_ratio"] <= (self.few_bubble_ratio if m < self.few_per_rank * p else self.max_bubble_ratio):
             return
         cost_ns = worst["even_ns"] // 2

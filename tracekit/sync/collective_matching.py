@@ -42,7 +42,8 @@ def calls(trace: Trace) -> pl.DataFrame:
     with members "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
-    groups = trace.groups.filter(pl.col("ranks").list.len() > 1)
+    own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
+    groups = trace.groups.filter(pl.col("ranks").list.len() > 1, own)
     only = groups.row(0, named=True)["group"] if groups.height == 1 else None
     known = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
     found = (
@@ -72,6 +73,37 @@ def _with_send_receive_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
     )
 
 
+def run_calls(run: Run) -> pl.DataFrame:
+    """Return the calls of all ranks; use ``run.run_table(run_calls)``. Columns window, rank, and those of CALLS.
+
+    A trace that does not list its groups states the peer of a send or receive by its place in a group, which is taken
+    for its rank. Where that rank has a trace without the call, it is not the peer: the pair is not known.
+    """
+    table = run.table(calls)
+    if not (table["op"] == PAIRED).any():
+        return table
+    ranks = pl.col("members").str.extract_all(r"\d+").cast(pl.List(pl.Int64))
+    traced = table.group_by("window").agg(pl.col("rank").unique().alias("traced"))
+    recorded = pl.col("rank").n_unique().over("window", "members")
+    both_traced = ranks.list.set_difference("traced").list.len() == 0
+    is_wrong = (_is_paired() & both_traced & (recorded < ranks.list.n_unique())).fill_null(value=False)
+    op = (
+        pl.when(pl.col("members").str.starts_with(pl.format("{}>", "rank")))
+        .then(pl.lit("send"))
+        .otherwise(pl.lit("recv"))
+    )
+    return (
+        table.join(traced, on="window", how="left", maintain_order="left")
+        .with_columns(is_wrong.alias("is_wrong"), op.alias("one_sided"))
+        .with_columns(
+            pl.when("is_wrong").then(None).otherwise("members").alias("members"),
+            pl.when("is_wrong").then("one_sided").otherwise("op").alias("op"),
+            pl.when("is_wrong").then(None).otherwise("group_size").alias("group_size"),
+        )
+        .select(table.columns)
+    )
+
+
 def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the collective instance of each.
 
@@ -80,7 +112,7 @@ def matched_calls(run: Run) -> pl.DataFrame:
     where sends and receives link the rank's clock; null where collectives do) and clock_domain (ranks of a window whose
     clocks are linked); one row per call.
     """
-    table = run.table(calls).with_row_index("call")
+    table = run.run_table(run_calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
     if not parts:
         added = schema.columns("instance matched_by rough_ns message_error_ns clock_domain", matched_by=pl.String)

@@ -42,8 +42,9 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
     """Return the kinds of calls that belong to smaller groups than `matched` assumes, each with its groups of ranks.
 
     `matched` has a row for each synchronizing call of one group: token (its kind), rank, instance, and start_ns and
-    end_ns on a common clock, `offset_ns` what was added to each rank's clock by these calls (none if known). Kinds are left out whose calls agree, that would leave a rank alone by little evidence,
-    or that have more than 512 ranks. A rank is alone where its peers have no trace.
+    end_ns on a common clock. `offset_ns` is what was added to each rank's clock by these calls (none if known). Kinds
+    are left out whose calls agree, that would leave a rank alone by little evidence, or that have more than 512 ranks.
+    A rank is alone where its peers have no trace.
     """
     found = {}
     offset_ns = offset_ns or {}

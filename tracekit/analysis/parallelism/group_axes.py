@@ -37,6 +37,8 @@ _MIN_CALLS = 4
 _MIN_ALIKE_RATIO = 0.6
 """Share of all-reduces of one size from which they may be activations: a micro-batch's are all of one size."""
 _MIN_ACTIVATION_BYTES = 64 << 10
+_SURE_RATIO, _MIN_SURE_BYTES = 0.9, 4 << 10
+"""Smaller all-reduces may be of activations too, where so many of them are known to be."""
 _MIN_FORWARD_CALLS = 2
 """All-reduces of one forward from which they may be of tensor parallelism, where no size is known: one a layer."""
 
@@ -69,7 +71,7 @@ def group_axes(run: Run) -> pl.DataFrame:
     one size where sizes are known, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces of gradients are
     dp. Where collectives without a named group transfer both parameters and activations, the axis is unknown.
     """
-    calls = run.table(collective_matching.calls)
+    calls = run.run_table(collective_matching.run_calls)
     if calls.is_empty():
         return AXES.empty()
     named = list(described_groups(run).iter_rows())
@@ -96,28 +98,40 @@ def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
     Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`). Calls without a named
-    group may be of several: sends and receives are pp, all-to-alls are ep, the axis of the others is inferred from these.
+    group may be of several: sends and receives are pp, all-to-alls are ep; the axis of the
+    others is inferred from these.
     """
-    calls = run.table(collective_matching.calls)
+    calls = run.run_table(collective_matching.run_calls)
     axes = run.run_table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
-    joined = joined.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
     purposes = run.table(collective_purposes.purposes)
     placed = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    placed = placed.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
     return placed.select(*_CALL, "group", "members", "axis", "purpose")
 
 
 def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
-    """Return the axis of each call: of one without a named group by its op, of others as in column axis."""
+    """Return the axis of each call: of one without a named group by op and purpose, of others as in column axis."""
     is_unnamed = pl.col("group").is_null() & pl.col("members").is_null()
-    others = calls.filter(is_unnamed, ~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
-    if others.is_empty() or others.height == calls.filter(is_unnamed).height:
-        return pl.col("axis")
-    usage = _usage(run, others).row(0, named=True)
-    axis, _ = _inferred(usage, len(run.ranks), has_mesh=False)
+    unnamed = calls.filter(is_unnamed)
+    others = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
+    purposes = run.table(collective_purposes.purposes).select("window", "rank", "activity_id", "purpose")
+    of_parameters = purposes.filter(pl.col("purpose") == PARAMETERS)
+    place = ["window", "rank", "activity_id"]
+    parts = [others.join(of_parameters, on=place, how=how) for how in ("semi", "anti")]
+    if max(part.height for part in parts) == unnamed.height:
+        return pl.col("axis")  # calls of one kind, of which the axis of the whole group says more
+    axes = [
+        _inferred(_usage(run, part).row(0, named=True), len(run.ranks), has_mesh=False)[0] if part.height else None
+        for part in parts
+    ]
     by_op = dict.fromkeys(_SENDS, PP) | dict.fromkeys(_ALL_TO_ALLS, EP) | {PAIRED: None}
-    of_op = pl.col("op").replace_strict(by_op, default=axis, return_dtype=pl.String)
-    return pl.when(is_unnamed).then(of_op).otherwise("axis")
+    of_others = (
+        pl.when(pl.col("purpose") == PARAMETERS).then(pl.lit(axes[0], pl.String)).otherwise(pl.lit(axes[1], pl.String))
+    )
+    of_op = pl.col("op").replace_strict(by_op, default=None, return_dtype=pl.String)
+    by_call = pl.when(pl.col("op").is_in(list(by_op))).then(of_op).otherwise(of_others)
+    return pl.when(is_unnamed).then(by_call).otherwise("axis")
 
 
 _SENDS, _ALL_TO_ALLS = ("send", "recv"), ("all_to_all", *EXPERT)
@@ -226,9 +240,10 @@ def _are_activations(usage: dict[str, Any]) -> bool:
         of_activations = usage["all_reduces_of_activations"] >= _MIN_ALIKE_RATIO * usage["calls"]
         return bool(of_activations and in_forward >= _MIN_FORWARD_CALLS * usage["places"] and in_forward * 3 >= count)
     outside_backward = in_forward or usage["all_reduces_of_unknown_purpose"]
+    is_sure = usage["all_reduces_of_activations"] >= _SURE_RATIO * count
     return bool(
         usage["all_reduces_alike"] >= max(_MIN_CALLS * usage["places"], _MIN_ALIKE_RATIO * count)
-        and usage["usual_bytes"] >= _MIN_ACTIVATION_BYTES
+        and usage["usual_bytes"] >= (_MIN_SURE_BYTES if is_sure else _MIN_ACTIVATION_BYTES)
         and outside_backward * 3 >= count
     )
 

@@ -53,7 +53,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
     counts repetitions of the same action where no steps are marked; pipeline numbers the replicas: the n-th rank of
     each stage belongs to pipeline n. Where a span does not name its stage, the manifest does, else the process
     groups, else who sends to whom. Where clocks contradict the order of a micro-batch through the stages, they are
-    corrected by the least shift that agrees. Ranks without a known stage are left out.
+    corrected by the least shift that agrees. Ranks without a known stage are left out. Where neither spans nor manifest
+    name stages, and a rank that sends or receives has no actions, the table is empty.
     """
     actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
     if actions.is_empty():
@@ -62,6 +63,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
     if known.is_empty():
         return schema.empty(COLUMNS)
     if actions["stage"].is_null().all():
+        if not set(run.table(peers)["rank"]) <= set(known["rank"]):
+            return schema.empty(COLUMNS)  # ranks without actions: neither their stages nor the others' are known
         known = interleaving.with_virtual_stages(known)
     repeated = pl.int_range(pl.len()).over(
         "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"

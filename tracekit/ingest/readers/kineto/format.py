@@ -16,6 +16,7 @@ from tracekit.model import environment
 from tracekit.model.trace import Trace
 
 _FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+_RANK = re.compile(rb'"rank"\s*:\s*\d')
 _CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 _HOST_SLICE = re.compile(
     rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
@@ -41,11 +42,19 @@ class KinetoTraces(Reader):
         if is_complete and not _states_known_category(head):
             _refuse_foreign_trace(path)
         info, start_ns = distributed_info(header), _start_ns(head, header)
-        if not info and is_complete and (merged := _merged(path)) is not None:
-            if not merged:
-                raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
+        merged = _merged(path) if is_complete and (not info or _may_state_ranks(head)) else None
+        if merged is not None and not merged:
+            raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
+        if merged is not None and (len(merged) > 1 or not info):  # the header may be that of one of the merged files
             return [
-                TraceInfo(rank, start_ns=start_ns, process_id=_only_process(trace), shares_file=True, trace=trace)
+                TraceInfo(
+                    rank,
+                    world_size=stated_rank(info.get("world_size"), lowest=1),
+                    start_ns=start_ns,
+                    process_id=_only_process(trace),
+                    shares_file=True,
+                    trace=trace,
+                )
                 for rank, trace in sorted(merged.items())
             ]
         trace_id, job_id = header.get("trace_id"), header.get("tw_job")
@@ -76,6 +85,11 @@ def _merged(path: str) -> dict[int, Trace] | None:
     from tracekit.ingest.readers.kineto.scan import Scan
 
     return reader.read_merged(path) if columns.states_ranks(next(filter(None, Scan(path)), [])) else None
+
+
+def _may_state_ranks(head: bytes) -> bool:
+    """Return whether the head names more ranks than that of the header: those of its events."""
+    return len(_RANK.findall(head)) > 1
 
 
 def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:

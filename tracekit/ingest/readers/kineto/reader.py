@@ -213,8 +213,11 @@ def _of_rank(events: Events, rank: int) -> Events:
         np.flatnonzero((frame["rank"] == rank).fill_null(value=False).to_numpy())
         for frame in (events.host, events.device)
     )
+    info = events.header.get("distributedInfo")
+    is_own = not isinstance(info, dict) or info.get("rank") == rank  # it lists the groups of the rank that wrote it
     return replace(
         events,
+        header=events.header if is_own else {k: v for k, v in events.header.items() if k != "distributedInfo"},
         host=events.host[host_rows],
         device=events.device[device_rows],
         memory=events.memory.filter(pl.col("rank") == rank),
