@@ -223,10 +223,11 @@ def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
         smaller |= more
         clocks.replace(before)
         found = _match_smaller(group, smaller, clocks)
-    if not smaller and _has_too_many(group):
+    if not _has_too_many(group):
+        return found
+    if not smaller:
         clocks.replace(before)
-        return _of_known_size(group, found)
-    return found
+    return _of_known_size(group, found)
 
 
 def _match_all(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:

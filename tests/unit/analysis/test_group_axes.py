@@ -135,3 +135,26 @@ def test_of_several_axes_activations_are_of_tp_and_what_has_no_known_purpose_of_
         trace(x={"op": "all_reduce"}, y={"op": "all_reduce"}), mesh={"axes": ["dp_shard", "tp"], "shape": [2, 2]}
     )
     assert axis_communication.by_axis(run)["axis"].to_list() == ["tp", None]
+
+
+def test_calls_without_group_names_have_an_axis_each_by_op_and_purpose():
+    picture = "step 00000000\ncompute aaaaaaaa\ncomm vwxyz..."
+    drawn = drawn_traces.trace(picture)
+    names = dict(zip(drawn.activities["name"], drawn.activities["id"], strict=True))
+    rows = [
+        {"activity_id": names[name], "op": op, "sent_bytes": 4 << 20}
+        for name, op in zip("vwxyz", ("all_to_all", "all_to_all", "send", "send_recv", "all_reduce"), strict=True)
+    ]
+    run = drawn_traces.run(drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(rows))))
+    found = dict(run.run_table(group_axes.axis_of_calls).select("op", "axis").rows())
+    # A SendRecv kernel of which nothing else is known may be part of an all-to-all.
+    assert found == {"all_to_all": "ep", "send": "pp", "send_recv": None, "all_reduce": "dp"}
+
+
+def test_all_reduces_of_activations_are_not_of_data_parallelism():
+    few = usage(all_reduces=6, all_reduces_of_activations=6, of_activations=6, all_reduces_alike=2)
+    assert group_axes._inferred(few, 4, has_mesh=False) == (None, 0.0)
+    small = usage(all_reduces=8, all_reduces_in_forward=4, all_reduces_of_activations=8, of_activations=8)
+    small |= {"all_reduces_alike": 8, "usual_bytes": 16 << 10}
+    assert group_axes._inferred(small, 4, has_mesh=False)[0] == "tp"
+    assert group_axes._inferred(small | {"usual_bytes": 256}, 4, has_mesh=False)[0] is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.simulated_runs import MS, US, Job
+from tests.support.simulated_runs import EPOCH_NS, MS, US, Job
 from tracekit.sync import alignment, collective_matching, subgroups
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -256,6 +256,64 @@ def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_an
     run = drawn_traces.run(*traces)
     assert is_right(run, of="matched")
     assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
+
+
+def stages(steps, seed, *, jitter_ns):
+    """Return a job of two stages that call the same collectives, the second one micro-batch later."""
+    job = Job({"tp0": [0, 1], "tp1": [2, 3]}, seed=seed)
+    for step in range(steps):
+        for group in ("tp0", "tp1"):
+            job.run(group, "all_reduce", 4096, step=step, spread_ns=200 * US)
+        job.now_ns += int(job.random.integers(20 * MS, 20 * MS + jitter_ns))
+    return job
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_stages_that_call_the_same_collectives_apart_are_not_one_group(seed):
+    job = stages(24, seed, jitter_ns=8 * MS)
+    traces = [job.trace(r, behind_ns=CLOCKS[r], jitter_ns=2 * US, knows_groups=False) for r in job.ranks]
+    run = drawn_traces.run(*traces)
+    assert is_right(run, of="all")
+    assert run.offsets["clock_domain"].to_list() == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_groups_of_one_name_whose_members_no_trace_lists_are_told_apart(seed, size):
+    job = mesh(12, seed)
+    if size == 4:
+        job.done = [call for call in job.done if call.group == "world"]
+    traces = []
+    for rank in job.ranks:
+        names = dict.fromkeys(MESH, "1")
+        trace = job.trace(rank, behind_ns=ONE_HOST[rank], jitter_ns=5 * US, names=names)
+        sized = trace.collectives.filter((pl.col("op") != "all_reduce") | (size == 4)).with_columns(
+            group_size=pl.lit(size, pl.Int64)
+        )
+        traces.append(trace.replaced(groups=trace.groups.clear(), collectives=sized))
+    run = drawn_traces.run(*traces)
+    matched = run.run_table(collective_matching.matched_calls)
+    assert is_right(run)
+    assert matched["instance"].null_count() == 0
+    assert matched.group_by("instance").len()["len"].unique().to_list() == [size]
+
+
+def test_more_ranks_than_a_group_has_are_not_matched_where_their_calls_do_not_tell_them_apart():
+    job = Job({"tp0": (0, 1), "tp1": (2, 3)})
+    for step in range(6):
+        for group in ("tp0", "tp1"):
+            began_ns = job.now_ns
+            job.run(group, "all_reduce", 512, step=step)
+            job.now_ns = began_ns if group == "tp0" else job.now_ns
+    traces = []
+    for rank in job.ranks:
+        trace = job.trace(rank, names={"tp0": "1", "tp1": "1"})
+        start_ns = EPOCH_NS + pl.col("id") // 2 * 20 * MS
+        activities = trace.activities.with_columns(start_ns=start_ns, dur_ns=pl.lit(10 * MS, pl.Int64))
+        sized = trace.collectives.with_columns(group_size=pl.lit(2, pl.Int64))
+        traces.append(trace.replaced(groups=trace.groups.clear(), collectives=sized, activities=activities))
+    run = drawn_traces.run(*traces)
+    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 24
 
 
 def test_a_rank_that_sometimes_leaves_late_does_not_shift_the_clock():
