@@ -241,11 +241,12 @@ def _tolerance(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
 def _match_by_time(calls: RankCalls, instances: Instances, offset_ns: int) -> _Ints:
     """Return for each call the instance row of the same collective, -1 if there is none.
 
-    First calls with unambiguous ends; between those, calls in order; then the nearest ends; then, in order again, calls
-    whose size or type one side does not record.
+    First synchronizing calls with unambiguous ends; between those, calls in order, first those that ranks leave apart
+    (broadcasts); then the nearest ends; then, in order again, calls whose size or type one side does not record.
     """
     tolerance_ns = _tolerance(calls, instances, offset_ns)
     pairs = _nearest(calls, instances, offset_ns, tolerance_ns, min_lead=_MIN_LEAD)
+    pairs = _match_between(calls, instances, np.where(calls.synchronizing, pairs, UNKNOWN), otherwise=pairs)
     pairs = _match_by_order(calls, instances, offset_ns, pairs, calls.kind, instances.kind)
     near = _nearest(calls, instances, offset_ns, tolerance_ns)
     pairs = np.where((pairs < 0) & ~np.isin(near, pairs), near, pairs)
@@ -314,6 +315,55 @@ def _match_by_order(
     filled = pairs.copy()
     filled[i[fits]] = j[fits]
     return filled
+
+
+def _match_between(calls: RankCalls, instances: Instances, pairs: _Ints, *, otherwise: _Ints) -> _Ints:
+    """Match calls that ranks leave apart, such as broadcasts, in the order of their starts between synchronizing pairs.
+
+    A rank that sends leaves before those that receive, so the ends of equal calls, also from different roots, do not
+    show which belong together. But a group runs its calls in one order. Where both sides have as many of a kind between
+    two pairs, they are matched in order; other calls as in `otherwise`.
+    """
+    apart = ~calls.synchronizing
+    if not apart.any():
+        return otherwise
+    mark = _in_order(pairs, np.zeros(len(pairs), np.int64))
+    on_instances = np.zeros(len(instances.end_time), bool)
+    on_instances[pairs[mark]] = True
+    own = _number_between(calls.kind, calls.start, mark, apart, "a")
+    others = _number_between(instances.kind, instances.start, on_instances, ~instances.synchronizing, "b")
+    both = own.join(others, on=["kind", "gap", "i", "n"])
+    matched, filled = both["a"].to_numpy(), np.where(apart, UNKNOWN, otherwise)
+    filled[matched] = both["b"].to_numpy()
+    left = (filled < 0) & ~np.isin(otherwise, filled)
+    return np.where(left, otherwise, filled)
+
+
+def _number_between(
+    kind: _Ints, start: _Ints, mark: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_], name: str
+) -> pl.DataFrame:
+    """Return the chosen calls, numbered by start within their kind and the gap between two marks, with their count.
+
+    Before the first mark and after the last, numbers count from the mark, since one trace can begin or end earlier.
+    """
+    gap, marks = pl.col("gap"), int(mark.sum())
+    index, count = pl.int_range(pl.len()).over("kind", "gap"), pl.len().over("kind", "gap").cast(pl.Int64)
+    is_before, is_after = (gap == 0) & (marks > 0), (gap == marks) & (marks > 0)
+    return (
+        pl.DataFrame({"kind": kind, "start": start, "mark": mark, "chosen": chosen})
+        .with_row_index(name)
+        .sort("start", name)
+        .with_columns(gap=pl.col("mark").cum_sum())
+        .filter("chosen")
+        .with_columns(index.alias("index"), count.alias("n"))
+        .select(
+            name,
+            "kind",
+            "gap",
+            pl.when(is_before).then(pl.col("index") - pl.col("n")).otherwise("index").alias("i"),
+            pl.when(is_before | is_after).then(0).otherwise("n").alias("n"),
+        )
+    )
 
 
 def _in_order(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:

@@ -258,6 +258,38 @@ def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_an
     assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
 
 
+# Broadcasts of one size, from roots 0, 1 and 0. A root leaves when it has sent; the third ends on rank 1 when the second
+# ends on rank 0.
+# rank 0  x yyyyyyyyyyyyyyyy z
+# rank 1  xxxxxxxx y zzzzzzzzz
+BROADCASTS_US = {0: [(0, 100), (100, 8_000), (8_000, 8_050)], 1: [(0, 4_000), (4_000, 4_100), (4_100, 8_010)]}
+
+
+@pytest.mark.parametrize("first", [0, 4, 6])
+def test_broadcasts_of_one_size_from_different_roots_are_matched_by_their_order(first):
+    job = Job({"world": (0, 1)})
+    for step in range(6):
+        job.run("world", "all_reduce", 64, step=step)
+        for _ in range(3):
+            job.run("world", "broadcast", 4096, step=step, spread_ns=1, transfer_ns=3 * MS)
+    ends = {call.key: call.end_ns for call in job.done if call.op == "all_reduce"}
+    traces = []
+    for rank, spans in BROADCASTS_US.items():
+        trace = job.trace(rank, behind_ns=CLOCKS[rank], first=first if rank else 0)
+        placed = [
+            (start_ns, dur_ns)
+            if key in ends
+            else (EPOCH_NS + ends[key // 4 * 4] - CLOCKS[rank] + begin * US, (end - begin) * US)
+            for key, start_ns, dur_ns in trace.activities.select("id", "start_ns", "dur_ns").rows()
+            for begin, end in [spans[key % 4 - 1]]
+        ]
+        times = pl.DataFrame(placed, schema=["start_ns", "dur_ns"], orient="row")
+        traces.append(trace.replaced(activities=trace.activities.with_columns(times)))
+    run = drawn_traces.run(*traces)
+    assert is_right(run, of="all")
+    assert error_ns(run, {0: 0, 1: CLOCKS[1]}) <= 5 * US
+
+
 def stages(steps, seed, *, jitter_ns):
     """Return a job of two stages that call the same collectives, the second one micro-batch later."""
     job = Job({"tp0": [0, 1], "tp1": [2, 3]}, seed=seed)
