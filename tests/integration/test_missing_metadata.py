@@ -147,7 +147,13 @@ def test_a_rank_whose_peers_have_no_trace_is_not_matched_with_another_group(tmp_
     assert not any(1 in finding.ranks for finding in findings)
 
 
-@pytest.mark.parametrize("name", ["moe-ep2", "megatron_tp2_pp2"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_pipeline_without_the_trace_of_an_inner_stage_is_not_judged(tmp_path, rank):
+    run = without(PARALLELISM / "pipeline-1f1b", tmp_path, ranks=tuple({0, 1, 2, 3} - {rank}))
+    assert not [finding for finding in tracekit.check(run).findings if finding.code.startswith("PIPE")]
+
+
+@pytest.mark.parametrize("name", ["moe-ep2", "megatron_tp2_pp2", "pipeline-1f1b"])
 @pytest.mark.parametrize("has_header", [True, False], ids=["header of rank 0", "no header"])
 def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path, name, has_header):
     folder = next(path for path in (PARALLELISM / name, RECORDINGS / name) if path.exists())
@@ -165,7 +171,12 @@ def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path,
     run = tracekit.load(tmp_path / "merged.json", cache=False)
     assert run.ranks == (0, 1, 2, 3)
     kinds = {"moe-ep2": "all_to_all", "megatron_tp2_pp2": "all_reduce"}
-    assert {ranks for op, ranks in together(run) if op == kinds[name]} == PAIRS
+    if name in kinds:
+        assert {ranks for op, ranks in together(run) if op == kinds[name]} == PAIRS
+    else:
+        messages = run.run_table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
+        assert messages.group_by("instance").len()["len"].unique().to_list() == [2]
+        assert messages["instance"].null_count() == 0
 
 
 @pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-slow-stage"])

@@ -258,8 +258,8 @@ def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_an
     assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
 
 
-# Broadcasts of one size, from roots 0, 1 and 0. A root leaves when it has sent; the third ends on rank 1 when the second
-# ends on rank 0.
+# Broadcasts of one size, from roots 0, 1 and 0. A root leaves when it has sent; the third ends on rank 1 when the
+# second ends on rank 0.
 # rank 0  x yyyyyyyyyyyyyyyy z
 # rank 1  xxxxxxxx y zzzzzzzzz
 BROADCASTS_US = {0: [(0, 100), (100, 8_000), (8_000, 8_050)], 1: [(0, 4_000), (4_000, 4_100), (4_100, 8_010)]}

@@ -54,7 +54,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
     each stage belongs to pipeline n. Where a span does not name its stage, the manifest does, else the process
     groups, else who sends to whom. Where clocks contradict the order of a micro-batch through the stages, they are
     corrected by the least shift that agrees. Ranks without a known stage are left out. Where neither spans nor manifest
-    name stages, and a rank that sends or receives has no actions, the table is empty.
+    name stages, and a rank that sends or receives has no actions, the table is empty. Pipelines are left out of which
+    a stage between two others has no trace: neither their schedule nor their clocks are known.
     """
     actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
     if actions.is_empty():
@@ -72,6 +73,8 @@ def staged_actions(run: Run) -> pl.DataFrame:
     numbered = known.with_columns(repeated.cast(pl.Int64).alias("iteration"))
     on_own_clock = pl.col("start_ns").alias("trace_start_ns")
     placed = numbered.join(_pipelines(numbered), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
+    stages = pl.col("stage").max() - pl.col("stage").min() + 1
+    placed = placed.filter((stages == pl.col("stage").n_unique()).over("window", "pipeline"))
     return _on_one_clock(run, placed).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
 
 

@@ -214,10 +214,12 @@ def _of_rank(events: Events, rank: int) -> Events:
         for frame in (events.host, events.device)
     )
     info = events.header.get("distributedInfo")
-    is_own = not isinstance(info, dict) or info.get("rank") == rank  # it lists the groups of the rank that wrote it
+    header = events.header
+    if isinstance(info, dict):  # of one of the ranks: it lists only the groups that this rank is in
+        header = {**header, "distributedInfo": {k: v for k, v in info.items() if k not in _OF_ONE_RANK}}
     return replace(
         events,
-        header=events.header if is_own else {k: v for k, v in events.header.items() if k != "distributedInfo"},
+        header=header,
         host=events.host[host_rows],
         device=events.device[device_rows],
         memory=events.memory.filter(pl.col("rank") == rank),
@@ -225,6 +227,9 @@ def _of_rank(events: Events, rank: int) -> Events:
         host_collectives=_moved(events.host_collectives, host_rows),
         device_collectives=_moved(events.device_collectives, device_rows),
     )
+
+
+_OF_ONE_RANK = ("rank", "pg_config", "pg_count")
 
 
 def _moved(collectives: list[CollectiveArgs], rows: Ints) -> list[CollectiveArgs]:
