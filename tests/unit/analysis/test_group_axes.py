@@ -138,17 +138,21 @@ def test_of_several_axes_activations_are_of_tp_and_what_has_no_known_purpose_of_
 
 
 def test_calls_without_group_names_have_an_axis_each_by_op_and_purpose():
-    picture = "step 00000000\ncompute aaaaaaaa\ncomm vwxyz..."
+    picture = "step 00000000\ncompute aaaaaaaa\ncomm uvwxyz.."
     drawn = drawn_traces.trace(picture)
     names = dict(zip(drawn.activities["name"], drawn.activities["id"], strict=True))
     rows = [
         {"activity_id": names[name], "op": op, "sent_bytes": 4 << 20}
-        for name, op in zip("vwxyz", ("all_to_all", "all_to_all", "send", "send_recv", "all_reduce"), strict=True)
+        for name, op in zip("uvwxyz", (*3 * ("all_to_all",), "send", "send_recv", "all_reduce"), strict=True)
     ]
-    run = drawn_traces.run(drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(rows))))
-    found = dict(run.run_table(group_axes.axis_of_calls).select("op", "axis").rows())
+
+    def axis_of(calls: list[dict[str, object]]) -> dict[str, str | None]:
+        run = drawn_traces.run(drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls))))
+        return dict(run.run_table(group_axes.axis_of_calls).select("op", "axis").rows())
+
     # A SendRecv kernel of which nothing else is known may be part of an all-to-all.
-    assert found == {"all_to_all": "ep", "send": "pp", "send_recv": None, "all_reduce": "dp"}
+    assert axis_of(rows) == {"all_to_all": "ep", "send": "pp", "send_recv": None, "all_reduce": "dp"}
+    assert axis_of(rows[2:]) == {"all_to_all": None, "send": "pp", "send_recv": None, "all_reduce": "dp"}
 
 
 def test_all_reduces_of_activations_are_not_of_data_parallelism():

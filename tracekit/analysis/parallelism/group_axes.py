@@ -98,7 +98,7 @@ def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
     Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`). Calls without a named
-    group may be of several: sends and receives are pp, all-to-alls are ep; the axis of the
+    group may be of several: sends and receives are pp, all-to-alls are ep if most calls are such; the axis of the
     others is inferred from these.
     """
     calls = run.run_table(collective_matching.run_calls)
@@ -116,22 +116,29 @@ def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
     unnamed = calls.filter(is_unnamed)
     others = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
     purposes = run.table(collective_purposes.purposes).select("window", "rank", "activity_id", "purpose")
-    of_parameters = purposes.filter(pl.col("purpose") == PARAMETERS)
     place = ["window", "rank", "activity_id"]
-    parts = [others.join(of_parameters, on=place, how=how) for how in ("semi", "anti")]
+    parts = [
+        others.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")
+    ]
     if max(part.height for part in parts) == unnamed.height:
         return pl.col("axis")  # calls of one kind, of which the axis of the whole group says more
     axes = [
         _inferred(_usage(run, part).row(0, named=True), len(run.ranks), has_mesh=False)[0] if part.height else None
         for part in parts
     ]
-    by_op = dict.fromkeys(_SENDS, PP) | dict.fromkeys(_ALL_TO_ALLS, EP) | {PAIRED: None}
-    of_others = (
-        pl.when(pl.col("purpose") == PARAMETERS).then(pl.lit(axes[0], pl.String)).otherwise(pl.lit(axes[1], pl.String))
+    op, of_group, of_parameters = pl.col("op"), pl.col("axis"), pl.col("purpose") == PARAMETERS
+    by_call = (
+        pl.when(op.is_in(_SENDS))
+        .then(pl.lit(PP))
+        .when(op.is_in(EXPERT))
+        .then(pl.lit(EP))
+        # Embeddings are exchanged by all-to-alls too: only where most calls are such, these are of experts.
+        .when(op.is_in(_ALL_TO_ALLS))
+        .then(pl.when(of_group == EP).then(of_group))
+        .when(op != PAIRED)
+        .then(pl.when(of_parameters).then(pl.lit(axes[0], pl.String)).otherwise(pl.lit(axes[1], pl.String)))
     )
-    of_op = pl.col("op").replace_strict(by_op, default=None, return_dtype=pl.String)
-    by_call = pl.when(pl.col("op").is_in(list(by_op))).then(of_op).otherwise(of_others)
-    return pl.when(is_unnamed).then(by_call).otherwise("axis")
+    return pl.when(is_unnamed).then(by_call).otherwise(of_group)
 
 
 _SENDS, _ALL_TO_ALLS = ("send", "recv"), ("all_to_all", *EXPERT)
