@@ -119,7 +119,7 @@ def test_gloo_ranks_of_one_host_stay_on_its_clock_to_within_the_residual(name):
     run = load(SAMPLES / name)
     rows = run.offsets
     assert rows["matched_by"].to_list() == ["order", "order"]
-    assert abs(rows["offset_ns"][1]) < rows["residual_ns"].max() / 10
+    assert abs(rows["offset_ns"][1]) < rows["residual_ns"].max() < 1_000_000
     calls = run.run_table(collective_matching.matched_calls)
     assert calls["instance"].null_count() == 0
     facts = pl.col("op", "unit", "step").n_unique(), pl.col("bytes").drop_nulls().n_unique()

@@ -42,15 +42,16 @@ class GrowingMemory(Rule):
     How it is measured: allocated memory at the end of each step, from the profiler's memory events or from the metrics
     log. The slope is the median over all pairs of steps; its 99% confidence interval must begin at `min_bytes` per step
     or more. The growth over the window must be `min_growth_ratio` times the interquartile range of the steps without
-    it, since memory that is allocated for a while looks like growth in a short window. Memory that a host backend
-    allocates inside its collectives is left out.
+    it, since memory that is allocated for a while looks like growth in a short window. Host memory that a thread
+    without a profiler frees, such as gloo's, is left out: such frees are not recorded.
 
     How to fix: store no tensors with an autograd graph across steps: losses and outputs in lists (use .item() or
     .detach()), retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory
     SNAPSHOT show which code allocated the growing memory.
 
     Blind spots: fewer than 5 steps are not judged. A leak slower than the window's noise is not seen: log every step
-    with tracekit.capture. A cache that fills up and then stops is reported as a leak while it fills.
+    with tracekit.capture. A cache that fills up and then stops is reported as a leak while it fills. On the host, a
+    leak of blocks of the same size as those that gloo frees is not seen.
     """
 
     code: ClassVar[str] = "MEM003"

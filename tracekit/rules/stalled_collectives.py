@@ -169,7 +169,10 @@ def _cause(event: dict[str, Any]) -> str:
             f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
         )
     if not event["is_whole"]:
-        return "Not all ranks of the group have a trace, so it is unknown whether a rank arrived late."
+        return (
+            "Not all ranks of the group have a trace in which it could be matched, so it is unknown whether a rank "
+            "arrived late."
+        )
     return (
         "All ranks of the group had arrived. Either the network or one of the ranks stalled; the traces do not show "
         "which."

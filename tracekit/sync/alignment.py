@@ -3,6 +3,8 @@
 Ranks with too few collectives are aligned by what they send to each other, see `message_clocks`.
 """
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -25,10 +27,13 @@ def offsets(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: what to add to its times to get the run's clock.
 
     Columns as OFFSETS; one row per window and rank. The run's clock is the first rank's in each domain. The offsets
-    minimise the absolute differences between the ends of shared collectives. residual_ns is the 90th percentile of the
-    distance of a rank's ends from the median of the other ranks' ends. Drift is fitted where a rank's collectives span
-    10 s or more. Ranks that share fewer than three collectives are aligned by sends and receives in both directions,
-    where they have such; otherwise such a rank keeps its own clock, and its residual is null.
+    minimise the absolute differences between the ends of shared collectives, as far as no rank then leaves a collective
+    before all have arrived. residual_ns bounds the error: it is the 90th percentile of the distance of a rank's ends
+    from the median of the other ranks' ends or, if that is less, how far the clock could be moved at most until a rank
+    left a collective before another arrived (ends scatter where hosts are busy; this limit does not). Drift is fitted
+    where a rank's collectives span 10 s or more. Ranks that share fewer than three collectives are aligned by sends and
+    receives in both directions, where they have such; otherwise such a rank keeps its own clock, and its residual is
+    null.
     """
     calls = run.run_table(collective_matching.matched_calls)
     places = pl.DataFrame([(s.window, s.rank) for s in run.sources], schema=["window", "rank"], orient="row")
@@ -89,11 +94,11 @@ def data_quality(run: Run) -> pl.DataFrame:
 
 
 def _ends(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the ends used for alignment: of synchronizing collectives with at least two ranks, one end per rank."""
+    """Return the calls used for alignment: of synchronizing collectives with at least two ranks, one per rank."""
     return (
         calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
         .filter(pl.len().over("instance") > 1)
-        .select("rank", "instance", "end_ns", "matched_by")
+        .select("rank", "instance", "start_ns", "end_ns", "matched_by")
     )
 
 
@@ -105,13 +110,17 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     rank = np.searchsorted(ranks, ends["rank"].to_numpy())
     _, instance = np.unique(ends["instance"].to_numpy(), return_inverse=True)
     own = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
+    calls = _Calls(rank, instance, (ends["start_ns"].to_numpy() - origin).astype(np.float64), own)
     rough = known["rough_ns"].to_numpy().astype(np.float64)
     ends_of_rank = np.bincount(rank, minlength=len(ranks))
     is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
     offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, own), rough)
+    offset = np.where(is_aligned, _possible_offsets(offset, calls), offset)
     drift, at = _drifts(len(ranks), offset, rank, instance, own)
-    common = own + offset[rank] + drift[rank] * (own - at[rank])
+    correction = offset[rank] + drift[rank] * (own - at[rank])
+    common = own + correction
     deviation = _deviation_from_others(instance, common)
+    limit = _limits(calls.shifted(correction), len(ranks))
     domain, message_error = known["clock_domain"].to_numpy(), known["message_error_ns"].to_list()
     rows = []
     for i, number in enumerate(ranks):
@@ -125,7 +134,7 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
             {
                 "rank": int(number),
                 "offset_ns": round(offset[i] - offset[first]) if is_linked else 0,
-                "residual_ns": max(by_ends, error or 0) if is_linked else None,
+                "residual_ns": max(int(min(by_ends, np.ceil(limit[i]))), error or 0) if is_linked else None,
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
                 "at_ns": round(at[i]) + origin if drift[i] or drift[first] else None,
                 "pairs": len(deviations),
@@ -151,6 +160,76 @@ def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats)
         if np.abs(step).max() < 1:
             break
     return offset
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of synchronizing collectives: rank and instance as indices, times in ns; each of shape (n,)."""
+
+    rank: _Ints
+    instance: _Ints
+    start: _Floats
+    end: _Floats
+
+    def shifted(self, by_ns: _Floats) -> "_Calls":
+        return replace(self, start=self.start + by_ns, end=self.end + by_ns)
+
+
+def _possible_offsets(offset: _Floats, calls: _Calls) -> _Floats:
+    """Return the offsets, moved until no rank leaves a collective before all have arrived; unmoved if that fails."""
+    moved = offset
+    for _ in range(_ROUNDS):
+        earlier, later = _room(calls.shifted(moved[calls.rank]))
+        earliest, latest = (_least_by(calls.rank, room, len(offset)) for room in (earlier, later))
+        if min(earliest.min(initial=0), latest.min(initial=0)) >= 0:
+            return moved
+        step = np.minimum(latest, 0) - np.minimum(earliest, 0)
+        step[0] = 0  # the clock of the first rank is the run's
+        moved = moved + np.where(np.isfinite(step), step, 0)
+    return offset
+
+
+def _room(calls: _Calls) -> tuple[_Floats, _Floats]:
+    """Return how much earlier and later the clock of each call's rank could be: (n,), (n,); below 0: impossible.
+
+    Earlier until it left before the last of the others arrived, later until it arrived after the first of them left.
+    """
+    last_arrival = -_least_of_others(calls.instance, -calls.start)
+    return calls.end - last_arrival, _least_of_others(calls.instance, calls.end) - calls.start
+
+
+def _limits(calls: _Calls, count: int) -> _Floats:
+    """Return how far each rank's clock can be off at most, shape (count,); infinity where calls give no limit.
+
+    Each set of ranks that share collectives limits its members relative to each other only, so the widest limit counts.
+    """
+    earlier, later = _room(calls)
+    members = pl.col("rank").sort().cast(pl.String).str.join(",")
+    rooms = pl.DataFrame({"rank": calls.rank, "instance": calls.instance, "earlier": earlier, "later": later})
+    sets = rooms.group_by("instance").agg(members.alias("ranks"))
+    least = pl.min_horizontal("earlier", "later") >= 0
+    known = pl.when(least).then(pl.max_horizontal("earlier", "later")).otherwise(np.inf)
+    of_set = rooms.join(sets, on="instance").group_by("rank", "ranks").agg(pl.col("earlier", "later").min())
+    widest = of_set.with_columns(known.alias("limit")).group_by("rank").agg(pl.col("limit").max())
+    limit = np.full(count, np.inf)
+    limit[widest["rank"].to_numpy()] = widest["limit"].to_numpy()
+    return limit
+
+
+def _least_of_others(instance: _Ints, value: _Floats) -> _Floats:
+    """Return the least value of the other ranks in each instance, shape (n,); each instance has two ranks or more."""
+    order = np.lexsort((value, instance))
+    ordered, of = value[order], instance[order]
+    first = np.searchsorted(of, of, side="left")
+    least = np.empty(len(value))
+    least[order] = ordered[first + (np.arange(len(of)) == first)]
+    return least
+
+
+def _least_by(key: _Ints, value: _Floats, count: int) -> _Floats:
+    least = np.full(count, np.inf)
+    np.minimum.at(least, key, value)
+    return least
 
 
 def _drifts(count: int, offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats) -> tuple[_Floats, _Floats]:
@@ -214,14 +293,14 @@ def _skew_issues(run: Run, offsets: pl.DataFrame) -> list[dict[str, object]]:
     if skew_ns <= residual_ns and share <= _MAX_SHARE:
         return []
     state = (
-        f"The clock of rank {worst['rank']} was {_us(skew_ns)} off and is corrected"
+        f"The clock of rank {worst['rank']} was {units.duration(skew_ns)} off and is corrected"
         if skew_ns > residual_ns
         else "Clocks agree"
     )
     by_messages = (aligned["matched_by"] == collective_matching.MESSAGES).any()
     source = "sends and receives" if by_messages else "the ends of collectives"
     message = (
-        f"{state}, with an error of up to {_us(residual_ns)} (from {source}). Differences between ranks "
+        f"{state}, with an error of up to {units.duration(residual_ns)} (from {source}). Differences between ranks "
         f"below that are within clock error; {share:.0%} of collectives are shorter."
     )
     return [{"kind": "clock_skew", "message": message, "affected_ratio": float(share)}]
@@ -250,7 +329,3 @@ def _in_windows(unaligned: pl.DataFrame, offsets: pl.DataFrame) -> str:
     windows = unaligned["window"].unique()
     several = "s" * (len(windows) > 1)
     return f" in window{several} {units.ranges(windows)}" if offsets["window"].n_unique() > len(windows) else ""
-
-
-def _us(ns: int) -> str:
-    return f"{ns / 1000:,.1f} µs"

@@ -421,7 +421,7 @@ def _align_sequences(calls: RankCalls, instances: Instances, offset_ns: int | No
         pairs = np.full(len(own), UNKNOWN, np.int64)
         pairs[i] = j
         score, offset = _precision(calls, instances, pairs)
-        offset = offset if offset_ns is None else offset_ns
+        offset = _possible_offset(calls, instances, pairs, offset) if offset_ns is None else offset_ns
         if _share_together(calls, instances, pairs, offset) >= _MIN_EXPLAINED and (best is None or score > best[0]):
             best = score, offset, pairs
     return best and best[1:]
@@ -448,6 +448,17 @@ def _are_same(calls: RankCalls, instances: Instances, i: _Ints, j: _Ints) -> boo
         if not ((calls.op[a] == instances.op[b]) & _compatible(calls.bytes[a], instances.bytes[b])).all():
             return False
     return True
+
+
+def _possible_offset(calls: RankCalls, instances: Instances, pairs: _Ints, offset_ns: int) -> int:
+    """Return the offset nearest to `offset_ns` at which no rank leaves before all have arrived, if there is one.
+
+    Ends scatter where ranks finish a collective at different times, as in an uneven all-to-all; this bound is exact.
+    """
+    i = np.flatnonzero((pairs >= 0) & calls.synchronizing)
+    least = int((instances.start[pairs[i]] - calls.end[i]).max())
+    most = int((instances.end[pairs[i]] - calls.start[i]).min())
+    return min(max(offset_ns, least), most) if least <= most else offset_ns
 
 
 def _share_together(calls: RankCalls, instances: Instances, pairs: _Ints, offset_ns: int) -> float:

@@ -18,7 +18,7 @@ SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ba
 """Collectives that no rank can leave before all ranks have arrived."""
 EXPERT = ("dispatch", "combine")
 """All-to-alls of expert parallelism: ranks wait for each other, but a kernel that only sends may leave before."""
-_UNEQUAL_SIZES = ("all_to_all", "gather", "scatter", *EXPERT)  # message sizes may differ between ranks
+UNEQUAL_SIZES = ("all_to_all", "gather", "scatter", *EXPERT)  # message sizes may differ between ranks
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 PAIRED = "send_recv"
 """A send and its receive, where both record the peer rank."""
@@ -335,7 +335,7 @@ def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
 def _described(group: pl.DataFrame) -> pl.DataFrame:
     """Return the calls of a group with their kind (token), the op's number, and whether ranks leave it together."""
     return group.with_columns(
-        pl.when(~pl.col("op").is_in(_UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
+        pl.when(~pl.col("op").is_in(UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
         pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
         _kind(),
         pl.col("op").is_in(SYNCHRONIZING).alias("together"),
@@ -343,7 +343,7 @@ def _described(group: pl.DataFrame) -> pl.DataFrame:
 
 
 def _kind() -> pl.Expr:
-    equal = ~pl.col("op").is_in(_UNEQUAL_SIZES)
+    equal = ~pl.col("op").is_in(UNEQUAL_SIZES)
     attributes = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
     key = pl.concat_str("op", *attributes, separator="|")
     return key.rank("dense").cast(pl.Int64).alias("token")

@@ -280,6 +280,28 @@ def test_the_spread_of_steps_excludes_their_growth():
     assert row["spread_bytes"] == 9
 
 
+def host_steps(*, leak: int = 0, unseen: int = 0) -> Trace:
+    """Draw 8 steps on the host, each with a new block of `leak` bytes and one of `unseen`, whose free is not recorded.
+
+    The last `unseen` block is at the address of the first, as an allocator reuses what was freed.
+    """
+    # step        0   1   2   3   4   5   6   7
+    # unseen at   0   1   2   3   4   5   6   0
+    # leak at     100 101 102 103 104 105 106 107
+    rows = []
+    for step in range(8):
+        rows += [(10 * step, step % 7, unseen, step)] if unseen else []
+        rows += [(10 * step + 1, 100 + step, leak, step)] if leak else []
+    return drawn_traces.trace(PICTURE, on_device=False, allocations=memory(*rows, device=None))
+
+
+def test_blocks_that_a_thread_without_a_profiler_frees_are_no_growth():
+    (unseen,) = growth.growth(host_steps(unseen=4_726_272)).rows(named=True)
+    assert (unseen["slope_bytes"], unseen["last_bytes"]) == (0, 0)
+    (both,) = growth.growth(host_steps(unseen=4_726_272, leak=1 << 20)).rows(named=True)
+    assert (both["slope_bytes"], both["low_bytes"], both["last_bytes"]) == (1 << 20, 1 << 20, 8 << 20)
+
+
 # Traces with totals ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "events"), WITH_TOTALS)
 def test_live_bytes_equal_the_total_at_every_event_of_recorded_traces(name, events):

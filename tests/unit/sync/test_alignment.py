@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import tracekit
 from tests.support import drawn_traces
 from tests.support.simulated_runs import EPOCH_NS, MS, US, Job
+from tracekit.analysis.communication import group_bandwidth
 from tracekit.sync import alignment, collective_matching, subgroups
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -436,3 +437,42 @@ def test_times_come_back_to_the_clock_of_their_trace(times, offset_ns, drift):
     there = alignment.on_run_clock(table, offsets, ("at",))
     back = alignment.on_trace_clock(there, offsets, ("at",))
     assert (back["at"] - table["at"]).abs().max() <= 1
+
+
+def busy_ranks(op: str = "all_reduce") -> Job:
+    # rank 0  ####..  ####
+    # rank 1  ..##..  ..########    leaves some collectives 10 ms late: its host is busy
+    # The ranks arrive last in turns, 100 us before the first of them leaves.
+    job = Job({"world": (0, 1)})
+    for call, gap_ms in enumerate(np.random.default_rng(5).integers(20, 60, 24).tolist()):
+        job.now_ns += gap_ms * MS
+        job.collect("world", op, 4096, {call % 2: 0, 1 - call % 2: 3 * MS}, transfer_ns=100 * US)
+    return job
+
+
+def leaving_late(trace, *, sent_bytes: int = 4096):
+    """Return the trace with the end of every other call 10 ms later, and with this size of each call."""
+    is_late = pl.int_range(pl.len()) % 4 >= 2
+    activities = trace.activities.with_columns(pl.col("dur_ns") + pl.when(is_late).then(10 * MS).otherwise(0))
+    sizes = trace.collectives.with_columns(
+        sent_bytes=pl.lit(sent_bytes, pl.Int64), received_bytes=pl.lit(sent_bytes, pl.Int64)
+    )
+    return dataclasses.replace(trace, activities=activities, collectives=sizes)
+
+
+def test_ends_that_scatter_do_not_widen_the_residual_beyond_what_arrivals_allow():
+    job = busy_ranks()
+    clocks = {0: 0, 1: 5 * MS}
+    run = drawn_traces.run(job.trace(0), leaving_late(job.trace(1, behind_ns=clocks[1])))
+    rows = run.offsets
+    assert error_ns(run, clocks) <= rows["residual_ns"].max() <= 200 * US
+    assert alignment.data_quality(run)["message"].str.contains("off and is corrected").to_list() == [True]
+
+
+def test_the_calls_of_an_uneven_all_to_all_are_one_collective():
+    job = busy_ranks("all_to_all")
+    small, large = (
+        leaving_late(job.trace(rank, with_seq=False), sent_bytes=size) for rank, size in ((0, 4096), (1, 65536))
+    )
+    times = drawn_traces.run(small, large).run_table(group_bandwidth.collective_times)
+    assert times.select("ranks", "bytes", "group_size").rows() == [([0, 1], 65536, 2)] * 24

@@ -12,6 +12,10 @@ from tracekit.sync import collective_matching
 
 _GROUP, _OF_RANK = ("window", "group", "members"), ["window", "rank", "group"]
 _WHAT = ("op", "dtype", "bytes", "nth")
+_MEASURED = (
+    "axis", "group_size", "transfer_ns", "start_ns", "dur_ns", "activity_id", "unit", "rank", "ranks", "exposed_ns",
+    "group_ranks",
+)  # fmt: skip
 _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
 
 
@@ -47,24 +51,39 @@ def transfers(run: Run) -> pl.DataFrame:
 
 
 def collective_times(run: Run) -> pl.DataFrame:
-    """Return `transfers` of all ops, also of those without a size; use ``run.run_table``."""
+    """Return `transfers` of all ops, also of those without a size; use ``run.run_table``.
+
+    Calls that were matched between ranks are one collective even if their sizes differ, as in an uneven all-to-all:
+    bytes is then the largest. Where the trace names no group, members are the ranks that take part, if these are known.
+    """
     key = ["window", "rank", "activity_id"]
-    waits = run.run_table(collective_instances.waits).select(*key, "wait_ns")
+    matched = run.run_table(collective_instances.waits)
+    in_instance = ["window", "instance"]
+    named = _joined_ranks(matched, in_instance).rename({"ranks": "taking_part"})
+    waits = matched.join(named, on=in_instance).select(*key, "instance", "wait_ns", "taking_part", joined="group_size")
     axes = run.table(group_axes).unique(_OF_RANK, keep="first")
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
-    one = [*_GROUP, "step", *_WHAT]
     every = run.table(collective_matching.calls)
     in_window = every.join(windows, on=list(windows.columns), how="semi", nulls_equal=True)
+    is_nameless = pl.col("group").is_null() & pl.col("members").is_null()
     calls = (
         pl.concat([every.drop_nulls("step"), in_window])
         .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
         .join(waits.unique(key), on=key, how="left")
         .join(run.table(exposed_times), on=key, how="left")
         .join(axes.drop("group_ranks"), on=_OF_RANK, how="left")
+        .with_columns(
+            pl.when(is_nameless).then("taking_part").otherwise("members").alias("members"),
+            pl.coalesce("group_size", "joined").alias("group_size"),
+        )
         .sort("window", "rank", "start_ns", "activity_id")
     )
-    nth = pl.int_range(pl.len()).over("rank", *_GROUP, "step", "op", "dtype", "bytes").cast(pl.Int64)
+    is_uneven = pl.col("op").is_in(collective_matching.UNEQUAL_SIZES)
+    sizes = pl.when(~is_uneven).then("bytes")
+    nth = pl.int_range(pl.len()).over("rank", *_GROUP, "step", "op", "dtype", sizes).cast(pl.Int64)
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
+    # Equal where the instance is; without one, the same call on all ranks.
+    alike = [pl.when(pl.col("instance").is_null()).then(name).alias(f"{name}_alike") for name in ("bytes", "nth")]
     first = (
         calls.with_columns(
             nth.alias("nth"),
@@ -73,17 +92,24 @@ def collective_times(run: Run) -> pl.DataFrame:
             pl.col("exposed_ns").fill_null(0),
         )
         .sort("transfer_ns")
-        .group_by(one, maintain_order=True)
+        .group_by(*_GROUP, "step", "op", "dtype", "instance", *alike, maintain_order=True)
         .agg(
             pl.col("axis", "group_size", "transfer_ns", "start_ns", "dur_ns").first(),
-            pl.col("activity_id", "unit", "rank").first(),
+            pl.col("activity_id", "unit", "rank", "nth").first(),
+            pl.col("bytes").max(),
             pl.col("rank").sort().alias("ranks"),
             pl.col("exposed_ns").max(),
         )
         .sort(*_GROUP, "step", "start_ns")
     )
     listed = first.join(axes.drop("axis"), on=_OF_RANK, how="left", maintain_order="left")
-    return listed.with_columns(rank_lists.lists(listed["group_ranks"]))
+    columns = [*_GROUP, "step", *_WHAT, *_MEASURED]
+    return listed.with_columns(rank_lists.lists(listed["group_ranks"])).select(columns)
+
+
+def _joined_ranks(matched: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """Return the ranks of each instance as text, as in `collective_matching.calls`. Columns key, ranks."""
+    return matched.group_by(key).agg(pl.col("rank").unique().sort().cast(pl.String).str.join(",").alias("ranks"))
 
 
 def group_comparison(run: Run) -> pl.DataFrame:

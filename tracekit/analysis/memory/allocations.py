@@ -56,7 +56,8 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
     """
     # By address, then by time.
     ordered = events.sort("device", "address", "event")
-    here = (pl.col("address").shift(-1) == pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
+    next_address = pl.col("address").shift(-1)  # null in the last row
+    here = next_address.eq_missing(pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
     after = {name: pl.when(here).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
     ordered = ordered.with_columns(
         end_event=after["event"], end_ns=after["at_ns"], end_step=after["step"],

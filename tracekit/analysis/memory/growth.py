@@ -30,8 +30,9 @@ def growth(trace: Trace) -> pl.DataFrame:
     high_bytes (its 99% confidence interval), spread_bytes (interquartile range of the steps with that growth removed);
     one row per device and source with at least 5 steps. Steady growth has low_bytes above 0. (Theil-Sen slope with
     Kendall's interval: robust to a quarter of outlier steps.) The first step of the log fills caches and is left out.
-    On the host, allocations inside a collective whose free the profiler cannot see, on the backend's own thread, are
-    left out.
+    On the host, blocks whose free the profiler cannot see, because a thread without a profiler makes it, are left out:
+    unfreed allocations inside collectives, and unfreed blocks of a size of which another was allocated again at the
+    same address without a free in between.
     """
     series = [*_from_events(trace), *_from_log(trace)]
     rows = [
@@ -63,9 +64,11 @@ def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
     """Return, for each event, the host bytes whose free the profiler could not see."""
     if trace.on_device:
         return pl.zeros(len(event), pl.Int64, eager=True)
-    blocks = allocations.blocks(trace)
-    unfreed = blocks.filter(~pl.col("freed"))
-    lost = unfreed.filter(allocations.in_collectives(trace, unfreed["start_ns"]))
+    unfreed = allocations.blocks(trace).filter(~pl.col("freed"))
+    # A backend such as gloo holds the tensors of a collective until one of its own threads drops them.
+    proven_sizes = unfreed.filter(pl.col("end_event").is_not_null())["bytes"].unique()
+    is_lost = allocations.in_collectives(trace, unfreed["start_ns"]) | unfreed["bytes"].is_in(proven_sizes.implode())
+    lost = unfreed.filter(is_lost)
     return pl.Series(allocations.live_bytes_at(lost, event.to_numpy().astype(np.int64)))
 
 
