@@ -275,7 +275,7 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
     blocked_ns, ratio = by_save.select(pl.col("blocked_ns", "overhead_ratio").median()).row(0)
     text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
     if ratio is not None:
-        text += f", {units.share(ratio)} of the time between saves"
+        text += f", {units.share(ratio)} of training time"
     return _about(text, _of(report, "CKPT"))
 
 
