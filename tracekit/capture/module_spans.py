@@ -89,7 +89,7 @@ class ModuleSpans:
     def _named(self, module: torch.nn.Module, calls: "Calls") -> str:
         """Return the span's name for a module that was not seen before, and remember those of all modules in it.
 
-        A module that is no part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
+        A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
         """
         around = next((name for each, _ in reversed(calls) if (name := self._names.get(each))), None)

@@ -187,7 +187,7 @@ def modules(
     share = units.share(1 - float(of_modules[measure].sum()) / total)
     outside = f"; {share} is outside modules" if share != units.share(0) else ""
     return _about(
-        f"{name[:1].upper()}{name[1:]}: module {escaping.inert(row['module'], _MAX_NAME)} takes most itself, "
+        f"{name[:1].upper()}{name[1:]}: module {escaping.inert(row['module'], _MAX_NAME)} has the largest self time, "
         f"{text(row[measure])} ({units.share(row[measure] / total)}) on all ranks{outside}",
         _of(report, "HOST", "COMP"),
     )

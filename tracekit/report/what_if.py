@@ -107,7 +107,7 @@ def _of_answer(each: Answer, found: WhatIf, price: float | None) -> Iterator[str
     if of:
         yield f"  {units.duration(before_ns)}{of} are before the first device work of the recording"
     if each.caveat:
-        yield f"  less sure: {each.caveat}"
+        yield f"  less certain: {each.caveat}"
 
 
 def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:

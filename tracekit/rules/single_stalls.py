@@ -51,7 +51,7 @@ def staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
     """Return when the hosts are in `reported` stalls that stay where a cause is removed.
 
     None in a window of one step, whose stalls may be steady or single. A blocking call in a stall of the allocator,
-    say, is no part of it: the host is in another state then.
+    say, is not part of it: the host is in another state then.
     """
     if stalls.is_empty():
         return ()
