@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tracekit import conventions
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 
 _WRAPPING = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -71,7 +71,7 @@ class ModuleSpans:
                 span.__enter__()
             calls.append((module, span))
         except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-            atomic_files.report_failure("modules are not recorded", error)
+            notices.report_failure("modules are not recorded", error)
             self.close()
 
     def _after(self, module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:

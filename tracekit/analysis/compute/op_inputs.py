@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 _ELEMENT_BYTES = {
@@ -102,6 +102,11 @@ def parse(
     except KeyError:
         return None
     return Inputs(given, json.loads(arguments) if arguments else [])
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors in memory."""
+    return sum(each.bytes for each in tensors)
 
 
 def element_bytes(dtype: str) -> int:
