@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-# pip compiles on one core, and much that nobody imports: half of what is installed. What else is imported is compiled then.
+# pip compiles on one core, and also modules that are never imported: half of what is installed. Others are compiled on import.
 UNUSED := /(tests?|testing|mypyc?|pip|setuptools|debugpy|IPython|jedi|prompt_toolkit|wcwidth|altair|numpy/(distutils|f2py)) \
 	/plotly/graph_objs/.* /pygments/lexers /sympy/(physics|combinatorics|stats|parsing) \
 	/torch/(_inductor|onnx|_vendor|sparse) /transformers/(models|exporters|pipelines|cli)
@@ -18,7 +18,7 @@ define install
 { $(COMPILE) 1 $(VENV)/lib/*/site-packages/* & } 2>/dev/null; $(PIP) --editable '.[$(1)]'; done=$$?; wait; \
 	$(COMPILE) 0 $(VENV)/lib dashboard instrumented_trainers tests tracekit; test $$done = 0
 endef
-# Hundreds of processes that the tests start would compile all that they import, each anew.
+# Otherwise each of the hundreds of processes that tests start would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Of whatever else offers pytest a plugin, each process of the tests would rewrite the sources: ours, hypothesis', ...
 PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest

@@ -4,15 +4,15 @@
 
 The seed is random unless --seed is given. Layouts have up to three axes and 64 ranks; a quarter of the runs is healthy.
 A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
-does not contain. What a layout costs by itself is in the truth, too, since the user can change it: PIPE001 is right
+does not contain. The cost of a layout itself is in the truth, too, since the user can change it: PIPE001 is right
 where the run would be 2% shorter without transfers between stages, TP002 where it would be 20% shorter without
-tensor-parallel collectives. The rules on pipelines, tensor parallelism, experts and late ranks judge a run, which takes
+tensor-parallel collectives. Only the rules on pipelines, tensor parallelism, experts and late ranks run, which takes
 less than half the time of all rules. Measured bubbles are compared with those of the simulator's own timeline. What-if
-questions about other schedules, micro-batches, layers of stages, faster links, ranks on other nodes and equally loaded
-experts are asked of each run where its layout has them, and answered by simulating the changed job, too.
+answers on other schedules, micro-batches, layers of stages, faster links, ranks on other nodes and equally loaded
+experts are computed for each run whose layout has them, and compared with a simulation of the changed job.
 
 A slow link between stages is drawn in pipelines of four places or more. Between two, all transfers take the same link:
-nothing in the traces says that it should be faster, as PIPE005 states. PIPE001 then says what the transfers cost.
+nothing in the traces shows that it should be faster, as PIPE005 states. PIPE001 then reports what the transfers cost.
 """
 
 import argparse

@@ -108,21 +108,8 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     trackers = Trackers(config, rank, first_step=first_step)
     lead = _Lead()
     _introduce(config, origin, progress)
-    with Recorder(
-        config.out,
-        device=config.device,
-        first_step=first_step,
-        steps=(
-            config.profile_wait + config.profile_warmup,
-            config.profile_wait + config.profile_warmup + config.profile_active,
-        ),
-        warmup=config.profile_warmup,
-        memory=config.memory,
-        stacks=config.stacks,
-        modules=config.modules,
-        device_metrics=config.device_metrics,
-        manifest={**_manifest(config, mesh, active_faults, origin), "command": command},
-    ) as recorder:
+    manifest = {**_manifest(config, mesh, active_faults, origin), "command": command}
+    with _recorder(config, first_step, manifest) as recorder:
         for step in range(first_step, config.steps):
             _set_rate(optimizer, learning_rate(step, config))
             with watch.step(step):
@@ -139,7 +126,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             loss, dropped = PendingScalar(number), _dropped(model)
             stopped = stop.due(step, device=config.device)
             saved = None
-            if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+            if stopped or _is_save_due(step, config):
                 taken = batches.taken_before((step + 1) * config.micro_batches)
                 saved = checkpoints.save(
                     model, optimizer, step=step + 1, sequences=taken, text=batches.state, recorder=recorder
@@ -163,6 +150,27 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     for line in watch.summary():
         progress.print(line)
     progress.flush()
+
+
+def _recorder(config: TrainingConfig, first_step: int, manifest: dict[str, Any]) -> Recorder:
+    """Return the recorder of this rank; it profiles after the steps that the configuration waits and warms up for."""
+    first = config.profile_wait + config.profile_warmup
+    return Recorder(
+        config.out,
+        device=config.device,
+        first_step=first_step,
+        steps=(first, first + config.profile_active),
+        warmup=config.profile_warmup,
+        memory=config.memory,
+        stacks=config.stacks,
+        modules=config.modules,
+        device_metrics=config.device_metrics,
+        manifest=manifest,
+    )
+
+
+def _is_save_due(step: int, config: TrainingConfig) -> bool:
+    return config.checkpoint_every > 0 and (step + 1) % config.checkpoint_every == 0
 
 
 def _evaluated(

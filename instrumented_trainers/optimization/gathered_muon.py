@@ -1,15 +1,16 @@
 """Muon for parameters that are DTensors, as FSDP2's are."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+
+from instrumented_trainers.optimization.parameter_optimizer import ParameterOptimizer
 
 
-class GatheredMuon(Optimizer):
+class GatheredMuon(ParameterOptimizer):
     """Steps sharded matrices by `torch.optim.Muon`, with one all-gather for each.
 
     The momentum is sharded as the weights are, so a checkpoint has it as any other optimizer's. Of each matrix in turn
@@ -28,19 +29,6 @@ class GatheredMuon(Optimizer):
         super().__init__(
             params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": adjust_lr_fn}
         )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-        return loss
 
     def _step(self, parameter: DTensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad

@@ -1,14 +1,15 @@
 """Lion (https://arxiv.org/abs/2302.06675, algorithm 2), which torch does not have."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from instrumented_trainers.optimization.parameter_optimizer import ParameterOptimizer
 
 
-class Lion(Optimizer):
+class Lion(ParameterOptimizer):
     """Steps each weight by the sign of its momentum. Element-wise, so it steps shards as it steps whole tensors.
 
     Its state is one number per weight. The rate should be 3 to 10 times smaller than AdamW's, the weight decay as much
@@ -23,19 +24,6 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-        return loss
 
     def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

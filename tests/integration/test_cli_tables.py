@@ -68,7 +68,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda arguments: " ".join(arguments[:1] + arguments[2:])[:50].encode("ascii", "replace").decode(),
 )
 def test_control_characters_of_a_trace_never_reach_a_terminal(nasty, tmp_path, monkeypatch, arguments):
-    # On a busy machine there is time for the progress bar, whose own control characters are no trace's.
+    # On a busy machine there is time for the progress bar, whose own control characters are not a trace's.
     monkeypatch.setattr(output, "_DELAY_S", math.inf)
     places = {"RUN": nasty, "OUT": tmp_path / "o\x1b[31m"}
     _, shown = on_a_terminal(*(places.get(each, each) for each in arguments), NO_COLOR="1")

@@ -98,7 +98,7 @@ def test_tensorboard_shows_all_steps(tmp_path):
             assert [s.value for s in scalars] == pytest.approx([row[name] for row in rows(rank)])
     again = export(tmp_path / "boards", "tensorboard")
     assert again.returncode == 2
-    assert "is no empty folder" in again.stderr
+    assert "is not an empty folder" in again.stderr
 
 
 def test_a_running_training_is_served_on_this_machine(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tracekit import conventions
 
-USUAL_NS = 100_000_000
 Line = Mapping[str, object]
 
 

@@ -13,9 +13,7 @@ def main(words: list[str]) -> int:
     """Do what the words of a command line say and return the exit code."""
     if words[:1] == ["record"]:
         return command.record(words[1:], program="python -m tracekit.capture record")
-    if words[:1] == ["gather"]:
-        sys.stderr.write("tracekit: 'gather' is deprecated; use 'merge'\n")
-    if words[:1] in (["merge"], ["gather"]):
+    if words[:1] == ["merge"]:
         return command.merge_run(words[1:], program="python -m tracekit.capture merge")
     sys.stderr.write(_USAGE)
     return 2

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,10 +71,3 @@ def uncompressed_name(rank: int, window: int) -> str:
     'rank00003.window001.json'
     """
     return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")
-
-
-def report_failure(consequence: str, error: BaseException) -> None:
-    """Print one line on stderr: a part of the recording failed. Recording never stops the training."""
-    reason = " ".join(str(error).split())
-    sys.stderr.write(f"tracekit: {consequence}: {type(error).__name__}: {reason}; training continues\n")
-    sys.stderr.flush()

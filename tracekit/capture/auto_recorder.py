@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info, uploader
+from tracekit.capture import atomic_files, folder_claim, launch_settings, notices, rank_info, uploader
 from tracekit.capture.checkpoints import auto_recording
 from tracekit.capture.step_inference import StepCounter
 from tracekit.conventions import object_storage
@@ -321,7 +321,7 @@ class AutoRecorder:
                 call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
                 self._on = False
-                atomic_files.report_failure("not recorded", error)
+                notices.report_failure("not recorded", error)
 
         vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not trace this
         return safe

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 from tracekit.capture.amd_smi import AmdSmi
 from tracekit.capture.device_identity import DeviceIdentity, this_device
 from tracekit.capture.nvml import Nvml
@@ -131,7 +131,7 @@ class DeviceMetrics:
             self._latest, self._latest_s = values, time.monotonic()
 
     def _report(self, consequence: str, error: Exception) -> None:
-        atomic_files.report_failure(f"rank {self._rank}: {consequence}", error)
+        notices.report_failure(f"rank {self._rank}: {consequence}", error)
 
 
 class _Reader:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from tracekit import conventions
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 from tracekit.capture.metrics import Number
 from tracekit.capture.recorder import Recorder
 
@@ -51,7 +51,7 @@ class FrameworkRecorder:
         try:
             manifest = {**describe_run(), **manifest}
         except Exception as error:  # noqa: BLE001 a run without it is still worth recording
-            atomic_files.report_failure("the framework's description of the run is not recorded", error)
+            notices.report_failure("the framework's description of the run is not recorded", error)
         recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": manifest})
         recorder.__enter__()
         self._recorder = recorder
@@ -109,7 +109,7 @@ class FrameworkRecorder:
     def abandon(self, error: BaseException) -> None:
         """Report that the adapter failed, and end the recording for good."""
         self.abandoned = True
-        atomic_files.report_failure("recording ends: the framework's callbacks failed", error)
+        notices.report_failure("recording ends: the framework's callbacks failed", error)
         with contextlib.suppress(Exception):
             self.end()
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tracekit import conventions
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 
 _WRAPPING = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -71,7 +71,7 @@ class ModuleSpans:
                 span.__enter__()
             calls.append((module, span))
         except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-            atomic_files.report_failure("modules are not recorded", error)
+            notices.report_failure("modules are not recorded", error)
             self.close()
 
     def _after(self, module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
@@ -89,7 +89,7 @@ class ModuleSpans:
     def _named(self, module: torch.nn.Module, calls: "Calls") -> str:
         """Return the span's name for a module that was not seen before, and remember those of all modules in it.
 
-        A module that is no part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
+        A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
         """
         around = next((name for each, _ in reversed(calls) if (name := self._names.get(each))), None)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, trace_writer
+from tracekit.capture import notices, trace_writer
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
@@ -303,7 +303,7 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-            atomic_files.report_failure(f"rank {self.rank}: {what}", error)
+            notices.report_failure(f"rank {self.rank}: {what}", error)
             if give_up is not None:
                 give_up()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 
 _MAX_PENDING = 2
 
@@ -60,7 +60,7 @@ class BackgroundWriter:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-                atomic_files.report_failure(what, error)
+                notices.report_failure(what, error)
             finally:
                 self._work.task_done()
 

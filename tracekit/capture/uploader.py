@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
+from tracekit.capture import notices
 from tracekit.conventions import object_storage
 from tracekit.conventions.object_storage import StorageError
 
@@ -49,7 +50,9 @@ class Uploader:
         error = self._upload_all([*self._waiting, path])
         if error is not None and not self._has_reported:
             self._has_reported = True
-            _print(f"rank {self._rank}: {self._waiting[0].name} is not uploaded yet: {error}; training continues")
+            notices.notify(
+                f"rank {self._rank}: {self._waiting[0].name} is not uploaded yet: {error}; training continues"
+            )
 
     def finish(self) -> bool:
         """Upload the rest; report what could not be uploaded, and return whether that is nothing."""
@@ -58,7 +61,7 @@ class Uploader:
         for path in set(files) - set(self._waiting):
             path.unlink(missing_ok=True)  # logs and the manifest, which stay until now
         if error is not None:
-            _print(
+            notices.notify(
                 f"rank {self._rank}: {len(self._waiting)} files are not uploaded ({error}); they are in "
                 f"{self._folder}: copy them to {object_storage.shown(self._target or self._url)}"
             )
@@ -232,11 +235,6 @@ def _complete_lines(path: Path) -> bytes:
     """Return a log up to the end of its last complete line."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"tracekit: {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

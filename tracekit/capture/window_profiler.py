@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tracekit import conventions
-from tracekit.capture import atomic_files
+from tracekit.capture import atomic_files, notices
 from tracekit.capture.profiler_session import ProfilerSession, ProfilingOptions
 from tracekit.capture.trace_writer import BackgroundWriter
 from tracekit.capture.window_schedule import Window, WindowSchedule
@@ -145,7 +145,7 @@ class WindowProfiler:
         try:
             yield
         except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
-            atomic_files.report_failure(f"rank {self._rank}: {what}", error)
+            notices.report_failure(f"rank {self._rank}: {what}", error)
             self._drop_window()
 
     def _drop_window(self) -> None:

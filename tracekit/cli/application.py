@@ -56,7 +56,6 @@ class Commands(LazyGroup):
         LazyCommand("hang", "Say which rank a hung job waits for, and why."),
         LazyCommand("watch", "Show a running training and its outlier steps."),
         LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),
-        LazyCommand("gather", "", module="record", hidden=True, context_settings=_PASS_THROUGH),
         LazyCommand("baseline", "Save, update or show the baseline of later runs."),
         LazyCommand("plan", "Estimate checkpoints, memory and pipelines."),
         LazyCommand("checkpoint", "Verify checkpoints on disk."),

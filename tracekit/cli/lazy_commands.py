@@ -18,7 +18,6 @@ class LazyCommand:
     short_help: str
     module: str = ""
     """The module of `tracekit.cli.commands`; by default, its name is that of the command."""
-    hidden: bool = False
     context_settings: Mapping[str, Any] | None = None
 
     def load(self) -> Any:
@@ -30,7 +29,7 @@ class LazyCommand:
             app.add_typer(defined, name=self.name)
         else:
             settings = None if self.context_settings is None else dict(self.context_settings)
-            app.command(self.name, hidden=self.hidden, context_settings=settings)(defined)
+            app.command(self.name, context_settings=settings)(defined)
         return typer.main.get_group(app).commands[self.name]
 
 
@@ -68,6 +67,6 @@ class LazyGroup(TyperGroup):
 
     def format_commands(self, _context: Any, formatter: Any) -> None:
         """Write the name and the help of each command."""
-        shown = [(command.name, command.short_help) for command in self.LISTED if not command.hidden]
+        shown = [(command.name, command.short_help) for command in self.LISTED]
         with formatter.section("Commands"):
             formatter.write_dl(shown)

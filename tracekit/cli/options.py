@@ -280,15 +280,7 @@ class BaselineOptions:
         list[str] | None,
         typer.Option(metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."),
     ] = None
-    again: Annotated[list[str] | None, typer.Option(hidden=True)] = None
     allow_different: AllowDifferent = False
-
-    @property
-    def repeats(self) -> list[str]:
-        """Return the other recordings; --again is the name of --repeat in older versions."""
-        if self.again:
-            output.notify("--again is deprecated; use --repeat")
-        return [*(self.repeat or ()), *(self.again or ())]
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

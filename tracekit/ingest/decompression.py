@@ -88,7 +88,7 @@ class Unpacked:
     """The decompressed content of a file, to be read from its beginning. Raises BadTraceError as `Blocks` does."""
 
     def __init__(self, path: str | Path, *, max_bytes: int) -> None:
-        """Open the file; its content may have at most `max_bytes`, else it is no file of its kind."""
+        """Open the file; its content may have at most `max_bytes`, else it is not a file of its kind."""
         self._path, self._remaining_bytes = str(path), max_bytes
         self._blocks = iter(Blocks(self._path))
         self._rest = b""

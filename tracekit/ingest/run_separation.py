@@ -92,8 +92,8 @@ def _differ(a: object, b: object) -> bool:
 
 def _environment_difference(a: TraceFile, b: TraceFile) -> list[str]:
     """Return the names of what both traces state and differs, the device first."""
-    mine, other = a.info.environment, b.info.environment
-    names = [name for name in mine if name in other and mine[name] != other[name]]
+    own, other = a.info.environment, b.info.environment
+    names = [name for name in own if name in other and own[name] != other[name]]
     return sorted(names, key=lambda name: (name != DEVICE, name))
 
 

@@ -67,16 +67,16 @@ def without_overlaps(places: Ints, length: int) -> Flags:
     >>> without_overlaps(np.array([0, 1, 2, 3, 9]), 2).tolist()
     [True, False, True, False, True]
     """
-    kept: Flags = np.diff(places, prepend=places[:1] - length) >= length  # nothing that precedes reaches these
-    if kept.all():
-        return kept
+    chosen: Flags = np.diff(places, prepend=places[:1] - length) >= length  # nothing that precedes reaches these
+    if chosen.all():
+        return chosen
     following = np.append(np.searchsorted(places, places + length), len(places))
-    kept = np.append(kept, False)
+    chosen = np.append(chosen, False)
     while not np.array_equal(following, following[following]):
-        kept[following[kept]] = True  # twice as far each time
+        chosen[following[chosen]] = True  # twice as far each time
         following = following[following]
-    kept[following[kept]] = True
-    return kept[:-1]
+    chosen[following[chosen]] = True
+    return chosen[:-1]
 
 
 def _grams(tokens: Ints, parts: Ints, longest: int) -> Iterator[_Grams]:

@@ -168,7 +168,7 @@ def restore_amplification(layout: Layout, bytes_per_param: float = ADAM_BYTES_PE
 def writer_skew_ratio(layout: Layout, bytes_per_param: float = ADAM_BYTES_PER_PARAM) -> float:
     """Return what data-parallel rank 0 writes relative to the others, where it writes what they all hold.
 
-    With ZeRO 1 and 2 these are the weights: 1 + 2 DP / 12, so 1.333 on two ranks, which is no straggler.
+    With ZeRO 1 and 2 these are the weights: 1 + 2 DP / 12, so 1.333 on two ranks, which is not a straggler.
     """
     if layout.zero not in (1, 2) or layout.dp == 1 or bytes_per_param <= WEIGHT_BYTES_PER_PARAM:
         return 1.0

@@ -30,7 +30,7 @@ def matched(
     work as what it calls in the other, by another library (``aten::_convolution`` calls cuDNN or MIOpen). The innermost
     common caller decides (column chain, see `call_paths.dispatch_chains`), of forward and backward apart; sites of the
     same tensors are the same calls, then in order. The label has the operators of both: "a → b". A caller with more
-    than three operators left in a run is no such pair. What is left then is new or gone. Each table has one row per
+    than three operators left in a run is not such a pair. What is left then is new or gone. Each table has one row per
     identity and place.
     """
     rests = [side.with_row_index("_row") for side in (reference, candidate)]

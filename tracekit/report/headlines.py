@@ -187,7 +187,7 @@ def modules(
     share = units.share(1 - float(of_modules[measure].sum()) / total)
     outside = f"; {share} is outside modules" if share != units.share(0) else ""
     return _about(
-        f"{name[:1].upper()}{name[1:]}: module {escaping.inert(row['module'], _MAX_NAME)} takes most itself, "
+        f"{name[:1].upper()}{name[1:]}: module {escaping.inert(row['module'], _MAX_NAME)} has the largest self time, "
         f"{text(row[measure])} ({units.share(row[measure] / total)}) on all ranks{outside}",
         _of(report, "HOST", "COMP"),
     )
@@ -275,7 +275,7 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
     blocked_ns, ratio = by_save.select(pl.col("blocked_ns", "overhead_ratio").median()).row(0)
     text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
     if ratio is not None:
-        text += f", {units.share(ratio)} of the time between saves"
+        text += f", {units.share(ratio)} of training time"
     return _about(text, _of(report, "CKPT"))
 
 

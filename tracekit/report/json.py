@@ -237,4 +237,4 @@ def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
 
 def _dumps(value: object) -> str:
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return text.encode("utf-8", "replace").decode()  # names of files may be bytes that are no text
+    return text.encode("utf-8", "replace").decode()  # names of files may be bytes that are not text

@@ -9,7 +9,7 @@ _HEADINGS = {
     "overlapped_ns": "overlap",
     "exposed_communication_ns": "exposed\ncomm",
     "exposed_copy_ns": "exposed\ncopy",
-    "came_last": "came\nlast",
+    "arrived_last": "was\nlast",
     "flops_coverage_ratio": "FLOPs\nknown",
     "work_coverage_ratio": "work\nknown",
     "mfu_ratio": "MFU",
@@ -74,7 +74,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     shown = text_layout.fitted(_without_only_window(rows), _HEADINGS, drop_order, width=width)
     if shown.is_empty():
         subjects = {
-            "came_last": "collectives that ranks share",
+            "arrived_last": "collectives that ranks share",
             "concurrent_kind": "work of two kinds that run concurrently on a device",
             "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
             "axis": "collectives in steps",

@@ -13,7 +13,7 @@ _HEADINGS = {
     "delay_p50_ns": "delay\nmedian",
     "delay_p95_ns": "delay\np95",
     "most_rank": "most\non",
-    "self_ns": "by\nitself",
+    "self_ns": "self\ntime",
     "device_ns": "on\ndevice",
     "tflops_per_s": "TFLOP/s",
     "tbytes_per_s": "TB/s",

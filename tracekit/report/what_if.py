@@ -68,7 +68,7 @@ def as_json(
         "replay_error_ratio": found.replay_error_ratio,
         "gpus": found.gpus,
         "without": [_as_object(each) for each in found.answers],
-        "unknown": [{"cause": each.cause.name, "why": each.unavailable_reason} for each in found.unavailable],
+        "unknown": [{"cause": each.cause.name, "reason": each.unavailable_reason} for each in found.unavailable],
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
     }
@@ -107,7 +107,7 @@ def _of_answer(each: Answer, found: WhatIf, price: float | None) -> Iterator[str
     if of:
         yield f"  {units.duration(before_ns)}{of} are before the first device work of the recording"
     if each.caveat:
-        yield f"  less sure: {each.caveat}"
+        yield f"  less certain: {each.caveat}"
 
 
 def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _as_prediction(each: Prediction, gpus: int, price: float | None) -> dict[str
         "saved_ratio": each.saved_ratio,
         "gpu_hours_per_day": hours,
         "money_per_day": None if hours is None or price is None else hours * price,
-        "rests_on": list(each.assumptions),
+        "assumptions": list(each.assumptions),
     }
 
 
@@ -156,6 +156,6 @@ def _as_object(each: Answer) -> dict[str, object]:
 def _of_several(each: Answer) -> dict[str, object]:
     names = each.cause.name.split(savings.AND)
     if each.unavailable_reason:
-        return {"causes": names, "why": each.unavailable_reason}
+        return {"causes": names, "reason": each.unavailable_reason}
     fields = _as_object(each)
     return {"causes": names} | {key: value for key, value in fields.items() if key not in ("cause", "code")}

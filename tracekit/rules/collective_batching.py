@@ -162,7 +162,7 @@ class ReducedEveryMicroBatch(Rule):
 
     How it is measured: all-reduces and reduce-scatters launched in backward, by op, group, size and unit; those of
     earlier passes that the last pass repeats are counted. A backward pass ends where a forward pass begins. Collectives
-    that forward launches too are no gradients. Steps that save are left out; the message quotes the median step
+    that forward launches too are not gradients. Steps that save are left out; the message quotes the median step
     of the worst device.
 
     How to fix: reduce in the last micro-batch only. DDP and FSDP1: model.no_sync() around the others; FSDP2:

@@ -23,8 +23,8 @@ _MAX_NAMED = 3
 class MisalignedProducts(Rule):
     """Matrix products whose rows in memory are not aligned for tensor cores.
 
-    What it does: reports products of which a dimension is no multiple of 16 bytes (8 elements of 16 bits, 4 of 32 bits
-    in TF32, 16 of 8 bits), if aligned ones would save `info_saved_ratio` of the step; a warning from
+    What it does: reports products of which a dimension is not a multiple of 16 bytes (8 elements of 16 bits, 4 of 32
+    bits in TF32, 16 of 8 bits), if aligned ones would save `info_saved_ratio` of the step; a warning from
     `max_saved_ratio`. It names the dimensions and the sizes to pad them to. Without shapes the saving is not known:
     then it is information if such kernels take `min_time_ratio` of the step.
 
@@ -32,9 +32,9 @@ class MisalignedProducts(Rule):
     kernels with smaller loads, often those of an older architecture.
 
     How it is measured: the alignment in a kernel's name (align1, align2), or, where the name has none, a contiguous
-    dimension that is no multiple, of a call that reaches less than 35% of the roofline. The saving is the time beyond
-    what the padded product needs at the share of the roofline that the median aligned product of the trace reaches
-    (50% if there are fewer than five). Dimensions below 16 are not judged; steps that save are left out.
+    dimension that is not a multiple, of a call that reaches less than 35% of the roofline. The saving is the time
+    beyond what the padded product needs at the share of the roofline that the median aligned product of the trace
+    reaches (50% if there are fewer than five). Dimensions below 16 are not judged; steps that save are left out.
 
     How to fix: pad the dimension to the next multiple: vocabulary, hidden and head sizes in the model
     (pad_vocab_size_to_multiple_of), sequence lengths and batches in the collate function (pad_to_multiple_of=8).

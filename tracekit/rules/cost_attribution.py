@@ -15,7 +15,7 @@ from tracekit.replay.graph.nodes import WORK
 from tracekit.replay.graph.savings import Removal
 from tracekit.replay.graph.transforms import HostSpan
 from tracekit.rules import single_stalls, stalled_collectives
-from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
+from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
@@ -189,10 +189,6 @@ def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
     return is_exposed or bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
 
 
-def _warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
-    return (each for each in findings if each.severity > Severity.INFO)
-
-
 def _order(finding: Finding) -> int:
     """Return 0 for causes that are priced first, then the place among the consequences."""
     cause = finding.what_if.cause if finding.what_if else ""
@@ -204,7 +200,7 @@ def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
     cause = finding.what_if.cause if finding.what_if else ""
     if finding.severity == Severity.INFO or cause not in (*_DIRECT, *_CONSEQUENCES):
         return False
-    confirmed = repriced if cause == _STRAGGLER else _warnings(repriced)
+    confirmed = repriced if cause == _STRAGGLER else warnings(repriced)
     return any(_SAVING in each.message and each.cost_ns > 0 for each in confirmed)
 
 

@@ -110,6 +110,11 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
+def warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the findings that are more than information: warnings and errors."""
+    return (found for found in findings if found.severity > Severity.INFO)
+
+
 def cost_order(finding: Finding) -> tuple[bool, float, int, int, int]:
     """Return the key that sorts findings by cost, in ascending order.
 
@@ -131,7 +136,7 @@ def is_data_quality(code: str) -> bool:
 
 def doubtful_data_issue(findings: Iterable[Finding]) -> Finding | None:
     """Return the issue of most of the data of a run, if nothing but data quality was found above info; else None."""
-    severe = [found for found in findings if found.severity > Severity.INFO]
+    severe = list(warnings(findings))
     issues = [found for found in severe if is_data_quality(found.code)]
     return next((found for found in issues if _is_of_most_data(found)), None) if len(issues) == len(severe) else None
 

@@ -234,8 +234,8 @@ class StragglingWriter(StalledSave):
     Why it costs: every rank waits for the slowest.
 
     How it is measured: relative to the median of the other ranks' time per byte (writing) and per file (syncing), so a
-    rank with more bytes to write, as under ZeRO-1, is no straggler. It must take twice the expected time, and another
-    rank must wait for most of that.
+    rank with more bytes to write, as under ZeRO-1, is not a straggler. It must take twice the expected time, and
+    another rank must wait for most of that.
 
     How to fix: check that node's storage, network and other jobs.
 

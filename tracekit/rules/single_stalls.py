@@ -11,7 +11,7 @@ from tracekit.model.run import Run
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.transforms import HostSpan
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep, is_cold, is_warm_up
-from tracekit.rules.rule import Finding, Severity
+from tracekit.rules.rule import Finding, Severity, warnings
 
 CODE = OutlierStep.code
 _DATA, _LATE_LAUNCH = "data-loading", "late-launch"
@@ -41,7 +41,7 @@ def reported(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     """
     stalls = run.run_table(outlier_steps.outlier_steps)
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
-    for finding in (each for each in _warnings(findings) if each.code == CODE):
+    for finding in (each for each in warnings(findings) if each.code == CODE):
         is_reported |= _is_of(finding)
     removed_by = pl.col("cause").replace_strict(_REMOVED_BY, default=_LATE_LAUNCH, return_dtype=pl.String)
     return stalls.filter(is_reported).with_columns(removed_by.alias("removed_by"))
@@ -51,7 +51,7 @@ def staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
     """Return when the hosts are in `reported` stalls that stay where a cause is removed.
 
     None in a window of one step, whose stalls may be steady or single. A blocking call in a stall of the allocator,
-    say, is no part of it: the host is in another state then.
+    say, is not part of it: the host is in another state then.
     """
     if stalls.is_empty():
         return ()
@@ -69,7 +69,7 @@ def once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) ->
     own = stalls.filter(_is_of(finding))
     codes = {CAUSES[cause].code for cause in own["removed_by"].unique()}
     is_only_step = bool((own["steps"] <= 1).all()) and own.height > 0
-    is_reported = codes <= {each.code for each in _warnings(findings)}
+    is_reported = codes <= {each.code for each in warnings(findings)}
     return replace(finding, severity=Severity.INFO) if is_only_step and is_reported else finding
 
 
@@ -96,7 +96,3 @@ def _is_of(outliers: Finding) -> pl.Expr:
     of = (others == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
     in_steps = pl.col("step").is_in(outliers.steps) if outliers.steps else pl.col("step").is_null()
     return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & of & ~is_cold()
-
-
-def _warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
-    return (each for each in findings if each.severity > Severity.INFO)

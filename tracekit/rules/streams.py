@@ -1,4 +1,4 @@
-"""Rules on streams that delay each other: the give-way effect, and needless ordering between streams."""
+"""Rules on streams that delay each other: the give-way effect, and streams that are serialized without need."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -247,5 +247,5 @@ def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
     own = loss.rows(delayed)
     return (
         f"{own.height} collectives wait {units.duration(int(own['delay_ns'].sum()))} for another one of the same "
-        f"process group on another stream. Exposed is up to {loss}."
+        f"process group on another stream. Up to {loss} is exposed."
     )

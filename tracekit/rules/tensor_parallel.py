@@ -38,7 +38,7 @@ class TensorParallelAcrossNodes(Rule):
     How to fix: make tp at most the GPUs of a node, with tp the innermost axis of the mesh (ranks of a group
     consecutive); use pipeline or data parallelism between nodes.
 
-    Blind spots: nodes must be known. On nodes with NVLink between them (NVL72) this is no problem.
+    Blind spots: nodes must be known. On nodes with NVLink between them (NVL72) this is not a problem.
     """
 
     code: ClassVar[str] = "TP001"

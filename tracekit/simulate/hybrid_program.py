@@ -187,7 +187,7 @@ class RankProgram:
             parts.reverse()
         place = f"{number} {action.micro_batch} {action.stage} {action.kind}"
         for part, following in zip(parts, (*parts[1:], None), strict=True):
-            self.host.add(program.Act(None))  # what gathers weights is no part of the action
+            self.host.add(program.Act(None))  # what gathers weights is not part of the action
             self._weights.enter(place, action.stage, part, following)
             self.host.add(program.Act(action))
             self._begin(f"{place} {part}")

@@ -183,7 +183,7 @@ def test_two_buffers_of_the_largest_unit_would_replace_the_allocations_of_all_un
     gradients, weights = found
     assert (weights["kind"], weights["units"], weights["count"], weights["bytes"]) == ("weights", 4, 12, 800)
     assert (weights["buffer_bytes"], weights["buffers_bytes"]) == (100, 200)
-    assert weights["held_bytes"] == 400  # each unit's 200 until 50 after the next one began
+    assert weights["peak_bytes"] == 400  # each unit's 200 until 50 after the next one began
     assert (gradients["kind"], gradients["count"], gradients["buffers_bytes"]) == ("gradients", 8, 200)
 
 

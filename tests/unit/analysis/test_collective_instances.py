@@ -120,7 +120,7 @@ def test_by_collective_sums_the_waits_of_each_rank():
         (op, rank, 5) for op in ("all_gather", "all_reduce") for rank in (0, 1, 2)
     ]
     assert rows["wait_ns"].sum() == run.run_table(waits)["wait_ns"].sum() > 0
-    assert rows.group_by("op").agg(pl.col("came_last").sum())["came_last"].to_list() == [5, 5]
+    assert rows.group_by("op").agg(pl.col("arrived_last").sum())["arrived_last"].to_list() == [5, 5]
     one = run.run_table(instances).filter(pl.col("op") == "all_reduce")
     bus = (one["bus_bytes_per_s"] * one["transfer_ns"]).sum() / one["transfer_ns"].sum()
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tracekit.capture import atomic_files
+from tracekit.capture import atomic_files, notices
 
 
 def test_atomic_write_shows_a_file_only_when_it_is_complete(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ def test_compressing_removes_the_uncompressed_file(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    atomic_files.report_failure("the trace was not written", OSError("no\nspace"))
+    notices.report_failure("the trace was not written", OSError("no\nspace"))
     assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training continues\n")

@@ -83,7 +83,7 @@ def test_the_page_shows_the_same_numbers_as_the_command():
         )
         for each in report["without"]
     ]
-    assert all(each["why"] in _html(shown) for each in report["unknown"])
+    assert all(each["reason"] in _html(shown) for each in report["unknown"])
 
 
 def test_a_change_in_the_address_is_shown_by_rank_and_step():
@@ -142,7 +142,7 @@ def test_a_prediction_matches_the_command_and_lists_its_assumptions(simulated):
     assert not shown.exception
     assert _numbers(shown)["predicted, hsdp"] == units.duration(report["predicted_ns"])
     said = shown.markdown[-1].value.replace("\\", "")
-    assert all(each in said for each in report["rests_on"])
+    assert all(each in said for each in report["assumptions"])
     shown.selectbox(key="predict").select("another network").run()
     (report,) = _command(simulated, "--network-times", "2")["predictions"]
     assert _numbers(shown)["predicted, a network 2 times as fast"] == units.duration(report["predicted_ns"])

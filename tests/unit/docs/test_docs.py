@@ -59,7 +59,7 @@ def refused(words: list[str]) -> str | None:
     if words[0] in _PASSED_ON:
         return None if _is_parsed(words) else f"tracekit {words[0]} refuses its options"
     if words[0].startswith("-"):
-        return None if words[0] in ("--help", "--version", "--debug") else f"{words[0]} is no option"
+        return None if words[0] in ("--help", "--version", "--debug") else f"{words[0]} is not an option"
     words = list(words)
     while hasattr(found, "commands"):
         name = words.pop(0) if words else ""

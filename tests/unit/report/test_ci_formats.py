@@ -63,7 +63,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(sample_gates.repository(tmp_path, train="print(1)\n"))
 
 
-# Names that are no text -----------------------------------------------------------------------------------------------
+# Names that are not text ----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_each_view_of_the_kernels_has_its_own_answer():
     modules = pl.DataFrame({"module": ["a", "a.b", None], "compute_ns": [1_000_000, 3_000_000, 4_000_000]})
     shown = headlines.modules(report, modules, "compute_ns", "compute time", units.duration)
     assert shown.text == (
-        "Compute time: module a.b takes most itself, 3 ms (37.5%) on all ranks; 50.0% is outside modules"
+        "Compute time: module a.b has the largest self time, 3 ms (37.5%) on all ranks; 50.0% is outside modules"
     )
     tree = pl.DataFrame(
         {

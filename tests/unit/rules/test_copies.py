@@ -1,4 +1,4 @@
-"""Exposed copies between host and device: how much they cost, which op asked for them, and what is no such copy."""
+"""Exposed copies between host and device: how much they cost, which op asked for them, and what is not such a copy."""
 
 from pathlib import Path
 

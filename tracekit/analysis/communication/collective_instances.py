@@ -58,9 +58,9 @@ INSTANCES = schema.table(
     *_WHAT,
     schema.column("ranks", "Ranks whose traces have it.", pl.List(_INT)),
     schema.column("first_arrival_ns", "Start on the rank that came first."),
-    schema.column("last_arrival_ns", "Start on the rank that came last."),
+    schema.column("last_arrival_ns", "Start on the rank that arrived last."),
     schema.column("end_ns", "Median end over ranks."),
-    schema.column("last_rank", "Rank that came last; null if by less than the residual or a rank has no trace."),
+    schema.column("last_rank", "Rank that arrived last; null if by less than the residual or a rank has no trace."),
     schema.column("last_known_rank", "The same of the ranks that have a trace."),
     schema.column("max_wait_ns", "Longest that a rank waited for the last."),
     schema.column("transfer_ns", "From the last arrival to the end; null where a rank has no trace."),
@@ -165,7 +165,7 @@ def waits(run: Run) -> pl.DataFrame:
 def by_collective(run: Run) -> pl.DataFrame:
     """Return how long each rank waited in each kind of collective.
 
-    Columns op, group, rank, calls, communication_ns, wait_ns, came_last (how often the others waited for it),
+    Columns op, group, rank, calls, communication_ns, wait_ns, arrived_last (how often the others waited for it),
     transfer_ns, bytes, bus_bytes_per_s, residual_ns; one row per op, group and rank. transfer_ns and bytes add up over
     the collectives with known size and transfer; bus_bytes_per_s is their average. The three are null where the mean
     transfer is not longer than the residual.
@@ -185,7 +185,7 @@ def by_collective(run: Run) -> pl.DataFrame:
             pl.len().cast(pl.Int64).alias("calls"),
             pl.col("dur_ns").sum().alias("communication_ns"),
             pl.col("wait_ns").sum(),
-            (pl.col("last_rank") == pl.col("rank")).sum().cast(pl.Int64).alias("came_last"),
+            (pl.col("last_rank") == pl.col("rank")).sum().cast(pl.Int64).alias("arrived_last"),
             pl.col("transfer_ns").sum(),
             pl.col("sized_bytes").sum().alias("bytes"),
             (pl.col("bus_bytes").sum() * SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),

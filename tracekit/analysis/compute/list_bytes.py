@@ -3,10 +3,10 @@
 Signatures: aten/src/ATen/native/native_functions.yaml of PyTorch 2.13.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeAlias
 
-from tracekit.analysis.compute.op_inputs import Inputs, Tensor
+from tracekit.analysis.compute.op_inputs import Inputs, total_bytes
 
 _Formula: TypeAlias = Callable[[Inputs], int]
 
@@ -18,7 +18,7 @@ def for_each(lists: int, *, writes: bool = True) -> _Formula:
         first, others = given.tensor_list(0), given.lists(1, lists)
         if any(len(each) != len(first) for each in others):
             raise ValueError("lists whose shapes are not known")
-        return _total_bytes(first) * (1 + writes) + sum(map(_total_bytes, others))
+        return total_bytes(first) * (1 + writes) + sum(map(total_bytes, others))
 
     return formula
 
@@ -33,11 +33,7 @@ def fused_optimizer(needed: int, lists: int) -> _Formula:
         found = given.lists(0, lists)
         if any(len(each) != len(found[0]) for each in found[:needed]) or not found[0]:
             raise ValueError("lists whose shapes are not known")
-        sizes = [_total_bytes(each) for each in found]
+        sizes = [total_bytes(each) for each in found]
         return 2 * sum(sizes) - sizes[1]
 
     return formula
-
-
-def _total_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.bytes for each in tensors)

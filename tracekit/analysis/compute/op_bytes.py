@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from tracekit.analysis.compute import library_bytes, list_bytes, op_inputs
-from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes
+from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes, total_bytes
 
 _Formula: TypeAlias = Callable[[Inputs], "int | None"]
 _STATISTIC_BYTES = 4
@@ -118,14 +118,14 @@ def _elementwise(operands: int, result: str = "") -> _Formula:
         tensors = given.tensors(0, operands)
         outputs = [each for each in given.tensors(operands) if each.elements]
         dtype = outputs[-1].dtype if outputs else result or _promoted(tensors, given.values[:operands])
-        return _total(tensors) + _broadcast(tensors) * element_bytes(dtype)
+        return total_bytes(tensors) + _broadcast(tensors) * element_bytes(dtype)
 
     return formula
 
 
 def _in_place(operands: int) -> _Formula:
     """Return the formula of an operator that reads `operands` tensors at most and writes the first."""
-    return lambda given: _total(given.tensors(0, operands)) + given.tensor(0).bytes
+    return lambda given: total_bytes(given.tensors(0, operands)) + given.tensor(0).bytes
 
 
 def _broadcast(tensors: Iterable[Tensor]) -> int:
@@ -167,10 +167,6 @@ def _category(dtype: str) -> int:
     if dtype in _COMPLEX:
         return 3
     return 2 if dtype in _FLOATING else 0 if dtype == "bool" else 1
-
-
-def _total(tensors: Iterable[Tensor]) -> int:
-    return sum(each.bytes for each in tensors)
 
 
 def _floating(operands: int) -> _Formula:
@@ -277,7 +273,7 @@ def _layer_norm(weights: int, statistics: int) -> _Formula:
         width = math.prod(_numbers(shape)) if shape else scales[0].elements if scales else None
         if width is None:
             return None
-        return 2 * whole.bytes + _total(scales) + statistics * _STATISTIC_BYTES * (whole.elements // width)
+        return 2 * whole.bytes + total_bytes(scales) + statistics * _STATISTIC_BYTES * (whole.elements // width)
 
     return formula
 
@@ -293,8 +289,8 @@ def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
         wanted = json.loads(mask.lower())
         read = [*given.tensors(0, 2), *given.tensors(statistics_at, weights_at + 1)]
         scale = given.tensors(weights_at, weights_at + 1)
-        written: int = wanted[0] * given.tensor(1).bytes + sum(wanted[1:]) * _total(scale)
-        return _total(read) + written
+        written: int = wanted[0] * given.tensor(1).bytes + sum(wanted[1:]) * total_bytes(scale)
+        return total_bytes(read) + written
 
     return formula
 
@@ -302,7 +298,7 @@ def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
 def _batch_norm(given: Inputs) -> int:
     """Count a batch norm: the input, its result, the values of each channel, and in training their new ones."""
     whole, channels = given.tensor(0), given.tensors(1, 5)
-    return 2 * whole.bytes + (1 if given.value(5) == "False" else 2) * _total(channels)
+    return 2 * whole.bytes + (1 if given.value(5) == "False" else 2) * total_bytes(channels)
 
 
 def _batch_norm_backward(given: Inputs) -> int | None:
@@ -311,7 +307,7 @@ def _batch_norm_backward(given: Inputs) -> int | None:
     mask = given.value(9)
     writes_input = json.loads(mask.lower())[0] if mask else True
     gradient = first.bytes if writes_input else 0
-    return first.bytes + second.bytes + gradient + _total(channels) + 2 * _total(given.tensors(2, 3))
+    return first.bytes + second.bytes + gradient + total_bytes(channels) + 2 * total_bytes(given.tensors(2, 3))
 
 
 def _max_pool(given: Inputs) -> int | None:
@@ -365,7 +361,7 @@ def _gather(given: Inputs) -> int:
 
 
 def _concatenation(given: Inputs) -> int:
-    return 2 * _total(given.tensor_list(0))
+    return 2 * total_bytes(given.tensor_list(0))
 
 
 def _nll_loss_backward(given: Inputs) -> int:
@@ -387,7 +383,7 @@ def _buffers(given: Inputs) -> int:
     buffers = given.tensors()
     if not buffers:
         raise ValueError("no buffers")
-    return _total(buffers)
+    return total_bytes(buffers)
 
 
 # Table ---------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 _ELEMENT_BYTES = {
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
         """Return the list of tensors at a place. Raises ValueError where its shapes are not known."""
         found = self.given[at]
         if not isinstance(found, tuple) or isinstance(found, Tensor) or not found:
-            raise ValueError(f"input {at} is no list of tensors")
+            raise ValueError(f"input {at} is not a list of tensors")
         return found
 
     def lists(self, first: int, last: int) -> list[TensorList]:
@@ -94,7 +94,7 @@ def parse(
         return None
     names: list[str] = json.loads(dtypes)
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("an element type that is no text")
+        raise ValueError("an element type that is not text")
     dims, steps = json.loads(shapes), json.loads(strides) if strides else []
     steps = steps if len(steps) == len(dims) else [None] * len(dims)
     try:
@@ -102,6 +102,11 @@ def parse(
     except KeyError:
         return None
     return Inputs(given, json.loads(arguments) if arguments else [])
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors in memory."""
+    return sum(each.bytes for each in tensors)
 
 
 def element_bytes(dtype: str) -> int:

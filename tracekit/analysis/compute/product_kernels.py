@@ -49,9 +49,9 @@ def misaligned(trace: Trace) -> pl.DataFrame:
     """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
 
     Columns COLUMNS: name (of the kernel), saved_ns (less what the call needs at the share of the roofline that aligned
-    products of the trace reach; null where that is not known), padding (JSON: each dimension that is no multiple, with
-    the next one; null where shapes are not known); one row per kernel. Products with a dimension below 16, which would
-    be padded to more work than alignment saves, are left out. Evidence is the alignment in the kernel's name
+    products of the trace reach; null where that is not known), padding (JSON: each dimension that is not a multiple,
+    with the next one; null where shapes are not known); one row per kernel. Products with a dimension below 16, which
+    would be padded to more work than alignment saves, are left out. Evidence is the alignment in the kernel's name
     (align1), or, where the name has none, a dimension that strides show to be contiguous, of a call that reaches less
     than 35% of the roofline.
     """

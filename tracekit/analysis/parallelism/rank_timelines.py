@@ -114,7 +114,7 @@ def _calls(run: Run) -> pl.DataFrame:
     calls = run.run_table(exposed_communication.exposed_transfers).join(
         peers, on=_KEY, how="left", maintain_order="left"
     )
-    # Without a name: a save is no collective of the step, and not part of the one before it either.
+    # Without a name: a save is not a collective of the step, and not part of the one before it either.
     saves = run.table(exposed_communication.save_collectives)
     return pl.concat([calls, saves.with_columns(waited_ns=pl.lit(0, pl.Int64))], how="diagonal")
 

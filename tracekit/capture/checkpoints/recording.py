@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from tracekit.capture import atomic_files
+from tracekit.capture import notices
 from tracekit.capture.checkpoints import io_counters, operation
 from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.log_entry import Entry, with_counters
@@ -130,4 +130,4 @@ def report_once(error: Exception) -> None:
     what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
     if what not in _reported:
         _reported.add(what)
-        atomic_files.report_failure(what, error)
+        notices.report_failure(what, error)

@@ -95,7 +95,7 @@ def of_traceback(trace: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file is part of the hang watch, whose frames are no part of the training."""
+    """Return whether a file is part of the hang watch, whose frames are not part of the training."""
     return file.startswith(_OWN)
 
 

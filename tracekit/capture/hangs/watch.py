@@ -19,7 +19,7 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, rank_info
+from tracekit.capture import atomic_files, notices, rank_info
 from tracekit.capture.hangs import flight_recorder, host_calls, threads
 from tracekit.capture.hangs.messages import MessageLog
 
@@ -68,7 +68,7 @@ class HangWatch:
             try:
                 self.begin()
             except Exception as error:  # noqa: BLE001 the training goes on
-                atomic_files.report_failure("hangs are not watched", error)
+                notices.report_failure("hangs are not watched", error)
             return result
 
         distributed_c10d.init_process_group = created
@@ -105,7 +105,7 @@ class HangWatch:
         try:
             self._watch()
         except Exception as error:  # noqa: BLE001 the training goes on
-            atomic_files.report_failure("hangs are not watched any more", error)
+            notices.report_failure("hangs are not watched any more", error)
 
     def _watch(self) -> None:
         before, since, polls_with_progress = "", time.monotonic(), 0
@@ -196,7 +196,7 @@ class HangWatch:
         try:
             self.write(reason, **details)
         except Exception as error:  # noqa: BLE001 the training goes on
-            atomic_files.report_failure("no dump of the hang", error)
+            notices.report_failure("no dump of the hang", error)
 
     # The dump ---------------------------------------------------------------------------------------------------------
 

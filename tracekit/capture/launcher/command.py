@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tracekit import conventions
+from tracekit.capture import notices
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
 from tracekit.capture.launcher import exit_report, launch, merge
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
@@ -39,7 +40,7 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"tracekit: {message}; {self.prog} --help lists the options\n")
+        notices.notify(f"{message}; {self.prog} --help lists the options")
         sys.exit(2)
 
 
@@ -68,12 +69,12 @@ def merge_run(words: list[str], *, program: str) -> int:
     try:
         moved = merge.merge_parts(options.run, options.parts)
     except OSError as error:
-        sys.stderr.write(f"tracekit: {error.filename}: {error.strerror}; check the path and its permissions\n")
+        notices.notify(f"{error.filename}: {error.strerror}; check the path and its permissions")
         return 2
     except ValueError as error:
-        sys.stderr.write(f"tracekit: {error}\n")
+        notices.notify(f"{error}")
         return 2
-    sys.stderr.write(f"tracekit: {moved} files moved to {options.run}; next: tracekit check {options.run}\n")
+    notices.notify(f"{moved} files moved to {options.run}; next: tracekit check {options.run}")
     return 0
 
 
@@ -83,32 +84,30 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
     2 where the run is not being recorded, 1 where the training ended before the window was recorded.
     """
     if not _is_live(run):
-        sys.stderr.write(f"tracekit: {run}: no training is being recorded there; start one with tracekit record\n")
+        notices.notify(f"{run}: no training is being recorded there; start one with tracekit record")
         return 2
     before = _windows(run)
     now = run / conventions.NOW_FILE
     try:
         now.write_text("" if steps is None else json.dumps({"steps": steps}), encoding="utf-8")
     except OSError as error:
-        sys.stderr.write(f"tracekit: {now} cannot be written: {error.strerror}\n")
+        notices.notify(f"{now} cannot be written: {error.strerror}")
         return 2
     requested_s = time.monotonic()  # not the time of the file: the clocks of file servers differ, and may be set back
     while _is_live(run):
         if now.exists() and time.monotonic() - requested_s > _ANSWER_S:
-            sys.stderr.write(
-                f"tracekit: no rank has answered for {_ANSWER_S:.0f} s; the window follows with its next steps\n"
-            )
+            notices.notify(f"no rank has answered for {_ANSWER_S:.0f} s; the window follows with its next steps")
             return 1
         if not now.exists() and len(_windows(run)) > len(before):
             break
         time.sleep(_POLL_EVERY_S)
     new = [window for window in _windows(run) if window not in before]
     if not new:
-        sys.stderr.write("tracekit: the training ended before the window was recorded\n")
+        notices.notify("the training ended before the window was recorded")
         return 1
     if not quiet:
         first, count = new[-1]
-        sys.stderr.write(f"tracekit: recorded steps {first} to {first + count - 1}; next: tracekit check {run}\n")
+        notices.notify(f"recorded steps {first} to {first + count - 1}; next: tracekit check {run}")
         if exit_report.has_analysis():
             exit_report.print_check(run)
     return 0
@@ -227,7 +226,7 @@ def _require_access(parser: argparse.ArgumentParser, url: str) -> None:
         object_storage.retried(url, lambda: system.ls(path, detail=False))
     except object_storage.StorageError as error:
         if error.kind in object_storage.TRANSIENT:
-            sys.stderr.write(f"tracekit: --out {error}; recording begins, and uploads are tried again\n")
+            notices.notify(f"--out {error}; recording begins, and uploads are tried again")
         elif error.kind != object_storage.MISSING or not _has_bucket(url):
             parser.error(f"--out {error}")
 

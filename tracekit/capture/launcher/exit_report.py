@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import run_upload, uploader
+from tracekit.capture import notices, run_upload, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
@@ -45,7 +45,7 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     if quiet:
         return
     if not notes and not failed:
-        _print(_nothing_recorded(settings, code))
+        notices.notify(_nothing_recorded(settings, code))
     for folder in sorted({note.folder for note in notes}):
         of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
         _report_run(folder, of_it, settings, code=code)
@@ -86,15 +86,15 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
         if not note.ended:
             steps = _steps(folder, note)
             after = f", after at least {steps} steps" if steps else ""  # an uploaded log is no longer here
-            _print(f"rank {note.rank} was killed while recording{after}; complete files remain")
+            notices.notify(f"rank {note.rank} was killed while recording{after}; complete files remain")
     place: Path | str = _uploaded_to(folder, settings) if object_storage.is_url(settings.out) else folder
     traced = _traced_ranks(place, (note.rank for note in notes))
     path = _display_path(folder) if isinstance(place, Path) else place
     if not traced:
         if all(note.ended for note in notes):
-            _print(f"{_nothing_profiled(settings, notes)}; metrics are in {path}")
+            notices.notify(f"{_nothing_profiled(settings, notes)}; metrics are in {path}")
         return
-    _print(f"recorded {_named_ranks(traced)} in {path}")
+    notices.notify(f"recorded {_named_ranks(traced)} in {path}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
         return  # the leading rank is on another node, which reports the rest
     if code == 0:
@@ -102,7 +102,7 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     if has_analysis():
         print_check(place)
     dashboard = f", tracekit dashboard {_display_path(folder.parent)}" if isinstance(place, Path) else ""
-    _print(f"next: tracekit check {path}{dashboard}")
+    notices.notify(f"next: tracekit check {path}{dashboard}")
 
 
 def _nothing_recorded(settings: Settings, code: int) -> str:
@@ -170,7 +170,7 @@ def _uploaded_names(url: str) -> set[str]:
         system, path = object_storage.connect(url)
         found = object_storage.retried(url, lambda: system.find(path))
     except object_storage.StorageError as error:
-        _print(str(error))
+        notices.notify(str(error))
         return set()
     return {str(each).rsplit("/", 1)[-1] for each in found}
 
@@ -202,8 +202,3 @@ def _named_ranks(ranks: list[int]) -> str:
 def _display_path(folder: Path) -> str:
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"tracekit: {text}\n")
-    sys.stderr.flush()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tracekit import conventions
+from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
 
@@ -76,8 +77,7 @@ def _remove(folder: Path) -> None:
 
 def _print(folder: Path) -> None:
     """Print the diagnosis on stderr, if this Python can make it: stdout is the training's."""
-    sys.stderr.write(f"tracekit: the training hung or failed; next: tracekit hang {folder}\n")
-    sys.stderr.flush()
+    notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
     if exit_report.has_analysis():
         command = [sys.executable, "-m", "tracekit", "hang", str(folder), "--min-wait", "0"]
         subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing

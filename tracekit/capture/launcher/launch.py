@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tracekit import conventions
+from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report, hangs
 from tracekit.conventions import object_storage
@@ -46,7 +47,7 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
             code = _run(_resolved(command), environment(placed), lambda: exit_report.request_window(placed), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
+            notices.notify(f"{command[0]}: {'command not found' if missing else error.strerror}")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
             hangs.report(placed, quiet=quiet)
@@ -54,7 +55,7 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
-            sys.stderr.write(f"tracekit: cannot report what was recorded: {type(error).__name__}: {error}\n")
+            notices.notify(f"cannot report what was recorded: {type(error).__name__}: {error}")
     if code < 0:
         _die_of(-code)
     return code
@@ -73,9 +74,7 @@ def _folders(settings: Settings) -> Iterator[Settings]:
         parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="tracekit-", dir=parent))
     except OSError as error:
-        sys.stderr.write(
-            f"tracekit: --scratch {parent} cannot be written ({error.strerror}); using a folder next to the run\n"
-        )
+        notices.notify(f"--scratch {parent} cannot be written ({error.strerror}); using a folder next to the run")
         folder = Path(
             "tracekit.scratch" if object_storage.is_url(settings.out) else settings.out + ".scratch"
         ).absolute()

@@ -51,7 +51,7 @@ def check(
     paths = [*(runs or []), *([str(run_loading.sample_run())] if sample else [])]
     if not paths:
         raise InputError("no run given: tracekit check RUN…, or --sample to see an example")
-    repeats = baseline.repeats
+    repeats = baseline.repeat or []
     if repeats and len(paths) > 1:
         raise InputError("--repeat needs exactly one RUN; check the runs one after the other")
     reports.require_valid()

@@ -31,7 +31,7 @@ def ops(
 ) -> None:
     """Show the ops of a run: count, total, self time, device time, mean, median, 95th percentile, maximum.
 
-    "by itself" is self time: without nested slices. "share" is the share of the self time of all recorded slices.
+    "self time" is the time without nested slices. "share" is the share of the self time of all recorded slices.
     "on device" is the time of the kernels that the op itself launched. "of roofline" is the time that the device needs
     at least for the operations and bytes of the calls, over the time that they took.
     """

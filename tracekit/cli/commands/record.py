@@ -4,8 +4,6 @@ import sys
 
 import typer
 
-from tracekit.cli import output
-
 
 def record(context: typer.Context) -> None:
     """Record a training without changing it: tracekit record [options] -- COMMAND."""
@@ -19,9 +17,3 @@ def merge(context: typer.Context) -> None:
     from tracekit.capture.launcher import command
 
     sys.exit(command.merge_run(list(context.args), program="tracekit merge"))
-
-
-def gather(context: typer.Context) -> None:
-    """Call `merge` by its name of older versions."""
-    output.notify("'tracekit gather' is deprecated; use 'tracekit merge'")
-    merge(context)

@@ -43,7 +43,7 @@ def load(data: bytes) -> Any:
     try:
         return untrusted_json.parse(data)
     except ValueError as error:
-        raise BadDumpError(f"is no valid JSON ({error})") from None
+        raise BadDumpError(f"is not valid JSON ({error})") from None
 
 
 def unpickle(file: BinaryIO) -> Any:
@@ -63,7 +63,7 @@ def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
     """Return the dump of a rank. Raises BadDumpError if a field is not what it should be."""
     entries = value.get("entries") or []
     if not isinstance(entries, list):
-        raise BadDumpError("has entries that are no list")
+        raise BadDumpError("has entries that are not a list")
     if len(entries) > MAX_ENTRIES:
         raise BadDumpError(f"has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read")
     reader = _Entries(rank)
@@ -299,7 +299,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 def _listed(value: Any) -> Iterator[Any]:
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{_shown(value)} is no list")
+        raise TypeError(f"{_shown(value)} is not a list")
     return iter(value)
 
 

@@ -19,7 +19,7 @@ _MAIN = "MainThread"
 
 
 def parse_text(text: str) -> tuple[ThreadStack, ...]:
-    """Return the threads of a text by faulthandler or py-spy, the last dump in it; none if it is no such text."""
+    """Return the threads of a text by faulthandler or py-spy, the last dump in it; none if it is not such a text."""
     if "(most recent call first):" in text:
         return _of_faulthandler(text.splitlines())
     return _of_py_spy(text.splitlines()) if _SPY_THREAD.search(text) else ()

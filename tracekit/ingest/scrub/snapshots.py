@@ -63,7 +63,7 @@ def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
 
 
 def _pieces(data: bytes) -> Iterator[tuple[str | None, bytes]]:
-    """Yield texts, and the instructions between them; None for what is no text.
+    """Yield texts, and the instructions between them; None for what is not text.
 
     Raises ValueError, which says why, if an instruction is another, or the pickle is damaged.
     """

@@ -118,7 +118,7 @@ def _shared(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
 
 
 def is_kernel() -> pl.Expr:
-    """Return which nodes need multiprocessors and are no collectives."""
+    """Return which nodes need multiprocessors and are not collectives."""
     return (pl.col("what") == WORK) & (pl.col("kind") == "compute")
 
 

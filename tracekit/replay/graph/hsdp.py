@@ -54,8 +54,8 @@ def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
     own[np.flatnonzero(graph.matches("phase", "optimizer") & graph.matches("kind", "compute"))] *= count
     reduced = calls.filter(pl.col("op") == REDUCE_SCATTER)
     hops = ring_hops(ALL_REDUCE, count)
-    took = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns
-    return _with_reductions(replace(graph, own_ns=own), reduced, np.round(took).astype(np.int64))
+    reduction_ns = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns
+    return _with_reductions(replace(graph, own_ns=own), reduced, np.round(reduction_ns).astype(np.int64))
 
 
 def _sharding(graph: Graph) -> pl.DataFrame:
@@ -70,14 +70,15 @@ def _sharding(graph: Graph) -> pl.DataFrame:
     return both.filter(pl.col("group_size") == pl.col("group_size").max()).sort("rank", "turn")
 
 
-def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Graph:
+def _with_reductions(graph: Graph, reduced: pl.DataFrame, duration_ns: Ints) -> Graph:
     """Return the graph with an all-reduce after each reduce-scatter, in order, on a stream of their own."""
-    each = reduced.with_columns(pl.Series("took_ns", took_ns)).unique("done", keep="first", maintain_order=True)
+    each = reduced.with_columns(pl.Series("duration_ns", duration_ns)).unique("done", keep="first", maintain_order=True)
     each = each.sort("turn")
     done, first = each["done"].to_numpy(), len(graph.chain)
     new = np.arange(first, first + len(each), dtype=np.int64)
     zeros = np.zeros(len(new), np.int64)
     follows = edges(new, done, _EVENT)
+    reductions = dict(zip(done, new, strict=True))
     key = np.empty(first + len(new), np.int64)
     key[graph.order] = 2 * np.arange(first)
     key[new] = key[done] + 1
@@ -86,14 +87,14 @@ def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Grap
         chain=np.concatenate((graph.chain, np.concatenate(([-1], new[:-1])))),
         launch=np.concatenate((graph.launch, np.full(len(new), -1, np.int64))),
         launch_ns=np.concatenate((graph.launch_ns, zeros)),
-        own_ns=np.concatenate((graph.own_ns, each["took_ns"].to_numpy())),
+        own_ns=np.concatenate((graph.own_ns, each["duration_ns"].to_numpy())),
         chain_ns=np.concatenate((graph.chain_ns, zeros)),
-        edges=graph.edges.concat(follows).concat(_waits_too(graph, reduced, dict(zip(done, new, strict=True)))),
+        edges=graph.edges.concat(follows).concat(_waits_for_reductions(graph, reduced, reductions)),
     )
     return sort_topologically(wider, key)
 
 
-def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
+def _waits_for_reductions(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
     """Return the waits for each step's last all-reduce, of work that waits for its reduce-scatter or later ones.
 
     Waits for earlier reduce-scatters only free buffers.

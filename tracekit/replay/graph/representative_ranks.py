@@ -1,6 +1,6 @@
-"""Representative ranks: of a run with many ranks, replays read the traces of these, as if only they were recorded.
+"""Representative ranks: replays of a run with many ranks read only their traces, as if no others were recorded.
 
-The replay graph of 1,000 ranks takes gigabytes, and most of them do the same. Chosen are the ranks that findings name,
+The replay graph of 1,000 ranks takes gigabytes, and most of them do the same. The ranks that findings name are chosen,
 those that the others wait for, and others at equal distances: 64 or more, fewer where each has recorded much work. A
 rank comes with the ranks that it exchanges activations with, so pipelines and tensor-parallel groups are whole; of
 data-parallel groups a part is enough. A collective of which some members are not chosen keeps its recorded duration
@@ -20,7 +20,7 @@ from tracekit.model.trace import Fact, Trace
 
 T = TypeVar("T")
 MAX_RANKS = 128
-"""Of so many ranks, all are replayed."""
+"""Runs of up to so many ranks are replayed with all of them."""
 _LEAST_RANKS = 64
 _FEWEST_RANKS = 16
 _MOST_ACTIVITIES = 90_000
@@ -57,8 +57,8 @@ def _representative(run: Run, named: tuple[tuple[int, ...], ...]) -> Run:
     run.measure((*late_ranks.FACTS, *FACTS))  # in one pass, if nothing of it is measured yet
     # Not the run itself, which the cache would then keep in memory for ever.
     specific = [ranks for ranks in (late_ranks.latest(run), *named) if len(ranks) <= len(run.ranks) // 2]
-    wanted = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
-    return run.of_ranks(_chosen(_units(run), wanted, _least_ranks(run)))
+    preferred = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
+    return run.of_ranks(_chosen(_units(run), preferred, _least_ranks(run)))
 
 
 def _least_ranks(run: Run) -> int:
@@ -67,16 +67,16 @@ def _least_ranks(run: Run) -> int:
     return min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(recorded, 1))))
 
 
-def _chosen(units: Sequence[tuple[int, ...]], wanted: Iterable[int], least: int) -> list[int]:
-    """Return ranks in whole units: those of the wanted ranks, then some at equal distances.
+def _chosen(units: Sequence[tuple[int, ...]], preferred: Iterable[int], least: int) -> list[int]:
+    """Return ranks in whole units: those of the `preferred` ranks, then some at equal distances.
 
-    At the most twice the least number, or one unit.
+    They are at most 2 * `least` ranks, or one unit.
     """
     unit_of = {rank: unit for unit in units for rank in unit}
     largest = max(map(len, units))
     most = max(min(MAX_RANKS, 2 * least), largest)
     chosen: set[int] = set()
-    for rank in wanted:
+    for rank in preferred:
         if len(chosen.union(unit_of.get(rank, ()))) <= most:
             chosen.update(unit_of.get(rank, ()))
     for unit in _spread(units, max(1, least // largest)):

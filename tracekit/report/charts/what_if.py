@@ -90,7 +90,7 @@ def _kind(code: str) -> tuple[str, str]:
 
 
 def _hover(row: dict[str, object]) -> str:
-    caveat = f"<br>less sure: {escaping.escape(str(row['caveat']), 160)}" if row["caveat"] else ""
+    caveat = f"<br>less certain: {escaping.escape(str(row['caveat']), 160)}" if row["caveat"] else ""
     return (
         f"<b>without {escaping.escape(str(row['cause']))}</b>: step time "
         f"{units.duration(int(str(row['without_ns'])))}<br>saving {units.duration(int(str(row['saved_ns'])))} "

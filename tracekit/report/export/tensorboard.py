@@ -19,7 +19,7 @@ def write(samples: pl.DataFrame, out: Path) -> None:
     except ImportError:
         raise MissingExtraError("this format needs TensorBoard: pip install 'torch-tracekit[tensorboard]'") from None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: is no empty folder; name a new one, which tensorboard --logdir then shows")
+        raise InputError(f"{out}: is not an empty folder; name a new one, which tensorboard --logdir then shows")
     for (rank,), own in samples.sort("rank", "step").group_by("rank", maintain_order=True):
         writer = EventFileWriter(str(out / f"rank{rank:05}"))
         for (step,), of_step in own.group_by("step", maintain_order=True):

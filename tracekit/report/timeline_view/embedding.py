@@ -36,9 +36,9 @@ _Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Cut:
-    """What is embedded: inside of `part`, in ns of the run's clock, all that ends above level `inside`; else `outside`.
+    """Which levels of detail are embedded: from level `inside` on in `part` (ns, on the run's clock), else `outside`.
 
-    At a level, slices shorter than 2**level / 2 ns are merged; 0 is every slice.
+    At a level, slices shorter than 2**level / 2 ns are merged into runs. Level 0 contains every slice.
     """
 
     part: Window
@@ -53,7 +53,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Embedded:
-    """A scene as gzip, what of it is there, and how many slices and merged runs these are."""
+    """A scene as gzip, the levels that it contains, and the number of its slices and merged runs."""
 
     data: bytes
     cut: Cut
@@ -187,9 +187,10 @@ def _segment_at(segments: Array, at: Ints) -> Ints:
 
 
 class _Zone:
-    """The part of each row that is embedded in detail: from the first to the last item of the coarser level there.
+    """The time range of each row that is embedded in detail.
 
-    It ends where these items end, so that each of them is there with all of its slices or with none.
+    It extends from the first to the last item of the coarser level that overlaps `part`, so that each of these items
+    is embedded with all of its slices or with none.
     """
 
     def __init__(self, part: Part, cut: Cut) -> None:

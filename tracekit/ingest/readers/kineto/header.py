@@ -13,7 +13,7 @@ from tracekit.model.manifest import MAX_RANKS
 
 Header: TypeAlias = dict[str, Any]
 
-_SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is no trace
+_SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is not a trace
 _TAIL_BYTES = 1 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")

@@ -56,7 +56,7 @@ class Database:
         return {name: found[:, i].copy() for i, name in enumerate(columns)}
 
     def floats(self, table: str, column: str, where: str = "") -> npt.NDArray[np.float64]:
-        """Return a column of the rows that fit `where`; infinity where a value is no number."""
+        """Return a column of the rows that fit `where`; infinity where a value is not a number."""
         if not self.has(table, column):
             return np.empty(0, np.float64)
         term = f"CASE WHEN typeof(\"{column}\") IN ('integer', 'real') THEN \"{column}\" + 0.0 ELSE 9e999 END"

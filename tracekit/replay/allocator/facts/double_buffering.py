@@ -14,7 +14,7 @@ from tracekit.model.trace import Trace
 from tracekit.replay.allocator import BlockState, SegmentState, playback
 from tracekit.replay.allocator.playback import History
 
-COLUMNS = schema.columns("step device kind units count bytes held_bytes buffer_bytes buffers_bytes")
+COLUMNS = schema.columns("step device kind units count bytes peak_bytes buffer_bytes buffers_bytes")
 BUFFERS = 2
 _KINDS = {"weights": "all_gather", "gradients": "reduce"}
 
@@ -23,7 +23,7 @@ def alternating(trace: Trace) -> pl.DataFrame:
     """Return per step the blocks that units allocate, and the two buffers that could serve all units (as in YaFSDP).
 
     Columns step, device, kind (weights: of all-gathers; gradients: of reductions), units, count and bytes (allocations
-    that two buffers would avoid), held_bytes (their peak of allocated bytes), buffer_bytes (the need of the largest
+    that two buffers would avoid), peak_bytes (their peak of allocated bytes), buffer_bytes (the need of the largest
     unit), buffers_bytes (two of those); one row per step, device and kind. Counted are blocks of named units that are
     freed in the step of their allocation, without the root unit, which keeps its buffer, and without blocks that a
     backend allocates inside its collective.
@@ -121,4 +121,4 @@ def _peak_allocated(found: pl.DataFrame, key: list[str]) -> pl.DataFrame:
             found.select(*key, event="end_event", bytes=-pl.col("bytes")),
         ]
     ).sort("event")
-    return moves.group_by(key).agg(held_bytes=pl.col("bytes").cum_sum().max())
+    return moves.group_by(key).agg(peak_bytes=pl.col("bytes").cum_sum().max())
