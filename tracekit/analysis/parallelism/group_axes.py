@@ -126,6 +126,8 @@ def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
         _inferred(_usage(run, part).row(0, named=True), len(run.ranks), has_mesh=False)[0] if part.height else None
         for part in parts
     ]
+    if axes[1] == TP and unnamed["op"].is_in(_ALL_TO_ALLS).any():
+        axes[1] = None  # results of sharded embeddings are reduced in forward too
     op, of_group, of_parameters = pl.col("op"), pl.col("axis"), pl.col("purpose") == PARAMETERS
     by_call = (
         pl.when(op.is_in(_SENDS))
@@ -135,6 +137,8 @@ def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
         # Embeddings are exchanged by all-to-alls too: only where most calls are such, these are of experts.
         .when(op.is_in(_ALL_TO_ALLS))
         .then(pl.when(of_group == EP).then(of_group))
+        .when((op != PAIRED) & of_group.is_not_null() & ~of_group.is_in([PP, EP]))
+        .then(of_group)
         .when(op != PAIRED)
         .then(pl.when(of_parameters).then(pl.lit(axes[0], pl.String)).otherwise(pl.lit(axes[1], pl.String)))
     )
