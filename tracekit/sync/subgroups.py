@@ -48,7 +48,8 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
     """
     found = {}
     offset_ns = offset_ns or {}
-    for token in _doubtful(matched, has_shifts=bool(offset_ns)):
+    shifts_ns = list(offset_ns.values()) or [0]
+    for token in _doubtful(matched, has_shifts=max(shifts_ns) - min(shifts_ns) > _MIN_SHIFT_NS):
         calls = matched.filter(pl.col("token") == token)
         ranks, start_ns, end_ns = _by_instance(calls)
         gaps, common = _gaps(start_ns, end_ns)
@@ -67,14 +68,18 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
 def _doubtful(matched: pl.DataFrame, *, has_shifts: bool) -> list[int]:
     """Return the kinds with calls that are not one collective, or with many instances that some ranks are not in.
 
-    All kinds if they shifted clocks.
+    If they shifted clocks, also those whose ends scatter.
     """
     gap_ns = (pl.col("start_ns").max() - pl.col("end_ns").min()).alias("gap_ns")
-    by_instance = matched.group_by("token", "instance").agg(gap_ns, pl.len().alias("calls"))
+    spread_ns = (pl.col("end_ns").max() - pl.col("end_ns").min()).alias("spread_ns")
+    by_instance = matched.group_by("token", "instance").agg(gap_ns, spread_ns, pl.len().alias("calls"))
     ranks = matched.group_by("token").agg(pl.col("rank").n_unique().alias("ranks"))
-    of_token = by_instance.group_by("token").agg(pl.col("gap_ns").max(), pl.col("calls").sum(), pl.len().alias("of"))
+    of_token = by_instance.group_by("token").agg(
+        pl.col("gap_ns").max(), pl.col("spread_ns").median(), pl.col("calls").sum(), pl.len().alias("of")
+    )
+    scatters = (pl.col("spread_ns") > _MIN_SCATTER_NS) & has_shifts
     is_doubtful = (pl.col("gap_ns") > _MIN_GAP_NS) | (pl.col("of") * pl.col("ranks") > _MAX_INSTANCES * pl.col("calls"))
-    found = of_token.join(ranks, on="token").filter(is_doubtful | has_shifts, pl.col("ranks") <= _MAX_RANKS)
+    found = of_token.join(ranks, on="token").filter(is_doubtful | scatters, pl.col("ranks") <= _MAX_RANKS)
     return sorted(found["token"].to_list())
 
 
