@@ -88,6 +88,12 @@ def test_machine_readable_output_has_names_unchanged(nasty, tmp_path):
     assert pl.read_parquet(tmp_path / "names.parquet")["name"].to_list() == names
 
 
+def test_a_query_from_stdin_that_is_no_text_is_refused_in_a_line(pair):
+    done = tracekit("query", pair, "-", stdin="SELECT 1 \udcba")  # written as the byte 0xba
+    assert done.returncode == 2
+    assert only_line(done) == "tracekit: query: stdin is not UTF-8 text: invalid start byte at byte 9"
+
+
 def test_a_query_can_be_read_from_stdin_and_begin_with_a_comment(pair):
     query = "-- how many\nSELECT count(*) AS n FROM activities;\n"
     done = tracekit("query", pair, "-", "--format", "csv", stdin=query)

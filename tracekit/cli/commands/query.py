@@ -10,7 +10,7 @@ import typer
 
 from tracekit.cli import output
 from tracekit.cli.options import ExecutorOptions, OutputOptions, RunOptions, expand_options
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -59,7 +59,7 @@ def query(
     memory_bytes = int(memory_gib * _GIB)
     # One row more shows whether rows are left out.
     max_read = None if limit is None else limit + 1
-    statement = sys.stdin.read() if sql == "-" else sql
+    statement = _from_stdin() if sql == "-" else sql
     with executor.open([source.run]) as opened:
         from tracekit.sql import run_query
 
@@ -87,3 +87,10 @@ def _write(shown: "pl.DataFrame", count: int, row_format: RowFormat, result: Out
     else:
         text = query_rows.as_csv(shown) if row_format is RowFormat.CSV else query_rows.as_json(shown)
         output.emit_rows(text, result.out)
+
+
+def _from_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"query: stdin is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
