@@ -83,7 +83,7 @@ def of_run(run: Run) -> MemoryReport:
         "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
         .filter(is_shown)
         .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": tables[growth.growth],
+        "Growth per step": _growth_per_step(tables[growth.growth]),
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
@@ -424,6 +424,11 @@ def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
         return rows
     owners = pl.col("op").fill_null(_EARLIER) if "op" in rows.columns else pl.lit(_EARLIER).alias("op")
     return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)
+
+
+def _growth_per_step(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the growth, with its source only where there are several."""
+    return rows if rows["source"].n_unique() > 1 else rows.drop("source")
 
 
 def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
