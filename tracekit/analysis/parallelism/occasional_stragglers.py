@@ -7,6 +7,7 @@ from tracekit.analysis.time import breakdown, operators
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
+from tracekit.sync import collective_matching
 
 COLUMNS = {
     **schema.columns("window step late_rank step_ns reference_ns lost_ns window_ns steps"),
@@ -71,10 +72,19 @@ def _usual(name: str) -> pl.Expr:
 
 
 def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps without those in which stalls of the late rank's host explain most of the time."""
+    """Return the steps without those in which stalls of the late rank's host explain most of the time.
+
+    Where ranks do not meet in each step, as in local SGD, the others wait in a later step than that of the stall.
+    """
+    meetings = run.table(collective_matching.calls).select("window", since="step").drop_nulls().unique().sort("since")
+    late = steps.select(*_STEP, "late_rank", "lost_ns").sort("step")
+    since = late.join_asof(
+        meetings, left_on="step", right_on="since", by="window", allow_exact_matches=False, check_sortedness=False
+    )
     stalls = run.run_table(outlier_steps.outlier_steps)
-    own = stalls.select("window", "ranks", step="gap_step", stalled_ns="lost_ns")
-    pairs = steps.select(*_STEP, "late_rank", "lost_ns").join(own, on=_STEP)
+    own = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
+    is_between = (pl.col("gap_step") <= pl.col("step")) & (pl.col("gap_step") >= pl.coalesce("since", "step"))
+    pairs = since.join(own, on="window").filter(is_between)
     of_rank = pairs.filter(pl.col("ranks").list.contains(pl.col("late_rank")))
     sums = of_rank.group_by(*_STEP, "late_rank").agg(pl.col("stalled_ns").sum(), pl.col("lost_ns").first())
     explained = sums.filter(pl.col("stalled_ns") >= _MOST * pl.col("lost_ns"))
