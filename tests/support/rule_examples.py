@@ -290,6 +290,36 @@ def straggler_run(*tardy: int, turns: bool = False) -> Run:
     return drawn_traces.run(*traces)
 
 
+def occasional_straggler_run(*more_ops: int) -> Run:
+    """Return two ranks with an all-reduce in each step, before which rank 0 runs so many more operators of 9 ns.
+
+    The first has 10 of them in step 3 here:
+
+        step    0         1         2         3
+        rank 0  aaaay...  aaaay...  aaaay...  aaaabbbbbbbbby...
+        rank 1  aaaay...  aaaay...  aaaay...  aaaay............
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    traces = []
+    for rank in range(2):
+        rows: dict[str, str] = {"step": "", "compute": "", "comm": ""}
+        starts = []
+        for step, more in enumerate(more_ops):
+            own = more if rank == 0 else 0
+            starts += [len(rows["step"]) + 9 * number for number in range(1 + own)]
+            rows["step"] += str(step) * (9 * (1 + more) + 3)
+            rows["compute"] += "a" * 9 * (1 + own) + "." * (9 * (more - own) + 3)
+            rows["comm"] += "." * 9 * (1 + own) + "y" * (9 * (more - own) + 3)
+        picture = "\n".join(f"{name} {cells}" for name, cells in rows.items())
+        trace = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"})
+        steps = [int(rows["step"][at]) for at in starts]
+        own_ops = ops(*(("aten::mm", "cpu_op", 1000 * at, 9000) for at in starts)).with_columns(
+            pl.Series("step", steps)
+        )
+        traces.append(replace(trace, ops=schema.OPS.conform(own_ops)))
+    return drawn_traces.run(*traces)
+
+
 def allocated_run(*allocated_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int = 100 << 30) -> Run:
     """Return a run on a device in which one op has allocated so many bytes at the end of each step."""
     steps = range(len(allocated_bytes))
@@ -502,6 +532,9 @@ EXAMPLES: dict[str, Example] = {
     "MEM002": Example(lambda: recomputation_run(10 * GIB), lambda: recomputation_run(5 * GIB)),
     "RANK003": Example(lambda: straggler_run(0, 3, turns=True), lambda: straggler_run(0, 3)),
     "RANK004": Example(lambda: straggler_run(0, 0, 3, 3), lambda: straggler_run(0, 0, 0, 3)),
+    "RANK005": Example(
+        lambda: occasional_straggler_run(0, 0, 0, 10, 0, 0), lambda: occasional_straggler_run(0, 0, 0, 0, 0, 0)
+    ),
     "MEM001": Example(
         lambda: device_malloc_run(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: device_malloc_run(CHURNING)
     ),

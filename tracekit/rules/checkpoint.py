@@ -106,7 +106,7 @@ class BlockingCheckpoint(Rule):
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
             f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, own)}"
             f"{_io(run, critical.get('rank', quoted['rank']), own)}",
-            f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
+            _fix(run, quoted["checkpoint"], critical),
             impact=overhead,
             is_of_training=True,
             cost_ns=int(blocked_ns / steps) if steps else 0,
@@ -146,6 +146,14 @@ class BlockingCheckpoint(Rule):
             evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
             what_if=WhatIf("checkpoint", 0.0) if own["idle_ns"].is_not_null().any() else None,
         )
+
+
+def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
+    """Return what shortens a save: of one that `dcp.async_save` made already, only its longest stage."""
+    own = run.run_table(saves.stages).filter(pl.col("save") == save)
+    is_background = own.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
+    parts = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
+    return " ".join(parts) or "Wait for the future of dcp.async_save only before the next save."
 
 
 def _stages(run: Run) -> pl.DataFrame:

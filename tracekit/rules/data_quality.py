@@ -6,14 +6,15 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.parallelism import outlier_steps
+from tracekit.analysis.parallelism import occasional_stragglers, outlier_steps
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.outlier_steps import OutlierStep, is_first_use
+from tracekit.rules.occasional_stragglers import OccasionalStraggler
+from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
 
@@ -157,7 +158,7 @@ class DoubtfulTrace(Rule):
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
         trace_quality.data_quality, trace_quality.versions, breakdown.by_step, collective_matching.calls,
-        undecided_kernels.undecided, *OutlierStep.facts,
+        undecided_kernels.undecided, *OccasionalStraggler.facts,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
@@ -195,17 +196,24 @@ class DoubtfulTrace(Rule):
 
 
 def _measured(run: Run) -> pl.DataFrame:
-    """Return what traces show of their quality, without warm-up in windows whose first step is long for single stalls.
+    """Return what traces show of their quality, without warm-up in windows whose first step is long for other reasons.
 
-    STEP001 reports stalls that are no first use.
+    STEP001 reports stalls that are no first use, RANK005 the additional work of one rank, such as an evaluation.
     """
     lengths = run.table(breakdown.by_step).drop_nulls("step")
     is_first = pl.col("step") == pl.col("step").min().over("window")
     firsts = lengths.filter(is_first).group_by("window", "step").agg(pl.col("duration_ns").median())
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
-    events = run.run_table(outlier_steps.outlier_steps).filter(~is_first_use())
-    stalls = firsts.join(events.drop("step"), left_on=["window", "step"], right_on=["window", "gap_step"])
+    stalled = run.run_table(outlier_steps.outlier_steps).filter(~is_first_use())
+    worked = run.run_table(occasional_stragglers.occasional_stragglers).filter(
+        pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO
+    )
+    columns = ("lost_ns", "reference_ns")
+    events = pl.concat([
+        stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step")
+    ])  # fmt: skip
+    stalls = firsts.join(events, on=["window", "step"])
     judged = stalls.group_by("window").agg(
         pl.col("duration_ns").first(), pl.col("lost_ns").sum(), pl.col("reference_ns").max()
     )

@@ -26,6 +26,7 @@ from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.occasional_stragglers import OccasionalStraggler
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
 from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
@@ -60,6 +61,7 @@ RULES: tuple[type[Rule], ...] = (
     SlowLink,
     UnevenRanks,
     LateGroup,
+    OccasionalStraggler,
     PipelineBubble,
     UnbalancedStages,
     FewMicroBatches,

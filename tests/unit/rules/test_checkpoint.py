@@ -93,6 +93,15 @@ def test_a_save_in_the_background_does_not_block():
     assert judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=table)).findings == ()
 
 
+def test_a_save_that_is_in_the_background_already_is_not_to_be_moved_there():
+    table = save_log(stage=40, plan=5, total=50)
+    (blocking,) = judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=table)).findings
+    own = table.with_columns(call=pl.lit("dcp.async_save"))
+    (background,) = judge(drawn_traces.trace("step 01\ncompute ab", checkpoints=own)).findings
+    assert blocking.fix == f"Save in the background with dcp.async_save. {background.fix}"
+    assert background.fix.startswith("Reuse pinned staging memory")
+
+
 TWO_STEPS = """
     step     00000000001111111111
     compute  aaaaaaaaa.aaaaaaaa..

@@ -9,9 +9,11 @@ from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import late_groups, stragglers
 from tracekit.model import schema
+from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.link_bandwidth import SlowLink
+from tracekit.rules.occasional_stragglers import OccasionalStraggler
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 
@@ -219,3 +221,20 @@ def test_a_group_with_a_large_spread_between_steps_is_not_judged():
     spreads = dict(run.run_table(group_bandwidth.step_variation).select("group", "spread_ratio").iter_rows())
     assert spreads["0"] > 0.3
     assert spreads["1"] == 0
+
+
+def test_a_step_in_which_one_rank_evaluates_is_priced_by_the_wait_of_the_others():
+    (found,) = judge(rule_examples.occasional_straggler_run(0, 0, 0, 10, 0, 0), OccasionalStraggler)
+    assert (found.severity, found.ranks, found.steps) == (Severity.WARNING, (0,), (3,))
+    assert found.cost_ns == 10 * 9 * drawn_hosts.UNIT_NS // 6
+    assert "which computes for 4.95 ms instead of 450 µs and runs 11.0 times as many operators" in found.message
+
+
+def test_an_evaluation_in_the_first_step_is_no_warm_up():
+    run = rule_examples.occasional_straggler_run(10, 0, 0, 0, 0, 0)
+    assert [each.steps for each in judge(run, OccasionalStraggler)] == [(0,)]
+    assert not [each for each in judge(run, DoubtfulTrace) if "warm-up" in each.message]
+
+
+def test_a_straggler_of_most_steps_is_not_occasional():
+    assert judge(rule_examples.occasional_straggler_run(10, 10, 10, 10, 0, 0), OccasionalStraggler) == ()

@@ -10,7 +10,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
-from tracekit.analysis.time import breakdown, trace_columns
+from tracekit.analysis.time import breakdown, operators, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -23,6 +23,7 @@ _DROPPED = re.compile(r"(?i)dropped (\d{1,15}) (activity )?records|exceeded max 
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
 _CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
 WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step takes that long
+MORE_OPS_RATIO = 1.5  # times the median of the other steps: the step does other work, such as an evaluation
 
 
 def data_quality(trace: Trace) -> pl.DataFrame:
@@ -239,7 +240,7 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
     for own in steps.values():
         (step, duration_ns), *rest = own
         others = [each_ns for each, each_ns in rest if each not in saving]
-        if len(others) < _FEWEST_OTHERS or step in saving:
+        if len(others) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
             continue
         median_ns = float(statistics.median(others))
         if duration_ns > WARM_UP_RATIO * median_ns:
@@ -249,6 +250,13 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 duration_ns / sum(each_ns for _, each_ns in own),
             )
+
+
+def _has_more_work(trace: Trace, step: int) -> bool:
+    """Return whether a step runs far more operators than the others: an evaluation is no warm-up."""
+    counts = dict(operators.by_step(trace).iter_rows())
+    others = [count for of, count in counts.items() if of != step]
+    return bool(others) and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(others)
 
 
 def _cut(trace: Trace) -> Iterator[_Row]:
