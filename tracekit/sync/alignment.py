@@ -122,28 +122,39 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     deviation = _deviation_from_others(instance, common)
     limit = _limits(calls.shifted(correction), len(ranks))
     domain, message_error = known["clock_domain"].to_numpy(), known["message_error_ns"].to_list()
+    by_ends = [0] * len(ranks)
+    for i in np.flatnonzero(is_aligned).tolist():
+        scatter_ns = np.quantile(np.abs(deviation[rank == i]), RESIDUAL_QUANTILE)
+        by_ends[i] = int(np.ceil(min(scatter_ns, limit[i])))
     rows = []
     for i, number in enumerate(ranks):
-        deviations = deviation[rank == i]
         matched_by = ends.filter(pl.col("rank") == number)["matched_by"]
         error = message_error[i]
         is_linked = bool(is_aligned[i]) or error is not None
-        by_ends = int(np.ceil(np.quantile(np.abs(deviations), RESIDUAL_QUANTILE))) if is_aligned[i] else 0
         first = int(np.flatnonzero(domain == domain[i])[0])
         rows.append(
             {
                 "rank": int(number),
                 "offset_ns": round(offset[i] - offset[first]) if is_linked else 0,
-                "residual_ns": max(int(min(by_ends, np.ceil(limit[i]))), error or 0) if is_linked else None,
+                "residual_ns": _error_ns(i, by_ends, message_error, domain) if is_linked else None,
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
                 "at_ns": round(at[i]) + origin if drift[i] or drift[first] else None,
-                "pairs": len(deviations),
+                "pairs": int(ends_of_rank[i]),
                 "clock_domain": int(domain[i]),
                 "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else _without_ends(error),
             }
         )
     # Conformed per window: where no rank is aligned, residual_ns has only nulls and no type that concat accepts.
     return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"]))
+
+
+def _error_ns(i: int, by_ends: list[int], by_messages: list[int | None], domain: _Ints) -> int:
+    """Return the error of a rank's clock. Messages add theirs to that of the ranks which they align it to."""
+    error = by_messages[i]
+    if not error:
+        return by_ends[i]
+    others = [by_ends[j] for j in range(len(by_ends)) if domain[j] == domain[i] and not by_messages[j]]
+    return max(by_ends[i], error + max(others, default=0))
 
 
 def _without_ends(message_error_ns: int | None) -> str:
