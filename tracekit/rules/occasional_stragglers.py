@@ -13,6 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import outlier_steps
+from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -45,18 +46,25 @@ class OccasionalStraggler(Rule):
     How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
 
     Blind spots: needs three marked steps and traces of several ranks. A window without such a step does not show it:
-    record more steps. Stalls of the rank's host, in which it runs no operators, belong to STEP001. Steps that save are
-    left out.
+    record more steps. Stalls of the rank's host, in which it runs no operators, belong to STEP001, overloaded experts
+    to EP001. Steps that save are left out.
     """
 
     code: ClassVar[str] = "RANK005"
-    facts: ClassVar[tuple[Fact, ...]] = (*occasional_stragglers.FACTS, *outlier_steps.OutlierStep.facts)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        *occasional_stragglers.FACTS,
+        *outlier_steps.OutlierStep.facts,
+        *OverloadedExperts.facts,
+    )
     min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per late rank, or group of ranks that are late together."""
         found = run.run_table(occasional_stragglers.occasional_stragglers)
+        overloaded = overloaded_ranks(run) if found.height else frozenset()
         for _, own in found.group_by("late_rank", maintain_order=True):
+            if overloaded.issuperset(own["late_ranks"][0]):
+                continue
             windows = own.unique("window")
             lost_ratio = int(own["lost_ns"].sum()) / max(1, int(windows["window_ns"].sum()))
             if lost_ratio >= self.min_lost_ratio:
