@@ -15,6 +15,9 @@ from tracekit.replay.allocator.facts import double_buffering
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
+_FIX = "Pad or bucket inputs to a few lengths, or reuse a buffer of the largest size."
+_FIX_ON_DEVICE = "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 rounds similar sizes to one."
+
 
 @dataclass(frozen=True)
 class ChangingSizes(Rule):
@@ -76,8 +79,7 @@ class ChangingSizes(Rule):
             f"step allocated, in {quoted_step.describe(worst)}. The step allocates "
             f"{units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes and peaks at "
             f"{units.size(worst['peak_bytes'])}.",
-            "Pad or bucket inputs to a few lengths, or reuse a buffer of the largest size. "
-            "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 rounds similar sizes to one.",
+            _FIX if worst["device"] is None else f"{_FIX} {_FIX_ON_DEVICE}",
             cost_bytes=worst["fresh_bytes"],
             confidence=0.8,
             ranks=distinct(fresh, "rank"),

@@ -9,6 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import pipeline_actions
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -18,6 +19,14 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, media
 _EVIDENCE_ROWS = 40
 _GROUP = ("window", "group", "members")
 _MAX_NAMED = 8
+_FIX_ON_DEVICE = (
+    "Run nccl-tests (all_reduce_perf) between pairs of {ranks}. Check the transport (NCCL_DEBUG=INFO), link errors "
+    "(ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA."
+)
+_FIX_ON_HOST = (
+    "Measure the network between the hosts of {ranks} (iperf3). Check the interface (GLOO_SOCKET_IFNAME), "
+    "retransmissions (nstat -az TcpRetransSegs) and other processes on the cores of these ranks."
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class SlowLink(Rule):
 
     How to fix: run nccl-tests between the ranks (all_reduce_perf -b 64M -e 1G -f 2); check NCCL_DEBUG=INFO for the
     transport (NET/Socket instead of NET/IB, no GPUDirect), link errors (ibstat, perfquery, nvidia-smi nvlink -e) and
-    NCCL_IB_HCA; exclude the node meanwhile.
+    NCCL_IB_HCA; exclude the node meanwhile. On a CPU run: iperf3 between the hosts, GLOO_SOCKET_IFNAME, nstat.
 
     Blind spots: all members of a ring see its slowest link, so one group does not identify the rank. A link that was
     always slow shows only in comparison with another group, so not in a run whose ranks all share one group. Late ranks
@@ -141,8 +150,7 @@ class SlowLink(Rule):
             self.code,
             Severity.WARNING if is_costly else Severity.INFO,
             message + ("" if to_peers else ring) + ("" if all_traced else untraced) + suspicion,
-            f"Run nccl-tests (all_reduce_perf) between pairs of {ranks}. Check the transport (NCCL_DEBUG=INFO), link "
-            "errors (ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA.",
+            (_FIX_ON_DEVICE if breakdown.is_on_device(run) else _FIX_ON_HOST).format(ranks=ranks),
             impact=min(1.0, lost_ratio),
             cost_ns=worst["extra_ns"],
             confidence=(0.8 if all_traced else 0.6) - (0.0 if to_peers else 0.1),

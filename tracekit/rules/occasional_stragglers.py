@@ -80,7 +80,7 @@ class OccasionalStraggler(Rule):
         in_steps = waits.join(own.select("window", "step"), on=["window", "step"], how="semi")
         return Finding(
             self.code,
-            Severity.WARNING if has_more_ops or _on_device(run) else Severity.INFO,
+            Severity.WARNING if has_more_ops or breakdown.is_on_device(run) else Severity.INFO,
             f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
             f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, so it may be rare; it "
             f"takes {units.duration(int(own['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time).",
@@ -95,10 +95,6 @@ class OccasionalStraggler(Rule):
             .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
             subject=name,
         )
-
-
-def _on_device(run: Run) -> bool:
-    return bool(run.table(breakdown.by_step)["device"].is_not_null().any())
 
 
 def _work(event: dict[str, Any]) -> str:

@@ -121,7 +121,7 @@ class OutlierStep(Rule):
         events = run.run_table(outlier_steps.outlier_steps).filter(~is_cold())
         of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
-            on_device = self._on_device(run)
+            on_device = breakdown.is_on_device(run)
             # A replay shows what a stall costs with others in the same step; the step's length shows only the sum.
             cost = "stall_ns" if on_device else "lost_ns"
             cost_ns, window_ns = int(own[cost].sum()), int(own.unique("window")["window_ns"].sum())
@@ -139,13 +139,10 @@ class OutlierStep(Rule):
         """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
         if event["cause"] != host_stalls.OTHER:
             return True
-        if not self._on_device(run):
+        if not breakdown.is_on_device(run):
             return bool(event["steps"] > _PAIR and event["detail"] == host_state.PYTHON)
         is_part = event["stall_ns"] <= self.max_alone_ratio * event["window_ns"]
         return event["reference_ns"] is not None or bool(is_part)
-
-    def _on_device(self, run: Run) -> bool:
-        return bool(run.table(breakdown.by_step)["device"].is_not_null().any())
 
     def _severity(self, event: dict[str, Any]) -> Severity:
         is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
@@ -175,7 +172,7 @@ class OutlierStep(Rule):
             evidence=_evidence(run, own),
             # After the last work there is nothing that a replay could show.
             what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio)
-            if self._on_device(run) and not event["is_last"]
+            if breakdown.is_on_device(run) and not event["is_last"]
             else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
         )

@@ -80,7 +80,7 @@ class StalledCollective(Rule):
             step_ns = longest["reference_ns"] or longest["window_ns"]
             if step_ns is None:  # no step has work, so nothing is known of how long one takes
                 continue
-            least_ns = step_ns * (self.min_step_ratio if _on_device(run) else self.min_cpu_step_ratio)
+            least_ns = step_ns * (self.min_step_ratio if breakdown.is_on_device(run) else self.min_cpu_step_ratio)
             if longest["lost_ns"] < least_ns / 2:
                 continue
             ratio = _lost_ratio(own)
@@ -137,10 +137,6 @@ def _subject(event: dict[str, Any]) -> str:
     if event["silent_ranks"]:
         return f"ranks {units.ranges(event['silent_ranks'])}"
     return "" if event["is_whole"] else "untraced ranks"
-
-
-def _on_device(run: Run) -> bool:
-    return bool(run.table(breakdown.by_step)["device"].is_not_null().any())
 
 
 def _lost_ratio(own: pl.DataFrame) -> float:

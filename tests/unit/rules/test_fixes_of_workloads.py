@@ -6,16 +6,19 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces
-from tests.support.rule_examples import late_launch_run
+from tests.support.rule_examples import EXAMPLES, late_launch_run
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
+from tracekit.model.run import Run
 from tracekit.rules import collective_batching, communication_fixes
+from tracekit.rules.allocation_churn import ChangingSizes
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
+from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import PeakOwner
-from tracekit.rules.rule import Severity
+from tracekit.rules.rule import Rule, Severity
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
 
@@ -149,3 +152,30 @@ def test_one_pause_in_a_recording_without_steps_is_information():
     (found,) = check(often, [LateLaunch()]).findings
     assert found.severity == Severity.WARNING
     assert "One pause" not in found.message
+
+
+def _on_the_host(run: Run) -> Run:
+    """Return the run as one whose streams are threads of the host."""
+    no_device = [pl.lit(None, pl.Int64).alias(name) for name in ("device", "stream")]
+    return drawn_traces.run(
+        *(
+            trace.replaced(
+                lanes=trace.lanes.with_columns(no_device),
+                steps=trace.steps.with_columns(no_device[0]),
+                allocations=trace.allocations.with_columns(no_device[0]),
+            )
+            for trace in run.traces()
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_device", "of_host"),
+    [(SlowLink(), "nccl-tests", "iperf3"), (ChangingSizes(), "PYTORCH_CUDA_ALLOC_CONF", "Pad or bucket")],
+)
+def test_a_fix_for_the_host_names_no_tool_of_gpus(rule: Rule, of_device: str, of_host: str) -> None:
+    run = EXAMPLES[rule.code].fires()
+    (on_device, *_), (on_host, *_) = ([found.fix for found in rule.check(each)] for each in (run, _on_the_host(run)))
+    assert of_device in on_device
+    assert of_host in on_host
+    assert of_device not in on_host

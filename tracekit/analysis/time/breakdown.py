@@ -9,6 +9,7 @@ from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 
@@ -98,6 +99,11 @@ def lane_devices(trace: Trace) -> tuple[int, ...]:
 
 
 @memoize
+def is_on_device(run: Run) -> bool:
+    """Return whether any rank of a run did work on a device; False for CPU runs."""
+    return bool(run.table(by_step)["device"].is_not_null().any())
+
+
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
     lanes = [lane for lane, its in _device_of(trace).items() if its == device]
