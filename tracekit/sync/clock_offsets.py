@@ -346,23 +346,14 @@ def _number_between(
 
     Before the first mark and after the last, numbers count from the mark, since one trace can begin or end earlier.
     """
-    gap, marks = pl.col("gap"), int(mark.sum())
     index, count = pl.int_range(pl.len()).over("kind", "gap"), pl.len().over("kind", "gap").cast(pl.Int64)
-    is_before, is_after = (gap == 0) & (marks > 0), (gap == marks) & (marks > 0)
     return (
         pl.DataFrame({"kind": kind, "start": start, "mark": mark, "chosen": chosen})
         .with_row_index(name)
         .sort("start", name)
         .with_columns(gap=pl.col("mark").cum_sum())
         .filter("chosen")
-        .with_columns(index.alias("index"), count.alias("n"))
-        .select(
-            name,
-            "kind",
-            "gap",
-            pl.when(is_before).then(pl.col("index") - pl.col("n")).otherwise("index").alias("i"),
-            pl.when(is_before | is_after).then(0).otherwise("n").alias("n"),
-        )
+        .select(name, "kind", "gap", index.alias("i"), count.alias("n"))
     )
 
 

@@ -266,7 +266,7 @@ def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_an
 BROADCASTS_US = {0: [(0, 100), (100, 8_000), (8_000, 8_050)], 1: [(0, 4_000), (4_000, 4_100), (4_100, 8_010)]}
 
 
-@pytest.mark.parametrize("first", [0, 4, 6])
+@pytest.mark.parametrize("first", [0, 4])
 def test_broadcasts_of_one_size_from_different_roots_are_matched_by_their_order(first):
     job = Job({"world": (0, 1)})
     for step in range(6):
