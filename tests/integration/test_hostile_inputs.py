@@ -84,6 +84,18 @@ def test_a_size_in_a_trace_may_be_beyond_all_memory(tmp_path, name, number):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("number", [1 << 63, 1 << 200])
+@pytest.mark.parametrize("key", ["rank", "window", "steps"])
+def test_a_number_beyond_64_bits_in_a_saved_report_is_refused(tmp_path, key, number):
+    report = json.loads(cli_runner.tracekit("check", "--sample", "--format", "json").stdout)
+    series = report["samples"][0]
+    series[key] = [number] * len(series["steps"]) if key == "steps" else number
+    (tmp_path / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    done = cli_runner.tracekit("history", "add", tmp_path / "report.json", "--db", tmp_path / "runs.duckdb")
+    assert done.returncode == 2
+    assert "report.json: is not a complete report" in cli_runner.only_line(done)
+
+
 def test_names_are_ordered_by_numbers_of_any_length():
     names = ["rank" + "9" * 5000, "rank10", "rank0009", "rank1", "a", "rank", "10"]
     assert sorted(names, key=files.natural_key) == [

@@ -181,7 +181,7 @@ def report_errors(path: Path) -> Iterator[None]:
     """Raise InputError where reading a saved report fails because a part of it is missing."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ValueError, pl.exceptions.PolarsError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
         raise InputError(f"{path}: is not a complete report ({type(error).__name__}: {error}); save it again") from None
 
 
