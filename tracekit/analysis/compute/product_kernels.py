@@ -113,7 +113,10 @@ _INPUTS = ["op", "shapes", "strides", "element_bytes"]
 @memoize
 def with_calls(trace: Trace) -> pl.DataFrame:
     """Return the compute with the product call that each kernel is of: op, its inputs, work and roofline, if known."""
-    activities = trace.activities.rename({"id": "activity_id"}).join(trace.lanes.select("lane", "device"), on="lane")
+    devices_of_lanes = trace.lanes.select("lane", "device").unique("lane", keep="first", maintain_order=True)
+    activities = trace.activities.rename({"id": "activity_id"}).join(
+        devices_of_lanes, on="lane", how="left", maintain_order="left"
+    )
     ids = flops.counted(trace).drop_nulls("flops")["id"]
     row = pl.Series("row", flops.counted_op_of_activities(trace, ids))
     of_call = trace.ops.select("id", "name", "shapes", "strides").rename({"name": "op"})
