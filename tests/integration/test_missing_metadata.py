@@ -108,7 +108,7 @@ def test_tensor_parallelism_is_found_without_process_groups(tmp_path):
     assert found["TP002"].ranks == (0, 1, 2, 3)
 
 
-def test_tensor_parallelism_is_found_beside_fsdp_without_process_groups(tmp_path):
+def test_tensor_parallelism_with_fsdp_is_found_without_process_groups(tmp_path):
     run = without(RECORDINGS / "torchtitan_1f1b_tp2", tmp_path, no_distributed_info)
     by_op = axis_communication.calls(run).group_by("axis").agg(pl.col("op").unique())
     ops = {axis: set(of) for axis, of in by_op.rows()}

@@ -203,7 +203,7 @@ def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
 
 
 def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):
-    # The hosts stall for 7 ms in each of three steps, two of which save: what they do besides is not part of the save.
+    # The hosts stall for 7 ms in each of three steps, two of which save; other work there is not part of the save.
     job = recorded_jobs.job(FOLDER.parent / "merged_ddp_mi300_4ranks")
     injected_faults.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
     found = costs(perturbed.checked(job, tmp_path).findings)

@@ -312,7 +312,7 @@ def test_two_stages_that_call_the_same_collectives_apart_are_not_one_group(seed)
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("seed", [0, 2, 4])
-def test_groups_of_one_name_whose_members_no_trace_lists_are_told_apart(seed, size):
+def test_groups_of_one_name_whose_members_no_trace_lists_are_matched_separately(seed, size):
     job = mesh(12, seed)
     if size == 4:
         job.done = [call for call in job.done if call.group == "world"]
@@ -331,7 +331,7 @@ def test_groups_of_one_name_whose_members_no_trace_lists_are_told_apart(seed, si
     assert matched.group_by("instance").len()["len"].unique().to_list() == [size]
 
 
-def test_more_ranks_than_a_group_has_are_not_matched_where_their_calls_do_not_tell_them_apart():
+def test_more_ranks_than_a_group_has_are_not_matched_where_calls_do_not_distinguish_the_groups():
     job = Job({"tp0": (0, 1), "tp1": (2, 3)})
     for step in range(6):
         for group in ("tp0", "tp1"):

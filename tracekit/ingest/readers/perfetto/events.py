@@ -16,7 +16,6 @@ from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags
 _OPEN = -1
 _MOST_TIME = 1 << 62
 _MOST_INTEGER = 1 << 53  # in a list
-SCALARS = (F.BOOL, F.UINT, F.INT, F.DOUBLE, F.POINTER, F.TEXT, F.TEXT_IID, F.JSON)
 
 
 @dataclass(frozen=True, eq=False)

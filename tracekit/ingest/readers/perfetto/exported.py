@@ -38,7 +38,6 @@ class TraceFacts:
     sequence: int
     offset_ns: int
     step: int | None
-    has_drift: bool
     first_ns: int
     header: Mapping[str, Any]
     process: str | None
@@ -107,9 +106,7 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
     """Return what an export states of its traces and of the run."""
     rows = Rows(events, tuple(map(category, (F.TRACE_ROW, F.HEADER_ROWS, F.RUN_ROW, F.RUN_ISSUES, "lanes"))))
     whole = pl.Int64()
-    stated = rows.table(
-        F.TRACE_ROW, {"rank": whole, "window": whole, "offset_ns": whole, "step": whole, "drift": pl.Float64()}
-    )
+    stated = rows.table(F.TRACE_ROW, {"rank": whole, "window": whole, "offset_ns": whole, "step": whole})
     header = rows.table(F.HEADER_ROWS, {"key": pl.String(), "value": pl.String()})
     lanes = rows.table("lanes", {"pid": pl.String(), "lane": whole})
     manifest = rows.table(F.RUN_ROW, {"manifest": pl.String()})["manifest"].to_list()
@@ -123,7 +120,6 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
             sequence=row["sequence"],
             offset_ns=row["offset_ns"] or 0,
             step=row["step"],
-            has_drift=bool(row["drift"]),
             first_ns=first_at[row["sequence"]] - (row["offset_ns"] or 0),
             header=_parsed(header.filter(pl.col("sequence") == row["sequence"])),
             process=next(iter(lanes.filter(pl.col("sequence") == row["sequence"])["pid"].drop_nulls()), None),
