@@ -72,11 +72,12 @@ class PipelineBubble(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the median step loses enough."""
-        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+        passes = _passes(run)
+        if passes.is_empty():
             return
         links_ns = int(run.run_table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
         gathers_ns = int(run.run_table(sharded_micro_batches.passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
-        worst = median_row(_passes(run), "lost_ratio", "duration_ns")
+        worst = median_row(passes, "lost_ratio", "duration_ns")
         lost_ns = max(0, worst["lost_ns"] - links_ns - gathers_ns)
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
             return
@@ -97,7 +98,7 @@ class PipelineBubble(Rule):
             cost_ns=lost_ns,
             confidence=0.7,
             ranks=distinct(_rows_of(run, worst), "rank"),
-            steps=distinct(_passes(run), "step"),
+            steps=distinct(passes, "step"),
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
         )
@@ -228,9 +229,10 @@ class FewMicroBatches(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the schedule's own bubble is above the threshold."""
-        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+        passes = _passes(run)
+        if passes.is_empty():
             return
-        worst = median_row(_passes(run), "even_ratio", "duration_ns")
+        worst = median_row(passes, "even_ratio", "duration_ns")
         p, v, m = worst["pipeline_ranks"], worst["stages_per_rank"], worst["micro_batches"]
         if m == 1 and "steps_from_repetition" in run.table(trace_quality.data_quality)["kind"]:
             return  # what repeats is the micro-batch, not the step
@@ -254,7 +256,7 @@ class FewMicroBatches(Rule):
             cost_ns=cost_ns,
             confidence=0.8,
             ranks=distinct(_rows_of(run, worst), "rank"),
-            steps=distinct(_passes(run), "step"),
+            steps=distinct(passes, "step"),
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
         )
@@ -282,7 +284,10 @@ def _memory(ranks: int, stages: int) -> float:
 
 
 def _passes(run: Run) -> pl.DataFrame:
-    """Return one row per pass of a pipeline: its time, means over ranks of the bubble, and what the schedule allows."""
+    """Return one row per pass of a pipeline: its time, means over ranks of the bubble, and what the schedule allows.
+
+    A pass whose recorded actions contradict each other (an order in which none could start) has no row.
+    """
     rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
     cases = (
         run.run_table(pipeline_bubbles.schedule_cases)
