@@ -297,7 +297,10 @@ INPUTS = {
     "Input Dims": [[8, 16], [16, 4], []], "Input type": ["float", "float", "Scalar"],
     "Input Strides": [[16, 1], [4, 1], []], "Concrete Inputs": ["", "", "1"],
 }  # fmt: skip
-OPS = ("aten::mm", "aten::add", "aten::convolution", "aten::copy_", "aten::native_layer_norm", "aten::_foreach_add_")
+OPS = (
+    "aten::mm", "aten::add", "aten::convolution", "aten::copy_", "aten::fill_", "aten::sum", "aten::embedding",
+    "aten::cat", "aten::native_layer_norm", "aten::_foreach_add_",
+)  # fmt: skip
 OTHER_VALUES = [None, -1, 0, 1 << 62, 1 << 63, 10**40, 10**400, 1e308, "x", [], [[]], {}, [[["a"]]], True]
 
 

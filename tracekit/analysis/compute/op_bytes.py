@@ -52,9 +52,9 @@ def moved_bytes(name: str, given: Inputs) -> int | None:
         return None
     try:
         moved = formula(given)
+        return None if moved is None or not 0 <= moved <= op_inputs.MAX_BYTES else moved
     except op_inputs.OTHER_INPUTS:
         return None
-    return None if moved is None or moved > op_inputs.MAX_BYTES else moved
 
 
 class Flow(NamedTuple):

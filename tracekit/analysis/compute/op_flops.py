@@ -55,10 +55,10 @@ def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputSh
         counted = formula(dims, values)
         if counted is None and outputs and name in _CONVOLUTIONS:
             counted = _convolution_to(outputs.get((json.dumps(dims[0]), json.dumps(dims[1]))), dims)
+        # NaN is in no range.
+        return counted if counted is not None and all(0 <= number <= _MAX_WORK for number in counted) else None
     except op_inputs.OTHER_INPUTS:
         return None
-    # NaN is in no range.
-    return counted if counted is not None and all(0 <= number <= _MAX_WORK for number in counted) else None
 
 
 @functools.lru_cache(maxsize=10_000)  # ranks of a run have mostly the same names

@@ -145,6 +145,8 @@ def _input(dims: Any, dtype: str, steps: Any, list_dtype: str | None) -> Tensor 
 
 def _tensor(shape: list[int], dtype: str, steps: Any) -> Tensor:
     element_bytes(dtype)
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError("a shape that is no list of integers")
     stored = math.prod(shape)
     if isinstance(steps, list) and len(steps) == len(shape):
         stored = math.prod(size for size, step in zip(shape, steps, strict=True) if step != 0 or size == 0)

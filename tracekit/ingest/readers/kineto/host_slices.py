@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,11 +99,11 @@ class Host:
 
     def _inputs(self) -> dict[str, pl.Series]:
         """Return the columns that describe the inputs of each slice, as JSON."""
-        texts = functools.cache(_plain)
-        parts = zip(("shapes", "dtypes", "arguments", "strides"), zip(*self.inputs, strict=True), strict=True)
+        texts, sizes = functools.cache(_plain), functools.cache(_sizes)
+        read = {"shapes": sizes, "dtypes": texts, "arguments": texts, "strides": sizes}
         return {
-            name: pl.Series([texts(raw) for raw in raws], dtype=pl.String).gather(self.called_with)
-            for name, raws in parts
+            name: pl.Series([text(raw) for raw in raws], dtype=pl.String).gather(self.called_with)
+            for (name, text), raws in zip(read.items(), zip(*self.inputs, strict=True), strict=True)
         }
 
     def _at(self, which: Ints, ids: Ints, otherwise: Ints | None) -> Ints:
@@ -191,6 +192,15 @@ def _plain(raw: bytes) -> str | None:
         return json.dumps(untrusted_json.parse(raw.decode("utf-8", "replace"))) if raw else None
     except ValueError:
         return None
+
+
+_SIZES = re.compile(r"\[(?:[\[\], ]|\b\d{1,18}\b)*\]")
+
+
+def _sizes(raw: bytes) -> str | None:
+    """Return shapes or strides as `_plain` does; None where a size is no integer of at most 18 digits."""
+    text = _plain(raw)
+    return text if text is not None and _SIZES.fullmatch(text) else None
 
 
 def _phase(names_info: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
