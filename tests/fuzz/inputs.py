@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.fuzz import mutations, structures
+from tests.fuzz import mutations, recordings, structures
 from tests.support import kineto_files
 from tests.support.cli_runner import ROOT
 from tests.support.sample_snapshots import MIB, Simulation, frame
@@ -106,6 +106,8 @@ def drawn(kind: str, seed: int) -> Input:
 def made(kind: str, seed: int, random: Random) -> Input:
     """Return the input of a kind that the numbers of `random` lead to."""
     command, make = KINDS[kind]
+    if kind == RECORDED_RUN:
+        command = random.choice((CHECK, CHECK, *_OTHER_COMMANDS.values()))
     return Input(kind, seed, command, make(random))
 
 
@@ -347,12 +349,12 @@ def _dumps(random: Random) -> Files:
 RECORDINGS = ROOT / "tests" / "recordings"
 
 
-def _recorded(folder: str, names: str) -> dict[str, bytes]:
+def _files_of(folder: str, names: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((RECORDINGS / folder).glob(names))}
 
 
 def _execution_traces(random: Random) -> Files:
-    files = _recorded("execution_traces/without_shapes", "rank0*")
+    files = _files_of("execution_traces/without_shapes", "rank0*")
     name = "rank0.et.json.gz"
     text = gzip.decompress(files[name])
     if random.random() < 0.5:
@@ -366,7 +368,7 @@ def _execution_traces(random: Random) -> Files:
 
 
 def _io_logs(random: Random) -> Files:
-    files = {**_recorded("dftracer", "rank00000.*"), **_recorded("dftracer", "*.pfw.gz")}
+    files = {**_files_of("dftracer", "rank00000.*"), **_files_of("dftracer", "*.pfw.gz")}
     name = random.choice([name for name in files if name.endswith(".pfw.gz")])
     recorded = gzip.decompress(files[name]).splitlines()
     lines = list(recorded)
@@ -441,7 +443,7 @@ def _nsight(random: Random) -> Files:
 
 
 def _checkpoints(random: Random) -> Files:
-    files = _recorded("distributed_checkpoint", "*")
+    files = _files_of("distributed_checkpoint", "*")
     draw = random.random()
     if draw < 0.4:
         files[".metadata"] = structures.pickled(files[".metadata"], random)
@@ -541,9 +543,11 @@ _OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
     "page": ("export", FOLDER, "--format", "html", "-o", f"{FOLDER}/out.html", "--no-cache"),
     "memory": ("memory", FOLDER, *_JSON),
 }
+RECORDED_RUN = "recorded run"
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Random], Files]]] = {
     "trace": (CHECK, _traces),
     "merged trace": (CHECK, _merged),
+    RECORDED_RUN: (CHECK, recordings.changed),
     "packed trace": (CHECK, _packed),
     "archive": (CHECK, _archives),
     "Perfetto trace": (CHECK, _perfetto),

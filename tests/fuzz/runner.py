@@ -23,6 +23,7 @@ _KNOWN_CODES = (0, 1, 2, 4)
 class Failure:
     """One input that was not handled: an internal error, a signal, too much time or memory, output that is no JSON.
 
+    The reason "contradiction" is a report that contradicts itself (`contradictions`).
     The reason "library" is an exception of the library that is no TracekitError, or events lost without a finding.
     """
 
@@ -99,6 +100,7 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
         "output is no JSON": not result["is_json"],
         f"more than {cpu_s} s of CPU time": float(str(result["cpu_s"])) > cpu_s,
         f"more than {MAX_GROWTH_MIB} MiB": int(str(result["grown_mib"])) > MAX_GROWTH_MIB,
+        "contradiction": bool(result["contradiction"]),
         "library": bool(result["library"]),
     }
     reason = next((reason for reason, is_so in reasons.items() if is_so), None)
@@ -108,7 +110,7 @@ def judged(result: dict[str, object], cpu_s: int = CPU_S) -> Failure | None:
         str(result["kind"]),
         int(str(result["seed"])),
         reason,
-        str(result["raised"] or result["library"] or result["stderr"]),
+        str(result["raised"] or result["contradiction"] or result["library"] or result["stderr"]),
     )
 
 

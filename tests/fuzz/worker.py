@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz import inputs, library
+from tests.fuzz import contradictions, inputs, library
 from tests.support import cli_runner
 
 _MAX_ERROR = 400
@@ -54,13 +54,16 @@ def run(made: inputs.Input, limit_s: int) -> dict[str, object]:
         except BaseException as error:  # noqa: BLE001  whatever a command raises is a result
             raised, done = f"{type(error).__name__}: {error}"[:_MAX_ERROR], None
         ended_s, after_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        is_json = done is None or done.returncode not in (0, 1) or _is_json(done.stdout, made.command)
+        is_report = done is not None and done.returncode in (0, 1) and is_json and made.command[0] == "check"
         return {
             "kind": made.kind,
             "seed": made.seed,
             "code": None if done is None else done.returncode,
             "raised": raised,
             "stderr": "" if done is None else done.stderr.replace(folder, "DIR")[-_MAX_ERROR:],
-            "is_json": done is None or done.returncode not in (0, 1) or _is_json(done.stdout, made.command),
+            "is_json": is_json,
+            "contradiction": contradictions.of_report(json.loads(done.stdout)) if done and is_report else "",
             "cpu_s": round(ended_s - began_s, 2),
             "grown_mib": (after_kib - before_kib) // 1024,
             "library": _library(made, folder, limit_s),

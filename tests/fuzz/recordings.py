@@ -1,0 +1,175 @@
+"""Changes of recorded runs, drawn from a random generator: values of a key in many events, missing events and ranks."""
+
+import copy
+import functools
+import gzip
+import json
+from collections.abc import Mapping
+from random import Random
+from typing import Any, TypeAlias
+
+from tests.fuzz import mutations
+from tests.support.cli_runner import ROOT
+
+FOLDERS = (
+    "sample_traces/faults/churn", "sample_traces/faults/dataloader", "sample_traces/faults/gil-save",
+    "sample_traces/faults/healthy-ddp", "sample_traces/faults/host-sync", "sample_traces/faults/no-prefetch",
+    "sample_traces/faults/slow-rank", "sample_traces/faults/small-tensors", "sample_traces/gpu/cuda-graphs",
+    "tests/recordings/deepspeed_pipeline", "tests/recordings/dtensor_tp", "tests/recordings/dtensor_tp_fsdp2",
+    "tests/recordings/megatron_interleaved", "tests/recordings/megatron_tp2_pp2", "tests/recordings/foreign",
+)  # fmt: skip
+"""Recordings of different strategies and faults that `check` reads in about a second."""
+
+Event: TypeAlias = dict[str, Any]
+Place: TypeAlias = tuple[Event, str]
+"""An event, or its arguments, and a key in it."""
+_NUMBERS = (0, 1, -1, 1 << 31, 1 << 40, 1 << 53)
+_TEXTS = ("", "0", "[0, 1]", "[1]", "[3, 2, 1, 0]", "x" * 300)
+_SHARES = (0.0, 0.02, 0.3, 1.0)
+_FACTORS = (1000, 0.001, 2, 1e6, 1e-6, -1)
+_SHIFTS_US = (1e3, 1e6, 1e9, -1e6, 1e15, 0.5)
+
+
+def changed(random: Random) -> dict[str, bytes]:
+    """Return the files of a recorded run, a few of which are changed, missing, or stand for another rank."""
+    files = dict(_recorded(random.choice(FOLDERS)))
+    traces = [name for name, content in files.items() if _is_trace(content)]
+    if len(traces) > 1 and random.random() < 0.15:
+        del files[traces.pop(random.randrange(len(traces)))]
+    if len(traces) > 1 and random.random() < 0.1:
+        first, second = random.sample(traces, 2)
+        both = files[first], files[second]
+        files[first], files[second] = random.choice(((both[0], both[0]), both[::-1]))
+    for name, content in files.items():
+        if name in traces and random.random() < 0.6:
+            files[name] = _changed_trace(content, random)
+        elif not isinstance(content, bytes) and name not in traces and random.random() < 0.2:
+            files[name] = mutations.value(content, random)
+    return {
+        name: content if isinstance(content, bytes) else json.dumps(content).encode("utf-8", "surrogatepass")
+        for name, content in files.items()
+    }
+
+
+@functools.cache
+def _recorded(folder: str) -> Mapping[str, Any]:
+    """Return the files of a folder by name: JSON as a document, all others as bytes."""
+    files: dict[str, Any] = {}
+    for path in sorted(path for path in (ROOT / folder).iterdir() if path.is_file()):
+        data = path.read_bytes()
+        text = gzip.decompress(data) if path.name.endswith(".json.gz") else data
+        name = path.name.removesuffix(".gz") if text is not data else path.name
+        files[name] = json.loads(text) if name.endswith(".json") else data
+    return files
+
+
+def _is_trace(content: Any) -> bool:
+    return isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
+
+
+def _changed_trace(trace: dict[str, Any], random: Random) -> dict[str, Any]:
+    events: list[Event] = copy.deepcopy(trace["traceEvents"])
+    for _ in range(random.choice((1, 1, 2, 4))):
+        if events:
+            change = (
+                _values if random.random() < 0.6 else random.choice((_without_a_kind, _cut, _thinned, _twice, _shifted))
+            )
+            events = change(events, random)
+    header = {name: value for name, value in trace.items() if name != "traceEvents"}
+    if header and random.random() < 0.25:
+        header = mutations.value(header, random)
+    return {**header, "traceEvents": events}
+
+
+def _values(events: list[Event], random: Random) -> list[Event]:
+    """Change the value of one key in one event or many: of all categories, or of one."""
+    chosen = random.choice(events)
+    keys = [(None, key) for key in chosen if key != "args"] + [("args", key) for key in chosen.get("args") or ()]
+    holder, key = random.choice(keys)
+    is_of_category = random.random() < 0.5
+    places: list[Place] = []
+    for event in events:
+        holding = event if holder is None else event.get(holder)
+        is_chosen = not is_of_category or event.get("cat") == chosen.get("cat")
+        if is_chosen and isinstance(holding, dict) and key in holding:
+            places.append((holding, key))
+    share = random.choice(_SHARES)
+    places = [place for place in places if random.random() < share] or [random.choice(places)]
+    random.choice((_any_values, _one_value, _shuffled, _scaled, _removed, _digits))(places, random)
+    return events
+
+
+def _any_values(places: list[Place], random: Random) -> None:
+    for holding, key in places:
+        holding[key] = copy.deepcopy(random.choice(mutations.VALUES))
+
+
+def _one_value(places: list[Place], random: Random) -> None:
+    value = random.choice((*mutations.VALUES, *_NUMBERS, *_TEXTS))
+    for holding, key in places:
+        holding[key] = copy.deepcopy(value)
+
+
+def _shuffled(places: list[Place], random: Random) -> None:
+    values = [holding[key] for holding, key in places]
+    random.shuffle(values)
+    for (holding, key), value in zip(places, values, strict=True):
+        holding[key] = value
+
+
+def _scaled(places: list[Place], random: Random) -> None:
+    factor = random.choice(_FACTORS)
+    for holding, key in places:
+        value = holding[key]
+        holding[key] = value * factor if type(value) in (int, float) else str(value) * 2
+
+
+def _removed(places: list[Place], random: Random) -> None:
+    for holding, key in places:
+        del holding[key]
+
+
+def _digits(places: list[Place], random: Random) -> None:
+    for holding, key in places:
+        value = holding[key]
+        if isinstance(value, str) and any(map(str.isdecimal, value)):
+            holding[key] = mutations.digits(value, random)
+
+
+def _without_a_kind(events: list[Event], random: Random) -> list[Event]:
+    chosen, key = random.choice(events), random.choice(("cat", "name", "tid", "ph"))
+    return [event for event in events if event.get(key) != chosen.get(key)]
+
+
+def _cut(events: list[Event], random: Random) -> list[Event]:
+    """Remove what starts before, or after, a moment."""
+    times = [event["ts"] for event in events if type(event.get("ts")) in (int, float)]
+    if not times:
+        return events
+    at_us, is_later_kept = random.choice(times), random.random() < 0.5
+    return [
+        event
+        for event in events
+        if event.get("ph") == "M"
+        or type(event.get("ts")) not in (int, float)
+        or (event["ts"] >= at_us) is is_later_kept
+    ]
+
+
+def _thinned(events: list[Event], random: Random) -> list[Event]:
+    share = random.random() / 2
+    return [event for event in events if random.random() >= share]
+
+
+def _twice(events: list[Event], random: Random) -> list[Event]:
+    name = random.choice(events).get("name")
+    return [*events, *(copy.deepcopy(event) for event in events if event.get("name") == name)]
+
+
+def _shifted(events: list[Event], random: Random) -> list[Event]:
+    """Shift the clock of a rank."""
+    shift_us = random.choice(_SHIFTS_US)
+    for event in events:
+        if event.get("ph") != "M" and type(event.get("ts")) in (int, float):
+            event["ts"] += shift_us
+    return events
