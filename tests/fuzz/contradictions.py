@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _NO_NUMBER = re.compile(
-    r"\bnan\b|\binf\b|(?<!hook\()\bNone\b|(?<![\w-]) -\d[\d.]* (?:ns|µs|ms|s|B|KiB|MiB|GiB|GB)\b|-\d[\d.]*%|\de\+\d"
+    r"\bnan\b|\binf\b|(?<!hook\()\bNone\b|(?<!\d) -\d[\d.]* (?:ns|µs|ms|s|B|KiB|MiB|GiB|GB)\b|-\d[\d.]*%|\de\+\d"
 )
 """In a message: a number that is none, a size, time or share below zero, a number in scientific notation.
 
