@@ -194,13 +194,13 @@ def _plain(raw: bytes) -> str | None:
         return None
 
 
-_SIZES = re.compile(r"\[(?:[\[\], ]|\b\d{1,18}\b)*\]")
+_SIZES, _TOO_LARGE = re.compile(r"\[[\[\], 0-9]*\]"), re.compile(r"[0-9]{19}")
 
 
 def _sizes(raw: bytes) -> str | None:
     """Return shapes or strides as `_plain` does; None where a size is no integer of at most 18 digits."""
     text = _plain(raw)
-    return text if text is not None and _SIZES.fullmatch(text) else None
+    return text if text is not None and _SIZES.fullmatch(text) and not _TOO_LARGE.search(text) else None
 
 
 def _phase(names_info: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
