@@ -93,6 +93,8 @@ def _values(events: list[Event], random: Random) -> list[Event]:
         is_chosen = not is_of_category or event.get("cat") == chosen.get("cat")
         if is_chosen and isinstance(holding, dict) and key in holding:
             places.append((holding, key))
+    if not places:  # of a category that is NaN
+        return events
     share = random.choice(_SHARES)
     places = [place for place in places if random.random() < share] or [random.choice(places)]
     random.choice((_any_values, _one_value, _shuffled, _scaled, _removed, _digits))(places, random)
