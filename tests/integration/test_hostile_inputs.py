@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import pickle
+import re
 import zipfile
 
 import pytest
@@ -65,6 +66,21 @@ def test_a_number_in_a_name_may_be_beyond_all_types(tmp_path, number):
     for command in (("check", "--format", "json", "--fail-on", "never"), ("summary",), ("critical-path",)):
         done = cli_runner.tracekit(command[0], tmp_path, *command[1:], "--no-cache")
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [1_200_000_000, 1 << 58])
+def test_steps_of_a_training_may_have_any_number(tmp_path, number):
+    for path in sorted((cli_runner.ROOT / "sample_traces" / "faults" / "healthy-ddp").glob("*.json.gz")):
+        text = re.sub(
+            r'"ProfilerStep#(\d+)"',
+            lambda found: f'"ProfilerStep#{number + int(found[1])}"',
+            gzip.decompress(path.read_bytes()).decode(),
+        )
+        assert f"#{number}"[:5] in text
+        (tmp_path / path.name.removesuffix(".gz")).write_text(text, encoding="utf-8")
+    done = cli_runner.tracekit("check", tmp_path, "--format", "json", "--no-cache", "--fail-on", "never")
+    assert done.returncode == 0, done.stderr
+    assert {row["step"] for row in json.loads(done.stdout)["summary"]} == {number + 3, number + 4, None}
 
 
 @pytest.mark.parametrize("number", [(1 << 63) - 1, -(1 << 63), 1 << 62, str((1 << 63) - 1)])

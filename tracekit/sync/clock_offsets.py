@@ -260,7 +260,9 @@ def _nearest(calls: RankCalls, instances: Instances, offset_ns: int, tolerance_n
     """
     ends = calls.end + offset_ns
     low, high = min(ends.min(), instances.end_time.min()), max(ends.max(), instances.end_time.max())
-    apart_ns = 2 * (high - low + tolerance_ns) + 1  # separates the kinds, so that one search covers all of them
+    apart_ns = 2 * (int(high) - int(low) + tolerance_ns) + 1  # separates the kinds, so that one search covers all
+    if (int(max(calls.kind.max(), instances.kind.max())) + 1) * apart_ns >= 1 << 62:
+        return np.full(len(ends), UNKNOWN, np.int64)  # years apart
     a, b = calls.kind * apart_ns + ends - low, instances.kind * apart_ns + instances.end_time - low
     a_order, b_order = np.argsort(a, kind="stable"), np.argsort(b, kind="stable")
     there, lead = _closest(b[b_order], a)

@@ -224,6 +224,16 @@ def test_collectives_of_a_cpu_run_wait_for_compute():
     ]
 
 
+@pytest.mark.parametrize("scale_ns", [1 << 20, 1 << 55])
+def test_gaps_may_last_for_years(scale_ns):
+    """GIVEN short gaps and one that is so long that their number times its length exceeds an int64, THEN all count."""
+    comm = "x." * 20 + "." * 30 + "x"
+    trace = drawn_traces.trace(f"step {'0' * len(comm)}\ncomm {comm}", scale_ns=scale_ns)
+    found = gap_causes(trace)
+    assert (found["dur_ns"] // scale_ns).to_list() == [1] * 19 + [31]
+    assert set(found["cause"]) == {"unknown"}
+
+
 def test_a_trace_without_collectives_has_no_communication_gaps():
     trace = drawn_traces.trace("step 0000\ncompute aa.b")
     assert communication_gaps(trace).is_empty()

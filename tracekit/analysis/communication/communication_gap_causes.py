@@ -139,13 +139,12 @@ class ActivitySpans:
 
 @dataclass(frozen=True)
 class _Items:
-    """The work that must run in order before a gap ends: preparation, then the collective. By gap and start.
+    """The work that must run in order before a gap ends: preparation, then the collective. By start.
 
     `producer_end_ns` is the end of the work that an item waited for, as far as is known; `near`: the item started right
     after it.
     """
 
-    gap: Ints
     start_ns: Ints
     launched_ns: Ints
     producer_end_ns: Ints
@@ -204,7 +203,7 @@ class _Splitter:
         gap, start, launched = gap[order], start[order], launched[order]
         end = self._producer_end(start, launched)
         near = (end >= launched) & (start - end <= NEAR_NS)
-        return _Items(gap, start, launched, end, near, self._reduces()[gap])
+        return _Items(start, launched, end, near, self._reduces()[gap])
 
     def _producer_end(self, start: Ints, launched: Ints) -> Ints:
         """Return the end of the work that ended last before each start, if it had been launched before it."""
@@ -220,10 +219,7 @@ class _Splitter:
     def _causes(self, pieces: Pieces, items: _Items) -> tuple[Labels, Ints]:
         """Return the labels and the id of the awaited work of each piece, preparation excluded."""
         at = pieces.start_ns
-        wide = int((self.gaps[:, 1] - self.gaps[:, 0]).max()) + 2
-        first_ns = self.gaps[:, 0]
-        keys = items.gap * wide + items.start_ns - first_ns[items.gap]
-        nxt = np.searchsorted(keys, pieces.of * wide + at - first_ns[pieces.of], side="right")
+        nxt = np.searchsorted(items.start_ns, at, side="right")  # gaps are disjoint, and each ends with an item
         launched, end = items.launched_ns[nxt], items.producer_end_ns[nxt]
         computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
         state = host_state.state_at(self.trace, at)

@@ -34,8 +34,8 @@ class Comparison:
 
 def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, concurrent: Flags) -> Comparison:
     """Compare samples of equal `key`: those that ran `alone` with all others; `concurrent` define the outlier fence."""
-    _, key = np.unique(key, return_inverse=True)
-    _, place = np.unique(key * (int(step.max(initial=0)) + 2) + step + 1, return_inverse=True)
+    (_, key), (steps, step) = (np.unique(values, return_inverse=True) for values in (key, step))
+    _, place = np.unique(key * len(steps) + step, return_inverse=True)
     count = int(key.max(initial=-1)) + 1
     middle = _quartiles(key, dur_ns, alone, count)[1]
     own = _quartiles(place, dur_ns, alone, int(place.max(initial=-1)) + 1)[1]

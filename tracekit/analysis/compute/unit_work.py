@@ -109,6 +109,9 @@ def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.
     origin_ns = int(spans[:, 0].min())
     # Shift each key's spans to a time range of its own, so that one union keeps them separate.
     stretch_ns = int(spans[:, 1].max()) - origin_ns + 1
+    if (int(key.max()) + 1) * stretch_ns >= 1 << 62:
+        parts = [intervals.union(spans[key == each]) for each in range(int(key.max()) + 1)]
+        return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     apart = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
     of = apart[:, 0] // stretch_ns
     return apart - (of * stretch_ns)[:, None] + origin_ns, of

@@ -103,9 +103,9 @@ def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> In
 
 def _places(*tables: pl.DataFrame) -> list[Ints]:
     """Return a number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
-    devices, steps = ([columns.filled(table[name], -1) + 1 for table in tables] for name in ("device", "step"))
-    count = max((int(step.max(initial=0)) for step in steps), default=0) + 1
-    return [device * count + step for device, step in zip(devices, steps, strict=True)]
+    both = pl.concat([table.select("device", "step") for table in tables])
+    place = columns.filled(both.select(pl.struct("device", "step").rank("dense")).to_series(), 0)
+    return np.split(place.astype(np.int64), np.cumsum([table.height for table in tables])[:-1])
 
 
 def _gradients(trace: Trace) -> pl.DataFrame:
