@@ -68,7 +68,7 @@ def test_a_number_in_a_name_may_be_beyond_all_types(tmp_path, number):
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("number", [1_200_000_000, 1 << 58])
+@pytest.mark.parametrize("number", [1_200_000_000, 10**14])
 def test_steps_of_a_training_may_have_any_number(tmp_path, number):
     for path in sorted((cli_runner.ROOT / "sample_traces" / "faults" / "healthy-ddp").glob("*.json.gz")):
         text = re.sub(
