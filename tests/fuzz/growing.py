@@ -1,12 +1,21 @@
 """Inputs that are large in one way each: `DIMENSIONS` names the ways. Not a test."""
 
+import gzip
 import json
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support import kineto_files
+from tests.support import (
+    flight_records,
+    kineto_files,
+    nsight_export,
+    perfetto_files,
+    sample_snapshots,
+    simulated_history,
+)
 
 Events = list[dict[str, Any]]
 slice_ = kineto_files.slice_
@@ -36,11 +45,32 @@ def step(number: int, at: float, dur: float, tid: int = 1) -> dict[str, Any]:
     return slice_("user_annotation", f"ProfilerStep#{number}", at, dur, tid=tid)
 
 
-def launched(i: int, at: float, name: str = "gemm", *, dur: float = 4.0, stream: int = 7, tid: int = 1, lag: float = 3.0, **args: Any) -> Events:
+def launched(
+    i: int,
+    at: float,
+    name: str = "gemm",
+    *,
+    dur: float = 4.0,
+    stream: int = 7,
+    tid: int = 1,
+    lag: float = 3.0,
+    **args: Any,
+) -> Events:
     return [
         slice_("cpu_op", "aten::mm", at, 2.5, tid=tid, **{"External id": i}),
         slice_("cuda_runtime", "cudaLaunchKernel", at + 0.5, 1, tid=tid, correlation=i),
-        slice_("kernel", name, at + lag, dur, tid=stream, device=0, stream=stream, correlation=i, **{"External id": i}, **args),
+        slice_(
+            "kernel",
+            name,
+            at + lag,
+            dur,
+            tid=stream,
+            device=0,
+            stream=stream,
+            correlation=i,
+            **{"External id": i},
+            **args,
+        ),
     ]
 
 
@@ -71,7 +101,11 @@ def ranks(folder: Path, n: int) -> None:
         events: Events = []
         for i in range(3):
             args = collective_args("0", list(range(n)), i)
-            events += [step(i, 100.0 * i, 100.0), *launched(2 * i + 1, 100.0 * i + 1), *launched(2 * i + 2, 100.0 * i + 20 , "ncclDevKernel_AllReduce_Sum", dur=50, stream=8, **args)]
+            events += [
+                step(i, 100.0 * i, 100.0),
+                *launched(2 * i + 1, 100.0 * i + 1),
+                *launched(2 * i + 2, 100.0 * i + 20, "ncclDevKernel_AllReduce_Sum", dur=50, stream=8, **args),
+            ]
         _trace(folder, events, rank, n)
 
 
@@ -105,7 +139,14 @@ def nested_ops(folder: Path, n: int) -> None:
 def nested_python(folder: Path, n: int) -> None:
     events = [step(0, 0, 2.0 * n + 10)]
     events += [
-        slice_("python_function", f"a.py({i}): f", 1 + i * 0.5, 2.0 * n - i, tid=1, **{"Python id": i + 1, "Python parent id": i or None})
+        slice_(
+            "python_function",
+            f"a.py({i}): f",
+            1 + i * 0.5,
+            2.0 * n - i,
+            tid=1,
+            **{"Python id": i + 1, "Python parent id": i or None},
+        )
         for i in range(n)
     ]
     _trace(folder, [*events, *launched(1, 1.5 * n)])
@@ -114,7 +155,14 @@ def nested_python(folder: Path, n: int) -> None:
 def nested_modules(folder: Path, n: int) -> None:
     events = [step(0, 0, 2.0 * n + 10)]
     events += [
-        slice_("python_function", f"nn.Module: Block_{i}", 1 + i * 0.5, 2.0 * n - i, tid=1, **{"Python id": i + 1, "Python parent id": i or None})
+        slice_(
+            "python_function",
+            f"nn.Module: Block_{i}",
+            1 + i * 0.5,
+            2.0 * n - i,
+            tid=1,
+            **{"Python id": i + 1, "Python parent id": i or None},
+        )
         for i in range(n)
     ]
     _trace(folder, [*events, *launched(1, 1.5 * n)])
@@ -211,7 +259,10 @@ def flows(folder: Path, n: int) -> None:
     for i in range(n):
         events += launched(i + 1, 10.0 * i + 1)
         place = {"cat": "fwdbwd", "name": "fwdbwd", "pid": 1, "tid": 1}
-        events += [{"ph": "s", "id": i % 7, "ts": 10.0 * i + 1, **place}, {"ph": "f", "bp": "e", "id": i % 7, "ts": 10.0 * i + 2, **place}]
+        events += [
+            {"ph": "s", "id": i % 7, "ts": 10.0 * i + 1, **place},
+            {"ph": "f", "bp": "e", "id": i % 7, "ts": 10.0 * i + 2, **place},
+        ]
     _trace(folder, events)
 
 
@@ -230,7 +281,21 @@ def waits(folder: Path, n: int) -> None:
     for i in range(n):
         events += launched(i + 1, 10.0 * i + 1, stream=7 + i % 2)
         events.append(slice_("cuda_runtime", "cudaStreamWaitEvent", 10.0 * i + 4, 1, tid=1, correlation=10**6 + i))
-        events.append(slice_("cuda_sync", "Stream Wait Event", 10.0 * i + 5, 2, tid=7 + i % 2, device=0, stream=7 + i % 2, wait_on_stream=8 - i % 2, wait_on_cuda_event_record_corr_id=1, wait_on_cuda_event_id=3, correlation=10**6 + i))
+        events.append(
+            slice_(
+                "cuda_sync",
+                "Stream Wait Event",
+                10.0 * i + 5,
+                2,
+                tid=7 + i % 2,
+                device=0,
+                stream=7 + i % 2,
+                wait_on_stream=8 - i % 2,
+                wait_on_cuda_event_record_corr_id=1,
+                wait_on_cuda_event_id=3,
+                correlation=10**6 + i,
+            )
+        )
     _trace(folder, events)
 
 
@@ -239,7 +304,9 @@ def synchronizations(folder: Path, n: int) -> None:
     for i in range(n):
         events += launched(i + 1, 10.0 * i + 1)
         events.append(slice_("cuda_runtime", "cudaDeviceSynchronize", 10.0 * i + 4, 5, tid=1, correlation=10**6 + i))
-        events.append(slice_("cuda_sync", "Context Sync", 10.0 * i + 4, 5, tid=7, device=0, stream=-1, correlation=10**6 + i))
+        events.append(
+            slice_("cuda_sync", "Context Sync", 10.0 * i + 4, 5, tid=7, device=0, stream=-1, correlation=10**6 + i)
+        )
     _trace(folder, events)
 
 
@@ -249,15 +316,45 @@ def copies(folder: Path, n: int) -> None:
         at = 10.0 * i
         events += launched(i + 1, at + 1)
         events.append(slice_("cuda_runtime", "cudaMemcpyAsync", at + 4, 1, tid=1, correlation=10**6 + i))
-        events.append(slice_("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", at + 6, 3, tid=9, device=0, stream=9, correlation=10**6 + i, bytes=4096))
+        events.append(
+            slice_(
+                "gpu_memcpy",
+                "Memcpy DtoH (Device -> Pageable)",
+                at + 6,
+                3,
+                tid=9,
+                device=0,
+                stream=9,
+                correlation=10**6 + i,
+                bytes=4096,
+            )
+        )
     _trace(folder, events)
 
 
 def allocations(folder: Path, n: int) -> None:
     events = [step(0, 0, 10.0 * n + 10), *launched(1, 5)]
     for i in range(n):
-        args = {"Device Type": 1, "Device Id": 0, "Addr": (1 << 40) + 512 * i, "Bytes": 512, "Total Allocated": 512 * (i + 1), "Total Reserved": 1 << 30}
-        events.append({"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 10.0 * i + 1, "args": args})
+        args = {
+            "Device Type": 1,
+            "Device Id": 0,
+            "Addr": (1 << 40) + 512 * i,
+            "Bytes": 512,
+            "Total Allocated": 512 * (i + 1),
+            "Total Reserved": 1 << 30,
+        }
+        events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "pid": 1,
+                "tid": 1,
+                "ts": 10.0 * i + 1,
+                "args": args,
+            }
+        )
     _trace(folder, events)
 
 
@@ -265,12 +362,32 @@ def frees(folder: Path, n: int) -> None:
     events = [step(0, 0, 20.0 * n + 10), *launched(1, 5)]
     for i in range(2 * n):
         k = i if i < n else 2 * n - 1 - i
-        args = {"Device Type": 1, "Device Id": 0, "Addr": (1 << 40) + 512 * k, "Bytes": 512 if i < n else -512, "Total Allocated": 512 * (k + 1), "Total Reserved": 1 << 30}
-        events.append({"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 10.0 * i + 1, "args": args})
+        args = {
+            "Device Type": 1,
+            "Device Id": 0,
+            "Addr": (1 << 40) + 512 * k,
+            "Bytes": 512 if i < n else -512,
+            "Total Allocated": 512 * (k + 1),
+            "Total Reserved": 1 << 30,
+        }
+        events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "pid": 1,
+                "tid": 1,
+                "ts": 10.0 * i + 1,
+                "args": args,
+            }
+        )
     _trace(folder, events)
 
 
-def collectives(folder: Path, n: int, *, groups: int = 1, order: int = 1, seq: int = 1, name: str = "ncclDevKernel_AllReduce_Sum") -> None:
+def collectives(
+    folder: Path, n: int, *, groups: int = 1, order: int = 1, seq: int = 1, name: str = "ncclDevKernel_AllReduce_Sum"
+) -> None:
     for rank in (0, 1):
         events = [step(0, 0, 10.0 * n + 10)]
         for i in range(n):
@@ -298,7 +415,9 @@ def rank_groups(folder: Path, n: int) -> None:
         pair = [rank - rank % 2, rank - rank % 2 + 1]
         events = [step(0, 0, 110)]
         for i in range(5):
-            events += launched(i + 1, 10.0 * i + 1, "ncclDevKernel_AllReduce_Sum", stream=8, **collective_args(str(rank // 2), pair, i))
+            events += launched(
+                i + 1, 10.0 * i + 1, "ncclDevKernel_AllReduce_Sum", stream=8, **collective_args(str(rank // 2), pair, i)
+            )
         _trace(folder, events, rank, n)
 
 
@@ -306,7 +425,12 @@ def sends(folder: Path, n: int) -> None:
     for rank in (0, 1):
         events = [step(0, 0, 10.0 * n + 10)]
         for i in range(n):
-            args = {**collective_args("0", [0, 1], i), "Collective name": "send" if rank == 0 else "recv", "Src Rank": 0, "Dst Rank": 1}
+            args = {
+                **collective_args("0", [0, 1], i),
+                "Collective name": "send" if rank == 0 else "recv",
+                "Src Rank": 0,
+                "Dst Rank": 1,
+            }
             events += launched(i + 1, 10.0 * i + 1, "ncclDevKernel_SendRecv", stream=8, **args)
         _trace(folder, events, rank, 2)
 
@@ -341,7 +465,15 @@ def windows(folder: Path, n: int) -> None:
     for i in range(n):
         place = folder / f"window{i:03d}"
         place.mkdir()
-        _trace(place, [step(3 * i, 1000.0 * i, 100), *launched(1, 1000.0 * i + 5), step(3 * i + 1, 1000.0 * i + 100, 100), *launched(2, 1000.0 * i + 105)])
+        _trace(
+            place,
+            [
+                step(3 * i, 1000.0 * i, 100),
+                *launched(1, 1000.0 * i + 5),
+                step(3 * i + 1, 1000.0 * i + 100, 100),
+                *launched(2, 1000.0 * i + 105),
+            ],
+        )
 
 
 def merged(folder: Path, n: int) -> None:
@@ -355,18 +487,27 @@ def merged(folder: Path, n: int) -> None:
 
 def counters(folder: Path, n: int) -> None:
     events = [step(0, 0, 10.0 * n + 10), *launched(1, 5)]
-    events += [{"ph": "C", "name": f"counter {i % 50}", "pid": 1, "tid": 1, "ts": 10.0 * i, "args": {"value": i}} for i in range(n)]
+    events += [
+        {"ph": "C", "name": f"counter {i % 50}", "pid": 1, "tid": 1, "ts": 10.0 * i, "args": {"value": i}}
+        for i in range(n)
+    ]
     _trace(folder, events)
 
 
 def metadata(folder: Path, n: int) -> None:
     events = [step(0, 0, 100), *launched(1, 5)]
-    events += [{"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "ts": 0, "args": {"name": f"thread {i}"}} for i in range(n)]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "ts": 0, "args": {"name": f"thread {i}"}}
+        for i in range(n)
+    ]
     _trace(folder, events)
 
 
 def process_groups(folder: Path, n: int) -> None:
-    config = [{"pg_name": str(i), "pg_desc": f"mesh_{i}", "backend_config": "cuda:nccl", "pg_size": 2, "ranks": [0, 1]} for i in range(n)]
+    config = [
+        {"pg_name": str(i), "pg_desc": f"mesh_{i}", "backend_config": "cuda:nccl", "pg_size": 2, "ranks": [0, 1]}
+        for i in range(n)
+    ]
     info = {"distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 2, "pg_count": n, "pg_config": config}}
     _trace(folder, [step(0, 0, 100), *launched(1, 5)], **info)
 
@@ -379,7 +520,269 @@ def irrelevant_files(folder: Path, n: int) -> None:
         (place / f"file{i}.json").write_text('{"learning_rate": 1}', encoding="utf-8")
 
 
+def _lines(path: Path, lines: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def metrics_log(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    _lines(
+        folder / "rank00000.metrics.jsonl",
+        ({"step": i, "step_time_ns": 10**7 + i % 1000, "loss": 1.0 / (i + 1)} for i in range(n)),
+    )
+
+
+def metric_names(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    lines = (
+        {"step": i, "step_time_ns": 10**7, **{f"metric {i * 20 + j}": j for j in range(20)}} for i in range(n // 20)
+    )
+    _lines(folder / "rank00000.metrics.jsonl", lines)
+
+
+def equal_steps_of_log(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    _lines(folder / "rank00000.metrics.jsonl", ({"step": i % 3, "step_time_ns": 10**7} for i in range(n)))
+
+
+def checkpoint_log(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    stages = ("plan", "stage", "serialize", "write", "fsync")
+    _lines(
+        folder / "rank00000.checkpoint.jsonl",
+        (
+            {
+                "checkpoint": f"step-{i}",
+                "operation": "save",
+                "step": i,
+                "stage": stage,
+                "start_ns": kineto_files.BASE_NS + 10**6 * (5 * i + j),
+                "dur_ns": 10**6,
+                "bytes": 10**6,
+                "files": 1,
+                "path": f"p{i}",
+                "blocking": j < 2,
+                "rank": 0,
+            }
+            for i in range(n // 5)
+            for j, stage in enumerate(stages)
+        ),
+    )
+
+
+def overlapping_saves(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    _lines(
+        folder / "rank00000.checkpoint.jsonl",
+        (
+            {
+                "checkpoint": "step-1",
+                "operation": "save",
+                "step": 1,
+                "stage": "write",
+                "start_ns": kineto_files.BASE_NS + i,
+                "dur_ns": 10**9,
+                "bytes": 10**6,
+                "files": 1,
+                "path": "p",
+                "blocking": False,
+                "rank": 0,
+            }
+            for i in range(n)
+        ),
+    )
+
+
+def manifest(folder: Path, n: int) -> None:
+    steps(folder, 20)
+    document = {
+        "schema_version": 1,
+        "strategy": "ddp",
+        "world_size": 1,
+        "arguments": {f"argument_{i}": i for i in range(n)},
+    }
+    (folder / "run.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def _snapshot(folder: Path, document: object) -> None:
+    sample_snapshots.write(folder / "rank00000.memory.pickle", document)
+
+
+def snapshot_allocations(folder: Path, n: int) -> None:
+    """Blocks that are all in use when the history ends."""
+    blocks = [(512, "active_allocated")] * n
+    events = [sample_snapshots.event("segment_alloc", 1 << 40, 512 * n)]
+    events += [
+        sample_snapshots.event(
+            "alloc", (1 << 40) + 512 * i, 512, at_us=i, frames=[sample_snapshots.frame(f"f{i % 100}", i % 7)]
+        )
+        for i in range(n)
+    ]
+    _snapshot(folder, sample_snapshots.document([sample_snapshots.segment(1 << 40, blocks)], events))
+
+
+def snapshot_frees(folder: Path, n: int) -> None:
+    """Blocks that are freed in the order of their allocation."""
+    events = [sample_snapshots.event("segment_alloc", 1 << 40, 512 * n)]
+    for i in range(n):
+        events.append(sample_snapshots.event("alloc", (1 << 40) + 512 * i, 512, at_us=i))
+    for i in range(0, n, 2):
+        events.append(sample_snapshots.event("free_completed", (1 << 40) + 512 * i, 512, at_us=n + i))
+    blocks = [(512, "inactive" if i % 2 == 0 else "active_allocated") for i in range(n)]
+    _snapshot(folder, sample_snapshots.document([sample_snapshots.segment(1 << 40, blocks)], events))
+
+
+def snapshot_segments(folder: Path, n: int) -> None:
+    segments = [sample_snapshots.segment((1 << 40) + (i << 21), [(1 << 21, "active_allocated")]) for i in range(n)]
+    events = [
+        sample_snapshots.event(action, (1 << 40) + (i << 21), 1 << 21, at_us=i)
+        for i in range(n)
+        for action in ("segment_alloc", "alloc")
+    ]
+    _snapshot(folder, sample_snapshots.document(segments, events))
+
+
+def snapshot_frames(folder: Path, n: int) -> None:
+    """Stacks that are all different."""
+    events = [sample_snapshots.event("segment_alloc", 1 << 40, 512 * n)]
+    events += [
+        sample_snapshots.event(
+            "alloc",
+            (1 << 40) + 512 * i,
+            512,
+            at_us=i,
+            frames=[sample_snapshots.frame(f"function_{i}_{j}", i) for j in range(10)],
+        )
+        for i in range(n)
+    ]
+    _snapshot(
+        folder, sample_snapshots.document([sample_snapshots.segment(1 << 40, [(512, "active_allocated")] * n)], events)
+    )
+
+
+def hang_entries(folder: Path, n: int) -> None:
+    for rank in (0, 1):
+        entries = [flight_records.entry("all_reduce", i) for i in range(1, n - rank)]
+        _dump(
+            folder,
+            rank,
+            flight_records.dump(
+                [*entries, flight_records.entry("all_reduce", n - rank, state="started")],
+                groups={flight_records.GROUP: [0, 1]},
+            ),
+        )
+
+
+def hang_groups(folder: Path, n: int) -> None:
+    groups = {(str(i), f"group {i}"): [0, 1] for i in range(n)}
+    for rank in (0, 1):
+        entries = [
+            flight_records.entry("all_reduce", 1, group=group, state="started" if rank else "completed")
+            for group in groups
+        ]
+        _dump(folder, rank, flight_records.dump(entries, groups=groups))
+
+
+def hang_ranks(folder: Path, n: int) -> None:
+    for rank in range(n):
+        entries = [flight_records.entry("all_reduce", i) for i in range(1, 20)]
+        state = "started" if rank != 3 else "completed"
+        _dump(
+            folder,
+            rank,
+            flight_records.dump(
+                [*entries, flight_records.entry("all_reduce", 20, state=state)],
+                groups={flight_records.GROUP: list(range(n))},
+            ),
+        )
+
+
+def hang_pairs(folder: Path, n: int) -> None:
+    """Ranks that wait for each other in a chain."""
+    groups = {(str(i), f"pair {i}"): [i, i + 1] for i in range(n - 1)}
+    for rank in range(n):
+        own = [group for group, of in groups.items() if rank in of]
+        entries = [flight_records.entry("all_reduce", 1, group=group, state="started") for group in own[-1:]]
+        _dump(folder, rank, flight_records.dump(entries, groups=groups))
+
+
+def _dump(folder: Path, rank: int, document: object) -> None:
+    (folder / f"rank{rank:05d}.hang.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def history(folder: Path, n: int, *, metrics: int = 1) -> None:
+    documents = []
+    for i, document in enumerate(simulated_history.slower_from(n // 2, n)):
+        documents.append(simulated_history.write(folder, {**document, "commit": f"c{i}"}))
+    from tests.support import cli_runner
+
+    cli_runner.tracekit("history", "add", *documents, "--db", folder / "runs.duckdb")
+
+
+def perfetto_slices(folder: Path, n: int) -> None:
+    events: Events = [step(0, 0, 10.0 * n)]
+    for i in range(n):
+        events += launched(i + 1, 10.0 * i + 1, f"kernel {i}")
+    (folder / "run.pftrace").write_bytes(perfetto_files.of_kineto(events, kineto_files.BASE_NS))
+
+
+def perfetto_nested(folder: Path, n: int) -> None:
+    events = [slice_("cpu_op", "aten::mm", 1 + i, 2 * n - 2 * i, tid=1) for i in range(n)]
+    (folder / "run.pftrace").write_bytes(perfetto_files.of_kineto([step(0, 0, 4.0 * n), *events], kineto_files.BASE_NS))
+
+
+def nsight_kernels(folder: Path, n: int) -> None:
+    export = nsight_export.Export(folder / "rank0.sqlite", "2023.4")
+    of = {"globalPid": nsight_export.HOST | 1 << 24, "deviceId": 0, "contextId": 1}
+    for i in range(n):
+        when = {"start": 1000 * i, "end": 1000 * i + 900, "correlationId": i, "streamId": 7 + i % 3}
+        export.insert("CUPTI_ACTIVITY_KIND_KERNEL", **when, **of, demangledName=export.text(f"gemm_{i}"))
+    export.close()
+
+
+def archive(folder: Path, n: int) -> None:
+    with zipfile.ZipFile(folder / "run.zip", "w") as packed:
+        for i in range(n):
+            packed.writestr(f"code/file{i}.py", "x = 1")
+        packed.writestr("rank00000.pt.trace.json", json.dumps(kineto_files.trace(0, 1)))
+
+
+def gzip_members(folder: Path, n: int) -> None:
+    text = json.dumps(kineto_files.trace(0, 1)).encode()
+    parts = [text[at : at + 1] for at in range(len(text) - 1)] + [text[-1:]]
+    (folder / "rank0.trace.json.gz").write_bytes(b"".join(map(gzip.compress, parts)) + gzip.compress(b"") * n)
+
+
+def safetensors(folder: Path, n: int) -> None:
+    header = {f"layer.{i}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(n)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * n))
+
+
 DIMENSIONS = {
+    "metrics log": Dimension(8000, metrics_log, ("check", "watch", "steps", "scrub", "page")),
+    "names of metrics": Dimension(8000, metric_names, ("check", "watch", "page")),
+    "equal steps of the log": Dimension(8000, equal_steps_of_log, ("check", "watch")),
+    "checkpoint log": Dimension(4000, checkpoint_log, ("check", "watch", "page", "scrub")),
+    "overlapping saves": Dimension(4000, overlapping_saves, ("check", "watch")),
+    "manifest": Dimension(8000, manifest, ("check", "comparison", "scrub")),
+    "allocations of a snapshot": Dimension(
+        4000, snapshot_allocations, ("memory", "check", "memory text", "replay", "memory difference")
+    ),
+    "frees of a snapshot": Dimension(4000, snapshot_frees, ("memory", "check", "replay")),
+    "segments of a snapshot": Dimension(2000, snapshot_segments, ("memory", "check", "replay")),
+    "stacks of a snapshot": Dimension(2000, snapshot_frames, ("memory", "check", "memory difference", "scrub")),
+    "entries of hang dumps": Dimension(2000, hang_entries, ("hang", "hang text")),
+    "groups of hang dumps": Dimension(500, hang_groups, ("hang", "hang text")),
+    "ranks of hang dumps": Dimension(32, hang_ranks, ("hang", "hang text")),
+    "chain of hung ranks": Dimension(32, hang_pairs, ("hang", "hang text")),
+    "history": Dimension(40, history, ("history show", "history text", "history html")),
+    "slices of Perfetto traces": Dimension(1000, perfetto_slices, ("check", "page", "scrub")),
+    "nested slices of Perfetto traces": Dimension(2000, perfetto_nested, ("check", "page")),
+    "kernels of Nsight exports": Dimension(2000, nsight_kernels, ("check", "page")),
+    "files of an archive": Dimension(1000, archive, ("check",)),
+    "gzip members": Dimension(4000, gzip_members, ("check", "scrub")),
+    "tensors of safetensors": Dimension(2000, safetensors, ("verify",)),
     "one step": Dimension(4000, one_step),
     "steps": Dimension(500, steps),
     "ranks": Dimension(16, ranks),
