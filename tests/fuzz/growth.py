@@ -8,7 +8,6 @@ times as much each doubling costs:
 """
 
 import argparse
-import os
 import resource
 import subprocess
 import sys

@@ -24,7 +24,12 @@ def drawn(*, later_us=7.0):
     for trace in traces:
         collectives = [event for event in trace["traceEvents"] if event["name"].startswith("nccl")]
         for number, event in enumerate(collectives):
-            event["args"] |= {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Group size": 2, "Seq": number}
+            event["args"] |= {
+                "Process Group Name": "0",
+                "Process Group Ranks": "[0, 1]",
+                "Group size": 2,
+                "Seq": number,
+            }
     for number, event in enumerate(traces[1]["traceEvents"]):
         if event["cat"] == "kernel" and event["name"] == "gemm":
             event["ts"] += later_us + number % 3

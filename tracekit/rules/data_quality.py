@@ -265,15 +265,13 @@ def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
         .agg(pl.col("rank").sort())
         .filter(pl.col("rank").list.len() > 1)
     )
-    rows = [
-        (
-            window, ranks[0], "copied_rank",
+    rows = []
+    for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows():
+        message = (
             f"{_ranks(ranks).capitalize()} have the same activities at the same times, to the nanosecond: their files "
-            "are copies of one recording.",
-            len(ranks) / times.height,
+            "are copies of one recording."
         )
-        for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows()
-    ]  # fmt: skip
+        rows.append((window, None, "copied_rank", message, len(ranks) / times.height))
     return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
