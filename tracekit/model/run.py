@@ -316,6 +316,12 @@ OFFSETS = schema.table(
 )
 
 
+def require_run(run: object) -> None:
+    """Raise TypeError if `run` is not a Run, such as a path: only `tracekit.load` reads those."""
+    if not isinstance(run, Run):
+        raise TypeError(f"a run is needed, as tracekit.load(path) returns it, not {type(run).__name__} {run!r:.80}")
+
+
 def _full_name(measure: Fact | RunFact) -> str | None:
     """Return module and name of a function; None if it cannot be imported by them, such as a lambda."""
     module, name = getattr(measure, "__module__", ""), getattr(measure, "__qualname__", "")

@@ -77,6 +77,9 @@ _KINDS = {
     "partial": _Kind(_INFO, "Check again when the rank has written it. If the training has ended, remove the file."),
     "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put each window into its own folder."),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
+    "copied_rank": _Kind(
+        _ERROR, "Copy the file of the rank that is missing: differences between these ranks mean nothing."
+    ),
     "mixed_jobs": _Kind(
         _ERROR, "Pass the folder of one run, or several folders: check RUNS/*. Give each job its own folder."
     ),
@@ -124,11 +127,20 @@ _KINDS = {
     "clock_skew": _Kind(
         _INFO, "Ignore differences between ranks below the clock error; synchronize clocks with PTP or chrony."
     ),
+    "clock_rate": _Kind(
+        _ERROR, "Write the times of all ranks in the same unit, or load each of these ranks by itself."
+    ),
+    "device_clock": _degrading(
+        "Update the driver and PyTorch and record again: device times are converted to the host's clock by the "
+        "profiler. Until then, ignore launch delays and causes of idle time."
+    ),
     "clock_unaligned": _Kind(_WARNING, "Profile the same steps on all ranks, with at least three shared collectives."),
     "overlapping_slices": _degrading("No action needed: overlapping time is counted once."),
 }
 _OTHER = _degrading("Check the evidence, and record again if it matters.")
-_MEASURED = ("unlinked", "lost_launches", "outside_steps", "dropped_events", "overlapping_slices")
+_MEASURED = ("unlinked", "lost_launches", "outside_steps", "dropped_events", "overlapping_slices", "device_clock")
+_LEAST_COPIED = 100
+"""Activities: in short windows of simulated runs, ranks may have the same times by chance."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,8 @@ class DoubtfulTrace(Rule):
     Why it costs: a verdict on bad data leads to the wrong fix.
 
     How it is measured: while reading and aligning, and from the tables: device work without a launch or launched
-    outside steps, launches without device work, slices that overlap on one stream, a first step that takes more than
+    outside steps or by a call that begins 50 µs later, launches without device work, slices that overlap on one stream,
+    ranks with the same times or with clocks whose rates differ by a factor of two, a first step that takes more than
     twice the median of the others (unless single stalls make it long, which STEP001 reports), steps with only the
     optimizer or with backward ops whose forward ops are missing, versions and devices that differ between ranks. Shares
     below `min_affected_ratio` are not reported. There is one finding per kind; an issue that makes data unusable is an
@@ -157,8 +170,8 @@ class DoubtfulTrace(Rule):
 
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
-        trace_quality.data_quality, trace_quality.versions, breakdown.by_step, collective_matching.calls,
-        undecided_kernels.undecided, *OccasionalStraggler.facts,
+        trace_quality.data_quality, trace_quality.versions, trace_quality.recorded_times, breakdown.by_step,
+        collective_matching.calls, undecided_kernels.undecided, *OccasionalStraggler.facts,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
@@ -170,6 +183,7 @@ class DoubtfulTrace(Rule):
             RUN_DATA_QUALITY.conform(_measured(run)),
             _mixed_versions(run.table(trace_quality.versions)),
             alignment.data_quality(run),
+            _copied_ranks(run.table(trace_quality.recorded_times)),
             undecided_kernels.data_quality(run),
             _unequal_iterations(run),
             run_snapshots.data_quality(run),
@@ -241,6 +255,24 @@ def _unequal_iterations(run: Run) -> pl.DataFrame:
     )
     issue = (None, None, "iterations_differ", message, odd.height / counts.height)
     return pl.DataFrame([issue], schema=RUN_DATA_QUALITY.schema, orient="row")
+
+
+def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
+    """Return an issue for each set of ranks of a window that have the same activities at the same times."""
+    known = times.filter(pl.col("activities") >= _LEAST_COPIED)
+    copies = (
+        known.group_by("window", "activities", "times_hash")
+        .agg(pl.col("rank").sort())
+        .filter(pl.col("rank").list.len() > 1)
+    )
+    rows = []
+    for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows():
+        message = (
+            f"{_ranks(ranks).capitalize()} have the same activities at the same times, to the nanosecond: their files "
+            "are copies of one recording."
+        )
+        rows.append((window, None, "copied_rank", message, len(ranks) / times.height))
+    return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
 def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
-from tracekit.model.run import OnTrace, Run
+from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import Fact
 from tracekit.replay.graph import dependency_graph, representative_ranks
@@ -46,8 +46,15 @@ def check(
 
     Raises:
         RuleError: A rule crashed, and there is no `on_crash`.
+        TypeError: `run` is not a run (such as a path, which `load` reads), or `rules` are not instances of rules.
     """
+    require_run(run)
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
+    for each in chosen:
+        if isinstance(each, type) or not isinstance(each, Rule):
+            raise TypeError(
+                f"rules must be instances of Rule, as [rule() for rule in tracekit.RULES], not {each!r:.80}"
+            )
     are_many = len(run.sources) > _MANY_TRACES
     of_replays = representative_ranks.FACTS if representative_ranks.are_needed(run) else dependency_graph.FACTS
     replayed = of_replays if are_many else ()

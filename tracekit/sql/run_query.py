@@ -18,7 +18,7 @@ import polars as pl
 from tracekit import errors
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.run import OnTrace, Run
+from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.schema import Table
 from tracekit.model.table_document import TableDocument
 from tracekit.model.trace import TraceTable
@@ -60,7 +60,9 @@ def query(
     Raises:
         InputError: `sql` is not one SELECT, names an unknown table or column, fails, or needs more time or memory
             than allowed.
+        TypeError: `run` is not a run, such as a path, which `load` reads.
     """
+    require_run(run)
     with open_query(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as sandboxed:
         return sandboxed.run(run)
 

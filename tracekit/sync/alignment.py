@@ -18,6 +18,11 @@ MIN_DRIFT_SPAN_NS = 10_000_000_000
 _MIN_DRIFT_PAIRS = 16
 _ROUNDS = 20
 _MAX_SHARE = 0.5
+_ODD_RATE = 2.0
+"""Clocks differ by millionths, and the ends of collectives by less than the time between the first and the last."""
+_LEAST_RATE_SPAN_NS = 10_000_000
+_MOST_OTHERS = 8
+"""Ranks of each collective that others are compared with: their number would grow with the square of the ranks."""
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -76,7 +81,9 @@ def on_trace_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[st
 
 
 def data_quality(run: Run) -> pl.DataFrame:
-    """Return the data-quality issues of the run's clock, columns as RUN_DATA_QUALITY: clock_skew, clock_unaligned.
+    """Return the data-quality issues of the run's clock, columns as RUN_DATA_QUALITY.
+
+    The kinds are clock_skew, clock_unaligned and clock_rate.
 
     The affected share of clock_skew is that of calls shorter than the residual: their waits are unknown. It is reported
     where a clock differs by more than the residual, or where most calls are that short.
@@ -86,7 +93,7 @@ def data_quality(run: Run) -> pl.DataFrame:
     if run.table(collective_matching.calls).is_empty():
         return RUN_DATA_QUALITY.empty()  # without collectives, no result depends on the clocks
     offsets = run.offsets
-    rows = [*_skew_issues(run, offsets), *_unaligned_issues(offsets)]
+    rows = [*_rate_issues(run), *_skew_issues(run, offsets), *_unaligned_issues(offsets)]
     return RUN_DATA_QUALITY.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else RUN_DATA_QUALITY.empty()
 
 
@@ -315,6 +322,41 @@ def _skew_issues(run: Run, offsets: pl.DataFrame) -> list[dict[str, object]]:
         f"below that are within clock error; {share:.0%} of collectives are shorter."
     )
     return [{"kind": "clock_skew", "message": message, "affected_ratio": float(share)}]
+
+
+def _rate_issues(run: Run) -> list[dict[str, object]]:
+    """Ranks on which much more or less time passes between two collectives than on those that share both."""
+    calls = run.run_table(collective_matching.matched_calls)
+    shared = (
+        calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
+        .select("window", "instance", "rank", "end_ns")
+        .unique(["window", "instance", "rank"])
+    )
+    spans = shared.group_by("window", "rank").agg(
+        pl.col("instance").sort_by("end_ns").first().alias("first"),
+        pl.col("instance").sort_by("end_ns").last().alias("last"),
+        (pl.col("end_ns").max() - pl.col("end_ns").min()).alias("own_ns"),
+    )
+    others = shared.filter(pl.int_range(pl.len()).over("window", "instance", order_by="rank") < _MOST_OTHERS)
+    others = others.rename({"rank": "other"})
+    between = (
+        spans.join(others, left_on=["window", "first"], right_on=["window", "instance"])
+        .join(others, left_on=["window", "last", "other"], right_on=["window", "instance", "other"], suffix="_last")
+        .filter(pl.col("other") != pl.col("rank"))
+        .group_by("window", "rank", "own_ns")
+        .agg((pl.col("end_ns_last") - pl.col("end_ns")).abs().median().alias("others_ns"))
+    )
+    ratio = pl.max_horizontal("own_ns", "others_ns") / pl.min_horizontal("own_ns", "others_ns").clip(1)
+    odd = between.filter(pl.max_horizontal("own_ns", "others_ns") > _LEAST_RATE_SPAN_NS, ratio >= _ODD_RATE)
+    if odd.is_empty():
+        return []
+    worst = odd.sort(ratio, pl.col("window"), -pl.col("rank"), descending=True).row(0, named=True)
+    message = (
+        f"Between the same two collectives, {units.duration(worst['own_ns'])} pass on rank {worst['rank']} and "
+        f"{units.duration(int(worst['others_ns']))} on ranks that take part in both: the times of these ranks have "
+        "different units, or one clock is wrong."
+    )
+    return [{"kind": "clock_rate", "message": message, "affected_ratio": odd.height / spans.height}]
 
 
 def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:

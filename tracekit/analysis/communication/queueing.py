@@ -9,7 +9,7 @@ from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints, distinct
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 ORDER_COLUMNS = schema.columns("device step overtake_chances overtakes delayed delay_ns")
@@ -80,13 +80,9 @@ class _Queue:
         rows = rows[np.lexsort((work.id[rows], called_ns))]
         self.work = launches.work(trace, device)[rows]
         self.lane, self.spans, self.computes = work.lane[rows], work.spans[rows], work.computes[rows]
-        self.latest: Ints = np.full(len(self.lane), -1, np.int64)
+        self.latest: Ints = _latest_elsewhere(self.spans[:, 0], self.lane)
         """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""
-        before = np.full(len(self.lane), sweep_line.NEVER, np.int64)
-        for lane in distinct(self.lane):
-            own = self.lane == lane
-            self.latest[own] = _latest(np.where(own, sweep_line.NEVER, self.spans[:, 0]))[own]
-            before[own] = _before(np.where(own, self.spans[:, 1], sweep_line.NEVER))[own]
+        before = _before_on_lane(self.spans[:, 1], self.lane)
         self.ready_ns: Ints = np.maximum(work.launched_ns[rows], before)
 
     @property
@@ -169,12 +165,34 @@ def _before(values: Ints) -> Ints:
     return np.asarray(reached[:-1], np.int64)
 
 
-def _latest(values: Ints) -> Ints:
-    """Return the row of the largest value before each; -1 for none."""
+def _before_on_lane(values: Ints, lane: Ints) -> Ints:
+    """Return the largest of the values before each on its lane."""
+    order = np.argsort(lane, kind="stable")
+    first = np.append(True, lane[order][1:] != lane[order][:-1])[: len(order)]
+    reached = _reached(np.argsort(np.argsort(values[order])), first)
+    before = np.empty(len(values), np.int64)
+    before[order] = np.where(first, sweep_line.NEVER, np.roll(np.sort(values)[reached], 1))
+    return before
+
+
+def _latest_elsewhere(values: Ints, lane: Ints) -> Ints:
+    """Return the row of the largest value (of equal ones the last) before each on other lanes; -1 for none."""
     if not len(values):
         return values
-    reached = np.maximum.accumulate(values)
-    where = np.maximum.accumulate(
-        np.where((values == reached) & (values > sweep_line.NEVER), np.arange(len(values)), -1)
-    )
-    return np.concatenate((np.array([-1]), where[:-1])).astype(np.int64)
+    by_value = np.lexsort((np.arange(len(values)), values))
+    rank = np.empty(len(values), np.int64)
+    rank[by_value] = np.arange(len(values))
+    largest = np.append(-1, np.maximum.accumulate(rank)[:-1])  # before each row
+    of = np.where(largest >= 0, lane[by_value[largest]], -1)
+    # While the largest stays on one lane, the largest elsewhere is that before this stretch, or came since.
+    begins = np.append(True, (of[1:] != of[:-1]) | (largest[1:] < 0))
+    came = np.append(-1, np.where(lane[:-1] == of[1:], -1, rank[:-1]))
+    came = np.where(begins, np.append(-1, largest[:-1]), came)
+    elsewhere = np.where(of == lane, _reached(came + 1, begins) - 1, largest)
+    return np.where(elsewhere >= 0, by_value[elsewhere], -1)
+
+
+def _reached(values: Ints, begins: Flags) -> Ints:
+    """Return the largest of the values, from 0 to their number, up to each since the last row that begins a part."""
+    shift = np.cumsum(begins) * (len(values) + 1)
+    return np.asarray(np.maximum.accumulate(values + shift) - shift, np.int64)

@@ -11,6 +11,8 @@ from tracekit.model.trace import Trace
 
 SEPARATOR = " > "
 BACKWARD = "backward"
+MAX_LEVELS = 100
+"""Deeper slices have the path of the one at this level: otherwise the texts grow with the square of the depth."""
 _ENGINE = "autograd::engine::"
 _DISPATCHED = r"^\S+::\S+$"
 _KINDS = ("cpu_op", "annotation")
@@ -86,27 +88,30 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
     """
     name_of = names.rank("dense").to_numpy().astype(np.int64)
     codes = np.full(len(name_of), -1, np.int64)
-    texts = pl.Series("path", dtype=pl.String)
-    depth = _depths(above, rows)
-    for level in range(int(depth.max(initial=-1)) + 1):
-        here = rows[depth == level]
-        outer = np.where(above[here] >= 0, codes[np.maximum(above[here], 0)], -1)
-        _, first, own = np.unique(outer * (len(name_of) + 1) + name_of[here], return_index=True, return_inverse=True)
-        codes[here] = len(texts) + own
-        prefix = pl.Series("prefix", outer[first], pl.Int64)
-        frame = pl.DataFrame({"name": names.gather(here[first]), "prefix": texts.gather(prefix.set(prefix < 0, None))})
-        texts = pl.concat(
-            [texts, frame.select(path=pl.concat_str("prefix", "name", separator=separator, ignore_nulls=True))["path"]]
-        )
+    levels = _levels(above, rows)
+    parts = [outer_texts := pl.Series("path", dtype=pl.String)]
+    first = before = 0
+    for here in levels[:MAX_LEVELS]:
+        outer = np.where(above[here] >= 0, codes[np.maximum(above[here], 0)] - before, -1)
+        _, at, own = np.unique(outer * (len(name_of) + 1) + name_of[here], return_index=True, return_inverse=True)
+        codes[here] = first + own
+        prefix = pl.Series("prefix", outer[at], pl.Int64)
+        around = outer_texts.gather(prefix.set(prefix < 0, None)).alias("prefix")
+        frame = pl.DataFrame({"name": names.gather(here[at]), "prefix": around})
+        outer_texts = frame.select(path=pl.concat_str("prefix", "name", separator=separator, ignore_nulls=True))["path"]
+        parts.append(outer_texts)
+        before, first = first, first + len(outer_texts)
+    for here in levels[MAX_LEVELS:]:
+        codes[here] = codes[above[here]]
     index = pl.Series(codes, dtype=pl.Int64)
-    return texts.gather(index.set(index < 0, None))
+    return pl.concat(parts).gather(index.set(index < 0, None))
 
 
-def _depths(above: Ints, rows: Ints) -> Ints:
-    """Return how many named slices are around each of `rows`."""
-    depth = np.zeros(len(above), np.int64)
-    at = above[rows]
-    while (at >= 0).any():
-        depth[rows] += at >= 0
-        at = np.where(at >= 0, above[np.maximum(at, 0)], -1)
-    return depth[rows]
+def _levels(above: Ints, rows: Ints) -> list[Ints]:
+    """Return `rows` by the number of named slices around each, outermost first."""
+    depth, jump = (above >= 0).astype(np.int64), above.copy()
+    while len(below := rows[jump[rows] >= 0]):
+        further = jump[below]
+        depth[below], jump[below] = depth[below] + depth[further], jump[further]  # twice as far each time
+    order = rows[np.argsort(depth[rows], kind="stable")]
+    return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []

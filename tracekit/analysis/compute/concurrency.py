@@ -89,8 +89,6 @@ def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
         of_kind = kind == each
         others = np.flatnonzero(~of_kind)
         concurrent_ns[others, each] = intervals.coverage(spans[others], spans[of_kind])
-        lanes = distinct(lane[of_kind])
-        for own in lanes if len(lanes) > 1 else ():
-            here = np.flatnonzero(of_kind & (lane == own))
-            concurrent_ns[here, each] = intervals.coverage(spans[here], spans[of_kind & (lane != own)])
+        own = np.flatnonzero(of_kind)
+        concurrent_ns[own, each] = intervals.coverage(spans[own], intervals.covered_twice(spans[own], lane[own]))
     return concurrent_ns

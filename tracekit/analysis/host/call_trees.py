@@ -19,6 +19,8 @@ TREE = schema.columns("node parent name count self_ns total_ns", name=pl.String)
 WINDOW_TREE = schema.columns("node parent name count self_ns total_ns longest_id", name=pl.String)
 DIFFERENCE = schema.columns("node parent name before_self_ns after_self_ns before_ns after_ns", name=pl.String)
 UNLINKED = "(launch not recorded)"
+MAX_FRAMES = 500
+"""Of a stack: the files list whole stacks, so they would grow with the square of the depth."""
 _STEP_NUMBER, _STEP = r"^ProfilerStep#\d+$", "ProfilerStep"
 _UNKNOWN = "?"
 _SUMS = ("count", "self_ns")
@@ -237,19 +239,23 @@ def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
 def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **sums: _Ints) -> pl.DataFrame:
     """Return frames with the same stack as one node: columns node, parent, name and `sums`.
 
-    `parent` is the row of the frame around each frame, -1 for none. Nodes below which all sums are 0 are left out. With
+    `parent` is the row of the frame around each frame, -1 for none. Deeper frames than MAX_FRAMES count as part of the
+    frame at that depth. Nodes below which all sums are 0 are left out. With
     `order_by`, a column largest has the row of each node where it is largest, the first of equal ones.
     """
     texts = names.unique(maintain_order=True)
     codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
     node_of = np.full(len(parent), -1, np.int64)
     parts, first = [np.empty((0, 2), np.int64)], 0
-    for level in _levels(parent):
+    levels = _levels(parent)
+    for level in levels[:MAX_FRAMES]:
         above = np.where(parent[level] >= 0, node_of[parent[level]], -1)
         keys, which = np.unique(np.stack([above, codes[level]], axis=1), axis=0, return_inverse=True)
         node_of[level] = first + which.reshape(-1)
         parts.append(keys)
         first += len(keys)
+    for level in levels[MAX_FRAMES:]:
+        node_of[level] = node_of[parent[level]]
     nodes = np.concatenate(parts)
     values = {name: np.zeros(first, np.int64) for name in sums}
     for name, each in sums.items():

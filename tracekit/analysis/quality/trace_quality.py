@@ -12,12 +12,14 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown, operators, trace_columns
 from tracekit.model import columns, environment, schema, units
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Ints, at
 from tracekit.model.trace import Trace
 
 _Row: TypeAlias = tuple[str, str, float]
 
 VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
+TIMES_COLUMNS = {"activities": pl.Int64, "times_hash": pl.UInt64}
+_BEFORE_LAUNCH_NS = 50_000  # less changes no verdict; 17 µs occur in traces of V100s
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
 _DROPPED = re.compile(r"(?i)dropped (\d{1,15}) (activity )?records|exceeded max gpu buffer count")
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
@@ -43,6 +45,20 @@ def versions(trace: Trace) -> pl.DataFrame:
     """
     rows = list(environment.environment(trace.header).items())
     return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
+
+
+def recorded_times(trace: Trace) -> pl.DataFrame:
+    """Return what tells recordings apart. Columns activities (number of rows), times_hash; one row.
+
+    Two processes never start and end each activity in the same nanosecond: equal values are copies of one recording.
+    """
+    activities = trace.activities
+    times = activities.select(
+        pl.struct(pl.col("start_ns") - pl.col("start_ns").min(), "dur_ns").hash(seed=0)
+    ).to_series()
+    return pl.DataFrame(
+        [(activities.height, int(times.to_numpy().sum(dtype=np.uint64)))], schema=TIMES_COLUMNS, orient="row"
+    )
 
 
 def _nothing(trace: Trace) -> Iterator[_Row]:
@@ -107,6 +123,7 @@ def _launches(trace: Trace) -> Iterator[_Row]:
     if stepless_ns and not trace.steps["step"].is_null().all() and not _has_found_iterations(trace):
         share = stepless_ns / total_ns
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
+    yield from _before_launch(trace, total_ns)
     yield from _idle_launches(trace)
 
 
@@ -157,6 +174,25 @@ def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
             "one, so its step and cause are not known.",
             share,
         )
+
+
+def _before_launch(trace: Trace, total_ns: int) -> Iterator[_Row]:
+    """Work that begins before the call that launches it."""
+    launch = columns.filled(trace.activities["launch_id"], -1)
+    call = columns.rows_of(trace.ops["id"].to_numpy(), launch)
+    start, dur = (trace.activities[name].to_numpy() for name in ("start_ns", "dur_ns"))
+    early_ns = np.where((launch >= 0) & (call >= 0), at(trace.ops["start_ns"].to_numpy(), call, 0) - start, 0)
+    is_early = early_ns > _BEFORE_LAUNCH_NS
+    if not is_early.any():
+        return
+    share = int(dur[is_early].sum()) / total_ns
+    yield (
+        "device_clock",
+        f"{int(is_early.sum()):,} activities of the device, {units.share(share)} of its time, begin before the call "
+        f"that launches them, by up to {units.duration(int(early_ns.max()))}: the clocks of host and device differ, or "
+        "launches are recorded with the numbers of other work.",
+        share,
+    )
 
 
 def _idle_launches(trace: Trace) -> Iterator[_Row]:

@@ -26,6 +26,7 @@ SLACK_NS = 3_000
 _MIN_SWITCHES = 30
 _MIN_BEGINS = 4
 _BACK = 4
+_MOST_LANES = 64
 _BROKEN = 0.01
 _BINDING = 2
 _ALONE_NS = 50_000
@@ -101,7 +102,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
     waiting: list[Ints] = []
     awaited: list[Ints] = []
     explained = np.zeros(len(work.item), bool)
-    for lane in distinct(work.lane).tolist():
+    for lane in _awaited_lanes(work.lane):
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
@@ -119,6 +120,12 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             open_ &= ~waits
     alone, after = _right_after(work, work.late_alone & ~explained)
     return _waits(np.concatenate((*waiting, alone)), np.concatenate((*awaited, after)), "event")
+
+
+def _awaited_lanes(lane: Ints) -> list[int]:
+    """Return the lanes that others may wait for, in their order: those with most work, as each is compared with all."""
+    lanes, count = np.unique(lane, return_counts=True)
+    return np.sort(lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]]).tolist()
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:

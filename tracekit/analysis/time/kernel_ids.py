@@ -7,7 +7,6 @@ import polars as pl
 from tracekit.analysis.time import launches, trace_columns
 from tracekit.model import columns, sweep_line
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 
 _NEIGHBOURS = (1, 2, -1, -2)
@@ -51,13 +50,14 @@ def places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
 
 def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArray[np.uint64]:
     """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
-    mixed = plain.copy()
     lane = work["lane"].to_numpy()
-    for each in distinct(lane):
-        rows = np.flatnonzero(lane == each)
-        own = plain[rows]
-        for distance in _NEIGHBOURS:
-            near = np.roll(own, distance)
-            near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
-            mixed[rows] = mixed[rows] * np.uint64(_ODD) + near
-    return mixed
+    order = np.argsort(lane, kind="stable")
+    own, on = plain[order], lane[order]
+    mixed = own.copy()
+    for distance in _NEIGHBOURS:
+        near = np.where(np.roll(on, distance) == on, np.roll(own, distance), np.uint64(0))
+        near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
+        mixed = mixed * np.uint64(_ODD) + near
+    ids = np.empty_like(mixed)
+    ids[order] = mixed
+    return ids
