@@ -28,6 +28,13 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
     return max(findings, key=cost_order).message
 
 
+def no_problems(report: Report) -> str:
+    """Return the verdict on a run without findings; if only some rules were selected, with their codes."""
+    if not report.rules or len(report.rules) == len(all_rules()):
+        return headline(())
+    return f"{headline(())} by {_plural(len(report.rules), 'selected rule')}: {', '.join(report.rules)}"
+
+
 def cannot_judge(report: Report) -> str | None:
     """Return why it is unknown whether a run loses time; None if it is judged.
 

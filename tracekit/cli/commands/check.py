@@ -25,7 +25,7 @@ FINDINGS = 1
 def check(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Folders of traces, or single trace files.", show_default=False),
+        typer.Argument(metavar="RUN…", help="Folders of traces, or single trace files.", show_default=False),
     ] = None,
     *,
     settings: SettingsOptions,

@@ -65,16 +65,20 @@ def export(
 ) -> None:
     """Write a run for another program, or a view of it for another person.
 
-    perfetto: one trace for ui.perfetto.dev, all ranks on one clock. Each rank is a process; each stream or thread is a
-    track whose name shows its role. Slices that overlap others without nesting get an additional track, so that none is
-    dropped. Arrows connect launches with kernels, counters show memory, and findings of tracekit check are above each
-    rank, below them the parts of the critical path there. html: a page of the dashboard as one file of at most 5 MB,
-    which works without a network: the timeline with its levels of detail, or another page, which needs the extra
-    [dashboard]. The other formats have the metrics logs of a local folder,
-    which needs no traces and may belong to a running training. prometheus: the latest step of each rank, as text for
-    the node exporter, or served (--serve). openmetrics: all steps with their times, as promtool backfills them. otlp:
-    all steps as OpenTelemetry JSON lines. tensorboard: all steps as scalars, a folder per rank.
-    """
+    \b
+    perfetto     one trace of all ranks on one clock, for ui.perfetto.dev
+    html         a page of the dashboard as one file of at most 5 MB, without a
+                 network; pages except the timeline need the extra [dashboard]
+    prometheus   the latest step of each rank, as text for the node exporter,
+                 or served by --serve
+    openmetrics  all steps with their times, as promtool backfills them
+    otlp         all steps as OpenTelemetry JSON lines
+    tensorboard  all steps as scalars, a folder per rank
+
+    In a Perfetto trace, each rank is a process, and each stream or thread a track. Slices that overlap others without
+    nesting get an additional track, so none is dropped. The last four formats write the metrics logs of a local folder.
+    They need no traces, and the training may still be running.
+    """  # noqa: D301 click keeps the lines of a paragraph after \b
     if serve is not None:
         _serve(source.run, serve, export_format, out)
         return

@@ -33,7 +33,7 @@ Branch = Annotated[
 
 @history.command("add", short_help="Add checked runs.")
 def add(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Runs, or JSON reports of tracekit check.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Runs, or JSON reports of tracekit check.")],
     *,
     db: Database,
     commit: CommitName = None,

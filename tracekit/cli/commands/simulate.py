@@ -68,7 +68,12 @@ class JobOptions:
         typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev.  [default: 1f1b]"),
     ] = None
     virtual_stages: Annotated[
-        int, typer.Option(metavar="N", help="Stages per rank.  [default: 2 if interleaved, zbv or dualpipev, else 1]")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Stages per rank.  [default: 2 if interleaved, zbv or dualpipev, else 1]",
+            show_default=False,
+        ),
     ] = 0
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Divide norms along the sequence, among the ranks of --tp.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
+from tracekit.conventions import device_metrics
 from tracekit.cli.watch.log_tail import LogTail
 
 Position = tuple[int, int]
@@ -22,6 +23,7 @@ _KNOWN_METRICS = frozenset(
         "step",
         "rank",
         conventions.STEP_TIME_METRIC,
+        conventions.CPU_TIME_METRIC,
         conventions.LOSS_METRIC,
         conventions.TOKENS_METRIC,
         conventions.DATA_WAIT_METRIC,
@@ -31,6 +33,7 @@ _KNOWN_METRICS = frozenset(
         conventions.DEVICE_ALLOC_METRIC,
         conventions.DEVICE_FREE_METRIC,
         conventions.ALLOC_RETRIES_METRIC,
+        *device_metrics.NAMES,
     }
 )
 
