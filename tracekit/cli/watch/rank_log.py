@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.conventions import device_metrics
 from tracekit.cli.watch.log_tail import LogTail
+from tracekit.conventions import device_metrics
 
 Position = tuple[int, int]
 """Position in a training: how often it was resumed in the same log, and the step."""
