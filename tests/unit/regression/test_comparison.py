@@ -119,7 +119,11 @@ def test_groups_of_fields_that_one_run_does_not_state_are_one_note() -> None:
 def test_a_run_without_a_manifest_is_compared_with_a_note() -> None:
     a = side("a")
     comparison = compare(a, RunSamples("b", {}, a.samples))
-    assert comparison.notes == ("model: not known in b", "world_size differs: 2 in a, not known in b")
+    assert comparison.notes == (
+        "model: not known in b",
+        "device differs: cpu in a, not known in b",
+        "world_size differs: 2 in a, not known in b",
+    )
 
 
 def test_only_common_ranks_are_compared() -> None:
