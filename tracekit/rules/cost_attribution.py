@@ -274,7 +274,7 @@ def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
     others = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
     if not others:
         return finding
-    where = f"Most of the host's time for it is on rank{'s' * (len(others) > 1)} {units.ranges(others)}."
+    where = f"Most of the host's time for it is on {units.numbered('rank', others)}."
     return replace(finding, ranks=tuple(sorted({*finding.ranks, *others})), message=f"{finding.message} {where}")
 
 

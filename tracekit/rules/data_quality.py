@@ -252,11 +252,9 @@ def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
     for (name,), values in counts.sort("n", "value", descending=[True, False]).group_by("name", maintain_order=True):
         if values.height == 1:
             continue
-        differences = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
+        differences = ", ".join(
+            f"{value} on {units.numbered('rank', ranks)}" for value, ranks in values.select("value", "rank").rows()
+        )
         share = 1 - values["n"][0] / values["n"].sum()
         rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {differences}.", share))
     return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {units.ranges(ranks)}"

@@ -10,6 +10,7 @@ import typer
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
+from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
@@ -158,8 +159,7 @@ def _write(saved: "Baseline", path: Path) -> None:
 
 
 def _counted(saved: "Baseline") -> str:
-    count = len(saved.recordings)
-    return f"{count} recording{'s' * (count > 1)}"
+    return units.count(len(saved.recordings), "recording")
 
 
 def _advice(saved: "Baseline") -> str:

@@ -11,6 +11,7 @@ from tracekit.cli import output, run_loading
 from tracekit.cli.formats import ReportOptions
 from tracekit.cli.options import BaselineOptions, ExecutorOptions, SettingsOptions, UseCache, expand_options
 from tracekit.errors import InputError
+from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
@@ -129,4 +130,4 @@ def _failure_kind(results: "list[CheckResult]", count: int) -> str:
         return "the check fails"
     severity = results[0].fail_on
     limit = f" at or above {severity.label}" if severity is not None else ""
-    return f"{count} finding{'s' * (count > 1)}{limit}"
+    return units.count(count, "finding") + limit

@@ -11,6 +11,7 @@ import typer
 from tracekit.cli import output, shared_pages
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError
+from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
@@ -117,7 +118,7 @@ def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None
         is_latest = export_format is ExportFormat.PROMETHEUS
         _write_bytes(_latest(folder) if is_latest else prometheus.history(run, samples), out)
     ranks = samples["rank"].n_unique()
-    output.notify(f"{out}: {_count(samples['name'].n_unique(), 'metric')} of {_count(ranks, 'rank')}")
+    output.notify(f"{out}: {units.count(samples['name'].n_unique(), 'metric')} of {units.count(ranks, 'rank')}")
 
 
 def _latest(folder: Path) -> bytes:
@@ -147,9 +148,10 @@ def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findin
             written = perfetto.write(
                 run, packed, findings=shown, path=explained, step=step, ranks=selected, on_progress=callback
             )
-    extra = f"; {_count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
+    extra = f"; {units.count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
     output.notify(
-        f"{out}: {_count(written.slices, 'slice')} of {_count(written.traces, 'trace')}{extra}; open at ui.perfetto.dev"
+        f"{out}: {units.count(written.slices, 'slice')} of {units.count(written.traces, 'trace')}{extra}; "
+        "open at ui.perfetto.dev"
     )
     _report_unaligned(run)
 
@@ -164,13 +166,9 @@ def _report_unaligned(run: "Run") -> None:
     if len(unaligned) and len(run.ranks) > 1:
         several = len(unaligned) > 1
         output.notify(
-            f"rank{'s' * several} {units.ranges(unaligned)} share{'s' * (not several)} too few collectives: "
+            f"{units.numbered('rank', unaligned)} share{'s' * (not several)} too few collectives: "
             f"{'each is' if several else 'it is'} on its own clock in the file"
         )
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 @contextlib.contextmanager

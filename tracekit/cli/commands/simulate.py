@@ -174,10 +174,7 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     step = units.duration(recording.total_ns // job.steps)
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(job.written_ranks)} traces in {out}"]
     for known in simulated.known:
-        ranks, steps = (
-            f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}"
-            for what, of in (("rank", known.ranks), ("step", known.steps))
-        )
+        ranks, steps = (units.numbered(what, of) for what, of in (("rank", known.ranks), ("step", known.steps)))
         lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 
