@@ -181,7 +181,7 @@ class DoubtfulTrace(Rule):
     def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
         known = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
-        more = f" This issue is the largest of {rows.height:,} of its kind." if rows.height > 1 else ""
+        more = f" There are {rows.height:,} issues of this kind." if rows.height > 1 else ""
         message = str(rows["message"][0])
         affected = f" Affected: {units.share(ratio)}." if ratio and units.share(ratio) not in message else ""
         return Finding(
