@@ -433,7 +433,7 @@ def _with_ranks(found: Diagnosis, dumps: HangDumps, groups: Groups, waiting: Wai
         notes.append(f"only stacks, no flight recorder dump, of {_ranks(without_recorder)}")
     without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
     if found.kind is Kind.HOST and without_stacks:
-        notes.append(f"no stacks of {_ranks(without_stacks)}: lay py-spy or faulthandler stacks into the folder")
+        notes.append(f"no stacks of {_ranks(without_stacks)}: put stacks by py-spy or faulthandler into the folder")
     rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
     return replace(found, ranks=rows, notes=tuple(notes))
 
