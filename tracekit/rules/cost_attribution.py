@@ -45,9 +45,9 @@ fault of its own."""
 def attribute_costs(report: Report) -> Report:
     """Return the report with the cost of each finding taken from a replay without its cause, where possible.
 
-    This needs a finding with a `what_if`, and a run that can be replayed: with the launches of 90% of its device work (on
-    a CPU run, of its collectives), 100 activities or more on each rank, and a replay within 5% of the recorded steps.
-    Work that was queued before the window needs no launch: its start is an input of the replay. The cost is the
+    This needs a finding with a `what_if`, and a run that can be replayed: with the launches of 90% of its device work
+    (on a CPU run, of its collectives), 100 activities or more on each rank, and a replay within 5% of the recorded
+    steps. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is the
     difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share. The
     message states both.
 
