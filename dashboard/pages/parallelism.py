@@ -18,7 +18,7 @@ SOURCES = {
 """How the axis of a group is known, in words."""
 NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
 NO_MESH = (
-    "The traces do not state the ranks of any group along an axis, so the mesh is not known. State it in run.json: mesh."
+    "The traces do not state the ranks of any group along an axis, so the mesh is not known. State `mesh` in run.json."
 )
 
 
