@@ -10,7 +10,6 @@ import typer
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
-from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
@@ -159,6 +158,8 @@ def _write(saved: "Baseline", path: Path) -> None:
 
 
 def _counted(saved: "Baseline") -> str:
+    from tracekit.model import units
+
     return units.count(len(saved.recordings), "recording")
 
 

@@ -11,7 +11,6 @@ from tracekit.cli import output, run_loading
 from tracekit.cli.formats import ReportOptions
 from tracekit.cli.options import BaselineOptions, ExecutorOptions, SettingsOptions, UseCache, expand_options
 from tracekit.errors import InputError
-from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
@@ -126,6 +125,8 @@ def _exit_on_failure(results: "list[CheckResult]") -> None:
 
 
 def _failure_kind(results: "list[CheckResult]", count: int) -> str:
+    from tracekit.model import units
+
     if any(result.comparison or result.budgets for result in results):
         return "the check fails"
     severity = results[0].fail_on

@@ -11,7 +11,6 @@ import typer
 from tracekit.cli import output, shared_pages
 from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError
-from tracekit.model import units
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
@@ -106,6 +105,7 @@ def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None
 
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
     """Write the metrics logs of a folder."""
+    from tracekit.model import units
     from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
 
     run, samples = step_metrics.run_name(folder), step_metrics.samples(folder)
@@ -134,6 +134,7 @@ def _write_bytes(content: bytes, out: Path) -> None:
 
 
 def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findings: bool, with_path: bool) -> None:
+    from tracekit.model import units
     from tracekit.replay.graph.critical_path import path
     from tracekit.report.export import perfetto
     from tracekit.rules import engine

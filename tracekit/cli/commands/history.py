@@ -10,7 +10,6 @@ import typer
 from tracekit.cli import output, run_loading
 from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import ConfigError
-from tracekit.model import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +119,8 @@ def add_results(db: Path, results: "Sequence[CheckResult]") -> None:
 
 
 def _report_added(db: Path, added: "AddedRuns") -> None:
+    from tracekit.model import units
+
     parts = [f"{units.count(added.new, 'run')} added"]
     parts += [f"{added.updated} updated"] if added.updated else []
     parts += [f"{added.unchanged} unchanged"] if added.unchanged else []
