@@ -12,7 +12,7 @@ import streamlit as st
 
 from dashboard import downloads, moments, sharing, widgets
 from dashboard.run_store import OpenRun, tables
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.report import html_fragments, phrases
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Finding, Report
@@ -38,7 +38,7 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
         rows = finding.evidence.height
         if not rows:
             return
-        with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
+        with st.expander(f"Evidence, {units.count(rows, 'row')}"):
             shown, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
             if has_moment(finding):
                 selection = f"evidence-{run.entry.name}-{key}"
@@ -75,7 +75,7 @@ def show_families(run: OpenRun, *families: str) -> None:
     if not findings:
         return
     codes = ", ".join(dict.fromkeys(finding.code for finding in findings.values()))
-    with st.expander(f"{len(findings)} finding{'s' * (len(findings) > 1)}: {widgets.plain(codes)}"):
+    with st.expander(f"{units.count(len(findings), 'finding')}: {widgets.plain(codes)}"):
         show_all(findings, run)
 
 

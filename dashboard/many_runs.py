@@ -48,7 +48,7 @@ def show(entries: Sequence[RunEntry]) -> None:
     left, right = st.columns([1, 2])
     key = left.selectbox(
         "Group by", list(keys), key=bind("group", list(keys), "strategy"),
-        format_func=lambda name: f"{name} ({keys[name]} value{'s' * (keys[name] != 1)})",
+        format_func=lambda name: f"{name} ({units.count(keys[name], 'value')})",
     )  # fmt: skip
     names = {each: run_metrics.label(each) for each in _metrics(runs)}
     chosen = right.multiselect(

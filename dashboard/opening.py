@@ -44,9 +44,8 @@ def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
         bar.progress(read / max(opening.traces, 1), _progress(entry, opening))
         steps = opening.steps_by_rank
         if read > drawn and steps is not None:
-            caption.caption(
-                f"Where the time of the {_count(steps['rank'].n_unique(), 'rank')} read so far goes; findings follow"
-            )
+            ranks = units.count(steps["rank"].n_unique(), "rank")
+            caption.caption(f"Where the time goes on the {ranks} read so far; findings follow")
             with figure.container():
                 widgets.chart(charts.breakdown(steps), key=f"breakdown-{read}", download=False)
             drawn = read
@@ -60,8 +59,8 @@ def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
     """
     remaining_s = opening.remaining_s
     if remaining_s is None:
-        return f"Reading {_count(entry.files, 'file')}, {units.size(entry.size_bytes)}"
-    read = f"{opening.read_traces} of {_count(opening.traces, 'trace')} read"
+        return f"Reading {units.count(entry.files, 'file')}, {units.size(entry.size_bytes)}"
+    read = f"{opening.read_traces} of {units.count(opening.traces, 'trace')} read"
     if opening.read_traces < opening.traces:
         return f"{read}, about {_rounded(remaining_s)} left"
     return f"{read}; comparing the ranks and judging the run"
@@ -76,7 +75,3 @@ def _rounded(seconds: float) -> str:
     if seconds >= 90:
         return f"{seconds / 60:.0f} min"
     return f"{max(round(seconds), 1) if seconds < 10 else round(seconds, -1):.0f} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -25,6 +25,7 @@ from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import object_storage
 from tracekit.ingest import files
 from tracekit.ingest.readers import manifest as manifests
+from tracekit.model import units
 from tracekit.model.manifest import Manifest
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
@@ -253,9 +254,7 @@ def _problem(
     if has_traces:
         return ""
     if snapshots:
-        return (
-            f"{path}: {snapshots} memory snapshot{'s' * (snapshots > 1)} and no trace; the page Memory shows this run"
-        )
+        return f"{path}: {units.count(snapshots, 'memory snapshot')} and no trace; the page Memory shows this run"
     if is_live:
         return f"{path}: no trace yet; the training is being recorded: wait for its first profiled window"
     return (

@@ -18,6 +18,8 @@ from tracekit.report.headlines import Headline
 
 _BEFORE, STEP_TIME = "before", "step_time_ns"
 _WIDTHS = {"after": "as wide as after", _BEFORE: "as wide as before"}
+MAX_DIFFERENCES = 5
+"""Differences of device, software, model or work that are shown above the numbers."""
 MAX_NAME = 40
 """Characters of a run's name above its column."""
 
@@ -66,7 +68,7 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
     widgets.subheader(f"Compared with {widgets.plain(reference.name)}")
-    comparisons = []
+    comparisons: list[Comparison] = []
     for entry in candidates:
         try:
             comparisons.append(regression.compare(reference, entry))
@@ -74,6 +76,9 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
             widgets.problem(str(error))
         else:
             widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
+    differences = list(dict.fromkeys(note for found in comparisons for note in found.differences))
+    for note in differences[:MAX_DIFFERENCES]:
+        widgets.note(f"{note}.")
     if comparisons:
         is_filtered = st.toggle("Only significant changes", key=bind_flag("changed"))
         header, rows, classes = _table(comparisons, only_significant=is_filtered)
@@ -84,13 +89,14 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         else:
             widgets.info("No metric changed significantly.")
     widgets.caption(
-        "Medians over steps with the 95% confidence interval of the change between these two recordings. Other "
-        "recordings of the same program may differ by more."
+        "Medians over steps. Changes have 99% confidence intervals, which include how much recordings of one program "
+        "usually differ."
     )
     of_ranks = list(dict.fromkeys(note for found in comparisons for note in found.rank_notes))
     for note in of_ranks:
         widgets.note(f"{note}.")
-    notes = [*dict.fromkeys(note for found in comparisons for note in found.notes if note not in of_ranks)]
+    shown = {*of_ranks, *differences[:MAX_DIFFERENCES]}
+    notes = [*dict.fromkeys(note for found in comparisons for note in found.notes if note not in shown)]
     if notes:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:

@@ -163,7 +163,7 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
 
 
 def _about(rows: pl.DataFrame, level: str) -> str:
-    count = f"{rows.height:,} row{'s' * (rows.height != 1)}. "
+    count = f"{units.count(rows.height, 'row')}. "
     if level == OPERATORS:
         return count + (
             "*Self* is the time outside of all nested slices, so self times add up. *Device* is the time of the "

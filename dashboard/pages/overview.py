@@ -69,8 +69,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     drawn = run.measured(rank_rows.drawn)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
-        plural = "s" * (by_step["step"].n_unique() > 1)
-        window = "the whole profiled window" if by_step.is_empty() else f"step{plural} {units.ranges(by_step['step'])}"
+        window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])
         widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_rows.selection_note(run.run))
         return by_rank, None
@@ -96,7 +95,7 @@ def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) ->
 def _notes(run: OpenRun) -> None:
     count = len(run.report.blind_spots) or len(run.report.notes)
     if count:
-        with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or only part of it"):
+        with st.expander(f"{units.count(count, 'rule')} could not judge this run, or only part of it"):
             for note in run.report.notes:
                 st.markdown("- " + widgets.plain(note))
 

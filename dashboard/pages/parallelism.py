@@ -17,6 +17,9 @@ SOURCES = {
 }
 """How the axis of a group is known, in words."""
 NO_GROUPS = "The traces contain no collectives or sends of process groups, so there is no parallelism to show."
+NO_MESH = (
+    "The traces do not state the ranks of any group along an axis, so the mesh is not known. State `mesh` in run.json."
+)
 
 
 def show(run: OpenRun) -> None:
@@ -67,7 +70,11 @@ def _slowest_pair(transfers: pl.DataFrame) -> str:
 
 def _mesh(groups: pl.DataFrame) -> None:
     widgets.subheader("Mesh")
-    widgets.chart(charts.mesh_map(groups), key="parallelism-mesh")
+    figure = charts.mesh_map(groups)
+    if not figure.data:
+        widgets.info(NO_MESH)
+        return
+    widgets.chart(figure, key="parallelism-mesh")
     named = groups.drop_nulls("axis")
     sources = [text for source, text in SOURCES.items() if source in named["source"]]
     unknown = groups.height - named.height

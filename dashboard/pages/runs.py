@@ -68,7 +68,7 @@ def _list(catalog: Catalog) -> None:
 
 def _skipped(folders: Sequence[str]) -> None:
     if folders:
-        with st.expander(f"{len(folders)} folder{'s' * (len(folders) > 1)} skipped"):
+        with st.expander(f"{units.count(len(folders), 'folder')} skipped"):
             st.code("\n".join(escaping.inert(text) for text in folders[:MAX_SKIPPED]), language=None)
 
 
@@ -83,7 +83,7 @@ def _headline(entries: Sequence[RunEntry]) -> Headline:
     if costliest is None or costliest.summary is None:
         return Headline(more or "No run can be opened")
     if not costliest.summary.impact:
-        return Headline(f"No check of {len(checked):,} run{'s' * (len(checked) != 1)} found lost time", more)
+        return Headline(f"No check of {units.count(len(checked), 'run')} found lost time", more)
     name, share = escaping.inert(costliest.name, MAX_NAME), units.share(costliest.summary.impact)
     about, _, _ = costliest.summary.costliest.partition(". ")
     text = f"{name} has the largest potential saving, {share} of its step time"
@@ -194,7 +194,7 @@ def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Cat
 def _check_button(entries: Sequence[RunEntry], catalog: Catalog, place: DeltaGenerator) -> None:
     """Offer to check the runs that are not checked."""
     unchecked = [entry for entry in entries if entry.summary is None and not entry.problem]
-    text = f"Check {len(unchecked)} run{'s' * (len(unchecked) > 1)}" if unchecked else "All runs are checked"
+    text = f"Check {units.count(len(unchecked), 'run')}" if unchecked else "All runs are checked"
     if place.button(text, disabled=not unchecked, width="stretch"):
         _check(unchecked)
         catalog.forget()

@@ -8,7 +8,7 @@ from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, queryable_tables
 from dashboard.url_state import bind, bind_text
 from tracekit.errors import TracekitError
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.report import headlines
 
 SQL = "sql"
@@ -94,7 +94,7 @@ def _show_result(run: OpenRun) -> None:
     rows = _flat(result.head(MAX_ROWS))
     sharing.html(escaping.fragment("code", st.session_state.get(_TRUSTED, "")))
     is_cut = result.height > MAX_ROWS
-    widgets.caption(f"{'the first ' if is_cut else ''}{rows.height:,} row{'s' * (rows.height != 1)}")
+    widgets.caption(f"{'the first ' if is_cut else ''}{units.count(rows.height, 'row')}")
     headings = {name: st.column_config.Column(escaping.inert(name, 60)) for name in rows.columns}
     sharing.table(rows)
     st.dataframe(rows, hide_index=True, placeholder=widgets.MISSING, column_config=headings)

@@ -209,7 +209,7 @@ def _findings(run: OpenRun, names: Sequence[str]) -> None:
     by_key = findings.by_key(run.report.findings)
     related = {key: found for key, found in by_key.items() if found.what_if and found.what_if.cause in names}
     if related:
-        with st.expander(f"{len(related)} related finding{'s' * (len(related) > 1)} in this run"):
+        with st.expander(f"{units.count(len(related), 'related finding')} in this run"):
             findings.show_all(related, run)
 
 

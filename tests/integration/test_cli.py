@@ -90,7 +90,7 @@ def test_a_run_without_findings_exits_with_0(runs: Path) -> None:
         "info",
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("No problems found\n")
+    assert done.stdout.startswith("No problems found by 1 selected rule: COMM001\n")
 
 
 def bad_inputs(folder: Path) -> dict[str, Path]:

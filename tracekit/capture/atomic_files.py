@@ -38,7 +38,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add `rows` to a JSON-lines file, all of them or none; other threads and processes may append at the same time."""
+    """Add `rows` to a JSON-lines file, all of them or none; other threads and processes may append at the same time.
+
+    Raises OSError where they cannot be written.
+    """
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _appending, path.open("ab", buffering=0) as lines:

@@ -53,7 +53,7 @@ class Commands(LazyGroup):
         LazyCommand("dashboard", "Open runs in the browser."),
         LazyCommand("cache", "Show or clear the cache of parsed traces."),
         LazyCommand("simulate", "Write traces of a simulated training with known faults."),
-        LazyCommand("hang", "Say which rank a hung job waits for, and why."),
+        LazyCommand("hang", "Show which rank a hung job waits for, and why."),
         LazyCommand("watch", "Show a running training and its outlier steps."),
         LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),
         LazyCommand("baseline", "Save, update or show the baseline of later runs."),

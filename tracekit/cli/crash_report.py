@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit.conventions import VERSION
+from tracekit.model import units
 
 LIMIT = "TRACEKIT_CRASH_REPORT"
 """The variable with the most seconds that a small run may take; with 0, no file is written."""
@@ -100,7 +101,7 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
 def _size(files: Sequence[Path]) -> str:
     """Return how large the files of a run are, in words."""
     events = sum(path.read_bytes().count(b'"ph"') for path in files)
-    return f"{len(files)} file{'s' * (len(files) != 1)} with {events:,} event{'s' * (events != 1)}"
+    return f"{units.count(len(files), 'file')} with {units.count(events, 'event')}"
 
 
 def _report(error: Exception, words: Sequence[str]) -> dict[str, object]:

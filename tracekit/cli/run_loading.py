@@ -23,7 +23,7 @@ _START_BYTES = 64 << 10
 
 
 def sample_run() -> Path:
-    """Return the sample run: the one in the installed package, or the smallest of the checkout's."""
+    """Return the sample run: the one in the installed package, or the smallest of the checkout's. Raises InputError."""
     package = Path(__file__).parents[1]
     if (package / SAMPLE).is_dir():
         return package / SAMPLE

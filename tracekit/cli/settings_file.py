@@ -77,7 +77,10 @@ def parse(path: Path) -> dict[str, object]:
 
 
 def section(path: Path, table: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return the settings in the table of a file: of a pyproject.toml, ``tool.tracekit``; None if it has none."""
+    """Return the settings in the table of a file: of a pyproject.toml, ``tool.tracekit``; None if it has none.
+
+    Raises ConfigError if ``tool.tracekit`` is no table.
+    """
     if path.name != PROJECT_FILE:
         return table
     tool = table.get("tool")

@@ -101,7 +101,7 @@ def unpack(path: Path, is_wanted: IsWanted) -> Unpacked:
 
 
 def unpack_copy(copy: Path, is_wanted: IsWanted, *, url: str, state: object) -> Unpacked:
-    """Return the members of an archive at a URL, from a copy, as `unpack` does."""
+    """Return the members of an archive at a URL, from a copy, as `unpack` does. Raises BadTraceError."""
     try:
         return _unpack(copy, is_wanted, shown=url, state=state)
     except OSError as error:
@@ -137,7 +137,7 @@ class _Target:
         self._members = 0
 
     def wants(self, name: str) -> bool:
-        """Return whether to unpack a member, and record a wanted one whose name cannot be used."""
+        """Return whether to unpack a member, and record an unusable name. Raises BadTraceError for too many."""
         self._members += 1
         if self._members > _MAX_MEMBERS:
             raise BadTraceError(f"{self.archive}: more than {_MAX_MEMBERS:,} files; unpack the folder of one run")

@@ -163,9 +163,8 @@ class Run:
     def measure(self, facts: Iterable[Fact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        `on_progress` is called after each
-        trace. The run's executor decides how many traces are read at a time. Raises BadTraceError if no trace can be
-        read.
+        `on_progress` is called after each trace. The run's executor decides how many traces are read at a time. Raises
+        BadTraceError if no trace can be read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
         for fact in wanted:

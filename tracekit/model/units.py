@@ -60,6 +60,25 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Return a noun and its numbers as ranges, in the plural where there are several.
+
+    >>> numbered("rank", [3]), numbered("step", [0, 1, 2, 5])
+    ('rank 3', 'steps 0–2, 5')
+    """
+    known = set(numbers)
+    return f"{noun}{'s' * (len(known) != 1)} {ranges(known)}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things, with commas between thousands.
+
+    >>> count(1, "rank"), count(12000, "rank")
+    ('1 rank', '12,000 ranks')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:
     for scale, unit in scales:
         if abs(value) >= scale:

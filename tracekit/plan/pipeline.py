@@ -60,7 +60,7 @@ def bubble_to_ideal_ratio(stages: int, micro_batches: int, *, chunks: int = 1, s
     """Return the idle time relative to the ideal time: (p − 1) / (v m) with v model chunks per rank.
 
     A third of it with ZB-H1, if forward, backward and weights take equally long; none with ZB-H2, at twice the
-    activations.
+    activations. Raises ConfigError where stages, micro-batches or chunks are below 1.
 
     >>> bubble_to_ideal_ratio(4, 8)
     0.375

@@ -183,11 +183,15 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
     """Return notes on what differs between the manifests; raise where that makes speed incomparable."""
     a, b = (flat({"simulated": False, **side.manifest}) for side in (reference, candidate))
     fields = a.keys() & b.keys() if reference.is_baseline or candidate.is_baseline else a.keys() | b.keys()
-    notes: list[str] = []
+    unknown = {name: _unknown_groups(fields, side) for name, side in ((reference.name, a), (candidate.name, b))}
+    notes = [f"{', '.join(sorted(groups))}: not known in {name}" for name, groups in unknown.items() if groups]
+    in_one = frozenset().union(*unknown.values())
     refused: list[str] = []
     for field in sorted(fields):
         root = field.partition(".")[0]
         if root not in (*_MUST_AGREE, *_NOTED) or field in _EXPECTED_TO_DIFFER or a.get(field) == b.get(field):
+            continue
+        if root in in_one:
             continue
         text = f"{field} differs: {shown(a, field)} in {reference.name}, {shown(b, field)} in {candidate.name}"
         # What one manifest lacks is not a difference, only a lesser certainty.
@@ -195,6 +199,12 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
     if refused and not allow_different:
         raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
+
+
+def _unknown_groups(fields: Iterable[str], side: Mapping[str, object]) -> frozenset[str]:
+    """Return the groups of fields, such as "arguments" of "arguments.batch", of which one side states none."""
+    groups, known = (frozenset(field.partition(".")[0] for field in names if "." in field) for names in (fields, side))
+    return (groups - known) & {*_MUST_AGREE, *_NOTED}
 
 
 def _sides(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetric) -> MetricSides:

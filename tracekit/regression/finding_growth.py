@@ -1,12 +1,15 @@
-"""Whether a finding's cost grew for certain: by more than recordings differ by, and visibly in the step time.
+"""Whether the cost of a finding grew significantly: by more than the spread of recordings, and in the step time.
 
-A rule reports a cost from its threshold on, and a cost can move to another rank, so a finding can be new although next
-to nothing changed. Therefore the cost is compared with what findings of the same code cost in the baseline together,
-and counts only where a step takes longer by at least half as much, or by as much as fails a check. What it costs before
-the first step's work is not in step times, and counts by itself. Costs are compared as shares of the baseline's step: a
-cost that grows as much as the step has the same share of both. Runs on a CPU share its processors with other programs;
-their costs also have to grow by more than step times of recordings of one training differ by, by the test of
-`significance`. A known cost has to grow by MIN_WORSE_GROWTH of itself, too.
+A rule reports costs above a threshold, and a cost can move to another rank. So a finding can be new although almost
+nothing changed. Therefore a cost must meet these conditions:
+
+- It is above the total cost of the findings of its rule in the baseline. Costs are compared as shares of the baseline's
+  step.
+- The step is longer by at least half of it, or by as much as fails a check. Costs before the work of the first step
+  are not in step times and need no such confirmation.
+- On CPUs, which other programs share, it grew by more than the step times of recordings of one training differ by, by
+  the test of `significance`.
+- A known cost grew by MIN_WORSE_GROWTH of itself.
 """
 
 import math

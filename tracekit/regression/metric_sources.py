@@ -1,7 +1,7 @@
 """Where the metrics' samples come from: a table of values per step, from one trace or from all ranks of a run.
 
 A source returns the columns step and value, and metric where it measures several at once; one of a whole run also
-window and rank. Rows without a value are left out.
+window and rank. Rows without a value are left out. Values are in the unit of their metric: ns, bytes, a ratio, a count.
 """
 
 import polars as pl
@@ -37,7 +37,7 @@ _MAX_PART_NAME = 80
 
 
 def breakdown_samples(trace: Trace) -> pl.DataFrame:
-    """Return the breakdown of each step's device window, with its shares."""
+    """Return the breakdown of each step's device window in ns, and its shares as ratios."""
     # A rank that drives several devices is as slow as the slowest of them.
     steps = breakdown.by_step(trace).sort("duration_ns").group_by("step", maintain_order=True).last().sort("step")
     communication = pl.col("communication_ns")
@@ -111,7 +111,7 @@ def checkpoint_samples(trace: Trace) -> pl.DataFrame:
 
 
 def logged_samples(trace: Trace) -> pl.DataFrame:
-    """Return what the metrics log holds of each step: tokens a second, CPU time, wait for data, and memory peaks."""
+    """Return what the metrics log states of each step: tokens a second, CPU time, wait for data, and memory peaks."""
     if trace.metrics.is_empty():
         return schema.empty(_COLUMNS)
     name = pl.col("name")
@@ -123,7 +123,7 @@ def logged_samples(trace: Trace) -> pl.DataFrame:
 
 
 def clock_samples(trace: Trace) -> pl.DataFrame:
-    """Return the clock of the GPU in each step of the metrics log, while the GPU is busy."""
+    """Return the SM clock of the GPU, in MHz, in each step of the metrics log, while the GPU is busy."""
     counters = device_counters.device_counters(trace)
     return _long(counters.select("step", device_counters.busy_clock().alias(device_metrics.SM_CLOCK)))
 
@@ -149,9 +149,9 @@ TRACE_SOURCES = (
 
 
 def transfer_samples(run: Run) -> pl.DataFrame:
-    """Return the time of each step's collectives from the last arrival to the end, saves left out.
+    """Return the time of each step's collectives from the last arrival to the end, in ns, without those of saves.
 
-    It is the same on all ranks and stands at the lowest.
+    It is the same on all ranks; its row has the lowest rank.
     """
     transfers = run.run_table(collective_instances.instances).filter(_in_step(), pl.col("transfer_ns").is_not_null())
     sums = transfers.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")

@@ -98,7 +98,7 @@ def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[
 
 
 def without_parts(table: pl.DataFrame) -> pl.DataFrame:
-    """Return the samples of metrics only."""
+    """Return the samples of metrics, without those of a step's parts; the columns are those of the table."""
     return table.filter(_IS_METRIC)
 
 

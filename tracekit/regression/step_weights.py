@@ -1,9 +1,9 @@
-"""How much each step of each rank counts in the typical step, whose time is the one that runs are compared by.
+"""The weight of each step of each rank in the median step, by whose time runs are compared.
 
 Medians of parts do not add up to the median of their sum, but weighted means do. The middle half of the steps counts,
-by the time of each step's slowest rank. Their cells (a step on a rank) have the weights that are as equal as they can
-be while the weighted mean of their times is the step time of `compare`, the median over steps of the slowest rank:
-weights of the form exp(tilt * time), which maximize the entropy.
+by the time of each step's slowest rank. The weights of their cells (a step on a rank) make the weighted mean of times
+equal to the step time of `compare`, the median over steps of the slowest rank. Of all such weights, the most equal ones
+are used, those with the highest entropy: they have the form exp(tilt * time).
 """
 
 import numpy as np

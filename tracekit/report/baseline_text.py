@@ -3,6 +3,7 @@
 import numpy as np
 from rich.console import RenderableType
 
+from tracekit.model import units
 from tracekit.regression.baseline import Baseline
 from tracekit.regression.metrics import compared_metrics
 from tracekit.regression.samples import job_samples
@@ -11,9 +12,8 @@ from tracekit.report import phrases, text_layout
 
 def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
     """Return a baseline as text at most `width` columns wide."""
-    count = len(baseline.recordings)
     parts: list[RenderableType] = [
-        text_layout.line((baseline.name, text_layout.BOLD), f"  {count} recording{'s' * (count > 1)}"),
+        text_layout.line((baseline.name, text_layout.BOLD), f"  {units.count(len(baseline.recordings), 'recording')}"),
         "",
         text_layout.title("What ran"),
         text_layout.indented(

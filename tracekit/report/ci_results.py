@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tracekit.model import units
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.change import Change
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
@@ -65,7 +66,7 @@ def failure_counts(gates: Sequence[CheckResult]) -> str:
         "metric": sum(len(gate.regressions) for gate in gates),
         "budget": sum(gate.fails_budget(each) for gate in gates for each in gate.budgets),
     }
-    return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
+    return ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
 
 
 def named(gates: Sequence[CheckResult]) -> list[tuple[str, CheckResult]]:

@@ -65,7 +65,7 @@ def headline(gate: CheckResult) -> str:
 
 
 def _count(number: int, noun: str, after: str = "") -> list[str]:
-    return [f"{number} {noun}{'s' * (number > 1)}{after}"] if number else []
+    return [units.count(number, noun) + after] if number else []
 
 
 def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:

@@ -73,7 +73,7 @@ def _facts(found: Diagnosis) -> str:
     if wait.group.is_inferred:
         parts[0] += " (inferred from its calls: the dumps do not state them)"
     parts.append(f"waiting{waited}: {ranges(wait.waiting_ranks)}")
-    parts.append(f"not there: {ranges(wait.missing_ranks)}")
+    parts.append(f"missing: {ranges(wait.missing_ranks)}")
     if found.completed_ranks:
         parts.append(f"complete on: {ranges(found.completed_ranks)}")
     return "; ".join(parts)

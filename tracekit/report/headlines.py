@@ -273,7 +273,7 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
         return None
     # As comparisons and budgets do: of two saves their mean. The rule blocking-checkpoint quotes one save.
     blocked_ns, ratio = by_save.select(pl.col("blocked_ns", "overhead_ratio").median()).row(0)
-    text = f"{_plural(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
+    text = f"{units.count(by_save.height, 'save')}: each blocks training for {_duration(blocked_ns)} (median)"
     if ratio is not None:
         text += f", {units.share(ratio)} of training time"
     return _about(text, _of(report, "CKPT"))
@@ -303,14 +303,14 @@ def data_quality(report: Report, run: Run) -> Headline:
     residual_ns = run.offsets["residual_ns"].max()
     clocks = "" if residual_ns is None else f"; their clocks agree within {_duration(residual_ns)}"
     return Headline(
-        f"The data of {_plural(len(run.ranks), 'rank')} has no issue that limits a verdict{clocks}", status=GOOD
+        f"The data of {units.count(len(run.ranks), 'rank')} has no issue that limits a verdict{clocks}", status=GOOD
     )
 
 
 def tables(_report: Report, run: Run) -> Headline:
     """Return what can be queried."""
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())
-    ranks_text = _plural(len(run.ranks), "rank")
+    ranks_text = units.count(len(run.ranks), "rank")
     return Headline(f"Query all tables of {ranks_text} with one SELECT: {units.size(size_bytes)} of traces")
 
 
@@ -381,11 +381,7 @@ def _noun(run: Run) -> str:
 
 
 def _calls(row: dict[str, object]) -> str:
-    return _plural(int(str(row["count"])), "call")
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)
+    return units.count(int(str(row["count"])), "call")
 
 
 def _mean(values: pl.Series) -> float:

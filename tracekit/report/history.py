@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 from rich.console import RenderableType
 
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.regression.history.change_points import LEAST_RUNS, Drift
 from tracekit.regression.history.trends import Group, MetricShift, Series, latest_first
 from tracekit.regression.metrics import metric_of
@@ -48,7 +48,7 @@ def identity_text(group: Group) -> str:
     """Return the identity of a group of runs: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
     identity = group.identity
     count = int(identity["world_size"]) if identity.get("world_size", "").isdigit() else None
-    ranks = "" if count is None else f"{count} rank" + "s" * (count != 1)
+    ranks = "" if count is None else units.count(count, "rank")
     model = identity.get("model.name") or identity.get("model", "")
     simulated = "simulated" if identity.get("simulated") else ""
     parts = (
@@ -166,7 +166,7 @@ def _group(group: Group, width: int) -> list[RenderableType]:
     count = group.runs.height
     parts: list[RenderableType] = [
         text_layout.title(identity_text(group), f"  {group.fingerprint}"),
-        text_layout.line((f"{count} run{'s' * (count != 1)}, the latest ", text_layout.DIM), *_latest(group)),
+        text_layout.line((f"{units.count(count, 'run')}, the latest ", text_layout.DIM), *_latest(group)),
         "",
     ]
     parts += [_table(group, width)] if group.series else []

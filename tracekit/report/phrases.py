@@ -28,6 +28,13 @@ def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> st
     return max(findings, key=cost_order).message
 
 
+def no_problems(report: Report) -> str:
+    """Return the verdict on a run without findings; if only some rules were selected, with their codes."""
+    if not report.rules or len(report.rules) == len(all_rules()):
+        return headline(())
+    return f"{headline(())} by {units.count(len(report.rules), 'selected rule')}: {', '.join(report.rules)}"
+
+
 def cannot_judge(report: Report) -> str | None:
     """Return why it is unknown whether a run loses time; None if it is judged.
 
@@ -42,13 +49,13 @@ def cannot_judge(report: Report) -> str | None:
 def severity_counts(findings: Sequence[Finding]) -> str:
     """Return how many findings there are of each severity: "1 error, 2 warnings, 3 info"."""
     counts = [(severity, sum(found.severity is severity for found in findings)) for severity in sorted(Severity)[::-1]]
-    return ", ".join(_plural(number, severity.label) for severity, number in counts if number) or "No rule fired"
+    return ", ".join(_of_severity(number, severity) for severity, number in counts if number) or "No rule fired"
 
 
 def subtitle(run: Run) -> str:
     """Return a short description of a run from its manifest: strategy, ranks, model, size of its traces."""
     manifest = Manifest.of(run.manifest)
-    parts = [escaping.inert(manifest.strategy or "", _MAX_WORD), _plural(len(run.ranks), "rank")]
+    parts = [escaping.inert(manifest.strategy or "", _MAX_WORD), units.count(len(run.ranks), "rank")]
     parts += [f"model {escaping.inert(manifest.model.name, _MAX_WORD)}"] if manifest.model.name else []
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())  # of files, not of traces
     parts += [units.size(size_bytes) if size_bytes else "", "simulated" if manifest.simulated else ""]
@@ -101,9 +108,9 @@ def saving(found: Finding) -> str:
 
 def scope(found: Finding) -> str:
     """Return where a finding applies and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
-    parts = [_listed("rank", found.ranks)] if found.ranks else []
+    parts = [units.numbered("rank", found.ranks)] if found.ranks else []
     noun = "iteration" if found.is_of_iterations else "step"
-    parts += [_listed(noun, found.steps)] if found.steps else []
+    parts += [units.numbered(noun, found.steps)] if found.steps else []
     return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
 
 
@@ -138,9 +145,5 @@ def _up_to(found: Finding | KnownFinding) -> str:
     return "up to " if isinstance(found, Finding) and found.is_upper_bound else ""
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 or noun == "info" else f"{number} {noun}s"
-
-
-def _listed(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun if len(numbers) == 1 else noun + 's'} {units.ranges(numbers)}"
+def _of_severity(number: int, severity: Severity) -> str:
+    return f"{number} {severity.label}" if severity is Severity.INFO else units.count(number, severity.label)

@@ -5,7 +5,7 @@ import json
 import polars as pl
 from rich.console import RenderableType
 
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.report import text_layout
 from tracekit.report.json_values import to_json_value
 
@@ -61,7 +61,7 @@ def as_json(rows: pl.DataFrame) -> str:
 
 
 def _size(rows: pl.DataFrame, more: bool) -> str:
-    counted = f"{rows.height:,} row{'s' * (rows.height != 1)}"
+    counted = units.count(rows.height, "row")
     return f"the first {counted}: allow more with --max-rows, or write them with --format csv" if more else counted
 
 

@@ -76,7 +76,7 @@ def _verdict(report: Report) -> list[RenderableType]:
         unjudged: list[RenderableType] = [text_layout.line((phrases.headline(findings, cannot_judge), style))]
         return [*unjudged, _counts(findings)] if findings else unjudged
     if not findings:
-        return [text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))]
+        return [text_layout.line((phrases.no_problems(report), f"{text_layout.BOLD} {text_layout.GOOD}"))]
     return [_counts(findings)]
 
 

@@ -184,7 +184,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
 
 
 def step_spans(trace: Trace) -> pl.DataFrame:
-    """Return the trace's steps that have a device window, with their name."""
+    """Return the trace's steps that have a device window: columns of `schema.STEPS`, and name."""
     name = pl.when(pl.col("step").is_null()).then(pl.lit("no steps marked")).otherwise(pl.format("step {}", "step"))
     return trace.steps.drop_nulls(["start_ns", "end_ns"]).with_columns(name.alias("name"))
 

@@ -45,26 +45,28 @@ fault of its own."""
 def attribute_costs(report: Report) -> Report:
     """Return the report with the cost of each finding taken from a replay without its cause, where possible.
 
-    It is possible on runs that have the launches of 90% of their device work (on a CPU run: of their collectives) and
-    100 activities or more on each rank, and whose replay is within 5% of the recorded steps; there, for findings with a
-    `what_if`. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is
-    what the mean step of the window is shorter without the cause, as `tracekit whatif` says, and the impact its share;
-    the message states them.
+    This needs a finding with a `what_if`, and a run that can be replayed: with the launches of 90% of its device work
+    (on a CPU run, of its collectives), 100 activities or more on each rank, and a replay within 5% of the recorded
+    steps. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is the
+    difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share. The
+    message states both.
 
-    One fault has one price. The single stalls of a finding of STEP001 are removed where they are. That comes first,
-    for those that STEP001 still warns of, and the first uses of STEP002, stay in the replays of other causes. So are
-    the stalled collectives of STEP004, and causes that are the time of transfers are priced without them. In a window
-    of one step, STEP001 is information where the rule of the cause warns. Data loading, blocking calls, allocator
-    calls, saves, device stalls and clock drops of a late rank are what makes it late: a straggler is priced by what it
-    costs without those that have a warning, and is information if that is less than half of it. Late launches are
-    priced by what remains without all these and without stragglers.
+    So that no time is priced twice, causes are priced in this order:
 
-    Of a run with many ranks, representative ones are replayed; a note says which. A finding on other ranks keeps the
-    cost that its rule measured.
+    1. STEP001: only its single stalls are removed. If it then still warns, they stay in the replays of other causes, as
+       do the first uses of STEP002. In a window of one step, it becomes information if the rule of the cause warns.
+    2. STEP004: only its stalled collectives are removed. Causes in the time of transfers are priced without them.
+    3. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops.
+    4. Stragglers, which may be late because of 3: without the causes of 3 that have a warning. If less than half of the
+       cost remains, the finding becomes information.
+    5. Late launches: without all of these and without stragglers.
 
-    A finding whose replay saves less than its `min_saved_ratio` becomes information, since the step has another
-    bottleneck behind this one; it is left out if it was information before, or if the rule did not measure more either.
-    Otherwise the cost that the rule measured stays. Findings are sorted again.
+    In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
+    ranks is the one that its rule measured.
+
+    If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding becomes
+    information, or is left out if it already was information, or if the rule did not measure more either. In all other
+    cases the cost that the rule measured stays. Findings are sorted again.
     """
     named = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, named) if named else report.run
@@ -274,7 +276,7 @@ def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
     others = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
     if not others:
         return finding
-    where = f"Most of the host's time for it is on rank{'s' * (len(others) > 1)} {units.ranges(others)}."
+    where = f"Most of the host's time for it is on {units.numbered('rank', others)}."
     return replace(finding, ranks=tuple(sorted({*finding.ranks, *others})), message=f"{finding.message} {where}")
 
 

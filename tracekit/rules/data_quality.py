@@ -195,7 +195,7 @@ class DoubtfulTrace(Rule):
     def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
         known = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
-        more = f" And {rows.height - 1:,} more like it." if rows.height > 1 else ""
+        more = f" There are {rows.height:,} issues of this kind." if rows.height > 1 else ""
         message = str(rows["message"][0])
         affected = f" Affected: {units.share(ratio)}." if ratio and units.share(ratio) not in message else ""
         return Finding(
@@ -284,11 +284,9 @@ def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
     for (name,), values in counts.sort("n", "value", descending=[True, False]).group_by("name", maintain_order=True):
         if values.height == 1:
             continue
-        differences = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
+        differences = ", ".join(
+            f"{value} on {units.numbered('rank', ranks)}" for value, ranks in values.select("value", "rank").rows()
+        )
         share = 1 - values["n"][0] / values["n"].sum()
         rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {differences}.", share))
     return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {units.ranges(ranks)}"

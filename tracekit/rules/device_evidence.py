@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison, MemoryErrors
+from tracekit.model import units
 
 _FIXES = {
     device_comparison.THERMAL: (
@@ -84,7 +85,7 @@ class DeviceEvidence:
     def _errors(self, *, several: bool) -> str:
         count = self.errors.uncorrected
         subject = "Their GPUs have" if several else "Its GPU has"
-        said = f" {subject} {count:,} uncorrected memory error{'s' * (count > 1)} (ECC)." if count else ""
+        said = f" {subject} {units.count(count, 'uncorrected memory error')} (ECC)." if count else ""
         return said + (" A memory row is to be replaced at the next reset." if self.errors.is_remap_pending else "")
 
 

@@ -63,7 +63,7 @@ class OverloadedExperts(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"The experts of {'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)} are overloaded: those of "
+            f"The experts of {units.numbered('rank', ranks)} are overloaded: those of "
             f"rank {most['rank']} get {most['load_ratio']:.2f} times the mean of their group. The other ranks wait "
             f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['lost_ratio'])}) for rank {most['rank']} in {quoted_step.place(worst['step'])}.",

@@ -38,7 +38,7 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collec
 
 def _of_file(most: dict[str, object]) -> str:
     count, moved, dur_ns = (int(str(most[name])) for name in ("calls", "bytes", "dur_ns"))
-    calls = f"{count:,} {most['name']} call{'s' * (count != 1)}"
+    calls = units.count(count, f"{most['name']} call")
     path = "an unknown file" if most["file"] is None else escaping.inert(str(most["file"]), _MAX_PATH)
     rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
     return f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"

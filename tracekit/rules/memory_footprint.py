@@ -222,7 +222,7 @@ class PeakOwner(Rule):
             Severity.INFO,
             f"{worst['op']}{phase} allocated {units.size(worst['bytes'])} "
             f"({units.share(worst['owned_ratio'])}) of the {units.size(worst['peak_bytes'])} peak of rank "
-            f"{worst['rank']}, in {worst['count']:,} block{'' if worst['count'] == 1 else 's'}"
+            f"{worst['rank']}, in {units.count(worst['count'], 'block')}"
             f"{_allocation_site(worst['module'], worst['stack'])}.",
             _fix(worst["op"], infers=workload.is_inference(run)),
             cost_bytes=worst["bytes"],

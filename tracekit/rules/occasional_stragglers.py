@@ -73,7 +73,7 @@ class OccasionalStraggler(Rule):
     def _finding(self, run: Run, own: pl.DataFrame, lost_ratio: float, steps: int) -> Finding:
         event = largest_first(own, "lost_ns", "window", "step").row(0, named=True)
         ranks = tuple(event["late_ranks"])
-        name = f"rank{'s' * (len(ranks) > 1)} {units.ranges(ranks)}"
+        name = units.numbered("rank", ranks)
         times = "once in" if own.height == 1 else f"in {own.height} of"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])

@@ -164,11 +164,11 @@ class UnbalancedStages(Rule):
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
         of_rank = [at for at in balance.of_same_rank(stage) if balance.slowdown(at) >= self.min_slowdown]
         stages = sorted({stage, *of_rank}) if is_slow else [stage]
-        named = f"Stages {units.ranges(stages)}" if len(stages) > 1 else f"Stage {stage}"
+        named = units.numbered("Stage", stages)
         yield Finding(
             self.code,
             Severity.WARNING if lost_ratio >= self.warning_lost_ratio else Severity.INFO,
-            f"{named} ({'ranks' if len(ranks) > 1 else 'rank'} {units.ranges(ranks)}) "
+            f"{named} ({units.numbered('rank', ranks)}) "
             f"{'take up to' if len(stages) > 1 else 'takes'} {balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "

@@ -148,7 +148,7 @@ def _what(event: dict[str, Any]) -> str:
     size = f" of {units.size(event['bytes'])}" if event["bytes"] else ""
     group = f" of the group {event['group']}" if event["group"] else ""
     more = event["collectives"] - 1
-    others = f", and {more} other{'s' * (more > 1)} at the same time" if more else ""
+    others = f", and {units.count(more, 'other')} at the same time" if more else ""
     return (
         f"{outlier_steps.where(event, event['lost_ns'])}one {event['op'].replace('_', '-')}{size}{group} takes "
         f"{units.duration(event['transfer_ns'])} instead of {units.duration(event['usual_ns'])}{others}"
@@ -190,10 +190,10 @@ def _how_often(own: pl.DataFrame) -> str:
 def _fix(event: dict[str, Any]) -> str:
     if event["silent_ranks"]:
         stopped = event["silent_ranks"]
-        return _FIX_PROCESS.format(ranks=f"rank{'s' * (len(stopped) > 1)} {units.ranges(stopped)}")
+        return _FIX_PROCESS.format(ranks=units.numbered("rank", stopped))
     if not event["is_whole"]:
         return _FIX_UNTRACED
-    return _FIX_UNKNOWN.format(ranks=f"ranks {units.ranges(event['ranks'])}")
+    return _FIX_UNKNOWN.format(ranks=units.numbered("rank", event["ranks"]))
 
 
 def _confidence(event: dict[str, Any]) -> float:

@@ -113,11 +113,14 @@ class SandboxedQuery:
             self._table_names = self._read_line()["named"]
 
     def run(self, run: Run, on_progress: OnTrace | None = None) -> pl.DataFrame:
-        """Return the result of the query on a run."""
+        """Return the result of the query on a run, its columns as SELECT names them.
+
+        Raises InputError where it fails, takes too long or needs too much memory.
+        """
         return self.execute(self.collect_tables(run, on_progress))
 
     def collect_tables(self, run: Run, on_progress: OnTrace | None = None) -> dict[str, Rows]:
-        """Return the tables of a run that the query names."""
+        """Return the tables of a run that the query names, by name: rows, or paths of Parquet files."""
         return dict(_rows(run, self._table_names, on_progress))
 
     def execute(self, tables: Mapping[str, Rows]) -> pl.DataFrame:

@@ -356,6 +356,12 @@ def test_values_of_wrong_types_count_as_missing(tmp_path: Path) -> None:
     assert state.median_step_ns == pytest.approx(100e6, rel=0.1)
 
 
+def test_only_metrics_that_the_recorder_does_not_write_are_custom(tmp_path: Path) -> None:
+    own = {"cpu_time_ns": 7e6, "sm_clock_mhz": 1980.0, "max_power_w": 690.0, "grad_norm": 0.5}
+    state = seen(sample_logs.write(tmp_path, [line | own for line in steady(40)]))
+    assert state.custom_metrics == {"grad_norm": 0.5}
+
+
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"world_size": "8", "windows": 3, "strategy": []}', '{"windows": [1, {}]}']
 )

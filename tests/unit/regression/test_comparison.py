@@ -111,10 +111,19 @@ def test_a_different_field_that_may_differ_adds_a_note() -> None:
     )
 
 
+def test_groups_of_fields_that_one_run_does_not_state_are_one_note() -> None:
+    comparison = compare(side("a", arguments={"batch": 4, "seed": 1}, mesh={"pp": 2}), side("b"))
+    assert comparison.notes == ("arguments, mesh: not known in b",)
+
+
 def test_a_run_without_a_manifest_is_compared_with_a_note() -> None:
     a = side("a")
     comparison = compare(a, RunSamples("b", {}, a.samples))
-    assert "world_size differs: 2 in a, not known in b" in comparison.notes
+    assert comparison.notes == (
+        "model: not known in b",
+        "device differs: cpu in a, not known in b",
+        "world_size differs: 2 in a, not known in b",
+    )
 
 
 def test_only_common_ranks_are_compared() -> None:

@@ -119,7 +119,10 @@ def test_without_groups_and_actions_there_are_empty_figures():
     groups = pl.DataFrame(schema={"axis": pl.String, "ranks": pl.List(pl.Int64)})
     assert not charts.pipeline_step(actions, gaps).data
     assert not charts.stage_balance(bubbles).data
-    assert not charts.mesh_map(groups).data
+    empty = charts.mesh_map(groups)
+    assert not empty.data
+    assert [note.text for note in empty.layout.annotations] == ["no data"]
+    assert empty.layout.xaxis.visible is False
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_missing_ranks_are_a_warning():
 
 def test_issues_of_one_kind_are_one_finding_with_the_worst_first():
     found = judge(data_quality_issues(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
-    assert "Affected: 40.0%. And 2 more like it." in found.message
+    assert "Affected: 40.0%. There are 3 issues of this kind." in found.message
     assert found.evidence["affected_ratio"].to_list() == [0.4, 0.2, 0.1]
 
 

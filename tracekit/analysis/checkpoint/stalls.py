@@ -82,7 +82,7 @@ def parts(run: Run) -> pl.DataFrame:
 
 
 def dominant(run: Run) -> pl.DataFrame:
-    """Return the dominant class of each save's stall: the largest row of `parts` per save and clock."""
+    """Return the dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
     largest = run.run_table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
 

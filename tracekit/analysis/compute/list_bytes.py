@@ -12,7 +12,10 @@ _Formula: TypeAlias = Callable[[Inputs], int]
 
 
 def for_each(lists: int, *, writes: bool = True) -> _Formula:
-    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list."""
+    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list.
+
+    The formula raises ValueError for lists whose shapes are not known.
+    """
 
     def formula(given: Inputs) -> int:
         first, others = given.tensor_list(0), given.lists(1, lists)
@@ -26,7 +29,8 @@ def for_each(lists: int, *, writes: bool = True) -> _Formula:
 def fused_optimizer(needed: int, lists: int) -> _Formula:
     """Return the formula of an optimizer's kernel: parameters, gradients, then states, of `lists` lists at most.
 
-    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty.
+    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty. The formula raises
+    ValueError for lists whose shapes are not known.
     """
 
     def formula(given: Inputs) -> int:

@@ -112,7 +112,11 @@ _INPUTS = ["op", "shapes", "strides", "element_bytes"]
 
 @memoize
 def with_calls(trace: Trace) -> pl.DataFrame:
-    """Return the compute with the product call that each kernel is of: op, its inputs, work and roofline, if known."""
+    """Return each compute kernel with the matrix product that launched it; no rows for a CPU run.
+
+    Columns of the activities, device, call_id, op, shapes, strides, flops, bytes, ideal_ns, work_ns, ratio (of the
+    roofline); those of the call are null where it is not known.
+    """
     devices_of_lanes = trace.lanes.select("lane", "device").unique("lane", keep="first", maintain_order=True)
     activities = trace.activities.rename({"id": "activity_id"}).join(
         devices_of_lanes, on="lane", how="left", maintain_order="left"

@@ -79,10 +79,6 @@ class CallTable:
         )
         return Collective(group, seq, calls, missing)
 
-    def seqs(self, group: Group) -> list[int]:
-        """Return the numbers that calls of a group have, in order."""
-        return sorted(self._calls[group])
-
     def calls(self, group: Group, seq: int) -> Mapping[int, Call]:
         """Return the calls of one number in a group by rank."""
         return self._calls[group].get(seq, {})

@@ -10,8 +10,8 @@ from tracekit.analysis.hangs.collectives import CallTable, sizes
 from tracekit.analysis.hangs.desync import Mismatch
 from tracekit.analysis.hangs.groups import Groups
 from tracekit.analysis.hangs.waits import Root, Wait, WaitGraph, graph
+from tracekit.model import units
 from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
-from tracekit.model.units import duration, ranges
 
 DEFAULT_MIN_WAIT_NS = 10 * 10**9
 _MAX_PAIRS = 2000
@@ -81,7 +81,7 @@ class _Case:
         most_ns = _most_waited_ns(self.dumps, self.graph.waits)
         if not timed_out and most_ns is not None and most_ns < min_wait_ns:
             return _no_hang(
-                f"No hang: the longest wait for a collective is {duration(most_ns)}, as in a running training."
+                f"No hang: the longest wait for a collective is {units.duration(most_ns)}, as in a running training."
             )
         mismatches = self._mismatches()
         if mismatches:
@@ -107,7 +107,7 @@ class _Case:
             return self._without_communicator(blocked)
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in sorted(away))
         text = (
-            f"No collective is pending, but {_ranks(away)} made no call for {duration(_stalled_ns(stalled))}: "
+            f"No collective is pending, but {_ranks(away)} made no call for {units.duration(_stalled_ns(stalled))}: "
             f"{_reasons(culprits)}."
         )
         return Diagnosis(Kind.HOST, text, culprits[0].advice, None, culprits)
@@ -372,8 +372,7 @@ def _what(call: Call, kind: str) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {ranges(numbers)}"
+    return units.numbered("rank", ranks)
 
 
 def _because(culprits: Sequence[Culprit], *, link: str = "and for") -> str:
@@ -434,7 +433,7 @@ def _with_ranks(found: Diagnosis, dumps: HangDumps, groups: Groups, waiting: Wai
         notes.append(f"only stacks, no flight recorder dump, of {_ranks(without_recorder)}")
     without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
     if found.kind is Kind.HOST and without_stacks:
-        notes.append(f"no stacks of {_ranks(without_stacks)}: lay py-spy or faulthandler stacks into the folder")
+        notes.append(f"no stacks of {_ranks(without_stacks)}: put stacks by py-spy or faulthandler into the folder")
     rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
     return replace(found, ranks=rows, notes=tuple(notes))
 

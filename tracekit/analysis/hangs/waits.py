@@ -12,7 +12,7 @@ from tracekit.model.hang_dump import Call, HangDumps
 
 @dataclass(frozen=True)
 class Wait:
-    """A call that is not complete: the ranks in it, and the ranks that it needs and that have not come."""
+    """A call that is not complete: the ranks in it, and the ranks that it needs and that have not called it."""
 
     group: Group
     seq: int
@@ -83,7 +83,7 @@ def graph(dumps: HangDumps, groups: Groups, table: CallTable) -> WaitGraph:
 
 
 def _messages(dumps: HangDumps, groups: Groups) -> list[Wait]:
-    """Return the sends and receives whose other side has not come, one for each caller and other side.
+    """Return the sends and receives whose peer has not called them, one for each caller and other side.
 
     Pending sends of a pair of ranks match its pending receives in their order.
     """

@@ -59,7 +59,7 @@ def call_tree(
     if rows.is_empty():
         in_step = "" if step is None else f" in step {step}"
         other = HOST if of == DEVICE else DEVICE
-        raise InputError(f"the traces have no work of the {of}{in_step}; there may be some of the {other}")
+        raise InputError(f"the traces have no work of the {of}{in_step}; use --of {other} for the {other}")
     return _merged(rows, by_rank=by_rank)
 
 

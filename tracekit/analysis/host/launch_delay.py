@@ -185,7 +185,10 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def places(trace: Trace) -> pl.DataFrame:
-    """Return the name of each compute activity, and its number among those of its name in its step."""
+    """Return the number of each compute activity among those of its name in its step and lane.
+
+    Columns name, activity_id, nth (from 0).
+    """
     is_compute = trace_columns.is_activity_kind(trace, "compute")
     lane, start, id_ = (trace.activities[name].to_numpy() for name in ("lane", "start_ns", "id"))
     rows = np.flatnonzero(is_compute & np.isin(lane, trace.lanes["lane"].to_numpy()))

@@ -81,7 +81,7 @@ def across_stages(run: Run) -> pl.DataFrame:
 
 
 def lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:
-    """Return for how long the others wait for some ranks, all collectives of `arrivals` together."""
+    """Return for how long, in ns, the others wait for some ranks, over all collectives of `arrivals`."""
     return int(lead(arrivals, group)["lead_ns"].sum())
 
 
@@ -101,7 +101,10 @@ def leads_of_ranks(arrivals: pl.DataFrame) -> dict[int, int]:
 
 
 def lead(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
-    """Return by how much some ranks arrive after the last of the others: window, instance, step, lead_ns."""
+    """Return by how much some ranks arrive after the last of the others.
+
+    Columns window, instance, step, lead_ns, residual_ns (clock error); only leads above the clock error.
+    """
     is_late, arrival_ns = pl.col("rank").is_in(group), pl.col("arrival_ns")
     both = arrivals.filter(is_late.any().over(_KEY) & (~is_late).any().over(_KEY))
     by_ns = (arrival_ns.max() - arrival_ns.filter(~is_late).max()).alias("lead_ns")

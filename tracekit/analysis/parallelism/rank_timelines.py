@@ -33,7 +33,7 @@ def states(run: Run) -> pl.DataFrame:
 
 
 def within(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
-    """Return the states in a window of the run's clock (ns), clipped to it."""
+    """Return the states in a window of the run's clock (ns), clipped to it; the columns are those of `rows`."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     inside = rows.filter(pl.col("start_ns") < window[1], end_ns > window[0])
     start_ns = pl.col("start_ns").clip(window[0])

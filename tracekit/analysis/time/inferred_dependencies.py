@@ -224,7 +224,10 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the waits between collectives of one group on different lanes, in launch order; none if violated."""
+    """Return the waits between collectives of one group on different lanes, in launch order. Columns WAIT_COLUMNS.
+
+    A group whose collectives overlap has none.
+    """
     if not (lane := items["lane"].to_numpy()).size or lane.min() == lane.max():
         return schema.empty(WAIT_COLUMNS)
     known = trace.collectives.select("activity_id", "group").drop_nulls()
@@ -245,7 +248,7 @@ def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
-    """Return the order of starts over all lanes where one queue feeds them; else none.
+    """Return the order of starts over all lanes where one queue feeds them; else none. Columns WAIT_COLUMNS.
 
     One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.

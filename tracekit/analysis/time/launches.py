@@ -22,7 +22,7 @@ _ADDED = schema.columns("collective_id evidence message_bytes overlapped_ns alon
 
 @memoize
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the activities of one device by start, with launched_ns, role and device.
+    """Return the activities of one device by start: columns of `schema.ACTIVITIES`, launched_ns, role, device.
 
     launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
     op that it is or that issued it; null where unknown. role is its lane's.

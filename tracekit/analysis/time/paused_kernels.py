@@ -22,7 +22,7 @@ _WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
 
 
 def stalls(run: Run) -> pl.DataFrame:
-    """Return when the devices of a run did not run the work that was queued: window, rank, `device_stalls` of each.
+    """Return when devices did not run the work that was queued. Columns window, rank, those of `device_stalls`.
 
     On devices with recurring stalls of one length, a kernel is paused, too, if it takes longer than the same kernel in
     another step or on other ranks by that length or a multiple of it. The same kernel has the same `kernel_ids` and

@@ -75,7 +75,7 @@ class HangWatch:
         distributed.init_process_group = created
 
     def begin(self) -> None:
-        """Begin to watch; the process group exists."""
+        """Begin to watch; the process group exists. Raises RuntimeError where torch has no flight recorder for it."""
         if self._folder is not None:
             return
         if not flight_recorder.is_available():

@@ -158,8 +158,9 @@ def _write(saved: "Baseline", path: Path) -> None:
 
 
 def _counted(saved: "Baseline") -> str:
-    count = len(saved.recordings)
-    return f"{count} recording{'s' * (count > 1)}"
+    from tracekit.model import units
+
+    return units.count(len(saved.recordings), "recording")
 
 
 def _advice(saved: "Baseline") -> str:

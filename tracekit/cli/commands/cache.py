@@ -18,7 +18,9 @@ class Action(StrEnum):
     CLEAR = "clear"
 
 
-def cache(action: Annotated[Action, typer.Argument(help="Show its size or path, or clear it.")] = Action.SIZE) -> None:
+def cache(
+    action: Annotated[Action, typer.Argument(metavar="ACTION", help="size, path or clear.")] = Action.SIZE,
+) -> None:
     """Show the size and path of the cache of parsed traces, or clear it.
 
     TRACEKIT_CACHE_DIR sets another folder, TRACEKIT_CACHE_MAX_BYTES another limit than 10 GiB (0 disables the cache).

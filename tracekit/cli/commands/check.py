@@ -25,7 +25,7 @@ FINDINGS = 1
 def check(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Folders of traces, or single trace files.", show_default=False),
+        typer.Argument(metavar="RUN…", help="Folders of traces, or single trace files.", show_default=False),
     ] = None,
     *,
     settings: SettingsOptions,
@@ -125,8 +125,10 @@ def _exit_on_failure(results: "list[CheckResult]") -> None:
 
 
 def _failure_kind(results: "list[CheckResult]", count: int) -> str:
+    from tracekit.model import units
+
     if any(result.comparison or result.budgets for result in results):
         return "the check fails"
     severity = results[0].fail_on
     limit = f" at or above {severity.label}" if severity is not None else ""
-    return f"{count} finding{'s' * (count > 1)}{limit}"
+    return units.count(count, "finding") + limit

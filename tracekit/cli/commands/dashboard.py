@@ -23,7 +23,7 @@ _PORTS_TRIED = 50
 
 
 def dashboard(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Runs, or folders of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Runs, or folders of runs.")],
     *,
     history: Annotated[
         Path | None,
@@ -40,7 +40,7 @@ def dashboard(
             help="Also answer under this name, such as an alias of this machine or a proxy's name. Repeatable.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
     """Open runs, or folders of runs, in the dashboard.

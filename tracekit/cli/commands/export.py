@@ -65,16 +65,20 @@ def export(
 ) -> None:
     """Write a run for another program, or a view of it for another person.
 
-    perfetto: one trace for ui.perfetto.dev, all ranks on one clock. Each rank is a process; each stream or thread is a
-    track whose name shows its role. Slices that overlap others without nesting get an additional track, so that none is
-    dropped. Arrows connect launches with kernels, counters show memory, and findings of tracekit check are above each
-    rank, below them the parts of the critical path there. html: a page of the dashboard as one file of at most 5 MB,
-    which works without a network: the timeline with its levels of detail, or another page, which needs the extra
-    [dashboard]. The other formats have the metrics logs of a local folder,
-    which needs no traces and may belong to a running training. prometheus: the latest step of each rank, as text for
-    the node exporter, or served (--serve). openmetrics: all steps with their times, as promtool backfills them. otlp:
-    all steps as OpenTelemetry JSON lines. tensorboard: all steps as scalars, a folder per rank.
-    """
+    \b
+    perfetto     one trace of all ranks on one clock, for ui.perfetto.dev
+    html         a page of the dashboard as one file of at most 5 MB, without a
+                 network; pages except the timeline need the extra [dashboard]
+    prometheus   the latest step of each rank, as text for the node exporter,
+                 or served by --serve
+    openmetrics  all steps with their times, as promtool backfills them
+    otlp         all steps as OpenTelemetry JSON lines
+    tensorboard  all steps as scalars, a folder per rank
+
+    In a Perfetto trace, each rank is a process, and each stream or thread a track. Slices that overlap others without
+    nesting get an additional track, so none is dropped. The last four formats write the metrics logs of a local folder.
+    They need no traces, and the training may still be running.
+    """  # noqa: D301 click keeps the lines of a paragraph after \b
     if serve is not None:
         _serve(source.run, serve, export_format, out)
         return
@@ -101,6 +105,7 @@ def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None
 
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
     """Write the metrics logs of a folder."""
+    from tracekit.model import units
     from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
 
     run, samples = step_metrics.run_name(folder), step_metrics.samples(folder)
@@ -113,7 +118,7 @@ def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None
         is_latest = export_format is ExportFormat.PROMETHEUS
         _write_bytes(_latest(folder) if is_latest else prometheus.history(run, samples), out)
     ranks = samples["rank"].n_unique()
-    output.notify(f"{out}: {_count(samples['name'].n_unique(), 'metric')} of {_count(ranks, 'rank')}")
+    output.notify(f"{out}: {units.count(samples['name'].n_unique(), 'metric')} of {units.count(ranks, 'rank')}")
 
 
 def _latest(folder: Path) -> bytes:
@@ -129,6 +134,7 @@ def _write_bytes(content: bytes, out: Path) -> None:
 
 
 def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findings: bool, with_path: bool) -> None:
+    from tracekit.model import units
     from tracekit.replay.graph.critical_path import path
     from tracekit.report.export import perfetto
     from tracekit.rules import engine
@@ -143,9 +149,10 @@ def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findin
             written = perfetto.write(
                 run, packed, findings=shown, path=explained, step=step, ranks=selected, on_progress=callback
             )
-    extra = f"; {_count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
+    extra = f"; {units.count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
     output.notify(
-        f"{out}: {_count(written.slices, 'slice')} of {_count(written.traces, 'trace')}{extra}; open at ui.perfetto.dev"
+        f"{out}: {units.count(written.slices, 'slice')} of {units.count(written.traces, 'trace')}{extra}; "
+        "open at ui.perfetto.dev"
     )
     _report_unaligned(run)
 
@@ -160,13 +167,9 @@ def _report_unaligned(run: "Run") -> None:
     if len(unaligned) and len(run.ranks) > 1:
         several = len(unaligned) > 1
         output.notify(
-            f"rank{'s' * several} {units.ranges(unaligned)} share{'s' * (not several)} too few collectives: "
+            f"{units.numbered('rank', unaligned)} share{'s' * (not several)} too few collectives: "
             f"{'each is' if several else 'it is'} on its own clock in the file"
         )
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 @contextlib.contextmanager

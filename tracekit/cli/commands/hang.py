@@ -1,4 +1,4 @@
-"""``tracekit hang``: which rank a hung job waits for, and why it does not come."""
+"""``tracekit hang``: which rank a hung job waits for, and what that rank does instead."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,22 +13,24 @@ HANG_FOUND = 1
 @expand_options
 def hang(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Flight recorder dumps, one per rank or fewer; a run that has some.")
+        Path, typer.Argument(metavar="DIR", help="A folder of flight recorder dumps, one per rank or fewer, or a run.")
     ],
     *,
     min_wait: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0.0, help="A shorter wait when the dumps were written is no hang, but a running job."
+            metavar="SECONDS",
+            min=0.0,
+            help="A job whose ranks waited for a shorter time when the dumps were written still runs.",
         ),
     ] = 10.0,
     table: TableOptions,
 ) -> None:
-    """Say why a job hangs: the collective that is not complete, the ranks that have not come, and what they do.
+    """Show why a job hangs: the collective that is not complete, the ranks that have not joined it, and what they do.
 
-    DIR holds dumps by 'tracekit record --hang-timeout', or by torch itself (TORCH_FR_DUMP_TEMP_FILE): pickles or JSON.
-    Stacks by 'py-spy dump' or faulthandler may be among them, with rank3 or so in their names. Nothing in the files is
-    executed.
+    DIR contains dumps by 'tracekit record --hang-timeout', or by torch itself (TORCH_FR_DUMP_TEMP_FILE): pickles or
+    JSON. It may also contain stacks by 'py-spy dump' or faulthandler, with the rank in the name, such as rank3.txt.
+    Nothing in the files is executed.
 
     Exit code: 1 if the job hangs, 0 if it does not, 2 if there is no dump that can be used.
     """

@@ -33,7 +33,7 @@ Branch = Annotated[
 
 @history.command("add", short_help="Add checked runs.")
 def add(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Runs, or JSON reports of tracekit check.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Runs, or JSON reports of tracekit check.")],
     *,
     db: Database,
     commit: CommitName = None,
@@ -119,7 +119,9 @@ def add_results(db: Path, results: "Sequence[CheckResult]") -> None:
 
 
 def _report_added(db: Path, added: "AddedRuns") -> None:
-    parts = [f"{added.new} run{'s' * (added.new != 1)} added"]
+    from tracekit.model import units
+
+    parts = [f"{units.count(added.new, 'run')} added"]
     parts += [f"{added.updated} updated"] if added.updated else []
     parts += [f"{added.unchanged} unchanged"] if added.unchanged else []
     output.notify(f"{db}: {', '.join(parts)}")

@@ -33,10 +33,10 @@ class ReplayOptions:
             "'default' uses the recorded ones; unit_buffers:2 uses two buffers for all FSDP units.",
         ),
     ] = None
-    device: Annotated[int | None, typer.Option(help="Device of the snapshot.")] = None
-    device_memory_gib: Annotated[float | None, typer.Option(min=0.0, help="Device memory available to the replay.")] = (
-        None
-    )
+    device: Annotated[int | None, typer.Option(metavar="N", help="Device of the snapshot.")] = None
+    device_memory_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0.0, help="Device memory available to the replay.")
+    ] = None
 
     def apply(self, usage: "MemoryReport", history: "History") -> "MemoryReport":
         """Return the report with the replay of a history."""

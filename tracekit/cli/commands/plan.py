@@ -28,17 +28,17 @@ _EXAMPLES = {
 }
 _ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
 
-ModelName = Annotated[str | None, typer.Option(help="A model by name, such as llama3-70b or 405b.")]
-Tp = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
-Sequence = Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")]
-Batch = Annotated[int, typer.Option(help="Sequences per micro-batch.")]
+ModelName = Annotated[str | None, typer.Option(metavar="NAME", help="A model by name, such as llama3-70b or 405b.")]
+Tp = Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")]
+Sequence = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.")]
+Batch = Annotated[int, typer.Option(metavar="N", help="Sequences per micro-batch.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
     """The size of the model, as a number or by its name."""
 
-    params: Annotated[float | None, typer.Option(help="Parameters of the model, such as 1.008e12.")] = None
+    params: Annotated[float | None, typer.Option(metavar="N", help="Parameters of the model, such as 1.008e12.")] = None
     model: ModelName = None
 
     def parameters(self) -> float | None:
@@ -52,10 +52,10 @@ class LayoutOptions:
     """How the training is distributed; a recorded run has the values that no option states."""
 
     tp: Tp = 1
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1
-    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.  [default: 1]")] = None
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8
+    pp: Annotated[int, typer.Option(metavar="N", help="Pipeline stages.")] = 1
+    dp: Annotated[int | None, typer.Option(metavar="N", help="Data-parallel ranks.  [default: 1]")] = None
+    zero: Annotated[int | None, typer.Option(metavar="N", help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node.")] = 8
 
     def layout(self, recorded: "PlanningInputs | None") -> "Layout":
         """Return the layout; its default is one data-parallel rank without ZeRO."""
@@ -71,15 +71,19 @@ class StorageOptions:
     """The bandwidths of the storage that checkpoints are written to, in bytes/s."""
 
     write_bandwidth: Annotated[
-        float | None, typer.Option(help="Write bandwidth of storage in bytes/s, such as 273e9.")
+        float | None, typer.Option(metavar="B", help="Write bandwidth of storage in bytes/s, such as 273e9.")
     ] = None
-    read_bandwidth: Annotated[float | None, typer.Option(help="Read bandwidth of storage in bytes/s.")] = None
-    node_write_limit: Annotated[float | None, typer.Option(help="Maximum write bandwidth of one node, in bytes/s.")] = (
+    read_bandwidth: Annotated[float | None, typer.Option(metavar="B", help="Read bandwidth of storage in bytes/s.")] = (
         None
     )
+    node_write_limit: Annotated[
+        float | None, typer.Option(metavar="B", help="Maximum write bandwidth of one node, in bytes/s.")
+    ] = None
     burst_buffer: Annotated[
         float | None,
-        typer.Option(help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."),
+        typer.Option(
+            metavar="B", help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."
+        ),
     ] = None
 
 
@@ -94,12 +98,14 @@ def checkpoint(
     *,
     size: SizeOptions,
     bytes_per_param: Annotated[
-        float | None, typer.Option(help="Bytes saved per parameter.  [default: 14, mixed-precision Adam]")
+        float | None, typer.Option(metavar="N", help="Bytes saved per parameter.  [default: 14, mixed-precision Adam]")
     ] = None,
     layout: LayoutOptions,
     storage: StorageOptions,
-    interval: Annotated[str | None, typer.Option(help="Time between checkpoints: 4h, 30m, 900s.")] = None,
-    mtbf: Annotated[str | None, typer.Option(help="Mean time between failures: 3.093h.")] = None,
+    interval: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time between checkpoints: 4h, 30m, 900s.")
+    ] = None,
+    mtbf: Annotated[str | None, typer.Option(metavar="TIME", help="Mean time between failures: 3.093h.")] = None,
     measured: Annotated[
         str | None, typer.Option(metavar="RUN", help="Take missing values from the saves of a recorded run.")
     ] = None,
@@ -137,20 +143,24 @@ def memory(
     *,
     size: SizeOptions,
     tp: Tp = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(help="Ranks that shard the state.")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
+    pp: Annotated[int, typer.Option(metavar="N", help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(metavar="N", help="Ranks that shard the state.")] = 1,
+    zero: Annotated[int, typer.Option(metavar="N", help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
     yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP instead of a ZeRO stage.")] = False,
     largest_layer: Annotated[
-        float | None, typer.Option(help="Parameters of the largest layer, for YaFSDP's buffers.")
+        float | None, typer.Option(metavar="N", help="Parameters of the largest layer, for YaFSDP's buffers.")
     ] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Optimizer, and shards of weights and gradients, in host memory.")
     ] = False,
     sequence: Sequence = None,
     batch: Batch = 1,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step; a pipeline has several in flight.")] = 1,
-    recomputation: Annotated[str, typer.Option(help="Activation recomputation: none, selective or full.")] = "none",
+    micro_batches: Annotated[
+        int, typer.Option(metavar="N", help="Micro-batches per step; a pipeline has several in flight.")
+    ] = 1,
+    recomputation: Annotated[
+        str, typer.Option(metavar="NAME", help="Activation recomputation: none, selective or full.")
+    ] = "none",
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Sequence parallelism in addition to --tp.")
     ] = False,
@@ -180,12 +190,16 @@ def memory(
 @expand_options
 def layout(
     *,
-    model: Annotated[str, typer.Option(metavar="M", help="A model by name, or a Hugging Face config.json.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help="A model by name, or a Hugging Face config.json.")],
     gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs in all.")],
     gpus_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs per node.")] = 8,
     device: Annotated[str, typer.Option(metavar="NAME", help="a100-80, h100-80 or v100-32.")] = "a100-80",
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.  [default: the model's]")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.  [default: the model's]")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.  [default: the model's]")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")
+    ] = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to show.")] = 10,
     table: TableOptions,
 ) -> None:
@@ -211,13 +225,13 @@ def layout(
 @expand_options
 def pipeline(
     *,
-    stages: Annotated[int, typer.Option(help="Pipeline stages.")],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")],
-    chunks: Annotated[int, typer.Option(help="Model chunks per rank; above 1 is interleaved.")] = 1,
-    schedule: Annotated[str, typer.Option(help="1f1b, interleaved, zb-h1 or zb-h2.")] = "1f1b",
+    stages: Annotated[int, typer.Option(metavar="N", help="Pipeline stages.")],
+    micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per step.")],
+    chunks: Annotated[int, typer.Option(metavar="N", help="Model chunks per rank; above 1 is interleaved.")] = 1,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="1f1b, interleaved, zb-h1 or zb-h2.")] = "1f1b",
     model: ModelName = None,
-    width: Annotated[int | None, typer.Option(help="Hidden size, if --model is not given.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers, if --model is not given.")] = None,
+    width: Annotated[int | None, typer.Option(metavar="N", help="Hidden size, if --model is not given.")] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Number of layers, if --model is not given.")] = None,
     sequence: Sequence = None,
     batch: Batch = 1,
     tp: Tp = 1,

@@ -68,7 +68,12 @@ class JobOptions:
         typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev.  [default: 1f1b]"),
     ] = None
     virtual_stages: Annotated[
-        int, typer.Option(metavar="N", help="Stages per rank.  [default: 2 if interleaved, zbv or dualpipev, else 1]")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Stages per rank.  [default: 2 if interleaved, zbv or dualpipev, else 1]",
+            show_default=False,
+        ),
     ] = 0
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Divide norms along the sequence, among the ranks of --tp.")
@@ -169,10 +174,7 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     step = units.duration(recording.total_ns // job.steps)
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(job.written_ranks)} traces in {out}"]
     for known in simulated.known:
-        ranks, steps = (
-            f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}"
-            for what, of in (("rank", known.ranks), ("step", known.steps))
-        )
+        ranks, steps = (units.numbered(what, of) for what, of in (("rank", known.ranks), ("step", known.steps)))
         lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 

@@ -46,23 +46,33 @@ def summary(
 ) -> None:
     """Show where the time goes: compute, communication, copies, their overlap and exposed parts, idle time.
 
-    compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's device
-    window from first to last activity; by step, that of each step, with its floating-point operations, the share of the
-    compute time for which they, or the bytes moved, are known, and their share of the device's peak (MFU without
-    recomputation, HFU with it), and, where they were recorded (record --device-metrics), clocks, power, temperature and
-    throttle reasons of its GPU. By collective: how long each rank waited for the last arrival, how often it arrived
-    last, and the transfer rate after that. By clock: the offset of each rank's clock and its residual error;
-    smaller differences between ranks are not significant. By contention: the slowdown of each kind of work while
-    another kind runs, relative to running alone, with a 95% confidence interval. By stage: the bubble of each rank,
-    stage and step of a pipeline, that of the schedule without communication, and its causes. By axis: the
-    communication of each rank along each axis of the mesh (pp, dp, tp, …), and its exposed part. By expert: the tokens
-    that each rank's experts get in an expert-parallel run, relative to the mean of the group. By expert-pair: the
-    tokens that each rank sends to the experts of each, and how long they travel, the slowest pair first. By ring: how
-    much of the sends and receives of ring attention (context parallelism) compute hides, by rank and step. By stream:
-    how much work waits on each device stream, how late it starts after its launch, and how much of it is short. By
-    unknown-work: the operators and kernels whose operations or bytes are not known, and why they are not. By file: the
-    file system calls of an I/O log (DFTracer), with bytes and bandwidth, the longest first.
-    """
+    compute + exposed communication + exposed copy + idle = duration, exactly. --by chooses what a row shows:
+
+    \b
+    rank          one rank, from its first to its last activity
+    step          one step of a rank, also: FLOPs and their share of the peak
+                  (MFU, HFU), how much work they are known for, GPU counters
+    collective    the wait of each rank for the last arrival, how often it
+                  arrived last, and the transfer rate after that
+    clock         the offset of a rank's clock and its error; smaller differences
+                  between ranks are not significant
+    contention    the slowdown of one kind of work while another kind runs
+                  concurrently, with a 95% confidence interval
+    stage         the bubble of a pipeline stage in a step, that of the schedule
+                  without communication, and its causes
+    axis          the communication of a rank along an axis of the mesh (pp, dp,
+                  tp, …), and its exposed part
+    expert        the tokens of a rank's experts, relative to the group's mean
+    expert-pair   the tokens that one rank sends to the experts of another, and
+                  the time of the transfer, the slowest pair first
+    ring          the sends and receives of ring attention (context parallelism)
+                  that compute hides
+    stream        the work that is queued on a device stream, how late it starts
+                  after its launch, and how much of it is short
+    unknown-work  operators and kernels of unknown FLOPs or bytes, and why
+    file          the calls, bytes and bandwidth of a file in an I/O log
+                  (DFTracer), the longest first
+    """  # noqa: D301 click keeps the lines of a paragraph after \b
     with executor.open([source.run]) as opened:
         from tracekit.report import summary_tables
 

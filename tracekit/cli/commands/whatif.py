@@ -48,7 +48,12 @@ class ChangeOptions:
         typer.Option(metavar="NAME", help="Predict a pipeline's gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev."),
     ] = None
     virtual_stages: Annotated[
-        int, typer.Option(metavar="N", help="Stages per rank of the predicted interleaved schedule.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Stages per rank of the predicted schedule.  [default: 2 if interleaved, zbv or dualpipev, else 1]",
+            show_default=False,
+        ),
     ] = 0
     stage_layers: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Predict these layers per stage, or balanced ones.")

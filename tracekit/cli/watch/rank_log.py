@@ -8,6 +8,7 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.cli.watch.log_tail import LogTail
+from tracekit.conventions import device_metrics
 
 Position = tuple[int, int]
 """Position in a training: how often it was resumed in the same log, and the step."""
@@ -22,6 +23,7 @@ _KNOWN_METRICS = frozenset(
         "step",
         "rank",
         conventions.STEP_TIME_METRIC,
+        conventions.CPU_TIME_METRIC,
         conventions.LOSS_METRIC,
         conventions.TOKENS_METRIC,
         conventions.DATA_WAIT_METRIC,
@@ -31,6 +33,7 @@ _KNOWN_METRICS = frozenset(
         conventions.DEVICE_ALLOC_METRIC,
         conventions.DEVICE_FREE_METRIC,
         conventions.ALLOC_RETRIES_METRIC,
+        *device_metrics.NAMES,
     }
 )
 

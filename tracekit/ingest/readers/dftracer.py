@@ -121,6 +121,7 @@ class _Log:
         self._bad_lines = self._bad_calls = self._other_calls = 0
 
     def read(self) -> None:
+        """Read the calls. Raises BadTraceError if no event of the file can be read."""
         has_events = False
         for event in _events(self._path):
             if event is None:
@@ -166,6 +167,7 @@ class _Log:
         return schema.IO_CALLS.conform(rows.with_columns(file=pl.coalesce("fname", known)).sort("start_ns", "dur_ns"))
 
     def issues(self) -> pl.DataFrame:
+        """Return what was left out of the log, columns as DATA_QUALITY."""
         counted = (
             (self._bad_lines, "lines are no events and were left out"),
             (self._bad_calls, "calls have no usable time and were left out"),

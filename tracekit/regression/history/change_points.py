@@ -1,26 +1,25 @@
-"""Where a noisy series of few numbers changed its level for good, and where it only drifts.
+"""Change-point detection in a short, noisy series: where the level changed permanently, and where it only drifts.
 
-The numbers are medians of runs, one a run: few (tens, seldom hundreds), noisy by a few percent, now and then far off (a
-busy machine). All splits into stretches of one level are weighed, and the cheapest is the result (optimal
-partitioning; Jackson et al. 2005, An algorithm for optimal partitioning of data on an interval, what PELT computes).
-A stretch costs the squared distances of its runs from their median, in units of the noise, none more than `_FAR`²: the
-biweight loss of Fearnhead and Rigaill (2019, Changepoint detection in the presence of outliers, JASA 114), under which
-one run that is far off never is a change. The noise is that of differences between neighbours, which neither changes
-nor drift inflate. Each change costs `price`, which is set by simulation such that a series of 10 to 100 runs that has
-none shows one less than 3 times in 100, whether its noise is normal or has far heavier tails.
+The numbers are medians, one per run: few (tens, rarely hundreds), noisy by a few percent, with outliers (a busy
+machine). The series is divided into segments of a constant level at the lowest total cost (optimal partitioning;
+Jackson et al. 2005, An algorithm for optimal partitioning of data on an interval; PELT computes the same). The cost of
+a segment is the sum of the squared distances of its runs from their median, in units of the noise, each at most
+`_FAR`²: the biweight loss of Fearnhead and Rigaill (2019, Changepoint detection in the presence of outliers, JASA 114),
+so that a single outlier is never a change. The noise is estimated from differences between neighbours, which neither
+changes nor drift inflate. Each change costs `price`. It is set by simulation: fewer than 3 of 100 series of 10 to 100
+runs without a change show one, for normal noise and for noise with much heavier tails.
 
-This is our own and not a library's, because it was measured better here. The energy distance with a permutation test
-(E-divisive; Matteson and James 2014, JASA 109), which MongoDB and Apache Otava use, was tried, with rank sums and with
-clipped means in place of energies. With 5 runs after a change a permutation cannot be surer than the few orders of so
-few runs allow, and a single run far off next to it took half of the detections away, for a permuted series no longer
-knows which runs are neighbours.
+No library is used, because this method measured better here. E-divisive, the energy distance with a permutation test
+(Matteson and James 2014, JASA 109), which MongoDB and Apache Otava use, was tried, also with rank sums and clipped
+means in place of energies. With 5 runs after a change, there are too few permutations for a small p-value. A single
+outlier next to the change prevented half of the detections, because a permuted series loses the order of its runs.
 
-Stairs that all go one way are compared with a straight line (Theil and Sen's) through the same runs, at the same cost
-and a price a little lower than that of one change. Where the line is cheaper, it is drift: something
-grows, and no commit is to blame.
+If all changes go in one direction, they are compared with a straight line (Theil and Sen's) through the same runs, at
+the same cost and a price slightly lower than that of one change. If the line costs less, the result is drift: the
+metric grows slowly, and no single commit is the cause.
 
-Runs that depend on each other (the same busy hour, another machine of one name) look like changes and are reported as
-such; so only runs of one fingerprint should be in a series.
+Runs that are not independent (the same busy hour, another machine with the same name) look like changes and are
+reported as such. So a series should contain only runs with one fingerprint.
 """
 
 import math

@@ -85,14 +85,17 @@ def uncontended_collectives(graph: Graph) -> Graph:
 
 
 def without_preparation(graph: Graph) -> Graph:
-    """Return the graph with zero time for preparation."""
+    """Return the graph with zero time for preparation. Raises InsufficientDataError if there is none."""
     if graph.prepared.is_empty():
         raise InsufficientDataError("no device work prepares collectives")
     return graph.with_durations(graph.prepared["node"].to_numpy(), 0)
 
 
 def without_give_way(graph: Graph) -> Graph:
-    """Return the graph with preparation at the solo speed of the same kernel: same message, else by time per byte."""
+    """Return the graph with preparation at the solo speed of the same kernel: same message, else by time per byte.
+
+    Raises InsufficientDataError if no preparation ran alone.
+    """
     slowed = _with_alone(graph).filter(pl.col("overlapped_ns") > 0)
     if slowed.height and slowed["alone"].null_count() == slowed.height:
         raise InsufficientDataError("no preparation ran alone: record a step without concurrent compute")

@@ -87,7 +87,8 @@ def _of_items(items: pl.DataFrame, activity: pl.Series, values: pl.Series) -> In
 def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:
     """Return waits of items (as nodes) with the delay of the waiting one, if the awaited one ended before it.
 
-    Waits for launching calls stay: their lag is the whole delay after the call.
+    The columns are those of `edges`; the delay, in ns, is added to lag_ns. Waits for launching calls stay: their
+    lag is the delay after the call.
     """
     if not delay_ns.any():
         return edges

@@ -51,7 +51,7 @@ def blocking_sync(graph: Graph) -> Graph:
     Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
     would be hidden without the wait. A pause after a call that found the device idle is for what the host reads, too.
     A wait after which the device goes on costs nothing, and stays: one for a copy on another stream, or directly before
-    a launch.
+    a launch. Raises InsufficientDataError for a CPU run.
     """
     if not graph.on_device:
         raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")

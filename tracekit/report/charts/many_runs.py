@@ -13,7 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.regression.quantities import BYTES, SHARE, Unit
 from tracekit.report.charts import style
 
@@ -216,7 +216,7 @@ def _add_medians(
     figure.add_scatter(
         x=[at - 0.4, at + 0.4], y=[round(middle / divisor, 9)] * 2, mode="lines", line={"color": colour, "width": 2},
         name=name, legendgroup=name, showlegend=False, row=1, col=2,
-        hovertemplate=f"{name}<br>median of {len(ordered)} run{'s' * (len(ordered) > 1)}: {unit.text(middle)}"
+        hovertemplate=f"{name}<br>median of {units.count(len(ordered), 'run')}: {unit.text(middle)}"
         "<extra></extra>",
     )  # fmt: skip
 

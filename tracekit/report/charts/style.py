@@ -108,8 +108,9 @@ def titled(figure: go.Figure, title: str) -> go.Figure:
 
 
 def empty() -> go.Figure:
-    """Return the figure of a table without rows."""
-    return with_style(go.Figure(), height_px=160)
+    """Return the figure of a table without rows: it says so, without axes."""
+    figure = go.Figure().add_annotation(text="no data", showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5)
+    return with_style(figure.update_xaxes(visible=False).update_yaxes(visible=False), height_px=160)
 
 
 def add_bars(

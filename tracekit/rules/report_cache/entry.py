@@ -162,7 +162,7 @@ def read(file: BinaryIO, reader: Reader) -> tuple[Report, Mapping[str, int]]:
 
 
 def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
-    """Return one fact of an entry. Raises if the entry is damaged."""
+    """Return the table of one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
         return _table(archive, _fact(number))
 

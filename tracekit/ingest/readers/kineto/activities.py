@@ -210,7 +210,7 @@ def _within_issuer(host: Host, running: Ints, issuer: Ints) -> Flags:
 
 
 def roles(activities: pl.DataFrame) -> pl.DataFrame:
-    """Return the role of each lane that did work: the kind with most busy time on it."""
+    """Return the role of each lane that did work, the kind with most busy time on it. Columns lane, role."""
     time = (
         activities.group_by("lane", "kind").agg(pl.col("dur_ns").sum()).sort("dur_ns", "kind", descending=[True, False])
     )

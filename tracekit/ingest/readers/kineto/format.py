@@ -37,7 +37,10 @@ class KinetoTraces(Reader):
         return name.lower().endswith(self.suffixes) or head.lstrip()[:1] in (b"{", b"[") or b'"traceEvents"' in head
 
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:
-        """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
+        """Return the trace of a file, from its header and first event; a merged file is read to know its ranks.
+
+        Raises BadTraceError for a trace without PyTorch events, and a merged one without usable ranks.
+        """
         header = read_header(path, head)
         if is_complete and not _states_known_category(head):
             _refuse_foreign_trace(path)

@@ -46,7 +46,7 @@ def traces(path: str) -> Sequence[TraceInfo]:
 
 
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
-    """Return the trace of a process."""
+    """Return the trace of a process. Raises BadTraceError if the file does not have it any more."""
     with database.opened(path) as found:
         texts = names.Texts(found)
         communicators = ranges.communicators(found, texts)

@@ -12,7 +12,7 @@ from tracekit.model.trace import Trace
 
 
 def traces(path: str) -> Sequence[TraceInfo]:
-    """Return the traces of a file: those of an export with their ranks, else one for each rank."""
+    """Return the traces of a file: of an export with their ranks, else one for each rank. Raises BadTraceError."""
     found = events.of_packets(packets.read(path))
     if not exported.is_export(found):
         return pytorch_slices.traces(path, found)
@@ -25,7 +25,7 @@ def traces(path: str) -> Sequence[TraceInfo]:
 
 
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
-    """Return the trace of a file, or of one rank of it."""
+    """Return the trace of a file, or of one rank of it. Raises BadTraceError if the rank is not in it any more."""
     found = events.of_packets(packets.read(path, info.part))
     if not exported.is_export(found):
         return pytorch_slices.trace(path, found, info, rank=rank, window=window)

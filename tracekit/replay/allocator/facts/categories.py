@@ -68,7 +68,7 @@ def by_category(snapshot: MemorySnapshot, history: History, played: ReplayResult
 
     `event` is -1 for the start of the history. Blocks older than the history have the stack that the snapshot states.
     """
-    blocks = _blocks(snapshot, history, played)
+    blocks = of_blocks(snapshot, history, played)
     alive = blocks.filter(pl.col("start") <= event, pl.col("end") > event)
     sums = alive.group_by("category").agg(count=pl.len(), bytes=pl.col("bytes").sum())
     total = max(int(sums["bytes"].sum()), 1)

@@ -53,7 +53,7 @@ def _ranks(run: Run, graph: Graph) -> Iterator[str]:
     alone = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
     if traced > 1 and alone.len():
         yield (
-            f"Rank{'s' * (alone.len() > 1)} {units.ranges(alone)} share{'s' * (alone.len() == 1)} too few collectives "
+            f"{units.numbered('Rank', alone)} share{'s' * (alone.len() == 1)} too few collectives "
             "to align clocks: waits between them and other ranks are not known."
         )
 
