@@ -117,3 +117,16 @@ def test_a_stage_whose_tensor_parallel_peer_has_no_trace_is_not_slow(name: str, 
     found = check(tracekit.load(str(tmp_path), cache=False)).findings
     slow = [each for each in found if each.code == "PIPE002"]
     assert all(each.severity is Severity.INFO and "one slow rank" in each.message for each in slow)
+
+
+def test_transfer_is_measured_on_ranks_whose_peers_have_traces(tmp_path: Path) -> None:
+    # Rank 0 waits for rank 1 for most of its time in collectives; ranks 2 and 3 have all traces of their group.
+    folder = REPOSITORY / "tests" / "recordings" / "torchtitan_1f1b_tp2"
+    for rank in (0, 2, 3):
+        shutil.copy(folder / f"rank{rank}_trace.json.gz", tmp_path)
+    found = {each.code: each for each in check(tracekit.load(str(tmp_path), cache=False)).findings}
+    whole = {each.code: each for each in check(recorded("torchtitan_1f1b_tp2")).findings}
+    assert found["TP002"].ranks == (2, 3)
+    assert found["TP002"].cost_ns == pytest.approx(whole["TP002"].cost_ns, rel=0.1)
+    assert "may be waiting for ranks without a trace" in found["COMM001"].message
+    assert "without a trace" not in whole["COMM001"].message
