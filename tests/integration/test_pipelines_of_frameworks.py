@@ -1,5 +1,8 @@
 """Pipelines that DeepSpeed, Megatron-core and torchtitan ran: their actions and axes (tests/recordings/README.md)."""
 
+import shutil
+from pathlib import Path
+
 import polars as pl
 import pytest
 
@@ -9,6 +12,7 @@ from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, 
 from tracekit.analysis.parallelism.pipeline_actions import BACKWARD, FORWARD, pipeline_actions
 from tracekit.model.run import Run
 from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
 
 MICRO_BATCHES = 4
 STAGES_OF = {
@@ -100,3 +104,29 @@ def test_without_stacks_the_same_actions_are_inferred(name: str) -> None:
         )
         overlaps = (pl.col("start_ns") < pl.col("inferred_end_ns")) & (pl.col("inferred_start_ns") < pl.col("end_ns"))
         assert both.select(overlaps.all()).item()
+
+
+@pytest.mark.parametrize("absent", range(4))
+@pytest.mark.parametrize("name", ["megatron_tp2_pp2", "torchtitan_1f1b_tp2"])
+def test_a_stage_whose_tensor_parallel_peer_has_no_trace_is_not_slow(name: str, absent: int, tmp_path: Path) -> None:
+    # The other rank waits for it in each layer. With all traces, PIPE002 reports neither recording.
+    files = sorted((REPOSITORY / "tests" / "recordings" / name).glob("*.json.gz"))
+    for rank, file in enumerate(files):
+        if rank != absent:
+            shutil.copy(file, tmp_path)
+    found = check(tracekit.load(str(tmp_path), cache=False)).findings
+    slow = [each for each in found if each.code == "PIPE002"]
+    assert all(each.severity is Severity.INFO and "one slow rank" in each.message for each in slow)
+
+
+def test_transfer_is_measured_on_ranks_whose_peers_have_traces(tmp_path: Path) -> None:
+    # Rank 0 waits for rank 1 for most of its time in collectives; ranks 2 and 3 have all traces of their group.
+    folder = REPOSITORY / "tests" / "recordings" / "torchtitan_1f1b_tp2"
+    for rank in (0, 2, 3):
+        shutil.copy(folder / f"rank{rank}_trace.json.gz", tmp_path)
+    found = {each.code: each for each in check(tracekit.load(str(tmp_path), cache=False)).findings}
+    whole = {each.code: each for each in check(recorded("torchtitan_1f1b_tp2")).findings}
+    assert found["TP002"].ranks == (2, 3)
+    assert found["TP002"].cost_ns == pytest.approx(whole["TP002"].cost_ns, rel=0.1)
+    assert "may be waiting for ranks without a trace" in found["COMM001"].message
+    assert "without a trace" not in whole["COMM001"].message

@@ -7,7 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.communication import collective_bursts, latency
+from tracekit.analysis.communication import collective_bursts, collective_instances, latency
 from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
@@ -21,6 +21,7 @@ from tracekit.sync import collective_matching
 _BURST = (*quoted_step.DEVICE, "burst")
 _POOL = (*quoted_step.DEVICE, "pool")
 _MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
+_LEAST_BUCKET_BYTES = 1 << 20  # DDP's first bucket (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
 _TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
 
 
@@ -35,10 +36,12 @@ class SmallCollectives(Rule):
     each one separately.
 
     How it is measured: a line fitted to the run's own times by size gives each group's latency and bandwidth. Where
-    sizes are too similar for a fit, `assumed_hop_ns` per hop is used, which the message states. Gradients are batched
-    up to the size at which latency is a fifth of the time, so that they still overlap with compute. The loss is the
-    latency of the collectives that batching removes and the pauses between them, as far as compute is idle meanwhile.
-    Steps that save are left out; the message quotes the median step of the worst device.
+    sizes are too similar for a fit, `assumed_hop_ns` per hop is used, which the message states; for all-reduces of
+    gradients below 1 MiB (the size of DDP's first bucket), the time beyond what their bytes need at 2 GB/s, if that is
+    more and all ranks have a trace. Gradients are batched up to the size at which latency is a fifth of the time, so
+    that they still overlap with compute. The loss is the latency of the collectives that batching removes and the
+    pauses between them, as far as compute is idle meanwhile. Steps that save are left out; the message quotes the
+    median step of the worst device.
 
     How to fix: a larger DistributedDataParallel(bucket_cap_mb=…); under FSDP2 fully_shard on larger blocks (or several
     modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; your own collectives in one call:
@@ -84,7 +87,12 @@ class SmallCollectives(Rule):
     def _lost(self, run: Run) -> pl.DataFrame:
         """Return what each burst, and each pool of gradients, loses to latency: joined, latency_ns, lost_ns."""
         lines = run.run_table(latency.by_group).drop("sizes")
-        hop_ns = pl.coalesce("hop_ns", pl.lit(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
+        # Where ranks have no trace, waits for them are part of all times.
+        is_known = not collective_instances.ranks_without_peers(run)
+        is_undersized = ~pl.col("is_fitted") & (pl.col("op") == "all_reduce") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
+        is_undersized &= pl.col("pool").is_not_null() & pl.lit(is_known)
+        assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("beyond_ns", pl.lit(self.assumed_hop_ns)))
+        hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
         calls = (
             run.table(collective_bursts.bursts)
             .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
@@ -94,7 +102,8 @@ class SmallCollectives(Rule):
         )
         together = calls.filter(pl.col("count") >= self.min_count)
         alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
-        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("size_ratio") >= _MIN_SIZE_SPREAD)
+        is_measured = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) | (is_undersized & (pl.col("beyond_ns") > 0))
+        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & is_measured
         return pl.concat([
             _batched(together, _BURST, gaps=True),
             _batched(alone.filter(mostly), _POOL, gaps=False),

@@ -65,8 +65,8 @@ class ExposedCommunication(Rule):
 
     If most of it is tensor parallelism, the finding is information (see TP001 and TP002).
 
-    Blind spots: waits for a rank without a trace, and waits shorter than the clock error, count as communication. On a
-    CPU run, compute is the union of dispatcher ops.
+    Blind spots: waits for a rank without a trace, which the message then mentions, and waits shorter than the clock
+    error count as communication. On a CPU run, compute is the union of dispatcher ops.
     """
 
     code: ClassVar[str] = "COMM001"
@@ -119,6 +119,7 @@ class ExposedCommunication(Rule):
             self.code,
             severity,
             _message(worst, of_pipeline=pipeline_stages.is_pipelined(run))
+            + (_MAY_WAIT if worst["rank"] in collective_instances.ranks_without_peers(run) else "")
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
             + slow,
             _fix(run, worst, quoted_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
@@ -317,6 +318,7 @@ def _overlapped_ratio(worst: dict[str, Any]) -> float:
     return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
 
 
+_MAY_WAIT = " Some of it may be waiting for ranks without a trace."
 _OF_TENSOR_PARALLEL = " Most of it is tensor parallelism: see TP001 and TP002."
 
 

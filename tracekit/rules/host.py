@@ -113,17 +113,22 @@ class LateLaunch(Rule):
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration.
 
-        Where no steps are marked: those before the same compute that occur several times in the window.
+        A pause before the first op of the loop's body is at the end of the previous step's window, so the last step of
+        a window need not have it. Where no steps are marked: pauses before the same compute that occur several times in
+        the window.
         """
         judged = steps_without_saves.steps(run)
-        every = judged.group_by(DEVICE).agg(pl.len().alias("steps"))
+        every = judged.group_by(DEVICE).agg(pl.len().alias("steps"), pl.col("step").max().alias("last_step"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
         pauses = pauses.join(judged, on=KEY, how="semi", nulls_equal=True)
         counted = pauses.join(every, on=DEVICE, nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
         )
-        in_steps = (pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1) & pl.col("step").is_not_null()
+        is_between = (pl.col("step").max().over(_PLACE) < pl.col("last_step")).cast(pl.Int64)
+        in_steps = (
+            (pl.col("seen") == pl.col("steps") - is_between) & (pl.col("seen") > 1) & pl.col("step").is_not_null()
+        )
         by_name = [*DEVICE, "phase", "name"]
         in_window = pl.col("step").is_null() & (pl.len().over(by_name) > 1)
         shortest_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise("dur_ns")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import (
     late_ranks,
     mesh,
@@ -126,10 +127,11 @@ class UnbalancedStages(Rule):
 
     How it is measured: the time of a stage is that of its forwards and backwards in a step, the median over replicas
     and steps, without replicas of late ranks, and without idle time in collectives that wait for late ranks, gather
-    weights or scatter gradients. With the layers of each stage from run.json, the time of a layer is known; the output
-    layer counts as many layers as it has parameters. Layers are moved one at a time while that shortens the slowest
-    rank. The cost is the difference between two schedules of the recorded actions without delay between ranks: with the
-    times as measured, and with the new ones; where layers are slow or unknown, with that stage as fast as the others.
+    weights or scatter gradients; where ranks of a stage have no trace, without idle time in any collective. With the
+    layers of each stage from run.json, the time of a layer is known; the output layer counts as many layers as it has
+    parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is the difference between
+    two schedules of the recorded actions without delay between ranks: with the times as measured, and with the new
+    ones; where layers are slow or unknown, with that stage as fast as the others.
 
     How to fix: move the named layers (split points of pipeline_module, --decoder-first-pipeline-num-layers and
     --decoder-last-pipeline-num-layers of Megatron-LM, partition_method of DeepSpeed). Give the first and last stage
@@ -138,6 +140,7 @@ class UnbalancedStages(Rule):
 
     Blind spots: layers are taken as equal; experts and attention over different lengths are not. A rank that is slow in
     one replica only is a straggler (RANK001). Without layers in run.json, an output layer looks like a slow stage.
+    Where ranks of a stage have no trace, one slow rank looks like a slow stage: the finding is information.
     """
 
     code: ClassVar[str] = "PIPE002"
@@ -165,15 +168,17 @@ class UnbalancedStages(Rule):
         of_rank = [at for at in balance.of_same_rank(stage) if balance.slowdown(at) >= self.min_slowdown]
         stages = sorted({stage, *of_rank}) if is_slow else [stage]
         named = units.numbered("Stage", stages)
+        is_alone = bool(collective_instances.ranks_without_peers(run))
+        is_warning = lost_ratio >= self.warning_lost_ratio and not is_alone
         yield Finding(
             self.code,
-            Severity.WARNING if lost_ratio >= self.warning_lost_ratio else Severity.INFO,
+            Severity.WARNING if is_warning else Severity.INFO,
             f"{named} ({units.numbered('rank', ranks)}) "
             f"{'take up to' if len(stages) > 1 else 'takes'} {balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
             f"{'them' if len(stages) > 1 else 'it'}."
-            f"{_why(balance, stages, is_slow)}",
+            f"{_why(balance, stages, is_slow)}{_ALONE if is_alone else ''}",
             _move(run, balance, ranks, is_slow),
             impact=min(1.0, lost_ratio),
             cost_ns=saved_ns,
@@ -380,6 +385,9 @@ def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> 
         f"{', '.join(map(str, to))}: layers per stage {_list(balance.better_layers)} instead of "
         f"{_list(balance.layers)}."
     )
+
+
+_ALONE = " Not all ranks of its collectives have a trace, so it may be one slow rank rather than the stage."
 
 
 def _list(counts: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import axis_communication, group_axes, tensor_parallel
 from tracekit.conventions.strategies import TP
 from tracekit.model import units
@@ -107,7 +108,8 @@ class ExposedTensorParallel(Rule):
     a smaller tensor-parallel group; larger micro-batches. Check slow links with nccl-tests. For waiting see RANK001 and
     HOST001.
 
-    Blind spots: an inferred axis can be wrong: its confidence is in the message.
+    Blind spots: an inferred axis can be wrong: its confidence is in the message. Ranks whose peers have no trace are
+    left out, for nothing shows how long they wait; if there are no others, the message says so.
     """
 
     code: ClassVar[str] = "TP002"
@@ -122,6 +124,9 @@ class ExposedTensorParallel(Rule):
         steps = run.run_table(tensor_parallel.exposed_by_step)
         if steps.is_empty() or tensor_parallel.groups_across_nodes(run):
             return
+        alone = collective_instances.ranks_without_peers(run)
+        known = steps.filter(~pl.col("rank").is_in(alone))
+        steps = steps if known.is_empty() else known
         worst = median_row(steps, "exposed_ratio", "rank", "step")
         transfer_ratio = worst["transfer_ns"] / worst["duration_ns"]
         groups = tensor_parallel.named_groups(run)["ranks"].to_list()
@@ -130,6 +135,7 @@ class ExposedTensorParallel(Rule):
         source, confidence = _source(run)
         if worst["exposed_ratio"] <= self.max_exposed_ratio and not is_slow:
             return
+        is_known = not known.is_empty()
         is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
         yield Finding(
             self.code,
@@ -137,8 +143,9 @@ class ExposedTensorParallel(Rule):
             f"Tensor-parallel collectives (axis tp, {source}) are exposed for "
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['exposed_ratio'])}) in {quoted_step.place(worst['step'])} of rank {worst['rank']}: "
-            f"{units.duration(worst['transfer_ns'])} transfer and {units.duration(worst['waited_ns'])} waiting for "
-            f"late ranks{_per_pass(worst)}." + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
+            f"{units.duration(worst['transfer_ns'])} {'transfer' if is_known else _UNKNOWN} and "
+            f"{units.duration(worst['waited_ns'])} waiting for late ranks{_per_pass(worst)}."
+            + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
             _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
             impact=min(1.0, transfer_ratio),
             cost_ns=worst["transfer_ns"],
@@ -170,6 +177,7 @@ _SLOW = (
     "topo -m or rocm-smi --showtopo the links, nccl-tests or rccl-tests (all_reduce_perf) their speed. On machines "
     "without NVLink or Infinity Fabric use pipeline or data parallelism instead of tensor parallelism."
 )
+_UNKNOWN = "transfer or waiting for ranks without a trace"
 _WAITING = "Most of it is waiting for late ranks: see RANK001, RANK003 and HOST001. The transfer itself is short."
 
 

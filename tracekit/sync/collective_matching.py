@@ -42,22 +42,33 @@ def calls(trace: Trace) -> pl.DataFrame:
     with members "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
-    own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
-    groups = trace.groups.filter(pl.col("ranks").list.len() > 1, own)
-    only = groups.row(0, named=True)["group"] if groups.height == 1 else None
-    known = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
     found = (
-        trace.collectives.join(activities, left_on="activity_id", right_on="id")
-        .with_columns(pl.col("group").fill_null(pl.lit(only, pl.String)))
-        .join(known.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+        with_groups(trace, trace.collectives)
+        .join(activities, left_on="activity_id", right_on="id", maintain_order="left")
         .with_columns(
-            pl.coalesce("listed_size", "group_size").alias("group_size"),
             pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
             (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         )
         .sort("start_ns", "activity_id")
     )
     return _with_send_receive_pairs(found, trace.rank).pipe(schema.select, CALLS)
+
+
+def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return collectives of a trace, with columns group and group_size, with what its list of groups says of these.
+
+    Adds members (ranks as text; null if unknown). If the trace lists only one group, all its collectives belong to it.
+    """
+    own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
+    groups = trace.groups.filter(pl.col("ranks").list.len() > 1, own)
+    only = groups.row(0, named=True)["group"] if groups.height == 1 else None
+    known = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
+    return (
+        collectives.with_columns(pl.col("group").fill_null(pl.lit(only, pl.String)))
+        .join(known.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+        .with_columns(pl.coalesce("listed_size", "group_size").alias("group_size"))
+        .drop("listed_size")
+    )
 
 
 def _with_send_receive_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import collective_bursts, latency
 from tracekit.analysis.time import backward_passes
+from tracekit.model import schema
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.engine import check
 
@@ -60,6 +61,41 @@ def test_few_or_large_collectives_and_unknown_sizes_are_not_reported():
     assert small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxyyyy....") == ()
     picture = "step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy...."
     assert small(picture, group_size=None) == ()
+
+
+def buckets(size_bytes):
+    """Return two ranks that reduce eight equal buckets in backward, as gloo records them: the group is only listed."""
+    compute, comm = "ffff" + "bb...." * 8 + "bb", "......" + "xxxx..yyyy.." * 4
+    groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
+    traces = []
+    for rank in range(2):
+        plain = drawn_hosts.trace(
+            f"step {'0' * len(compute)}\ncompute {compute}\ncomm {comm}",
+            phases={"f": "forward"} | dict.fromkeys("bxy", "backward"),
+            ops=dict.fromkeys("xy", "all_reduce"),
+            rank=rank,
+            groups=groups,
+        )
+        size = pl.lit(size_bytes)
+        collectives = plain.collectives.with_columns(
+            group=None, group_size=None, dtype=pl.lit("Float"), sent_bytes=size, received_bytes=size
+        )
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
+    return drawn_traces.run(*traces, strategy="ddp")
+
+
+def test_equal_undersized_buckets_are_found_without_sizes_to_compare():
+    # 64 KiB need 33 µs at 2 GB/s, and take 200 µs: 84 µs for each of two hops are latency.
+    (found,) = check(buckets(1 << 16), [SmallCollectives()]).findings
+    assert "8 small collectives, such as all-reduce of 64 KiB" in found.message
+    assert "bucket_cap_mb" in found.fix
+    assert found.cost_ns == pytest.approx(7 * (200_000 - (1 << 16) / 2), rel=0.01)
+
+
+def test_equal_buckets_of_a_megabyte_are_not_undersized():
+    # At 200 µs they move data at 10 GB/s; at 25 MiB no latency of a link explains a time.
+    assert check(buckets(1 << 20), [SmallCollectives()]).findings == ()
+    assert check(buckets(25 << 20), [SmallCollectives()]).findings == ()
 
 
 @settings(max_examples=50, deadline=None)

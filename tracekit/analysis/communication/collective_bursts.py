@@ -8,6 +8,7 @@ from tracekit.analysis.time import backward_passes, breakdown, launches, trace_c
 from tracekit.model import columns, intervals, schema
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
+from tracekit.sync import collective_matching
 
 COLUMNS = schema.columns(
     "step device phase unit lane op group group_size dtype bytes burst position count pool activity_id start_ns "
@@ -47,7 +48,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     rows = np.flatnonzero(of.communicates)
     order = np.lexsort((of.id[rows], at_ns[rows]))
     order = order[trains[rows[order]]]
-    calls = launches.collectives(trace, device)[order]
+    calls = collective_matching.with_groups(trace, launches.collectives(trace, device)[order]).drop("members")
     before = np.searchsorted(np.sort(at_ns[others]), at_ns[rows[order]])
     alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
     burst = alike.to_series().to_numpy().astype(np.int64)

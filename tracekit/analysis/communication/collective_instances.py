@@ -162,6 +162,23 @@ def waits(run: Run) -> pl.DataFrame:
     )
 
 
+def ranks_without_peers(run: Run) -> tuple[int, ...]:
+    """Return the ranks most of whose collectives lack, or may lack, the trace of a rank, in order.
+
+    How long they wait in them is not known. Groups of unknown size are taken to have as many ranks as ever joined one
+    collective of that op.
+    """
+    if "missing_ranks" not in run.data_quality["kind"]:
+        return ()
+    calls = run.run_table(collective_matching.matched_calls).filter(~pl.col("op").is_in(_MESSAGES))
+    traced = pl.when(pl.col("instance").is_null()).then(1).otherwise(pl.len().over(*_KEY))
+    counted = calls.with_columns(traced.alias("traced"))
+    size = pl.coalesce("group_size", pl.col("traced").max().over("window", "group", "members", "op"))
+    lacks = counted.with_columns((pl.col("traced") < pl.max_horizontal(size, 2)).alias("lacks"))
+    most = lacks.group_by("rank").agg(pl.col("lacks").mean()).filter(pl.col("lacks") > 0.5)
+    return tuple(most["rank"].sort())
+
+
 def by_collective(run: Run) -> pl.DataFrame:
     """Return how long each rank waited in each kind of collective.
 
@@ -209,4 +226,5 @@ def bus_factor() -> pl.Expr:
     return constant + per_rank / pl.col("group_size")
 
 
+_MESSAGES = ("send", "recv", collective_matching.PAIRED)
 _TRANSFER_COLUMNS = ("transfer_ns", "bytes", "bus_bytes_per_s")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -20,10 +21,12 @@ from tracekit.analysis.parallelism import (
     sharded_micro_batches,
     stragglers,
 )
+from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
 from tracekit.analysis.parallelism.pipeline_schedule import Floats
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals
 from tracekit.model.run import Run
+from tracekit.sync import collective_matching
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,13 @@ def own_times(run: Run) -> pl.DataFrame:
     idle_ns is the time without compute in which the rank waits in collectives for late ranks, or in which weights are
     gathered and gradients scattered: a stage whose first forward contains the only gather of a step is not slow. Ranks
     whose experts get more tokens than the mean of their group are judged as if they got the mean (EP001 reports them):
-    own_ns is shorter for them, and longer for the others.
+    own_ns is shorter for them, and longer for the others. Where ranks of a stage have no trace, the others' waits for
+    them are not known: then all time in collectives without compute is idle_ns, on every rank, so that stages compare.
     """
     actions = run.run_table(pipeline_stages.staged_actions)
     sharded = sharded_micro_batches.exposed_spans(run)
-    waits, compute = _waits_within_stages(run), axis_communication.compute_spans(run)
+    waits = _collectives(run) if bool(collective_instances.ranks_without_peers(run)) else _waits_within_stages(run)
+    compute = axis_communication.compute_spans(run)
     loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
     for place, own in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
@@ -159,6 +164,16 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     return {
         place: intervals.union(intervals.from_columns(calls["start_ns"], calls["wait_ns"]))
         for place, calls in of_rank.items()
+    }
+
+
+def _collectives(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
+    """Return when ranks are in collectives, by window and rank, on the clock of the rank's trace."""
+    calls = run.table(collective_matching.calls).filter(~pl.col("op").is_in(_MESSAGES))
+    of_rank = calls.partition_by("window", "rank", as_dict=True)
+    return {
+        place: intervals.union(intervals.from_columns(own["start_ns"], own["end_ns"] - own["start_ns"]))
+        for place, own in of_rank.items()
     }
 
 
@@ -249,6 +264,7 @@ def _rounded(ratio: float) -> float:
     return 1.0 if abs(ratio - 1) <= _EQUAL_LAYERS else round(ratio / _LAYER_STEP) * _LAYER_STEP
 
 
+_MESSAGES = (*POINT_TO_POINT, collective_matching.PAIRED)
 _LAYER_STEP = 0.05
 _EQUAL_LAYERS = 0.075
 

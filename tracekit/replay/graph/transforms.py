@@ -249,16 +249,20 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     """Return the long Python pauses at the same place of every step, each with its shortest length.
 
-    On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training.
+    On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
+    the host does before the first op of the first step is not known, so the pause there may be missing.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     placed = graph.frame.select("rank", "step").drop_nulls("step")
-    steps = placed.group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
+    steps = placed.group_by("rank").agg(
+        pl.col("step").n_unique().alias("steps"), pl.col("step").min().alias("first_step")
+    )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
     each = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
-    found = each.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
+    is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
+    found = each.filter(pl.col("seen") == pl.col("steps") - is_between, pl.col("seen") > 1)
     late = np.zeros(graph.count, np.int64)
     late[found["at"].to_numpy()] = found["pause_ns"].to_numpy()
     return late

@@ -1,0 +1,46 @@
+"""Pauses of a CPU run's host between two steps: data without a DataLoader, logging, schedules."""
+
+import pytest
+
+from tests.support import kineto_files
+from tracekit.ingest.loader import load
+from tracekit.replay.graph import savings
+from tracekit.rules.engine import check
+from tracekit.rules.host import LateLaunch
+from tracekit.rules.rule import Severity
+
+STEP_US, OP_US = 30_000.0, 5_000.0
+
+
+def recorded(folder, pause_ms):
+    """Return a CPU run: each step pauses for `pause_ms` of its number, then computes in two ops for 10 ms.
+
+    step    |0----------|1----------|2--...
+    op        ..  a  b    ..  a  b           . pauses: the one before step 1 is in the device window of step 0
+    """
+    events, at_us = [], 0.0
+    for step, pause in enumerate(pause_ms):
+        begin_us, at_us = at_us, at_us + 1000 * pause
+        for _ in range(2):
+            events.append(kineto_files.slice_("cpu_op", "aten::mm", at_us, OP_US, tid=1))
+            at_us += OP_US + 10
+        events.append(kineto_files.slice_("user_annotation", f"ProfilerStep#{step}", begin_us, at_us - begin_us, tid=1))
+    content = kineto_files.trace(None, steps=0) | {"traceEvents": events}
+    kineto_files.write(folder / "rank0.pt.trace.json", content)
+    return load(folder, cache=False)
+
+
+def test_a_pause_before_each_step_is_found_although_the_last_steps_window_has_none(tmp_path):
+    run = recorded(tmp_path, [20, 20, 20, 20, 20])
+    (found,) = check(run, [LateLaunch()]).findings
+    assert found.severity is Severity.WARNING
+    assert "compute is idle 20 ms of 30 ms" in found.message
+    # Four of the five pauses are in the window: the first is before the first op.
+    assert savings.saving(run, "late-launch").saved_ns == pytest.approx(4 * 20_000_000 / 5, rel=0.01)
+
+
+@pytest.mark.parametrize("pauses", [[20, 20, 0, 20, 20], [0, 0, 0, 0, 20], [20, 20]])
+def test_a_pause_that_some_steps_lack_is_not(tmp_path, pauses):
+    run = recorded(tmp_path, pauses)
+    assert check(run, [LateLaunch()]).findings == ()
+    assert savings.saving(run, "late-launch").saved_ns == 0
