@@ -268,7 +268,7 @@ def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows():
         message = (
-            f"{_ranks(ranks).capitalize()} have the same activities at the same times, to the nanosecond: their files "
+            f"{units.numbered('Rank', ranks)} have the same activities at the same times, to the nanosecond: their files "
             "are copies of one recording."
         )
         rows.append((window, None, "copied_rank", message, len(ranks) / times.height))
