@@ -170,9 +170,9 @@ class ReducedEveryMicroBatch(Rule):
     next one moves again.
 
     How it is measured: all-reduces and reduce-scatters launched in backward, by op, group, size and unit; those of
-    earlier passes that the last pass repeats are counted. A backward pass ends where a forward pass begins. Collectives
-    that forward launches too are not gradients. Steps that save are left out; the message quotes the median step
-    of the worst device.
+    earlier passes that the last pass repeats are counted, unless an optimizer steps in between. A backward pass ends
+    where a forward pass begins. Collectives that forward launches too are not gradients. Steps that save are left out;
+    the message quotes the median step of the worst device.
 
     How to fix: reduce in the last micro-batch only. DDP and FSDP1: model.no_sync() around the others; FSDP2:
     set_requires_gradient_sync(False), on a mesh of two axes set_requires_all_reduce(False) to skip only the all-reduce,
@@ -228,7 +228,7 @@ class ReducedEveryMicroBatch(Rule):
         )
 
 
-_SAME = ("window", "rank", "device", "step", "op", "group", "unit", "bytes")
+_SAME = ("window", "rank", "device", "step", "updates", "op", "group", "unit", "bytes")
 
 
 def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:

@@ -152,6 +152,15 @@ def test_the_fix_for_repeated_reductions_depends_on_the_strategy_and_states_its_
     assert ("1 KiB" in found.fix) == (strategy != "ddp")
 
 
+def test_reductions_of_two_optimizer_steps_are_not_accumulated():
+    # o is an optimizer: two updates within one marked step, as of reinforcement learning.
+    picture = "step 00000000000000000000\ncompute ffffbbbb..ooggcccc..\ncomm ........xx........yy"
+    phases = {"f": "forward", "g": "forward", "o": "optimizer"} | dict.fromkeys("bcxy", "backward")
+    run = drawn_traces.run(drawn_hosts.trace(picture, phases=phases, ops=dict.fromkeys("xy", "reduce_scatter")))
+    assert run.table(backward_passes.gradient_reductions)["backward_count"].to_list() == [2, 2]
+    assert check(run, [ReducedEveryMicroBatch()]).findings == ()
+
+
 def test_yafsdp_reduces_each_micro_batch_by_design():
     run = rule_examples.micro_batch_run(TWO_PASSES)
     run.manifest = {"strategy": "yafsdp"}

@@ -13,7 +13,7 @@ from tracekit.model.trace import Trace
 START_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
 REDUCTION_COLUMNS = schema.columns(
     "device step backward backward_count lane op group dtype unit bytes activity_id start_ns dur_ns exposed_ns"
-)
+) | {"updates": pl.Int64}
 REDUCING = ("all_reduce", "reduce_scatter")
 _KEY = ("op", "group", "message_bytes")
 _MIN_FORWARD_RATIO = 0.05
@@ -66,7 +66,8 @@ def _repeats(values: Ints) -> Flags:
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with its backward pass.
 
-    Columns REDUCTION_COLUMNS (backward_count: passes of the step); one row per collective. These are the all-reduces
+    Columns REDUCTION_COLUMNS (backward_count: passes of the step; updates: compute of optimizers before it, so that
+    equal numbers mean that no optimizer ran in between); one row per collective. These are the all-reduces
     and reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward
     reduces activations (tensor parallelism), so that kind is left out.
     """
@@ -83,8 +84,19 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     reduced = gradients.hstack([
         columns.with_nulls(sweep_line.at(starts["backward"].to_numpy(), row, -1), "backward"),
         pl.Series("backward_count", counts, pl.Int64),
+        pl.Series("updates", _updates_before(trace, at_ns), pl.Int64),
     ])[np.flatnonzero(row >= 0)].sort("start_ns")  # fmt: skip
     return breakdown.with_exposure(trace, reduced).pipe(schema.select, REDUCTION_COLUMNS)
+
+
+def _updates_before(trace: Trace, at_ns: Ints) -> Ints:
+    """Return how much compute of optimizers was launched before each time, shape (n,)."""
+    parts = []
+    for device in breakdown.devices(trace):
+        work, of = launches.work(trace, device), launches.work_columns(trace, device)
+        updates = of.computes & trace_columns.as_flags(work["phase"] == conventions.OPTIMIZER)
+        parts.append(of.launched_or_start_ns[updates])
+    return np.searchsorted(np.sort(np.concatenate(parts)), at_ns).astype(np.int64)
 
 
 def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
