@@ -268,8 +268,8 @@ def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows():
         message = (
-            f"{units.numbered('Rank', ranks)} have the same activities at the same times, to the nanosecond: their files "
-            "are copies of one recording."
+            f"{units.numbered('Rank', ranks)} have the same activities at the same times, to the nanosecond: their "
+            "files are copies of one recording."
         )
         rows.append((window, None, "copied_rank", message, len(ranks) / times.height))
     return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
