@@ -34,9 +34,7 @@ print("trained")
 @pytest.mark.parametrize("what", ["stderr", "fork"])
 def test_a_training_that_closes_stderr_or_forks_is_recorded(tmp_path, what, step):
     words = [sys.executable, "-c", TRAINING, str(tmp_path / "run"), what, str(step)]
-    done = subprocess.run(
-        words, env=cli_runner.environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(words, env=cli_runner.environment(), capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     lines = (tmp_path / "run" / "rank00000.metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(6))
