@@ -125,7 +125,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
 def _awaited_lanes(lane: Ints) -> list[int]:
     """Return the lanes that others may wait for, in their order: those with most work, as each is compared with all."""
     lanes, count = np.unique(lane, return_counts=True)
-    return np.sort(lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]]).tolist()
+    return [int(each) for each in np.sort(lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]])]
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
