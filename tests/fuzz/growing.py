@@ -20,8 +20,8 @@ from tests.support import (
 Events = list[dict[str, Any]]
 slice_ = kineto_files.slice_
 TRACE_COMMANDS = (
-    "check", "summary", "steps", "collectives", "contention", "stages", "axes", "streams", "clock", "kernels", "ops", "what-if",
-    "critical path", "flame graph", "host flame graph", "Perfetto export", "page", "memory", "comparison",
+    "check", "summary", "steps", "collectives", "contention", "stages", "axes", "streams", "clock", "kernels", "ops",
+    "what-if", "critical path", "flame graph", "host flame graph", "Perfetto export", "page", "memory", "comparison",
     "comparison by operator", "query",
 )  # fmt: skip
 
@@ -624,10 +624,9 @@ def snapshot_allocations(folder: Path, n: int) -> None:
 def snapshot_frees(folder: Path, n: int) -> None:
     """Blocks that are freed in the order of their allocation."""
     events = [sample_snapshots.event("segment_alloc", 1 << 40, 512 * n)]
-    for i in range(n):
-        events.append(sample_snapshots.event("alloc", (1 << 40) + 512 * i, 512, at_us=i))
-    for i in range(0, n, 2):
-        events.append(sample_snapshots.event("free_completed", (1 << 40) + 512 * i, 512, at_us=n + i))
+    events += [sample_snapshots.event("alloc", (1 << 40) + 512 * i, 512, at_us=i) for i in range(n)]
+    freed = range(0, n, 2)
+    events += [sample_snapshots.event("free_completed", (1 << 40) + 512 * i, 512, at_us=n + i) for i in freed]
     blocks = [(512, "inactive" if i % 2 == 0 else "active_allocated") for i in range(n)]
     _snapshot(folder, sample_snapshots.document([sample_snapshots.segment(1 << 40, blocks)], events))
 
@@ -710,7 +709,7 @@ def _dump(folder: Path, rank: int, document: object) -> None:
     (folder / f"rank{rank:05d}.hang.json").write_text(json.dumps(document), encoding="utf-8")
 
 
-def history(folder: Path, n: int, *, metrics: int = 1) -> None:
+def history(folder: Path, n: int) -> None:
     documents = []
     for i, document in enumerate(simulated_history.slower_from(n // 2, n)):
         documents.append(simulated_history.write(folder, {**document, "commit": f"c{i}"}))
@@ -776,7 +775,7 @@ DIMENSIONS = {
     "groups of hang dumps": Dimension(500, hang_groups, ("hang", "hang text")),
     "ranks of hang dumps": Dimension(32, hang_ranks, ("hang", "hang text")),
     "chain of hung ranks": Dimension(32, hang_pairs, ("hang", "hang text")),
-    "history": Dimension(40, history, ("history show", "history text", "history html")),
+    "history": Dimension(40, history, ("history show", "history text")),
     "slices of Perfetto traces": Dimension(1000, perfetto_slices, ("check", "page", "scrub")),
     "nested slices of Perfetto traces": Dimension(2000, perfetto_nested, ("check", "page")),
     "kernels of Nsight exports": Dimension(2000, nsight_kernels, ("check", "page")),

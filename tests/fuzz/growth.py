@@ -1,13 +1,14 @@
 """Measure whether time and memory of commands grow linearly with their input. Not a test.
 
-Each dimension is a way in which an input can be large: many threads, deep nesting, many groups. Its input is made at sizes
-n, 2n, 4n and 8n, and each command reads it. Stated are CPU time and memory beyond those of the size before, and how many
-times as much each doubling costs:
+Each dimension is a way in which an input can be large: many threads, deep nesting, many groups. Its input is made at
+sizes n, 2n, 4n and 8n, and each command reads it. A line states CPU time and memory of each size, and how many times as
+much the last doubling cost as the one before:
 
     python -m tests.fuzz.growth --dimension threads --command check
 """
 
 import argparse
+import itertools
 import resource
 import subprocess
 import sys
@@ -56,7 +57,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "history add": ("history", "add", FOLDER, "--db", f"{FOLDER}.new.duckdb"),
     "history show": ("history", "show", "--db", f"{FOLDER}/runs.duckdb", "--format", "json"),
     "history text": ("history", "show", "--db", f"{FOLDER}/runs.duckdb"),
-    "history html": ("history", "show", "--db", f"{FOLDER}/runs.duckdb", "--format", "html"),
     "hang text": ("hang", FOLDER),
     "memory text": ("memory", FOLDER),
     "replay": ("memory", FOLDER, "--replay", "expandable_segments:True", "--format", "json"),
@@ -79,6 +79,7 @@ class Row:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.growth", description=__doc__)
     parser.add_argument("--dimension", action="append", choices=growing.DIMENSIONS)
     parser.add_argument("--command", action="append", choices=COMMANDS)
@@ -140,9 +141,9 @@ def _status(key: str) -> int:
 def _line(dimension: str, command: str, rows: list[Row]) -> str:
     times = " ".join(f"{row.cpu_s:.2f}" for row in rows)
     memory = " ".join(f"{row.grown_bytes >> 20}" for row in rows)
-    slower = [after.cpu_s - before.cpu_s for before, after in zip(rows, rows[1:], strict=False)]
+    slower = [after.cpu_s - before.cpu_s for before, after in itertools.pairwise(rows)]
     ratio = slower[-1] / max(slower[-2], 0.05) if len(slower) > 1 else 0
-    larger = [after.grown_bytes - before.grown_bytes for before, after in zip(rows, rows[1:], strict=False)]
+    larger = [after.grown_bytes - before.grown_bytes for before, after in itertools.pairwise(rows)]
     memory_ratio = larger[-1] / max(larger[-2], 20 << 20) if len(larger) > 1 else 0
     flag = (" TIME!" if ratio > 2.7 and rows[-1].cpu_s > 1 else "") + (" MEMORY!" if memory_ratio > 2.7 else "")
     cost = f"{times} s x{ratio:.1f} | {memory} MiB x{memory_ratio:.1f}"

@@ -1,6 +1,7 @@
 """One line per training step: loss, speed, data wait, allocator counters."""
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -88,6 +89,12 @@ class MetricsLog:
         self._write()
         self._file.close()
         self._partial.replace(self._path)
+
+    def leave_to_parent(self) -> None:
+        """Write nothing more, in a forked process: what is buffered is the parent's, and would be written twice."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._file.fileno())
+        os.close(null)
 
     def _collect_oldest(self) -> None:
         self._collected.append({name: _number(value) for name, value in self._pending.popleft().items()})

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
+
+from tracekit.capture import notices
 
 _STDERR = 2
 _NOISE = (
@@ -22,7 +23,7 @@ def without_profiler_noise() -> Iterator[None]:
     They go to the file descriptor, which is therefore replaced by a pipe. (Log levels would silence errors too, and
     are the user's to set.)
     """
-    sys.stderr.flush()
+    notices.flush()
     try:
         terminal, (out, into) = os.dup(_STDERR), os.pipe()
     except OSError:  # no stderr, nothing to filter
@@ -36,7 +37,7 @@ def without_profiler_noise() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stderr.flush()
+        notices.flush()
         os.dup2(terminal, _STDERR)
         reader.join(timeout=1.0)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +140,7 @@ class Recorder:
         return self._step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
+        _leave_to_parent_after_fork(self)
         with self._guard("the run folder cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._leads:
@@ -309,6 +311,25 @@ class Recorder:
 
     def _drop_metrics(self) -> None:
         self._metrics = None
+
+    def _leave_to_parent(self) -> None:
+        """Record nothing more, in a forked process: files and profiler are its parent's."""
+        if self._metrics is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._metrics.leave_to_parent()
+        self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
+        self._profiler.leave_to_parent()
+
+
+def _leave_to_parent_after_fork(recorder: Recorder) -> None:
+    """Call `recorder._leave_to_parent` in each process that is forked from this one, as long as the recorder exists."""
+    reference = weakref.ref(recorder)
+
+    def leave() -> None:
+        if (live := reference()) is not None:
+            live._leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)
 
 
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:

@@ -17,6 +17,9 @@ from tracekit.capture.window_schedule import Window, WindowSchedule
 _MOST_EVENTS = 1_000_000  # of the allocator, in a memory snapshot
 _MIN_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
 
+_OF_PARENTS: list[ProfilerSession | None] = []
+"""Sessions that a forked process got: what ends them would wait for threads that the process does not have."""
+
 OnWritten = Callable[[Window, int], None]
 """Called on any thread with a written window and the number of its recorded steps."""
 
@@ -93,6 +96,12 @@ class WindowProfiler:
     def finish(self) -> None:
         """Wait until all windows are written."""
         self._writer.finish()
+
+    def leave_to_parent(self) -> None:
+        """Profile nothing more, in a forked process, which has neither the profiler's threads nor the writer's."""
+        _OF_PARENTS.append(self._session)
+        self._session = self._window = None
+        self._windows, self._writer = WindowSchedule(None), BackgroundWriter()
 
     def _advance(self, window: Window, step: int) -> None:
         self._window = window

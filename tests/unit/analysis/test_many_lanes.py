@@ -1,4 +1,4 @@
-"""What is computed at once for all lanes equals what its definition states lane by lane; and deep stacks are bounded."""
+"""What is computed at once for all lanes equals its definition lane by lane; deep stacks are bounded."""
 
 import numpy as np
 import polars as pl
