@@ -4,6 +4,7 @@ import copy
 import functools
 import gzip
 import json
+import math
 from collections.abc import Mapping
 from random import Random
 from typing import Any, TypeAlias
@@ -12,13 +13,19 @@ from tests.fuzz import mutations
 from tests.support.cli_runner import ROOT
 
 FOLDERS = (
-    "sample_traces/faults/churn", "sample_traces/faults/dataloader", "sample_traces/faults/gil-save",
-    "sample_traces/faults/healthy-ddp", "sample_traces/faults/host-sync", "sample_traces/faults/no-prefetch",
-    "sample_traces/faults/slow-rank", "sample_traces/faults/small-tensors", "sample_traces/gpu/cuda-graphs",
-    "tests/recordings/deepspeed_pipeline", "tests/recordings/dtensor_tp", "tests/recordings/dtensor_tp_fsdp2",
-    "tests/recordings/megatron_interleaved", "tests/recordings/megatron_tp2_pp2", "tests/recordings/foreign",
+    "sample_traces/demo-fsdp2", "sample_traces/demo-yafsdp", "sample_traces/faults/churn",
+    "sample_traces/faults/dataloader", "sample_traces/faults/gil-save", "sample_traces/faults/healthy-ddp",
+    "sample_traces/faults/host-sync", "sample_traces/faults/no-prefetch", "sample_traces/faults/slow-rank",
+    "sample_traces/faults/small-tensors", "sample_traces/gpu/compiled", "sample_traces/gpu/cuda-graphs",
+    "sample_traces/gpu/slow-rank", "sample_traces/parallelism/cp-ring", "sample_traces/parallelism/moe-ep2",
+    "sample_traces/parallelism/pipeline-1f1b", "tests/recordings/deepspeed_pipeline", "tests/recordings/dtensor_tp",
+    "tests/recordings/dtensor_tp_fsdp2", "tests/recordings/foreign", "tests/recordings/megatron_interleaved",
+    "tests/recordings/megatron_tp2_pp2", "tests/recordings/torchtitan_1f1b_tp2",
+    "tests/recordings/torchtitan_interleaved",
 )  # fmt: skip
-"""Recordings of different strategies and faults that `check` reads in about a second."""
+"""Recordings of different strategies, devices and faults."""
+MOST_SLICES = 2500
+"""Of a trace; of larger ones the slices around the middle are taken, so that a command takes about a second."""
 
 Event: TypeAlias = dict[str, Any]
 Place: TypeAlias = tuple[Event, str]
@@ -60,7 +67,31 @@ def _recorded(folder: str) -> Mapping[str, Any]:
         text = gzip.decompress(data) if path.name.endswith(".json.gz") else data
         name = path.name.removesuffix(".gz") if text is not data else path.name
         files[name] = json.loads(text) if name.endswith(".json") else data
+    traces = [content for content in files.values() if _is_trace(content)]
+    middles = [_middle(trace["traceEvents"]) for trace in traces]
+    for trace, own in zip(traces, middles, strict=True):
+        begin_us, end_us = middles[0] if _overlap(own, middles[0]) else own
+        trace["traceEvents"] = [event for event in trace["traceEvents"] if _is_within(event, begin_us, end_us)]
     return files
+
+
+def _middle(events: list[Event]) -> tuple[float, float]:
+    """Return the times, in µs, between which MOST_SLICES slices around the middle of a trace begin."""
+    starts = sorted(float(event["ts"]) for event in events if event.get("ph") == "X")
+    if len(starts) <= MOST_SLICES:
+        return -math.inf, math.inf
+    first = (len(starts) - MOST_SLICES) // 2
+    return starts[first], starts[first + MOST_SLICES]
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _is_within(event: Event, begin_us: float, end_us: float) -> bool:
+    """Return whether an event overlaps a range of time; one without a time does."""
+    start_us = float(event.get("ts", begin_us))
+    return event.get("ph") == "M" or (start_us < end_us and start_us + float(event.get("dur", 0)) >= begin_us)
 
 
 def _is_trace(content: Any) -> bool:
