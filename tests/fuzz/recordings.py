@@ -5,7 +5,7 @@ import functools
 import gzip
 import json
 import math
-from collections.abc import Mapping
+import pickle
 from random import Random
 from typing import Any, TypeAlias
 
@@ -39,14 +39,14 @@ _SHIFTS_US = (1e3, 1e6, 1e9, -1e6, 1e15, 0.5)
 
 def changed(random: Random) -> dict[str, bytes]:
     """Return the files of a recorded run, a few of which are changed, missing, or stand for another rank."""
-    files = dict(_recorded(random.choice(FOLDERS)))
+    files = pickle.loads(_recorded(random.choice(FOLDERS)))
     traces = [name for name, content in files.items() if _is_trace(content)]
     if len(traces) > 1 and random.random() < 0.15:
         del files[traces.pop(random.randrange(len(traces)))]
     if len(traces) > 1 and random.random() < 0.1:
         first, second = random.sample(traces, 2)
         both = files[first], files[second]
-        files[first], files[second] = random.choice(((both[0], both[0]), both[::-1]))
+        files[first], files[second] = random.choice(((both[0], copy.deepcopy(both[0])), both[::-1]))
     for name, content in files.items():
         if name in traces and random.random() < 0.6:
             files[name] = _changed_trace(content, random)
@@ -59,8 +59,11 @@ def changed(random: Random) -> dict[str, bytes]:
 
 
 @functools.cache
-def _recorded(folder: str) -> Mapping[str, Any]:
-    """Return the files of a folder by name: JSON as a document, all others as bytes."""
+def _recorded(folder: str) -> bytes:
+    """Return, pickled, the files of a folder by name: JSON as a document, all others as bytes.
+
+    Documents in memory would slow down the garbage collections of the commands that are measured.
+    """
     files: dict[str, Any] = {}
     for path in sorted(path for path in (ROOT / folder).iterdir() if path.is_file()):
         data = path.read_bytes()
@@ -72,7 +75,7 @@ def _recorded(folder: str) -> Mapping[str, Any]:
     for trace, own in zip(traces, middles, strict=True):
         begin_us, end_us = middles[0] if _overlap(own, middles[0]) else own
         trace["traceEvents"] = [event for event in trace["traceEvents"] if _is_within(event, begin_us, end_us)]
-    return files
+    return pickle.dumps(files)
 
 
 def _middle(events: list[Event]) -> tuple[float, float]:
@@ -99,7 +102,7 @@ def _is_trace(content: Any) -> bool:
 
 
 def _changed_trace(trace: dict[str, Any], random: Random) -> dict[str, Any]:
-    events: list[Event] = copy.deepcopy(trace["traceEvents"])
+    events: list[Event] = trace["traceEvents"]
     for _ in range(random.choice((1, 1, 2, 4))):
         if events:
             change = (

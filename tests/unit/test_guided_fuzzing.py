@@ -39,7 +39,7 @@ def test_an_input_is_repeated(tmp_path, monkeypatch, capsys):
 def _result(made: inputs.Input) -> dict[str, object]:
     return {
         "kind": made.kind, "seed": made.seed, "code": 3, "raised": "", "stderr": "", "is_json": True, "cpu_s": 0.1,
-        "grown_mib": 1, "library": "",
+        "grown_mib": 1, "library": "", "contradiction": "",
     }  # fmt: skip
 
 

@@ -116,13 +116,15 @@ def own_times(run: Run) -> pl.DataFrame:
 
 
 def balance(run: Run) -> Balance | None:
-    """Return the balance of the stages over all steps; None without a pass through two stages or more."""
+    """Return the balance of the stages over all steps; None without a pass through two stages or more that compute."""
     times = run.run_table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
     cases = run.run_table(pipeline_bubbles.schedule_cases)
     stages = times.height
     if stages < 2 or cases.is_empty() or times["stage"].to_list() != list(range(stages)):
         return None
     stage_ns = times["stage_ns"].to_list()
+    if min(stage_ns) <= 0:  # waits that are longer than what contains them
+        return None
     counts = [len(layers) for layers in mesh.pipeline_of(run.manifest).stage_layers]
     counts = counts if len(counts) == stages and all(counts) else []
     extra = head_layers(run.manifest)
