@@ -1,5 +1,6 @@
 """Rules on pipelines, tensor and expert parallelism: what they name and what they cost, on drawn runs."""
 
+import polars as pl
 import pytest
 
 from tests.support import drawn_pipelines, drawn_traces, pipeline_examples
@@ -32,6 +33,14 @@ def test_a_pipeline_whose_recorded_actions_wait_for_each_other_has_no_ideal_to_c
     )
     assert not run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty()
     assert judge(run) == ()
+
+
+def test_stages_of_which_one_has_no_time_of_its_own_are_not_compared(monkeypatch):
+    """GIVEN a stage whose waits are as long as its actions, as in damaged traces, THEN PIPE002 is silent."""
+    measured = pipeline_balance.stage_times
+    own_ns = pl.when(pl.col("stage") == 1).then(pl.col("stage_ns"))
+    monkeypatch.setattr(pipeline_balance, "stage_times", lambda run: measured(run).with_columns(own_ns.otherwise(0)))
+    assert judge(pipeline_examples.uneven(), "PIPE002") == ()
 
 
 def test_the_slow_stage_is_named_with_the_layers_to_move():
