@@ -16,6 +16,8 @@ from tests.fuzz import contradictions, inputs, library
 from tests.support import cli_runner
 
 _MAX_ERROR = 400
+_DRAW_CPU_S = 60
+"""To make an input, which does not count; some are made of large recordings."""
 _QUERIES = 8
 """Of so many inputs one is also queried in SQL, which starts a process."""
 
@@ -30,6 +32,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (own_bytes + memory_bytes, resource.RLIM_INFINITY))
     for line in sys.stdin:
         kind, _, seed = line.strip().rpartition(" ")
+        limit_cpu(_DRAW_CPU_S)
         results.write(json.dumps(run(inputs.drawn(kind, int(seed)), limit_s)) + "\n")
         results.flush()
 

@@ -291,7 +291,7 @@ def _memory(ranks: int, stages: int) -> float:
 def _passes(run: Run) -> pl.DataFrame:
     """Return one row per pass of a pipeline: its time, means over ranks of the bubble, and what the schedule allows.
 
-    A pass whose recorded actions contradict each other (an order in which none could start) has no row.
+    A pass has no row if its recorded actions wait for each other in a circle, or take no time.
     """
     rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
     cases = (
@@ -308,7 +308,7 @@ def _passes(run: Run) -> pl.DataFrame:
     )  # fmt: skip
     both = pl.col("communication_ns").clip(0) + pl.col("host_ns").clip(0)
     return (
-        means.drop_nulls("ideal_duration_ns")
+        means.filter(pl.col("ideal_duration_ns") > 0)
         .join(cases, on=PIPELINE, nulls_equal=True)
         .with_columns(
             lost_ns.alias("lost_ns"),

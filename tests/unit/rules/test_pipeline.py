@@ -35,6 +35,15 @@ def test_a_pipeline_whose_recorded_actions_wait_for_each_other_has_no_ideal_to_c
     assert judge(run) == ()
 
 
+def test_actions_that_take_no_time_have_no_ideal_to_compare_with(monkeypatch):
+    measured = pipeline_bubbles.schedule_cases
+    no_time = dict.fromkeys(("ideal_duration_ns", "ideal_bubble_ns"), pl.lit(0, pl.Int64))
+    monkeypatch.setattr(pipeline_bubbles, "schedule_cases", lambda run: measured(run).with_columns(**no_time))
+    run = pipeline_examples.delayed()
+    assert run.run_table(pipeline_bubbles.pipeline_bubbles)["ideal_bubble_ratio"].null_count() > 0
+    assert judge(run, "PIPE001") == ()
+
+
 def test_stages_of_which_one_has_no_time_of_its_own_are_not_compared(monkeypatch):
     """GIVEN a stage whose waits are as long as its actions, as in damaged traces, THEN PIPE002 is silent."""
     measured = pipeline_balance.stage_times

@@ -264,7 +264,9 @@ def _ideal(run: Run) -> pl.DataFrame:
         pl.col(even).alias(SCHEDULE),
         (pl.col(stages) - pl.col(even)).alias(IMBALANCE),
         (pl.col(own) - pl.col(stages)).alias(UNEVEN),
-        (pl.col(own) / pl.col("ideal_duration_ns")).alias("ideal_bubble_ratio"),
+        pl.when(pl.col("ideal_duration_ns") > 0)
+        .then(pl.col(own) / pl.col("ideal_duration_ns"))
+        .alias("ideal_bubble_ratio"),
     )
 
 
