@@ -48,9 +48,16 @@ def reduce(model: nn.Module, other: Tensor, stop_while: str | None, stop_s: floa
     """Average the gradients in one collective, while something else is computed."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([each.flatten() for each in gradients])
+    if stop_while:
+        wakes = f"read _; sleep {stop_s}; kill -CONT {os.getpid()}"
+        shell = subprocess.Popen(
+            ["sh", "-c", wakes], stdin=subprocess.PIPE
+        )  # before: it takes long on a loaded machine
+        stopping = threading.Thread(target=stop, args=(shell,))
+    if stop_while == "computing":
+        other = torch.cat([other, other])  # the stop must be within its product
     work = dist.all_reduce(flat, async_op=True)
     if stop_while:
-        stopping = threading.Thread(target=stop, args=(stop_s,))
         stopping.start()
     if stop_while != "waiting":
         other @ other.T  # one product, in which the GIL is free
@@ -62,10 +69,12 @@ def reduce(model: nn.Module, other: Tensor, stop_while: str | None, stop_s: floa
         stopping.join()
 
 
-def stop(stop_s: float) -> None:
-    """Stop this process; a shell lets it continue."""
+def stop(shell: "subprocess.Popen[bytes]") -> None:
+    """Stop this process; the shell, which waits for a line, lets it continue."""
+    assert shell.stdin is not None
     time.sleep(_SOON_S)
-    subprocess.Popen(["sh", "-c", f"sleep {stop_s}; kill -CONT {os.getpid()}"])
+    shell.stdin.write(b"\n")
+    shell.stdin.flush()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
