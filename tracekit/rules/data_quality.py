@@ -156,7 +156,7 @@ class DoubtfulTrace(Rule):
 
     How it is measured: while reading and aligning, and from the tables: device work without a launch or launched
     outside steps or by a call that begins 50 µs later, launches without device work, slices that overlap on one stream,
-    ranks with the same times or with clocks whose rates differ by a factor of two, a first step that takes more than
+    ranks with the same times or with clocks whose rates differ by a factor of ten, a first step that takes more than
     twice the median of the others (unless single stalls make it long, which STEP001 reports), steps with only the
     optimizer or with backward ops whose forward ops are missing, versions and devices that differ between ranks. Shares
     below `min_affected_ratio` are not reported. There is one finding per kind; an issue that makes data unusable is an

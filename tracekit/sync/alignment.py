@@ -18,8 +18,8 @@ MIN_DRIFT_SPAN_NS = 10_000_000_000
 _MIN_DRIFT_PAIRS = 16
 _ROUNDS = 20
 _MAX_SHARE = 0.5
-_ODD_RATE = 2.0
-"""Clocks differ by millionths, and the ends of collectives by less than the time between the first and the last."""
+_ODD_RATE = 10.0
+"""Units differ by a factor of 1,000; collectives that are matched one period off make short spans differ by a few."""
 _LEAST_RATE_SPAN_NS = 10_000_000
 _MOST_OTHERS = 8
 """Ranks of each collective that others are compared with: their number would grow with the square of the ranks."""
