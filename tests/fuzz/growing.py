@@ -136,36 +136,16 @@ def nested_ops(folder: Path, n: int) -> None:
     _trace(folder, [*events, *launched(1, 1.5 * n)])
 
 
-def nested_python(folder: Path, n: int) -> None:
+def nested_python(folder: Path, n: int, name: str = "a.py({}): f") -> None:
     events = [step(0, 0, 2.0 * n + 10)]
-    events += [
-        slice_(
-            "python_function",
-            f"a.py({i}): f",
-            1 + i * 0.5,
-            2.0 * n - i,
-            tid=1,
-            **{"Python id": i + 1, "Python parent id": i or None},
-        )
-        for i in range(n)
-    ]
+    for i in range(n):
+        ids = {"Python id": i + 1, "Python parent id": i or None}
+        events.append(slice_("python_function", name.format(i), 1 + i * 0.5, 2.0 * n - i, tid=1, **ids))
     _trace(folder, [*events, *launched(1, 1.5 * n)])
 
 
 def nested_modules(folder: Path, n: int) -> None:
-    events = [step(0, 0, 2.0 * n + 10)]
-    events += [
-        slice_(
-            "python_function",
-            f"nn.Module: Block_{i}",
-            1 + i * 0.5,
-            2.0 * n - i,
-            tid=1,
-            **{"Python id": i + 1, "Python parent id": i or None},
-        )
-        for i in range(n)
-    ]
-    _trace(folder, [*events, *launched(1, 1.5 * n)])
+    nested_python(folder, n, "nn.Module: Block_{}")
 
 
 def nested_annotations(folder: Path, n: int) -> None:
@@ -335,26 +315,8 @@ def copies(folder: Path, n: int) -> None:
 def allocations(folder: Path, n: int) -> None:
     events = [step(0, 0, 10.0 * n + 10), *launched(1, 5)]
     for i in range(n):
-        args = {
-            "Device Type": 1,
-            "Device Id": 0,
-            "Addr": (1 << 40) + 512 * i,
-            "Bytes": 512,
-            "Total Allocated": 512 * (i + 1),
-            "Total Reserved": 1 << 30,
-        }
-        events.append(
-            {
-                "ph": "i",
-                "cat": "cpu_instant_event",
-                "s": "t",
-                "name": "[memory]",
-                "pid": 1,
-                "tid": 1,
-                "ts": 10.0 * i + 1,
-                "args": args,
-            }
-        )
+        sizes = {"delta": 512, "allocated": 512 * (i + 1), "reserved": 1 << 30}
+        events.append(kineto_files.memory_event(10.0 * i + 1, address=(1 << 40) + 512 * i, **sizes))
     _trace(folder, events)
 
 

@@ -53,9 +53,6 @@ _SHAPES = {
     "Input type": ["float", "float", "Scalar"], "Input Strides": [[16, 1], [4, 1], []],
     "Concrete Inputs": ["", "", "1"], "Record function id": 0,
 }  # fmt: skip
-_MEMORY = {
-    "Device Type": 1, "Device Id": 0, "Addr": 1 << 40, "Bytes": 512, "Total Allocated": 512, "Total Reserved": 1 << 21,
-}  # fmt: skip
 # What the reader also knows: shapes, the arguments of a collective, memory, waits, Python frames, names, flows, pairs.
 _EVENTS = [
     kineto_files.slice_("cpu_op", "aten::mm", 150, 20, tid=1, **_SHAPES),
@@ -66,16 +63,7 @@ _EVENTS = [
     kineto_files.slice_("cuda_sync", "Event Sync", 700, 50, tid=9, stream=9, device=0, wait_on_stream=8),
     kineto_files.slice_("python_function", "train.py(12): step", 120, 500, tid=1, **{"Python id": 1}),
     kineto_files.slice_("gpu_memcpy", "Memcpy HtoD", 720, 30, tid=9, device=0, stream=9, bytes=4096),
-    {
-        "ph": "i",
-        "cat": "cpu_instant_event",
-        "s": "t",
-        "name": "[memory]",
-        "pid": 1,
-        "tid": 1,
-        "ts": 160,
-        "args": _MEMORY,
-    },
+    kineto_files.memory_event(160, address=1 << 40, delta=512, allocated=512, reserved=1 << 21),
     *(
         kineto_files.slice_("user_annotation", name, 760 + 4 * place, 3, tid=1)
         for place, name in enumerate(("PP:0F1", "PP:1SEND_F0", "PP:(0F1;1B0)OVERLAP_F_B", "Forward 3", "micro-batch 2"))

@@ -182,13 +182,11 @@ def _cut(events: list[Event], random: Random) -> list[Event]:
     times = [event["ts"] for event in events if type(event.get("ts")) in (int, float)]
     if not times:
         return events
-    at_us, is_later_kept = random.choice(times), random.random() < 0.5
+    at_us, keeps_later = random.choice(times), random.random() < 0.5
     return [
         event
         for event in events
-        if event.get("ph") == "M"
-        or type(event.get("ts")) not in (int, float)
-        or (event["ts"] >= at_us) is is_later_kept
+        if event.get("ph") == "M" or type(event.get("ts")) not in (int, float) or (event["ts"] >= at_us) is keeps_later
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_cli import only_line, tracekit
-from tests.support.kineto_files import slice_, trace
+from tests.support.kineto_files import memory_event, slice_, trace
 from tests.support.kineto_files import write as write_trace
 from tests.support.sample_snapshots import MIB, Simulation, frame, recorded, write
 
@@ -85,18 +85,7 @@ def test_a_cpu_run_reports_host_memory_and_that_replay_is_impossible():
 
 
 def on_device(address: int, delta: int, at: int, total: int, reserved: int = 100 * MIB) -> dict:
-    output = {"Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": delta}
-    output |= {"Total Allocated": total, "Total Reserved": reserved}
-    return {
-        "ph": "i",
-        "cat": "cpu_instant_event",
-        "s": "t",
-        "name": "[memory]",
-        "pid": 1,
-        "tid": 1,
-        "ts": at,
-        "args": output,
-    }
+    return memory_event(at, address=address, delta=delta, allocated=total, reserved=reserved)
 
 
 def run_on_a_device(folder: Path) -> Path:

@@ -47,6 +47,14 @@ def slice_(category: str, name: str, at_us: float, dur_us: float, *, tid: int, *
     return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": at_us, "dur": dur_us, "args": args}
 
 
+def memory_event(at_us: float, *, address: int, delta: int, allocated: int, reserved: int) -> dict[str, object]:
+    """Return an event of the allocator of GPU 0: sizes in bytes, of this call and in all after it."""
+    args = {"Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": delta}
+    args |= {"Total Allocated": allocated, "Total Reserved": reserved}
+    place = {"cat": "cpu_instant_event", "s": "t", "pid": 1, "tid": 1, "ts": at_us}
+    return {"ph": "i", "name": "[memory]", **place, "args": args}
+
+
 def write(path: Path, content: dict[str, object], *, indent: int | None = None) -> Path:
     """Write a trace as its name says: gzipped or not."""
     path.parent.mkdir(parents=True, exist_ok=True)

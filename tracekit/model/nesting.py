@@ -66,3 +66,19 @@ def order(lane: Ints, start: Ints, end: Ints, number: Ints | None = None) -> Int
         tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
         found[tied] = found[tied][np.lexsort((*(values[found[tied]] for values in ties), -end[found[tied]], key[tied]))]
     return found
+
+
+def levels(parent: Ints, rows: Ints) -> list[Ints]:
+    """Return `rows` by the number of slices around each, outermost first: one array per depth that occurs.
+
+    `parent` has the index of the slice around each slice, -1 for none; that of one of `rows` is one of them, too.
+
+    >>> [level.tolist() for level in levels(np.array([-1, 0, 0, 1]), np.arange(4))]
+    [[0], [1, 2], [3]]
+    """
+    depth, jump = (parent >= 0).astype(np.int64), parent.copy()
+    while len(below := rows[jump[rows] >= 0]):
+        further = jump[below]
+        depth[below], jump[below] = depth[below] + depth[further], jump[further]  # twice as far each time
+    order = rows[np.argsort(depth[rows], kind="stable")]
+    return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []

@@ -170,7 +170,7 @@ def ranks_without_peers(run: Run) -> tuple[int, ...]:
     """
     if "missing_ranks" not in run.data_quality["kind"]:
         return ()
-    calls = run.run_table(collective_matching.matched_calls).filter(~pl.col("op").is_in(_MESSAGES))
+    calls = run.run_table(collective_matching.matched_calls).filter(~pl.col("op").is_in(MESSAGES))
     traced = pl.when(pl.col("instance").is_null()).then(1).otherwise(pl.len().over(*_KEY))
     counted = calls.with_columns(traced.alias("traced"))
     size = pl.coalesce("group_size", pl.col("traced").max().over("window", "group", "members", "op"))
@@ -226,5 +226,6 @@ def bus_factor() -> pl.Expr:
     return constant + per_rank / pl.col("group_size")
 
 
-_MESSAGES = ("send", "recv", collective_matching.PAIRED)
+MESSAGES = ("send", "recv", collective_matching.PAIRED)
+"""Ops of two ranks, which are no collectives."""
 _TRANSFER_COLUMNS = ("transfer_ns", "bytes", "bus_bytes_per_s")

@@ -88,7 +88,7 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
     """
     name_of = names.rank("dense").to_numpy().astype(np.int64)
     codes = np.full(len(name_of), -1, np.int64)
-    levels = _levels(above, rows)
+    levels = nesting.levels(above, rows)
     parts = [outer_texts := pl.Series("path", dtype=pl.String)]
     first = before = 0
     for here in levels[:MAX_LEVELS]:
@@ -105,13 +105,3 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
         codes[here] = codes[above[here]]
     index = pl.Series(codes, dtype=pl.Int64)
     return pl.concat(parts).gather(index.set(index < 0, None))
-
-
-def _levels(above: Ints, rows: Ints) -> list[Ints]:
-    """Return `rows` by the number of named slices around each, outermost first."""
-    depth, jump = (above >= 0).astype(np.int64), above.copy()
-    while len(below := rows[jump[rows] >= 0]):
-        further = jump[below]
-        depth[below], jump[below] = depth[below] + depth[further], jump[further]  # twice as far each time
-    order = rows[np.argsort(depth[rows], kind="stable")]
-    return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []

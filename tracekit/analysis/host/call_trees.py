@@ -247,7 +247,7 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
     codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
     node_of = np.full(len(parent), -1, np.int64)
     parts, first = [np.empty((0, 2), np.int64)], 0
-    levels = _levels(parent)
+    levels = nesting.levels(parent, np.arange(len(parent)))
     for level in levels[:MAX_FRAMES]:
         above = np.where(parent[level] >= 0, node_of[parent[level]], -1)
         keys, which = np.unique(np.stack([above, codes[level]], axis=1), axis=0, return_inverse=True)
@@ -277,20 +277,10 @@ def _largest(node_of: _Ints, value: _Ints) -> _Ints:
     return largest
 
 
-def _levels(parent: _Ints) -> list[_Ints]:
-    """Return the rows of each depth, outermost first."""
-    depth, jump = (parent >= 0).astype(np.int64), parent.copy()
-    while len(below := np.flatnonzero(jump >= 0)):
-        above = jump[below]
-        depth[below], jump[below] = depth[below] + depth[above], jump[above]  # twice as far each time
-    order = np.argsort(depth, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(parent) else []
-
-
 def _totals(parent: _Ints, own: _Ints) -> _Ints:
     """Return each node's own value and those of all nodes below it."""
     total = own.copy()
-    for level in reversed(_levels(parent)):
+    for level in reversed(nesting.levels(parent, np.arange(len(parent)))):
         inner = level[parent[level] >= 0]
         np.add.at(total, parent[inner], total[inner])
     return total

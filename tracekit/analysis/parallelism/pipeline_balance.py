@@ -21,7 +21,6 @@ from tracekit.analysis.parallelism import (
     sharded_micro_batches,
     stragglers,
 )
-from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
 from tracekit.analysis.parallelism.pipeline_schedule import Floats
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals
@@ -100,7 +99,7 @@ def own_times(run: Run) -> pl.DataFrame:
     """
     actions = run.run_table(pipeline_stages.staged_actions)
     sharded = sharded_micro_batches.exposed_spans(run)
-    waits = _collectives(run) if bool(collective_instances.ranks_without_peers(run)) else _waits_within_stages(run)
+    waits = _collectives(run) if collective_instances.ranks_without_peers(run) else _waits_within_stages(run)
     compute = axis_communication.compute_spans(run)
     loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
@@ -171,7 +170,7 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
 
 def _collectives(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     """Return when ranks are in collectives, by window and rank, on the clock of the rank's trace."""
-    calls = run.table(collective_matching.calls).filter(~pl.col("op").is_in(_MESSAGES))
+    calls = run.table(collective_matching.calls).filter(~pl.col("op").is_in(collective_instances.MESSAGES))
     of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
         place: intervals.union(intervals.from_columns(own["start_ns"], own["end_ns"] - own["start_ns"]))
@@ -266,7 +265,6 @@ def _rounded(ratio: float) -> float:
     return 1.0 if abs(ratio - 1) <= _EQUAL_LAYERS else round(ratio / _LAYER_STEP) * _LAYER_STEP
 
 
-_MESSAGES = (*POINT_TO_POINT, collective_matching.PAIRED)
 _LAYER_STEP = 0.05
 _EQUAL_LAYERS = 0.075
 

@@ -48,7 +48,7 @@ def versions(trace: Trace) -> pl.DataFrame:
 
 
 def recorded_times(trace: Trace) -> pl.DataFrame:
-    """Return what tells recordings apart. Columns activities (number of rows), times_hash; one row.
+    """Return what identifies a recording. Columns activities (number of rows), times_hash; one row.
 
     Two processes never start and end each activity in the same nanosecond: equal values are copies of one recording.
     """
