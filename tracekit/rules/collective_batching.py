@@ -91,7 +91,7 @@ class SmallCollectives(Rule):
         is_known = not collective_instances.ranks_without_peers(run)
         is_undersized = ~pl.col("is_fitted") & (pl.col("op") == "all_reduce") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
         is_undersized &= pl.col("pool").is_not_null() & pl.lit(is_known)
-        assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("beyond_ns", pl.lit(self.assumed_hop_ns)))
+        assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(self.assumed_hop_ns)))
         hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
         calls = (
             run.table(collective_bursts.bursts)
@@ -102,7 +102,7 @@ class SmallCollectives(Rule):
         )
         together = calls.filter(pl.col("count") >= self.min_count)
         alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
-        is_measured = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) | (is_undersized & (pl.col("beyond_ns") > 0))
+        is_measured = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) | (is_undersized & (pl.col("overhead_ns") > 0))
         mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & is_measured
         return pl.concat([
             _batched(together, _BURST, gaps=True),

@@ -12,7 +12,7 @@ from tracekit.model.trace import Fact
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
-    "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64, "beyond_ns": pl.Float64,
+    "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64, "overhead_ns": pl.Float64,
 }  # fmt: skip
 FACTS: tuple[Fact, ...] = (collective_bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -35,8 +35,8 @@ def by_group(run: Run) -> pl.DataFrame:
 
     Columns group, group_size, hop_ns (latency of one hop of the ring), bytes_per_ns (sent by each rank), is_fitted
     (hop_ns is null if not: sizes are too close together, or not on a line), size_ratio (largest over smallest size that
-    a hop sends), sizes (how many distinct sizes), beyond_ns (of the smallest collective, the time of a hop beyond what
-    its bytes need at SLOW_BYTES_PER_NS: latency, unless the link is slower than that); one row per group. A ring of n
+    a hop sends), sizes (how many distinct sizes), overhead_ns (of the smallest collective, the time of a hop beyond
+    what its bytes need at SLOW_BYTES_PER_NS: latency, unless the link is slower); one row per group. A ring of n
     ranks sends bytes·(n-1)/n in n-1 hops for an all-gather or reduce-scatter, and twice both for an all-reduce
     (nccl-tests). The fit uses the median time of each op and size: of collectives that follow another in a burst,
     because only the first of a burst waits for ranks, and of those the ones without concurrent compute; else the lower
@@ -50,9 +50,9 @@ def by_group(run: Run) -> pl.DataFrame:
         each = group_points["sent_bytes"] / group_points["hops"]
         size_ratio = each.max() / each.min()  # type: ignore[operator]
         least = group_points.row(int(each.arg_min() or 0), named=True)
-        beyond_ns = (least["took_ns"] - least["sent_bytes"] / SLOW_BYTES_PER_NS) / least["hops"]
-        beyond_ns = min(max(beyond_ns, 0.0), _MAX_HOP_NS)
-        rows.append((group, size, *ends, model is not None, size_ratio, group_points.height, beyond_ns))
+        overhead_ns = (least["took_ns"] - least["sent_bytes"] / SLOW_BYTES_PER_NS) / least["hops"]
+        overhead_ns = min(max(overhead_ns, 0.0), _MAX_HOP_NS)
+        rows.append((group, size, *ends, model is not None, size_ratio, group_points.height, overhead_ns))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
