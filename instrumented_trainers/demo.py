@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from tracekit.conventions import python_child
+
 STRATEGIES = ("fsdp2", "yafsdp")
 
 # The profiled window, steps 20 to 26, holds the first of the two checkpoints. The steps around it, whose metrics are
@@ -62,7 +64,8 @@ def _analyze(runs: list[Path], report: Path) -> int:
 
 
 def _call(module: str, *arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode  # noqa: S603 our own
+    command = python_child.module_command(module, *arguments)
+    return subprocess.run(command, env=python_child.environment(), check=False).returncode  # noqa: S603 our own
 
 
 def _machine(gpus: int) -> str:

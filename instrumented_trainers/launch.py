@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
+from tracekit.conventions import python_child
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
 _SOCKETS_ONLY = {
@@ -94,7 +95,7 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     ]
     signal.signal(signal.SIGTERM, lambda number, _frame: _pass_on(number, ranks))
     try:
-        with _sigterm_blocked():
+        with python_child.safe_path(), _sigterm_blocked():
             for process in ranks:
                 process.start()
         _join(ranks)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instrumented_trainers import faults
+from tracekit.conventions import python_child
 
 TRUTH_FILE = "truth.json"
 
@@ -164,8 +165,9 @@ def _truth(sample: Sample) -> Mapping[str, object]:
 
 
 def _call(module: str, *arguments: str) -> int:
+    command = python_child.module_command(module, *arguments)
     done = subprocess.run(  # noqa: S603 our own
-        [sys.executable, "-m", module, *arguments], check=False, stdout=subprocess.DEVNULL
+        command, env=python_child.environment(), check=False, stdout=subprocess.DEVNULL
     )
     return done.returncode
 

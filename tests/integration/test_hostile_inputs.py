@@ -181,6 +181,19 @@ def test_json_beyond_a_depth_is_refused(depth, brackets):
         untrusted_json.parse(text)
 
 
+@pytest.mark.parametrize("depth", [967, 5000])
+@pytest.mark.parametrize("field", ["ph", "cat", "name", "args"])
+def test_an_event_beyond_the_depth_ends_the_command_in_one_line(tmp_path, depth, field):
+    trace = kineto_files.trace(0, steps=1)
+    event = json.dumps({**kineto_files.slice_("cpu_op", "aten::mm", 150, 20, tid=1), field: 0})
+    deep = event.replace(f'"{field}": 0', f'"{field}": {"[" * depth + "]" * depth}')
+    text = json.dumps(trace).replace('"traceEvents": [', f'"traceEvents": [{deep}, ')
+    (tmp_path / "rank0.json").write_text(text)
+    done = cli_runner.tracekit("check", tmp_path / "rank0.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"nested more than {untrusted_json.MAX_DEPTH} levels deep" in cli_runner.only_line(done)
+
+
 def test_json_at_the_depth_is_read():
     depth = untrusted_json.MAX_DEPTH
     assert untrusted_json.parse("[" * depth + "]" * depth)

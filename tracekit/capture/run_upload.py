@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from tracekit import conventions
 from tracekit.capture.uploader import FINISH
+from tracekit.conventions import python_child
 
 WAIT_VARIABLE = "TRACEKIT_UPLOAD_WAIT_S"
 _DEFAULT_WAIT_S = 120.0
@@ -45,7 +45,7 @@ class RunUpload:
         words = [str(self.folder), self.url, "--rank", str(rank), "--parent", str(os.getpid())]
         words += ["--training", self._training] if self._training is not None else []
         self._process = subprocess.Popen(  # noqa: S603 a module of our own
-            [sys.executable, "-m", "tracekit.capture.uploader", *words, *(["--leads"] if leads else [])],
+            python_child.module_command("tracekit.capture.uploader", *words, *(["--leads"] if leads else [])),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # the training's
             env=_environment(),
@@ -95,9 +95,8 @@ def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
 
 def _environment() -> "dict[str, str]":
     """Return the environment of the uploading process: this one's, without recording it."""
-    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(places)}
+    return python_child.environment(inherited)
 
 
 def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracekit.conventions import VERSION
+from tracekit.conventions import VERSION, python_child
 from tracekit.model import units
 
 LIMIT = "TRACEKIT_CRASH_REPORT"
@@ -89,11 +89,18 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
         return None
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
     variables |= {LIMIT: "0", "TRACEKIT_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-m", _REPRODUCTION, str(folder), place_of(error), *words]
+    variables = python_child.environment(variables)
+    command = python_child.module_command(_REPRODUCTION, str(folder), place_of(error), *words)
     silent = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run(  # noqa: S603  the command of this process
-            command, env=variables, timeout=limit_s, check=False, stdin=silent, stdout=silent, stderr=silent
+            command,
+            env=variables,
+            timeout=limit_s,
+            check=False,
+            stdin=silent,
+            stdout=silent,
+            stderr=silent,
         )
     return max(folder.glob(f"{FOUND}*"), default=None)
 

@@ -2,14 +2,13 @@
 
 import importlib.util
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 from tracekit.cli import output
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, python_child
 from tracekit.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -54,8 +53,10 @@ def _page(run: str, address: str, query: str) -> bytes:
     place = run if object_storage.is_url(run) else str(Path(run).resolve())
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "page.html"
-        command = [sys.executable, "-P", str(_script()), place, address, query, str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 no shell
+        command = python_child.script_command(_script(), place, address, query, str(out))
+        done = subprocess.run(  # noqa: S603 our own
+            command, env=python_child.environment(), capture_output=True, text=True, check=False
+        )
         if not out.is_file():
             lines = done.stderr.strip().splitlines() or ["the page cannot be drawn"]
             raise InputError(f"{run}: {lines[-1]}")

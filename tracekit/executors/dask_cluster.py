@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tracekit import conventions
+from tracekit.conventions import python_child
 from tracekit.errors import ConfigError, MissingExtraError
 from tracekit.executors import processors, tasks
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
@@ -44,6 +45,7 @@ class DaskCluster(WorkerPool):
     def __init__(self, address: str) -> None:
         """Start or join the cluster, and wait for its first worker. Raises ConfigError if there is none."""
         self._stack = contextlib.ExitStack()
+        self._stack.enter_context(python_child.safe_path())  # Dask starts a lost worker again at any time
         self._address = address
         try:
             self._client = self._stack.enter_context(self._connected())

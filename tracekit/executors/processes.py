@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import starmap
 
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, python_child
 from tracekit.executors import defaults, processors, tasks, worker_start
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
 from tracekit.model.executor import Measured, Threads
@@ -27,14 +27,15 @@ class Processes(WorkerPool):
 
     def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
         """Submit the task of a source to the processes, which are started if there are none."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self.workers,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=worker_start.prepare,
-                initargs=(max(processors() // self.workers, 1),),
-            )
-        return self._pool.submit(tasks.measure, source, facts, share)
+        with python_child.safe_path():  # a new pool and a submitted task start processes
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(
+                    self.workers,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=worker_start.prepare,
+                    initargs=(max(processors() // self.workers, 1),),
+                )
+            return self._pool.submit(tasks.measure, source, facts, share)
 
     def restart(self) -> None:
         """Stop the processes: if one is lost, the pool has stopped the others. The next task starts new ones."""

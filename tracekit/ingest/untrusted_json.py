@@ -6,6 +6,9 @@ from typing import Any
 MAX_DEPTH = 100
 """Levels of lists and objects that a text may have: what is copied, compared or written again may recurse."""
 
+TOO_DEEP = "[…]"
+"""Text in place of a value that is nested too deeply."""
+
 
 def parse(text: str | bytes, *, strict: bool = True) -> Any:
     r"""Return the value of a JSON text, without lone surrogates. `strict` is that of json.loads.
@@ -18,11 +21,20 @@ def parse(text: str | bytes, *, strict: bool = True) -> Any:
     escapes = b"\\u" in text if isinstance(text, bytes) else "\\u" in text
     try:
         value = json.loads(text, strict=strict)
-        if _brackets(text) > MAX_DEPTH and _is_deep(value):
+        if _brackets(text) > MAX_DEPTH and is_deep(value):
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
         return replace_surrogates(value) if escapes else value
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
+
+
+def to_text(value: Any) -> str:
+    """JSON text of a parsed value of any depth; `TOO_DEEP` for one nested more than `MAX_DEPTH` levels deep.
+
+    >>> to_text([1, {"a": None}])
+    '[1, {"a": null}]'
+    """
+    return TOO_DEEP if is_deep(value) else json.dumps(value)
 
 
 def _brackets(text: str | bytes) -> int:
@@ -30,7 +42,8 @@ def _brackets(text: str | bytes) -> int:
     return text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
 
 
-def _is_deep(value: Any) -> bool:
+def is_deep(value: Any) -> bool:
+    """Whether a parsed value is nested more than `MAX_DEPTH` levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import polars as pl
 
 from tracekit import errors
+from tracekit.conventions import python_child
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import OnTrace, Run, require_run
@@ -93,7 +94,7 @@ class SandboxedQuery:
         """Start the process without sending the query."""
         self._sql, self._timeout_s, self._memory_bytes, self._max_rows = sql, timeout_s, memory_bytes, max_rows
         self._process = subprocess.Popen(  # noqa: S603 our own file; stdin has the query
-            [sys.executable, "-P", str(_PROGRAM)],
+            python_child.script_command(_PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -222,8 +223,8 @@ class SandboxedQuery:
 def _environment() -> dict[str, str]:
     """Return the environment of the process: the paths of its modules, and no variable with private data."""
     variables = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
-    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 '' is the current folder
-    return variables | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
+    paths = [os.path.abspath(path) for path in sys.path if path]  # noqa: PTH100 '' is the current folder: not safe
+    return python_child.environment(variables) | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
 def _rows(run: Run, named: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:

@@ -56,11 +56,12 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
 
 
 def _memory(trace: Trace, copies: Ints) -> pl.Series:
-    """Return the memory of the host that each copy reads or writes, null where it is not recorded."""
-    memory = np.full(len(copies), None, object)
-    for pattern, kind in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
-        memory[trace_columns.is_activity_named(trace, pattern)[copies]] = kind
-    return pl.Series("memory", memory, pl.String)
+    """Kind of host memory that each copy reads or writes; null where its name has none (AMD, managed memory)."""
+    kind = pl.lit(None, pl.String)
+    for pattern, memory in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
+        is_named = pl.Series(trace_columns.is_activity_named(trace, pattern)[copies])
+        kind = pl.when(pl.lit(is_named)).then(pl.lit(memory)).otherwise(kind)
+    return pl.select(kind.alias("memory")).to_series()
 
 
 def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:

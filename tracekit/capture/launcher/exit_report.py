@@ -15,7 +15,7 @@ from tracekit.capture import notices, run_upload, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, python_child
 
 _OTHERS_WAIT_S = 30.0
 _ORPHAN_WAIT_S = 20.0
@@ -77,8 +77,8 @@ def has_analysis() -> bool:
 def print_check(folder: "Path | str") -> None:
     """Print the output of ``tracekit check`` on stderr: stdout is the training's."""
     sys.stderr.flush()
-    check = [sys.executable, "-m", "tracekit", "check", str(folder), "--fail-on", "never"]
-    subprocess.run(check, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing
+    check = python_child.module_command("tracekit", "check", str(folder), "--fail-on", "never")
+    subprocess.run(check, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own
 
 
 def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: int) -> None:

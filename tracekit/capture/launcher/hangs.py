@@ -12,6 +12,7 @@ from tracekit import conventions
 from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
+from tracekit.conventions import python_child
 
 _NCCL_PREFIX = "nccl_trace_rank_"
 _EXIT = "exit"
@@ -79,5 +80,5 @@ def _print(folder: Path) -> None:
     """Print the diagnosis on stderr, if this Python can make it: stdout is the training's."""
     notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
     if exit_report.has_analysis():
-        command = [sys.executable, "-m", "tracekit", "hang", str(folder), "--min-wait", "0"]
-        subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing
+        command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
+        subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own

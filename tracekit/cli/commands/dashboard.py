@@ -4,7 +4,6 @@ import contextlib
 import errno
 import importlib.util
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import output
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, python_child
 from tracekit.errors import InputError, MissingExtraError
 
 DEFAULT_PORT = 8501
@@ -75,7 +74,7 @@ def dashboard(
     arguments = server_command(
         runs, host=host, port=port, browser=browser, history=history, allowed_hosts=allow_host or []
     )
-    os.execv(sys.executable, arguments)  # noqa: S606 no shell
+    os.execve(arguments[0], arguments, python_child.environment())  # noqa: S606 no shell
 
 
 def server_command(
@@ -104,7 +103,7 @@ def server_command(
     paths += [f"--history={history.resolve()}"] if history else []
     paths += [f"--allow-host={name}" for name in allowed_hosts]
     paths += ["--open-browser"] if browser else []
-    return [sys.executable, "-P", str(_server()), *flags, "--", *paths]
+    return python_child.script_command(_server(), *flags, "--", *paths)
 
 
 def _address(host: str, port: int) -> str:

@@ -1,6 +1,5 @@
 """Events to columns, batch by batch: host slices, device work, allocator events, names of threads."""
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.kineto import event_categories, events, numbers
 from tracekit.ingest.readers.kineto.events import Args, Event
 from tracekit.ingest.readers.kineto.numbers import Ints
@@ -70,7 +70,7 @@ def stringify_names(batch: list[Event]) -> None:
         for name in ("ph", "cat", "name", "pid", "tid"):
             value = getattr(event, name, None)
             if isinstance(value, list | dict):
-                setattr(event, name, json.dumps(value))
+                setattr(event, name, untrusted_json.to_text(value))
 
 
 class Codes(dict[Any, int]):

@@ -4,7 +4,6 @@ Every value is accepted (`Any`) and checked where it is used: one invalid value 
 """
 
 import functools
-import json
 import operator
 from collections.abc import Mapping
 from types import GenericAlias
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw, field
+
+from tracekit.ingest import untrusted_json
 
 _NO_RAW = Raw(b"")
 
@@ -177,7 +178,7 @@ def _has_known_phase(event: Mapping[str, Any]) -> bool:
 
 
 def _arg(name: str, value: Any) -> Any:
-    return Raw(json.dumps(value).encode()) if name in _RAW_ARGS else _clean(value)
+    return Raw(untrusted_json.to_text(value).encode()) if name in _RAW_ARGS else _clean(value)
 
 
 def _clean(value: Any) -> Any:
@@ -186,4 +187,4 @@ def _clean(value: Any) -> Any:
         return value.encode("utf-8", "replace").decode()
     if value is None or isinstance(value, int | float):
         return value
-    return json.dumps(value)
+    return untrusted_json.to_text(value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracekit.errors import BadTraceError
+from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.kineto import events, header
 from tracekit.ingest.readers.kineto.events import Event
@@ -168,16 +169,26 @@ class Scan:
             return empty.end(), empty.end()
         try:
             item, end = _parse(text, start)
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise self._too_deep() from error
+        except ValueError as error:
             if not last and _may_be_incomplete(error, text, start):
                 return None, at
             return self._skip_damaged(text, start)
+        if untrusted_json.is_deep(item):
+            raise self._too_deep()
         self._take(comma)
         if isinstance(item, dict):
             found.append(events.from_text(text[start:end], item))
         else:
             self.damage.non_objects += 1
         return end, end
+
+    def _too_deep(self) -> BadTraceError:
+        return BadTraceError(
+            f"{self.path}: an event is nested more than {untrusted_json.MAX_DEPTH} levels deep, as no "
+            "profiler writes it; the file may have been changed on purpose: record the trace again"
+        )
 
     def _take(self, comma: str) -> None:
         """Count a missing comma before an element of the array."""
