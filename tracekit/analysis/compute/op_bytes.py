@@ -34,13 +34,13 @@ def of_call(
 ) -> int | None:
     """Return `moved_bytes` of a call by the columns of the ops table; `list_dtype`: see `op_inputs.parse`."""
     try:
-        given = op_inputs.parse(shapes, dtypes, arguments, strides, list_dtype)
+        call_inputs = op_inputs.parse(shapes, dtypes, arguments, strides, list_dtype)
     except op_inputs.OTHER_INPUTS:
         return None
-    return None if given is None else moved_bytes(name, given)
+    return None if call_inputs is None else moved_bytes(name, call_inputs)
 
 
-def moved_bytes(name: str, given: Inputs) -> int | None:
+def moved_bytes(name: str, call_inputs: Inputs) -> int | None:
     """Return the bytes that a call reads and writes at least; None where its inputs do not determine them.
 
     >>> both = op_inputs.parse('[[1024], [1024], []]', '["float", "float", "Scalar"]', None, None, None)
@@ -51,7 +51,7 @@ def moved_bytes(name: str, given: Inputs) -> int | None:
     if formula is None:
         return None
     try:
-        moved = formula(given)
+        moved = formula(call_inputs)
         return None if moved is None or not 0 <= moved <= op_inputs.MAX_BYTES else moved
     except op_inputs.OTHER_INPUTS:
         return None
@@ -77,29 +77,33 @@ def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | No
     if operands is None or not name.startswith("aten::"):
         return None
     try:
-        given = op_inputs.parse(shapes, dtypes, arguments, strides, None)
-        return None if given is None or _has_given_output(name, given, operands) else _flow(name, given, operands)
+        call_inputs = op_inputs.parse(shapes, dtypes, arguments, strides, None)
+        return (
+            None
+            if call_inputs is None or _has_given_output(name, call_inputs, operands)
+            else _flow(name, call_inputs, operands)
+        )
     except op_inputs.OTHER_INPUTS:
         return None
 
 
-def _has_given_output(name: str, given: Inputs, operands: int) -> bool:
+def _has_given_output(name: str, call_inputs: Inputs, operands: int) -> bool:
     """Return whether a call writes to a tensor that it is given (out=), as DDP does with gradients."""
     is_elementwise = name.removeprefix("aten::") in _ELEMENTWISE
-    return is_elementwise and any(each.elements for each in given.tensors(operands))
+    return is_elementwise and any(tensor.elements for tensor in call_inputs.tensors(operands))
 
 
-def _flow(name: str, given: Inputs, operands: int) -> Flow:
+def _flow(name: str, call_inputs: Inputs, operands: int) -> Flow:
     is_copy = name == "aten::copy_"
-    read = given.tensors(1, 2) if is_copy else given.tensors(0, operands)
-    described = [[list(each.shape), each.dtype, each.bytes] for each in read]
+    read = call_inputs.tensors(1, 2) if is_copy else call_inputs.tensors(0, operands)
+    described = [[list(tensor.shape), tensor.dtype, tensor.bytes] for tensor in read]
     if not (is_copy or name.removeprefix("aten::").removesuffix("_") in _ELEMENTWISE):
         return Flow(None, described)
     if name.endswith("_"):
-        written = given.tensor(0)
+        written = call_inputs.tensor(0)
         return Flow([list(written.shape), written.dtype, written.bytes], described)
-    largest = max(read, key=lambda each: each.elements)
-    dtype = _promoted(read, given.values[:operands])
+    largest = max(read, key=lambda tensor: tensor.elements)
+    dtype = _promoted(read, call_inputs.values[:operands])
     if largest.elements != _broadcast(read):
         return Flow(None, described)
     return Flow([list(largest.shape), dtype, largest.elements * element_bytes(dtype)], described)
@@ -114,10 +118,10 @@ def _elementwise(operands: int, result: str = "") -> _Formula:
     `result` is the element type of the result, by default that to which the operands' types are promoted.
     """
 
-    def formula(given: Inputs) -> int:
-        tensors = given.tensors(0, operands)
-        outputs = [each for each in given.tensors(operands) if each.elements]
-        dtype = outputs[-1].dtype if outputs else result or _promoted(tensors, given.values[:operands])
+    def formula(call_inputs: Inputs) -> int:
+        tensors = call_inputs.tensors(0, operands)
+        outputs = [tensor for tensor in call_inputs.tensors(operands) if tensor.elements]
+        dtype = outputs[-1].dtype if outputs else result or _promoted(tensors, call_inputs.values[:operands])
         return total_bytes(tensors) + _broadcast(tensors) * element_bytes(dtype)
 
     return formula
@@ -125,12 +129,12 @@ def _elementwise(operands: int, result: str = "") -> _Formula:
 
 def _in_place(operands: int) -> _Formula:
     """Return the formula of an operator that reads `operands` tensors at most and writes the first."""
-    return lambda given: total_bytes(given.tensors(0, operands)) + given.tensor(0).bytes
+    return lambda call_inputs: total_bytes(call_inputs.tensors(0, operands)) + call_inputs.tensor(0).bytes
 
 
 def _broadcast(tensors: Iterable[Tensor]) -> int:
     """Return the elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
-    shapes = [each.shape for each in tensors]
+    shapes = [tensor.shape for tensor in tensors]
     if not shapes:
         raise ValueError("no tensors")
     elements = 1
@@ -151,7 +155,7 @@ def _promoted(tensors: list[Tensor], values: Iterable[str]) -> str:
 
     Raises ValueError where a number of unknown category decides.
     """
-    ranked = [[each.dtype for each in tensors if bool(each.shape) is has_shape] for has_shape in (True, False)]
+    ranked = [[tensor.dtype for tensor in tensors if bool(tensor.shape) is has_shape] for has_shape in (True, False)]
     strong, weak = ranked if ranked[0] else (ranked[1], [])
     category = max(map(_category, strong))
     higher = [dtype for dtype in weak if _category(dtype) > category]
@@ -172,34 +176,34 @@ def _category(dtype: str) -> int:
 def _floating(operands: int) -> _Formula:
     """Return the formula of an operator whose result is floating, whatever its operands are."""
 
-    def formula(given: Inputs) -> int | None:
-        is_floating = any(_category(each.dtype) >= 2 for each in given.tensors(0, operands))
-        return _elementwise(operands, "" if is_floating else "float")(given)
+    def formula(call_inputs: Inputs) -> int | None:
+        is_floating = any(_category(tensor.dtype) >= 2 for tensor in call_inputs.tensors(0, operands))
+        return _elementwise(operands, "" if is_floating else "float")(call_inputs)
 
     return formula
 
 
-def _division(given: Inputs) -> int | None:
-    has_rounding = given.value(2) is not None
-    return _elementwise(2)(given) if has_rounding else _floating(2)(given)
+def _division(call_inputs: Inputs) -> int | None:
+    has_rounding = call_inputs.value(2) is not None
+    return _elementwise(2)(call_inputs) if has_rounding else _floating(2)(call_inputs)
 
 
-def _cumulative_sum(given: Inputs) -> int:
-    whole, number = given.tensor(0), given.value(2)
+def _cumulative_sum(call_inputs: Inputs) -> int:
+    whole, number = call_inputs.tensor(0), call_inputs.value(2)
     dtype = op_inputs.SCALAR_TYPES[number] if number else whole.dtype if _category(whole.dtype) >= 2 else _INDEX
     return whole.bytes + whole.elements * element_bytes(dtype)
 
 
-def _written_only(given: Inputs) -> int:
-    return given.tensor(0).bytes
+def _written_only(call_inputs: Inputs) -> int:
+    return call_inputs.tensor(0).bytes
 
 
-def _copy(given: Inputs) -> int:
-    return given.tensor(0).bytes + given.tensor(1).bytes
+def _copy(call_inputs: Inputs) -> int:
+    return call_inputs.tensor(0).bytes + call_inputs.tensor(1).bytes
 
 
-def _dropout(given: Inputs) -> int:
-    return 2 * given.tensor(0).bytes + given.tensor(0).elements
+def _dropout(call_inputs: Inputs) -> int:
+    return 2 * call_inputs.tensor(0).bytes + call_inputs.tensor(0).elements
 
 
 # Reductions ----------------------------------------------------------------------------------------------------------
@@ -208,16 +212,16 @@ def _dropout(given: Inputs) -> int:
 def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", results: int = 1) -> _Formula:
     """Return the formula of a reduction whose dimensions are argument `dims_at`; without that, to one element."""
 
-    def formula(given: Inputs) -> int | None:
-        whole = given.tensor(0)
+    def formula(call_inputs: Inputs) -> int | None:
+        whole = call_inputs.tensor(0)
         outputs = 1
-        if len(given.given) > 2:
-            dims = given.value(dims_at)
+        if len(call_inputs.given) > 2:
+            dims = call_inputs.value(dims_at)
             if dims is None:
                 return None
             reduced = {int(dim) % len(whole.shape) for dim in _numbers(dims)} or set(range(len(whole.shape)))
             outputs = math.prod(size for dim, size in enumerate(whole.shape) if dim not in reduced)
-        number = given.value(dtype_at) if dtype_at is not None else None
+        number = call_inputs.value(dtype_at) if dtype_at is not None else None
         is_counted = dtype_at is not None and _category(whole.dtype) < 2  # sums of integers have 64 bits
         own = _INDEX if is_counted else whole.dtype
         dtype = result or (op_inputs.SCALAR_TYPES[number] if number else own)
@@ -226,14 +230,18 @@ def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", r
     return formula
 
 
-def _extreme(given: Inputs) -> int | None:
+def _extreme(call_inputs: Inputs) -> int | None:
     """Count max and min: of two tensors, of all elements, or along a dimension with the place of each."""
-    if len(given.tensors(0, 2)) == 2:
-        return _elementwise(2)(given)
-    if len(given.given) == 1:
-        return _reduction(1)(given)
-    with_values, with_places = (_reduction(1, result=dtype)(given) for dtype in (given.tensor(0).dtype, _INDEX))
-    return None if with_values is None or with_places is None else with_values + with_places - given.tensor(0).bytes
+    if len(call_inputs.tensors(0, 2)) == 2:
+        return _elementwise(2)(call_inputs)
+    if len(call_inputs.given) == 1:
+        return _reduction(1)(call_inputs)
+    with_values, with_places = (
+        _reduction(1, result=dtype)(call_inputs) for dtype in (call_inputs.tensor(0).dtype, _INDEX)
+    )
+    return (
+        None if with_values is None or with_places is None else with_values + with_places - call_inputs.tensor(0).bytes
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -241,24 +249,24 @@ def _numbers(text: str) -> list[int]:
     return found if isinstance(found, list) else [found]
 
 
-def _softmax(given: Inputs) -> int | None:
+def _softmax(call_inputs: Inputs) -> int | None:
     """Count softmax: dim, half_to_float follow the input."""
-    whole, wider = given.tensor(0), given.value(2)
+    whole, wider = call_inputs.tensor(0), call_inputs.value(2)
     if wider is None and element_bytes(whole.dtype) < 4:
         return None
     is_wider = wider == "True"
     return whole.bytes + whole.elements * (4 if is_wider else element_bytes(whole.dtype))
 
 
-def _softmax_backward(given: Inputs) -> int | None:
+def _softmax_backward(call_inputs: Inputs) -> int | None:
     """Count the gradient of softmax from the result's gradient and the result; input_dtype, or the input, is fourth."""
-    whole = given.tensor(0)
-    number = given.value(3)
-    fourth = given.given[3] if len(given.given) > 3 else None
+    whole = call_inputs.tensor(0)
+    number = call_inputs.value(3)
+    fourth = call_inputs.given[3] if len(call_inputs.given) > 3 else None
     if not isinstance(fourth, Tensor) and number is None:
         return None
     dtype = fourth.dtype if isinstance(fourth, Tensor) else op_inputs.SCALAR_TYPES[number or ""]
-    return whole.bytes + given.tensor(1).bytes + whole.elements * element_bytes(dtype)
+    return whole.bytes + call_inputs.tensor(1).bytes + whole.elements * element_bytes(dtype)
 
 
 # Norms, pooling ------------------------------------------------------------------------------------------------------
@@ -267,9 +275,9 @@ def _softmax_backward(given: Inputs) -> int | None:
 def _layer_norm(weights: int, statistics: int) -> _Formula:
     """Return the formula of a norm of rows: input, normalized_shape, then `weights` tensors."""
 
-    def formula(given: Inputs) -> int | None:
-        whole, shape = given.tensor(0), given.value(1)
-        scales = given.tensors(2, 2 + weights)
+    def formula(call_inputs: Inputs) -> int | None:
+        whole, shape = call_inputs.tensor(0), call_inputs.value(1)
+        scales = call_inputs.tensors(2, 2 + weights)
         width = math.prod(_numbers(shape)) if shape else scales[0].elements if scales else None
         if width is None:
             return None
@@ -282,40 +290,40 @@ def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
     """Return the formula of a norm's gradients: gradient, input, normalized_shape, statistics, weights, output_mask."""
     weights_at = statistics_at + statistics
 
-    def formula(given: Inputs) -> int | None:
-        mask = given.value(len(given.given) - 1)
+    def formula(call_inputs: Inputs) -> int | None:
+        mask = call_inputs.value(len(call_inputs.given) - 1)
         if mask is None:
             return None
         wanted = json.loads(mask.lower())
-        read = [*given.tensors(0, 2), *given.tensors(statistics_at, weights_at + 1)]
-        scale = given.tensors(weights_at, weights_at + 1)
-        written: int = wanted[0] * given.tensor(1).bytes + sum(wanted[1:]) * total_bytes(scale)
+        read = [*call_inputs.tensors(0, 2), *call_inputs.tensors(statistics_at, weights_at + 1)]
+        scale = call_inputs.tensors(weights_at, weights_at + 1)
+        written: int = wanted[0] * call_inputs.tensor(1).bytes + sum(wanted[1:]) * total_bytes(scale)
         return total_bytes(read) + written
 
     return formula
 
 
-def _batch_norm(given: Inputs) -> int:
+def _batch_norm(call_inputs: Inputs) -> int:
     """Count a batch norm: the input, its result, the values of each channel, and in training their new ones."""
-    whole, channels = given.tensor(0), given.tensors(1, 5)
-    return 2 * whole.bytes + (1 if given.value(5) == "False" else 2) * total_bytes(channels)
+    whole, channels = call_inputs.tensor(0), call_inputs.tensors(1, 5)
+    return 2 * whole.bytes + (1 if call_inputs.value(5) == "False" else 2) * total_bytes(channels)
 
 
-def _batch_norm_backward(given: Inputs) -> int | None:
+def _batch_norm_backward(call_inputs: Inputs) -> int | None:
     """Count a batch norm's gradients, from the input and the result's gradient in any order."""
-    first, second, channels = given.tensor(0), given.tensor(1), given.tensors(2, 7)
-    mask = given.value(9)
+    first, second, channels = call_inputs.tensor(0), call_inputs.tensor(1), call_inputs.tensors(2, 7)
+    mask = call_inputs.value(9)
     writes_input = json.loads(mask.lower())[0] if mask else True
     gradient = first.bytes if writes_input else 0
-    return first.bytes + second.bytes + gradient + total_bytes(channels) + 2 * total_bytes(given.tensors(2, 3))
+    return first.bytes + second.bytes + gradient + total_bytes(channels) + 2 * total_bytes(call_inputs.tensors(2, 3))
 
 
-def _max_pool(given: Inputs) -> int | None:
+def _max_pool(call_inputs: Inputs) -> int | None:
     """Count a pooling in two dimensions: kernel, stride, padding, dilation, ceil_mode; its result has places, too."""
-    whole = given.tensor(0)
-    if given.value(5) != "False":
+    whole = call_inputs.tensor(0)
+    if call_inputs.value(5) != "False":
         return None
-    kernel, stride, padding, dilation = (_pair(given.value(at)) for at in range(1, 5))
+    kernel, stride, padding, dilation = (_pair(call_inputs.value(at)) for at in range(1, 5))
     stride = stride or kernel
     sizes = zip(whole.shape[-2:], kernel, stride, padding, dilation, strict=True)
     pooled = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
@@ -327,45 +335,45 @@ def _pair(text: str | None) -> list[int]:
     return numbers * 2 if len(numbers) == 1 else numbers
 
 
-def _max_pool_backward(given: Inputs) -> int:
-    return given.tensor(0).bytes + given.tensor(1).bytes + given.tensor(7).bytes
+def _max_pool_backward(call_inputs: Inputs) -> int:
+    return call_inputs.tensor(0).bytes + call_inputs.tensor(1).bytes + call_inputs.tensor(7).bytes
 
 
 # Look-ups ------------------------------------------------------------------------------------------------------------
 
 
-def _embedding(given: Inputs) -> int:
-    weight, places = given.tensor(0), given.tensor(1)
+def _embedding(call_inputs: Inputs) -> int:
+    weight, places = call_inputs.tensor(0), call_inputs.tensor(1)
     return places.bytes + 2 * places.elements * math.prod(weight.shape[1:]) * element_bytes(weight.dtype)
 
 
-def _embedding_backward(given: Inputs) -> int | None:
-    rows = given.value(2)
-    gradient = given.tensor(0)
+def _embedding_backward(call_inputs: Inputs) -> int | None:
+    rows = call_inputs.value(2)
+    gradient = call_inputs.tensor(0)
     if rows is None:
         return None
-    return gradient.bytes + given.tensor(1).bytes + int(rows) * gradient.shape[-1] * element_bytes(gradient.dtype)
+    return gradient.bytes + call_inputs.tensor(1).bytes + int(rows) * gradient.shape[-1] * element_bytes(gradient.dtype)
 
 
-def _index_select(given: Inputs) -> int | None:
-    whole, dim, places = given.tensor(0), given.value(1), given.tensor(2)
+def _index_select(call_inputs: Inputs) -> int | None:
+    whole, dim, places = call_inputs.tensor(0), call_inputs.value(1), call_inputs.tensor(2)
     if dim is None and len(whole.shape) > 1:
         return None
     row = whole.elements // whole.shape[int(dim or 0)]
     return places.bytes + 2 * places.elements * row * element_bytes(whole.dtype)
 
 
-def _gather(given: Inputs) -> int:
-    places = given.tensor(2)
-    return places.bytes + 2 * places.elements * element_bytes(given.tensor(0).dtype)
+def _gather(call_inputs: Inputs) -> int:
+    places = call_inputs.tensor(2)
+    return places.bytes + 2 * places.elements * element_bytes(call_inputs.tensor(0).dtype)
 
 
-def _concatenation(given: Inputs) -> int:
-    return 2 * total_bytes(given.tensor_list(0))
+def _concatenation(call_inputs: Inputs) -> int:
+    return 2 * total_bytes(call_inputs.tensor_list(0))
 
 
-def _nll_loss_backward(given: Inputs) -> int:
-    return given.tensor(1).bytes + given.tensor(2).bytes
+def _nll_loss_backward(call_inputs: Inputs) -> int:
+    return call_inputs.tensor(1).bytes + call_inputs.tensor(2).bytes
 
 
 # Kernels of Inductor -------------------------------------------------------------------------------------------------
@@ -378,9 +386,9 @@ _PARTIAL = re.compile(
 """Operators, in the name of a kernel, that read or write a part of a buffer."""
 
 
-def _buffers(given: Inputs) -> int:
+def _buffers(call_inputs: Inputs) -> int:
     """Count a kernel's buffers once; one that it both reads and writes, which its call does not state, also once."""
-    buffers = given.tensors()
+    buffers = call_inputs.tensors()
     if not buffers:
         raise ValueError("no buffers")
     return total_bytes(buffers)
@@ -423,7 +431,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::{name}_": _in_place(operands) for name, operands in _IN_PLACE},
     "aten::div": _division,
     "aten::cumsum": _cumulative_sum,
-    "aten::where": lambda given: _elementwise(3, _promoted(given.tensors(1, 3), ()))(given),
+    "aten::where": lambda call_inputs: _elementwise(3, _promoted(call_inputs.tensors(1, 3), ()))(call_inputs),
     **{
         f"aten::{name}": _written_only
         for name in ("fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_")
