@@ -31,7 +31,7 @@ PLACES = ((5, 5), (10, 5), (20, 5), (40, 5), (30, 10))
 
 def found(values: Values) -> Trend:
     """Return what a series around 1 comes to."""
-    return change_points.trend(100 * values, least=1.0)
+    return change_points.trend(100 * values, min_change=1.0)
 
 
 def stationary(random: np.random.Generator, series: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Critical paths of simulated runs compared with the true ones, which the simulator knows.
 
-    python -m benchmarks.critical_path --runs 56 --out docs/critical_path_accuracy.md
+    python -m benchmarks.critical_path --runs 56 --out docs/lab/critical_path_accuracy.md
 
 Draws are fresh each time unless --seed repeats one. Each run has a cause that decides its path. A time of the path is
 right if the path has the true owner there: rank, kind, and kernel or host operator. The second number leaves event
@@ -190,7 +190,7 @@ def document(found: Sequence[Judged], seed: int) -> str:
     """Return the scores as Markdown, by kind, then overall."""
     lines = [
         "# Critical paths of simulated runs\n",
-        f"    python -m benchmarks.critical_path --runs {len(found)} --out docs/critical_path_accuracy.md\n",
+        f"    python -m benchmarks.critical_path --runs {len(found)} --out docs/lab/critical_path_accuracy.md\n",
         f"{len(found)} **simulated** runs drawn with seed {seed}. *Right*: the share of the step in which the path has",
         "the owner that the simulator knows (rank, kind, and kernel or host operator). *Inferred*: the same runs with",
         "event waits of streams removed from their traces.\n",

@@ -1,6 +1,6 @@
 """How often `check --baseline` fails although nothing changed: whole checks of two recordings of one training.
 
-    python -m benchmarks.false_alarms FOLDER... [--recordings RUNS] [--seeds 0:8] [--out docs/gate.md]
+    python -m benchmarks.false_alarms FOLDER... [--recordings RUNS] [--seeds 0:8] [--out docs/lab/gate_accuracy.md]
 
 Pairs of four kinds, each checked at the default settings with the other as its baseline, in both directions:
 

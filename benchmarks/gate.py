@@ -1,6 +1,6 @@
 """The gate against recorded truth: how often it cries wolf, and how often it finds a regression and names its cause.
 
-    python -m benchmarks.gate --runs /tmp/gate-runs --out docs/gate.md
+    python -m benchmarks.gate --runs /tmp/gate-runs --out docs/lab/gate_accuracy.md
 
 Trainings are recorded one after the other on this machine, without a fault and with one of five that make a step (of
 checkpointing: training as a whole) take about 10% longer by real work. Each recording is checked against a baseline of

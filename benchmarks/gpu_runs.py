@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_runs --out runs/gpu
 
 takes about 8 minutes on an H100 and needs torch only; `tracekit check` and `compare` judge what it leaves. The numbers
-of docs/yafsdp.md and docs/trainers.md that were measured on a GPU are of these runs.
+of docs/lab/gpu_runs.md are of these runs.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Accuracy of the rules on hybrid layouts: simulated pipelines, tensor and expert parallelism, with a fault or none.
 
-    python -m benchmarks.hybrid_runs --runs 100 --jobs 2 --out docs/hybrid_runs.md
+    python -m benchmarks.hybrid_runs --runs 100 --jobs 2 --out docs/lab/hybrid_runs.md
 
 The seed is random unless --seed is given. Layouts have up to three axes and 64 ranks; a quarter of the runs is healthy.
 A rule must report a fault with its code if it costs 3% of the run or more, and must not report a code that the truth
@@ -44,7 +44,7 @@ from tracekit.rules.engine import check
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
-from tracekit.simulate.fault_registry import impaired
+from tracekit.simulate.fault_registry import impair
 from tracekit.simulate.hybrid import laid_out
 from tracekit.simulate.job import Job
 
@@ -174,7 +174,7 @@ def _is_inherent(job: Job, code: str) -> bool:
     """Return whether a job is shorter by the code's share where the communication that it is about takes no time."""
     field, free, least = _INHERENT[code]
     whole_ns = engine.total_ns(job)
-    return whole_ns - engine.total_ns(impaired(job, **{field: free})) >= least * whole_ns
+    return whole_ns - engine.total_ns(impair(job, **{field: free})) >= least * whole_ns
 
 
 def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:
@@ -195,7 +195,7 @@ def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[J
         done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind})
         if not requests:
             return job, job, "", 0.0
-        known = done.known[0]
+        known = done.known_faults[0]
         return job, faulty, known.code, known.cost_ns * len(known.steps) / done.recording.total_ns
 
 

@@ -126,7 +126,7 @@ def _replayed(job: Job, folder: Path) -> str:
 
 
 def row(draw: Draw) -> str:
-    """Return one draw as a row of the table in docs/compare.md."""
+    """Return one draw as a row of the table in docs/lab/compare_accuracy.md."""
     return (
         f"| {draw.folder} | `{draw.operator}` | {draw.factor:.2f} | {100 * draw.step_change_ratio:+.1f}% "
         f"| {draw.place} | {100 * draw.off_ratio:.1g}% |"

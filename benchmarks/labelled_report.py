@@ -20,7 +20,7 @@ _SPREAD = "CKPT001"
 _CLOSE = 0.1
 _INTRODUCTION = """# Accuracy of the rules on labelled runs
 
-    python -m benchmarks.labelled_runs --runs {count} --jobs {jobs} --out docs/labelled_runs.md
+    python -m benchmarks.labelled_runs --runs {count} --jobs {jobs} --out docs/lab/labelled_runs.md
 
 {count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
 four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a

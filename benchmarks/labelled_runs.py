@@ -1,6 +1,6 @@
 """Accuracy of the rules: random simulated runs, with a known fault or none, judged by all rules.
 
-    python -m benchmarks.labelled_runs --runs 200 --jobs 4 --out docs/labelled_runs.md
+    python -m benchmarks.labelled_runs --runs 200 --jobs 4 --out docs/lab/labelled_runs.md
 
 The seed is random unless --seed is given. A rule must report a fault with its code if the cost is large enough, and
 must not report a code that the truth does not contain; smaller costs are not counted, and a run whose fault costs less
@@ -166,7 +166,7 @@ def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
                 return Judged(
                     done.job,
                     tuple(each.fault.name for each in requested),
-                    tuple(done.known),
+                    tuple(done.known_faults),
                     done.recording.total_ns,
                     (),
                 )

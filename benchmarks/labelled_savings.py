@@ -1,6 +1,6 @@
 """What-if answers compared with the ground truth: the saving without a fault, by replay and by simulation.
 
-    python -m benchmarks.labelled_savings --runs 120 --out docs/whatif_savings.md
+    python -m benchmarks.labelled_savings --runs 120 --out docs/lab/whatif_savings.md
 
 Draws are fresh each time unless --seed repeats one. Each run is analyzed twice: with recorded event waits, and without
 them, as in most real traces, where they are inferred. Costs below 3% of the run do not count.
@@ -112,7 +112,7 @@ def document(found: Sequence[Answer], runs: int, seed: int) -> str:
     unanswered = sorted({f"{each.fault} ({each.unavailable_reason})" for each in found if each.unavailable_reason})
     lines = [
         "# What-if answers on simulated runs\n",
-        f"    python -m benchmarks.labelled_savings --runs {runs} --out docs/whatif_savings.md\n",
+        f"    python -m benchmarks.labelled_savings --runs {runs} --out docs/lab/whatif_savings.md\n",
         f"{runs} **simulated** runs drawn with seed {seed}. *Error*: the saving that `tracekit whatif` predicts",
         "compared with a second simulation without the fault, for faults that cost at least 3% of the run.",
         "*Inferred*: the same runs with event waits of streams removed from their traces. The unchanged replay",
@@ -154,7 +154,7 @@ def _answers(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
             continue
     loaded = tracekit.load(str(out), cache=False)
     bare = without_waits(loaded)
-    for known in done.known:
+    for known in done.known_faults:
         share = known.cost_ns * len(known.steps) / done.recording.total_ns
         if share < _MIN_RATIO or (
             known.fault == "slow-network" and known.fault in {"slow-network", fault.name} and fault.code == "COMM001"

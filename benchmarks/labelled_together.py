@@ -1,6 +1,6 @@
 """What-if answers for two causes at once, compared with the ground truth of a second simulation.
 
-    python -m benchmarks.labelled_together --runs 40 --out docs/whatif_together.md
+    python -m benchmarks.labelled_together --runs 40 --out docs/lab/whatif_together.md
 
 Draws are fresh each time unless --seed repeats one. The ground truth is a second simulation without both faults.
 Each answer is listed with the sum of the two separate savings. A fault that costs less than 3% of the run does not
@@ -85,7 +85,7 @@ def document(found: Sequence[Answer], seed: int) -> str:
     )
     lines = [
         "# What-if answers for two causes at once\n",
-        f"    python -m benchmarks.labelled_together --runs {len(found)} --out docs/whatif_together.md\n",
+        f"    python -m benchmarks.labelled_together --runs {len(found)} --out docs/lab/whatif_together.md\n",
         f"{len(found)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: share of the step,",
         "from a second simulation without both, as `tracekit whatif --together` predicts it, and the sum of separate",
         f"predictions. {len(found) - len(answered)} of {len(found)} have no answer. {unanswered}\n",
@@ -125,7 +125,7 @@ def _answer(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer 
     except InputError:
         return None
     whole_ns = done.recording.total_ns
-    cost_ns = {known.fault: known.cost_ns * len(known.steps) for known in done.known}
+    cost_ns = {known.fault: known.cost_ns * len(known.steps) for known in done.known_faults}
     if min(cost_ns.get(fault.name, 0) for fault in (one, other)) < _MIN_RATIO * whole_ns:
         return None
     loaded = tracekit.load(str(out), cache=False)

@@ -1,6 +1,6 @@
 """Predictions of `tracekit whatif --strategy` and `--network-times`, compared with simulations of the same change.
 
-    python -m benchmarks.other_strategies --out docs/whatif_strategies.md
+    python -m benchmarks.other_strategies --out docs/lab/whatif_strategies.md
 
 Both runs are simulated; the prediction reads the first one's traces only. For hsdp it is given the bandwidth of a ring
 inside a node, as nccl-tests would measure it.

@@ -1,6 +1,6 @@
 """The published FSDP / YaFSDP step times, predicted by the simulator's model from four of their sixteen rows.
 
-    python -m benchmarks.published_table [--out docs/published_table.md]
+    python -m benchmarks.published_table [--out docs/lab/published_table.md]
 
 Everything predicted is simulated; nothing here was measured by us.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.rank_cost TRACE…
 
 Each trace is read and measured twice in this process, without the cache; the second time counts. With these rates,
-docs/scale.md estimates runs that no machine here can hold.
+docs/lab/scale_measurements.md estimates runs that no machine here can hold.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def _measure(trace: Trace, facts: Sequence[Fact]) -> list[pl.DataFrame]:
 
 def _sizes(tables: Sequence[pl.DataFrame]) -> tuple[str, str]:
     """Return the size of tables in memory, and as a worker sends them, in MB."""
-    sent_bytes = sum(len(packed) for packed in tasks.packed(tables))
+    sent_bytes = sum(len(packed) for packed in tasks.pack(tables))
     return f"{sum(table.estimated_size() for table in tables) / _MB:.2f}", f"{sent_bytes / _MB:.2f}"
 
 

@@ -1,6 +1,6 @@
 """What-if answers compared with recorded pairs: trainings with and without a fault, alternating on this machine.
 
-    python -m benchmarks.recorded_savings --pairs 8 --out docs/whatif_recorded.md
+    python -m benchmarks.recorded_savings --pairs 8 --out docs/lab/whatif_recorded.md
 
 Each pair is a training without the fault and, right after it, the same with it. The cost of the fault is the difference
 of the median profiled steps, by median over the pairs; `tracekit whatif` predicts it from the faulty recording alone.

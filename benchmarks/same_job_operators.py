@@ -1,6 +1,6 @@
 """How often `compare --by operator` calls an operator better or worse although nothing changed.
 
-    python -m benchmarks.same_job_operators FOLDER... [--seeds 0:6] [--out docs/compare.md]
+    python -m benchmarks.same_job_operators FOLDER... [--seeds 0:6] [--out docs/lab/compare_accuracy.md]
 
 Pairs of four kinds, each compared once:
 

@@ -372,7 +372,7 @@ def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) 
 
 def chart(figure: go.Figure, *, key: str, download: bool = True, **options: Any) -> Any:
     """Show a figure in the page's own colours, by default with a download; return the event of st.plotly_chart."""
-    charts.titled(figure, sharing.figure_title())
+    charts.with_title(figure, sharing.figure_title())
     original = go.Figure(figure)
     sharing.figure(original, key=key)
     ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"

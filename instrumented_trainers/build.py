@@ -43,7 +43,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def shard_options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
-    """Return how a training shards its model, its faults included."""
+    """Options of how a training shards its model, its faults included."""
     lower = config.precision == "bf16"
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
@@ -74,25 +74,25 @@ def build(
         raise InvalidConfigError(reason)
     roles, initializer = ParameterRoles.of(llama), _initializer(config, llama)
 
-    def parallelized(part: Llama) -> nn.Module:
-        return _parallelized(axes.divide(part), config, options, mesh, initializer)
+    def parallelize_part(part: Llama) -> nn.Module:
+        return _parallelize(axes.divide(part), config, options, mesh, initializer)
 
     try:
         if config.pp > 1:
-            model, layers = _pipeline(llama, config, mesh, parallelized, active_faults, axes)
+            model, layers = _pipeline(llama, config, mesh, parallelize_part, active_faults, axes)
         else:
             layers = list(llama.layers)
-            model = parallelized(llama)
+            model = parallelize_part(llama)
     except NotImplementedError as error:
         raise InvalidConfigError(str(error)) from error
     for fault in active_faults:
-        fault.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
+        fault.prepare(_sharded_layers(model, layers), mesh.get_rank(), config.device)
     optimizer = _optimizer(config, model, roles)
     torch.manual_seed(_random_seed(config, mesh.get_rank()))
     return model, optimizer
 
 
-def _parallelized(
+def _parallelize(
     part: Llama, config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, initializer: WeightInitializer
 ) -> nn.Module:
     """Apply the parallelism inside a stage to a part of the model, or the whole, and draw its weights."""
@@ -137,7 +137,7 @@ def _pipeline(
 
 
 def pipeline_plan(config: TrainingConfig) -> PipelinePlan:
-    """Return how a configuration divides its model into stages."""
+    """Division of a configuration's model into stages."""
     layers = model_config(config).layers
     return PipelinePlan(config.schedule, config.pp, config.stages_per_rank, layers, config.micro_batches)
 
@@ -180,7 +180,7 @@ def _optimizer(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) 
     """Return the optimizer of the model; of a pipeline one for each of the rank's stages, stepped as one."""
     if not isinstance(model, PipelineModel):
         return optimizers.make(config, model, roles)
-    return CombinedOptimizer(*(own for part in model.parts for own in parts_of(optimizers.make(config, part, roles))))
+    return CombinedOptimizer(*(inner for part in model.parts for inner in parts_of(optimizers.make(config, part, roles))))
 
 
 def _random_seed(config: TrainingConfig, rank: int) -> int:
@@ -210,7 +210,7 @@ def _initializer(config: TrainingConfig, model: Llama) -> WeightInitializer:
     return huggingface.PretrainedWeights(model, config.init_from)
 
 
-def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+def _sharded_layers(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Return each layer as sharded: itself, or (FSDP1) its wrapper."""
     around = {id(child): module for module in model.modules() for child in module.children()}
     parents = [around[id(layer)] for layer in layers]

@@ -44,26 +44,26 @@ class MixtureOfExperts(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         tokens = stream.flatten(0, 1)
         chances = self.router(tokens).softmax(dim=-1, dtype=torch.promote_types(tokens.dtype, torch.float32))
-        weights, chosen = chances.topk(self.active)
+        weights, choices = chances.topk(self.active)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        routed = torch.bincount(chosen.flatten(), minlength=self.experts)
-        order, counts = (order, routed) if self.capacity is None else self._within_capacity(chosen, order, len(stream))
-        outputs = self._computed(tokens[order // self.active], counts)
+        order = choices.flatten().argsort(stable=True)
+        routed = torch.bincount(choices.flatten(), minlength=self.experts)
+        order, counts = (order, routed) if self.capacity is None else self._within_capacity(choices, order, len(stream))
+        outputs = self._expert_outputs(tokens[order // self.active], counts)
         outputs = outputs * weights.flatten()[order, None].to(outputs.dtype)
         mixed = torch.zeros_like(tokens).index_add(0, order // self.active, outputs.to(tokens.dtype))
         if self.balance and torch.is_grad_enabled():
             mixed = _AddLoss.apply(mixed, self.balance * balancing_loss(chances, routed / routed.sum()))
         return mixed.view_as(stream)
 
-    def _within_capacity(self, chosen: Tensor, order: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return which of the choices (S, K) an expert has room for, in the given order, and how many of each expert.
+    def _within_capacity(self, choices: Tensor, order: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """The choices (S, K) that an expert has room for, in the given order, and their number for each expert.
 
         Of a sequence of T tokens each expert takes ``ceil(capacity * T * K / N)`` choices at most, whichever rank has
         the sequence.
         """
         assert self.capacity is not None
-        of_sequence = chosen.view(sequences, -1, self.active)
+        of_sequence = choices.view(sequences, -1, self.active)
         room = math.ceil(self.capacity * of_sequence.shape[1] * self.active / self.experts)
         fits = (places(of_sequence, self.experts) < room).flatten()
         if self.training:
@@ -71,14 +71,14 @@ class MixtureOfExperts(nn.Module):
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
             self.choices += fits.numel()
         fitting = order[fits[order]]
-        return fitting, torch.bincount(chosen.flatten()[fitting], minlength=self.experts)
+        return fitting, torch.bincount(choices.flatten()[fitting], minlength=self.experts)
 
-    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _expert_outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs of rows that are sorted by expert, (S * K, D)."""
         gates, ups, downs = self._weights()
         if rows.is_cuda and rows.dtype is torch.bfloat16 and _grouped_mm is not None:
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device: the host need not wait for the counts
-            gate, up = (_grouped_mm(rows, each.mT, offs=ends) for each in (gates, ups))
+            gate, up = (_grouped_mm(rows, weights.mT, offs=ends) for weights in (gates, ups))
             return _grouped_mm(functional.silu(gate) * up, downs.mT, offs=ends)
         parts = [
             (functional.silu(part @ gate.mT) * (part @ up.mT)) @ down.mT
@@ -91,7 +91,7 @@ class MixtureOfExperts(nn.Module):
         return self.gate, self.up, self.down
 
 
-def places(chosen: Tensor, experts: int) -> Tensor:
+def places(choices: Tensor, experts: int) -> Tensor:
     """Return the place of each choice in its expert's queue, from 0, for each of the sequences (B, T, K).
 
     First choices go before second ones, and earlier tokens before later ones.
@@ -99,10 +99,10 @@ def places(chosen: Tensor, experts: int) -> Tensor:
     >>> places(torch.tensor([[[0, 1], [1, 0], [0, 1]]]), 2)[0].tolist()
     [[0, 1], [0, 2], [1, 2]]
     """
-    by_priority = chosen.transpose(1, 2).flatten(1)
+    by_priority = choices.transpose(1, 2).flatten(1)
     queues = functional.one_hot(by_priority, experts).cumsum(dim=1) - 1
     queued = queues.gather(2, by_priority[:, :, None])
-    return queued.view(len(chosen), chosen.shape[2], chosen.shape[1]).transpose(1, 2)
+    return queued.view(len(choices), choices.shape[2], choices.shape[1]).transpose(1, 2)
 
 
 def drop_ratio(model: nn.Module) -> Tensor | None:

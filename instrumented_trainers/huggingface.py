@@ -55,10 +55,10 @@ def their_name(name: str) -> str:
     module = name.removesuffix(".weight")
     if module in _OTHER_NAMES:
         return f"{_OTHER_NAMES[module]}.weight"
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    if found is None or found[2] not in _LAYER_NAMES:
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    if match is None or match[2] not in _LAYER_NAMES:
         raise InvalidConfigError(f"{name}: Hugging Face's Llama has no such weight")
-    return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}.weight"
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
 
 
 @functools.cache
@@ -144,38 +144,38 @@ class PretrainedWeights(WeightInitializer):
         self._files = _files_of_weights(folder)
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, own_name: str, whole: Tensor) -> None:
-        """Copy the module's weight of that name into `whole`, a tensor of its shape."""
+    def fill(self, module: nn.Module, own_name: str, target: Tensor) -> None:
+        """Copy the module's weight of that name into `target`, a tensor of its shape."""
         name = their_name(self._names[id(module), own_name])
         if name not in self._files:
             raise InvalidConfigError(f"--init-from {self._folder}: there is no weight {name}")
         with _safetensors().safe_open(self._files[name], framework="pt") as file:
             weight = file.get_tensor(name)
-        if weight.shape != whole.shape:
+        if weight.shape != target.shape:
             raise InvalidConfigError(
-                f"--init-from {self._folder}: {name} is {tuple(weight.shape)}, not {tuple(whole.shape)}"
+                f"--init-from {self._folder}: {name} is {tuple(weight.shape)}, not {tuple(target.shape)}"
             )
-        whole.copy_(weight)
+        target.copy_(weight)
 
 
 def _files_of_weights(folder: Path) -> dict[str, Path]:
     """Return in which file each weight is."""
-    index, whole = folder / INDEX_FILE, folder / WEIGHTS_FILE
+    index, single_file = folder / INDEX_FILE, folder / WEIGHTS_FILE
     if index.is_file():
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / file for name, file in files.items()}
-    if not whole.is_file():
+    if not single_file.is_file():
         raise InvalidConfigError(f"--init-from {folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    with _safetensors().safe_open(whole, framework="pt") as file:
-        return dict.fromkeys(file.keys(), whole)
+    with _safetensors().safe_open(single_file, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single_file)
 
 
 def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write configuration and weights, under our names, as Hugging Face's library reads them."""
     from_torch = _safetensors().torch
     folder.mkdir(parents=True, exist_ok=True)
-    named = {their_name(name): weight.contiguous() for name, weight in weights.items()}
-    from_torch.save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    renamed = {their_name(name): weight.contiguous() for name, weight in weights.items()}
+    from_torch.save_file(renamed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,9 +24,9 @@ class WeightInitializer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         # By module, as a strategy puts other parameters into the modules. A tied weight has one name.
         self._names = {
-            (id(module), own): names[id(parameter)]
+            (id(module), own_name): names[id(parameter)]
             for module in model.modules()
-            for own, parameter in module._parameters.items()
+            for own_name, parameter in module._parameters.items()
             if parameter is not None
         }
 
@@ -45,17 +45,17 @@ class WeightInitializer:
 
     @torch.no_grad()
     def _fill_part(self, module: nn.Module, name: str, part: Tensor, region: regions.Region) -> None:
-        whole = torch.empty(region.shape, dtype=part.dtype, device=part.device)
-        self.fill(module, name, whole)
-        part.copy_(region.part_of(whole))
+        full = torch.empty(region.shape, dtype=part.dtype, device=part.device)
+        self.fill(module, name, full)
+        part.copy_(region.part_of(full))
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, own_name: str, whole: Tensor) -> None:
-        """Draw the module's weight of that name into `whole`, a tensor of its shape."""
+    def fill(self, module: nn.Module, own_name: str, target: Tensor) -> None:
+        """Draw the module's weight of that name into `target`, a tensor of its shape."""
         name = self._names[id(module), own_name]
-        if whole.dim() == 1:
-            whole.fill_(1)
+        if target.dim() == 1:
+            target.fill_(1)
             return
-        generator = torch.Generator(whole.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         added = name.removesuffix(".weight").endswith((".output", ".down"))
-        whole.normal_(std=self._residual_deviation if added else _DEVIATION, generator=generator)
+        target.normal_(std=self._residual_deviation if added else _DEVIATION, generator=generator)

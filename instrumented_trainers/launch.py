@@ -77,14 +77,14 @@ def leave(code: int) -> NoReturn:
 
 
 def recovery_hint(config: TrainingConfig, rank: int) -> str:
-    """Return what a killed rank was saving, and where to resume; empty if no save was running."""
-    unfinished, whole = seal.unfinished(config.checkpoints), seal.complete(config.checkpoints)
-    if not unfinished:
+    """Describe what a killed rank was saving, and where to resume; empty if no save was running."""
+    incomplete, complete = seal.unfinished(config.checkpoints), seal.complete(config.checkpoints)
+    if not incomplete:
         return ""
-    own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
-    lost = f"{unfinished[-1].name}/{own[-1]}" if own else unfinished[-1].name
-    way = f"resume with --resume {whole[-1]}" if whole else "there is no earlier checkpoint: start again"
-    return f" while {lost} was written, so that {unfinished[-1].name} is incomplete and will not be loaded; {way}"
+    rank_files = sorted(path.name for path in incomplete[-1].glob(f"__{rank}_*"))
+    lost = f"{incomplete[-1].name}/{rank_files[-1]}" if rank_files else incomplete[-1].name
+    way = f"resume with --resume {complete[-1]}" if complete else "there is no earlier checkpoint: start again"
+    return f" while {lost} was written, so that {incomplete[-1].name} is incomplete and will not be loaded; {way}"
 
 
 def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
@@ -116,7 +116,7 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
 
 
 def _context(config: TrainingConfig) -> SpawnContext | ForkServerContext:
-    """Return how processes of ranks are started: on CPUs by a server that imports torch once for all of them."""
+    """Context that starts the processes of ranks: on CPUs a server that imports torch once for all of them."""
     if config.device == "cuda":  # whose libraries want a process from its beginning
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -142,10 +142,10 @@ def _join(ranks: list[BaseProcess]) -> None:
         # After `alive`: the exit code of a rank that is no longer in it is known.
         if deadline is None and any(process.exitcode for process in ranks):
             deadline = time.monotonic() + _GRACE_S
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        remaining_s = None if deadline is None else deadline - time.monotonic()
+        if remaining_s is not None and remaining_s <= 0:
             return
-        connection.wait(alive, left)
+        connection.wait(alive, remaining_s)
 
 
 def _end(ranks: list[BaseProcess]) -> None:

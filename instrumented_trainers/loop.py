@@ -104,7 +104,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     throughput = Throughput.of(config)
-    progress = Progress(throughput, rank=rank, steps=config.steps, every=config.log_every)
+    progress = Progress(throughput, rank=rank, steps=config.steps, log_every=config.log_every)
     trackers = Trackers(config, rank, first_step=first_step)
     lead = _Lead()
     _introduce(config, origin, progress)
@@ -123,15 +123,15 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                     active_faults=active_faults,
                     axes=axes,
                 )
-            loss, dropped = PendingScalar(number), _dropped(model)
+            loss, dropped = PendingScalar(number), _drop_metrics(model)
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or _is_save_due(step, config):
-                taken = batches.taken_before((step + 1) * config.micro_batches)
+                sequences = batches.taken_before((step + 1) * config.micro_batches)
                 saved = checkpoints.save(
-                    model, optimizer, step=step + 1, sequences=taken, text=batches.state, recorder=recorder
+                    model, optimizer, step=step + 1, sequences=sequences, text=batches.state, recorder=recorder
                 )
-            evaluated = None if stopped else _evaluated(evaluation, step, model, recorder)
+            evaluated = None if stopped else _evaluate(evaluation, step, model, recorder)
             last = stopped or step == config.steps - 1
             recorder.step(_metrics(loss, evaluated) | dropped, tokens=config.tokens_per_step, last=last)
             lead.limit(loss)
@@ -173,7 +173,7 @@ def _is_save_due(step: int, config: TrainingConfig) -> bool:
     return config.checkpoint_every > 0 and (step + 1) % config.checkpoint_every == 0
 
 
-def _evaluated(
+def _evaluate(
     evaluation: Evaluation | None, step: int, model: nn.Module, recorder: Recorder
 ) -> EvaluationResult | None:
     """Evaluate the model if that is due after the step."""
@@ -183,7 +183,7 @@ def _evaluated(
         return evaluation.run(model)
 
 
-def _dropped(model: nn.Module) -> dict[str, Number]:
+def _drop_metrics(model: nn.Module) -> dict[str, Number]:
     """Return the share of choices of this rank's tokens that the step has dropped, where experts have a capacity."""
     ratio = drop_ratio(model)
     return {} if ratio is None else {_DROPPED_METRIC: PendingScalar(ratio)}
@@ -202,7 +202,7 @@ def _scalars(
     speed: Mapping[str, Pending],
     evaluated: EvaluationResult | None,
 ) -> dict[str, Scalar]:
-    """Return what trackers get of a step, the loss of this rank among it."""
+    """Values of a step for the trackers, the loss of this rank among them."""
     training = {"train/loss": loss, "train/learning_rate": learning_rate(step, config)}
     evaluation = {"eval/loss": evaluated.loss, "eval/perplexity": evaluated.perplexity} if evaluated else {}
     return {**training, **{f"speed/{name}": value for name, value in speed.items()}, **evaluation}
@@ -222,7 +222,7 @@ def _step(
     """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
     numbers = range(step * config.micro_batches, (step + 1) * config.micro_batches)
     micro_batches = (_batch(number, config, batches, recorder, active_faults, axes) for number in numbers)
-    run = _pipelined if isinstance(model, PipelineModel) else _accumulated
+    run = _run_pipeline if isinstance(model, PipelineModel) else _run_micro_batches
     loss: Tensor = run(model, micro_batches, config, recorder, axes)  # type: ignore[operator]
     if config.max_norm > 0:
         with recorder.span(conventions.CLIP):
@@ -246,11 +246,11 @@ def _batch(
     with recorder.span(conventions.DATA):
         for fault in active_faults:
             fault.delay_batch()
-        own = [axes.own_tokens(tokens) for tokens in batches.batch_at(number)]
-        return _to(torch.device(config.device), *own)
+        rank_tokens = [axes.own_tokens(tokens) for tokens in batches.batch_at(number)]
+        return _to(torch.device(config.device), *rank_tokens)
 
 
-def _accumulated(
+def _run_micro_batches(
     model: nn.Module,
     micro_batches: Iterator[tuple[Tensor, ...]],
     config: TrainingConfig,
@@ -270,7 +270,7 @@ def _accumulated(
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def _pipelined(
+def _run_pipeline(
     model: PipelineModel,
     micro_batches: Iterator[tuple[Tensor, ...]],
     config: TrainingConfig,  # noqa: ARG001 as the other way to run a step
@@ -293,8 +293,8 @@ def _restore(
     storage.load(origin.path, model, optimizer, has_random_state=origin.seal.has_places_of(config), text=position)
     if isinstance(batches, StreamedBatches):
         batches.restore(position)
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)  # settings may have been overridden
+    for group, settings in zip(optimizer.param_groups, options, strict=True):
+        group.update(settings)  # settings may have been overridden
 
 
 def _set_rate(optimizer: Optimizer, rate: float) -> None:

@@ -67,7 +67,7 @@ class Llama(nn.Module):
         return part
 
     def initializer(self, seed: int) -> WeightInitializer:
-        """Return what draws the weights, the same for the same seed."""
+        """Initializer that draws the weights, the same for the same seed."""
         return WeightInitializer(self, layers=self.config.layers, seed=seed)
 
     def materialize(self, device: torch.device, initializer: WeightInitializer) -> None:
@@ -149,9 +149,9 @@ class Attention(nn.Module):
         query = rotate(self._heads(self.query(stream)), rotation)
         key = rotate(self._heads(self.key(stream)), rotation)
         value = self._heads(self.value(stream))
-        return self.output(self._mixed(query, key, value).transpose(1, 2).flatten(2))
+        return self.output(self._attend(query, key, value).transpose(1, 2).flatten(2))
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     def _heads(self, projected: Tensor) -> Tensor:
@@ -198,5 +198,5 @@ def rotations(positions: Tensor, config: ModelConfig) -> Tensor:
 def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
     """Return `heads` (B, H, T, E) with each pair (e, e + E / 2) turned by its position's angle."""
     cosine, sine = rotation.to(heads.dtype)
-    left, right = heads.chunk(2, dim=-1)
-    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)

@@ -10,11 +10,11 @@ from tracekit.capture.metrics import Pending, PendingScalar
 class Progress:
     """A line every few steps on rank 0, and nothing on other ranks. A step's line is printed after the next step."""
 
-    def __init__(self, throughput: Throughput, *, rank: int, steps: int, every: int) -> None:
+    def __init__(self, throughput: Throughput, *, rank: int, steps: int, log_every: int) -> None:
         self._throughput = throughput
         self._prints = rank == 0
         self._steps = steps
-        self._every = every
+        self._every = log_every
         self._due: Callable[[], str] | None = None
 
     def step(self, step: int, loss: PendingScalar, *, elapsed: Pending) -> None:

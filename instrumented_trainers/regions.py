@@ -54,7 +54,7 @@ class Region:
 
     @property
     def offsets(self) -> torch.Size:
-        """Return where the part begins."""
+        """Offset of the part along each dim."""
         offsets = [0] * len(self.shape)
         for axis, dim in self.cuts:
             offsets[dim] = axis.index * (self.shape[dim] // axis.size)
@@ -65,11 +65,11 @@ class Region:
         """Return the groups of ranks over which the parts lie."""
         return tuple(axis.group for axis, _ in self.cuts)
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def part_of(self, full: Tensor) -> Tensor:
         """Return a view of the part of a whole tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            whole = whole.narrow(dim, offset, size)
-        return whole
+            full = full.narrow(dim, offset, size)
+        return full
 
     @torch.no_grad()
     def gather(self, part: Tensor) -> Tensor:
@@ -88,14 +88,14 @@ def region_of(module: nn.Module, name: str) -> Region | None:
 
 def cut(module: nn.Module, name: str, axis: Axis, dim: int) -> None:
     """Replace the module's own parameter by this rank's part of it. Raises ValueError if equal parts are impossible."""
-    whole = module._parameters[name]
-    assert whole is not None
-    if whole.shape[dim] % axis.size:
-        place = f"{name!r} of {type(module).__name__} {tuple(whole.shape)}"
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if parameter.shape[dim] % axis.size:
+        place = f"{name!r} of {type(module).__name__} {tuple(parameter.shape)}"
         raise ValueError(f"{place} cannot be divided into {axis.size} along dim {dim}")
-    before = region_of(module, name) or Region(whole.shape)
-    part = Region(whole.shape, ((axis, dim),)).part_of(whole.detach()).clone(memory_format=torch.contiguous_format)
-    module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    before = region_of(module, name) or Region(parameter.shape)
+    part = Region(parameter.shape, ((axis, dim),)).part_of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+    module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     mark(module, name, dataclasses.replace(before, cuts=(*before.cuts, (axis, dim))))
 
 

@@ -19,10 +19,10 @@ def model_config(config: TrainingConfig) -> ModelConfig:
     tokenizer's cannot be used.
     """
     if config.init_from is not None:
-        sizes = _pretrained(config, config.init_from)
+        sizes = _pretrained_sizes(config, config.init_from)
     else:
         preset = PRESETS[config.model]
-        sizes = dataclasses.replace(preset, vocabulary=max(preset.vocabulary, _rounded(_tokens(config))))
+        sizes = dataclasses.replace(preset, vocabulary=max(preset.vocabulary, _round_up(_tokens(config))))
     experts = sizes.experts if config.experts is None else config.experts
     return dataclasses.replace(
         sizes,
@@ -37,7 +37,7 @@ def model_config(config: TrainingConfig) -> ModelConfig:
     )
 
 
-def _pretrained(config: TrainingConfig, folder: Path) -> ModelConfig:
+def _pretrained_sizes(config: TrainingConfig, folder: Path) -> ModelConfig:
     sizes, tokens = huggingface.read_sizes(folder), _tokens(config)
     if sizes.vocabulary < tokens:
         raise InvalidConfigError(
@@ -48,11 +48,11 @@ def _pretrained(config: TrainingConfig, folder: Path) -> ModelConfig:
 
 
 def _tokens(config: TrainingConfig) -> int:
-    """Return how many different tokens the text has."""
+    """Number of different tokens of the text."""
     path = tokenizer.source(config)
     return tokenizer.vocabulary(path) if path is not None else config.train_tokenizer or tokenizer.TOKENS
 
 
-def _rounded(tokens: int) -> int:
+def _round_up(tokens: int) -> int:
     """Return a size that the tokens need, at which matrix multiplications are fast."""
     return -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

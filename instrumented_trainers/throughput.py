@@ -29,8 +29,8 @@ def peak_flops(device: str, precision: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0
     """
-    found = devices.find(device)
-    return None if found is None else found.peak(precision)
+    peaks = devices.find(device)
+    return None if peaks is None else peaks.peak(precision)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Throughput:
 
     def pending_scalars(self, step_time_ns: Pending) -> dict[str, Pending]:
         """Return `scalars` of a step whose time is not known yet."""
-        return {name: step_time_ns.map(lambda ns, of=name: self.scalars(ns)[of]) for name in self.scalars(1)}
+        return {name: step_time_ns.map(lambda ns, scalar=name: self.scalars(ns)[scalar]) for name in self.scalars(1)}
 
     def describe(self, step_time_ns: float) -> str:
         """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known, in words."""

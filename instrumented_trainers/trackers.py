@@ -29,8 +29,8 @@ class Trackers:
     """
 
     def __init__(self, config: TrainingConfig, rank: int, *, first_step: int) -> None:
-        for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
-            if wanted and importlib.util.find_spec(package) is None:
+        for package, is_enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
+            if is_enabled and importlib.util.find_spec(package) is None:
                 raise InvalidConfigError(
                     f"--{package}: needs the package `{package}`: pip install 'torch-tracekit[{package}]'"
                 )

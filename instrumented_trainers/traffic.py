@@ -55,7 +55,7 @@ def _messages(config: TrainingConfig) -> Iterator[tuple[Collective, int]]:
 
 
 def _gathered_again(config: TrainingConfig) -> int:
-    """Return how many layers are gathered for backward: not those whose weights YaFSDP's buffers have still."""
+    """Number of layers gathered for backward: not those whose weights YaFSDP's buffers have still."""
     still_there = STRATEGIES[config.strategy].weight_buffers
     return 0 if config.keep_gathered else max(0, model_config(config).layers - still_there)
 
@@ -66,7 +66,7 @@ def _reduced_bytes(config: TrainingConfig) -> int:
 
 
 def _times(config: TrainingConfig, collective: Collective) -> int:
-    """Return how often it runs per step: once per micro-batch, or after the last one."""
+    """Number of times it runs per step: once per micro-batch, or after the last one."""
     return config.micro_batches if _is_repeated(config, collective) else 1
 
 

@@ -100,5 +100,5 @@ def _moments(run: OpenRun) -> None:
 
 
 PAGE = Page.described_by(
-    __doc__, "contention", show, Needs.WORK, headline=lambda run: run.headline(headlines.contended)
+    __doc__, "contention", show, Needs.WORK, headline=lambda run: run.headline(headlines.slowed_kind)
 )

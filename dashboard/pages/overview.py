@@ -66,7 +66,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     if by_rank.is_empty():
         widgets.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    drawn = run.measured(rank_rows.drawn)
+    drawn = run.measured(rank_rows.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
         window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])

@@ -189,7 +189,7 @@ def _pipeline(stages: int) -> None:
         for name, (of, v) in schedules.items()
     }
     with right:
-        widgets.chart(charts.bubbles(COUNTS, ratios, chosen=micro_batches), key="plan-bubbles")
+        widgets.chart(charts.bubbles(COUNTS, ratios, selected=micro_batches), key="plan-bubbles")
 
 
 def _slider(

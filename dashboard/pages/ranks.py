@@ -45,7 +45,7 @@ def show(run: OpenRun) -> None:
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
     )
     widgets.chart(
-        charts.rank_activity(rows, part, origin_ns=span[0], drawn=drawn),
+        charts.rank_activity(rows, part, origin_ns=span[0], labels=drawn),
         key="ranks",
         config={**charts.CONFIG, "scrollZoom": True},
     )

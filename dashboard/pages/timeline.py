@@ -147,7 +147,7 @@ def _shared(
     """Return what makes the timeline of a shared page, as the address shows it."""
 
     def make(parameters: sharing.Parameters) -> Embedded:
-        return shared_timeline.embedded(
+        return shared_timeline.embed_scene(
             opened.scene,
             parameters,
             marks=marks,

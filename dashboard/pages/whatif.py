@@ -180,7 +180,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         widgets.caption(widgets.plain(f"Savings of each alone: {each}."))
     widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(chosen)])
-    drawn = run.measured(rank_rows.drawn)
+    drawn = run.measured(rank_rows.drawn_ranks)
     widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):

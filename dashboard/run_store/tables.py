@@ -62,7 +62,7 @@ CLOCK_OFFSETS = Table(lambda run: run.offsets)
 RUN_CLOCK = _across(extents.run_clock, extents.extent)
 SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
-WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited)
+WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited_times)
 
 COLLECTIVES = _across(
     traffic.by_kind,

@@ -61,13 +61,13 @@ def resume_point(config: TrainingConfig) -> ResumePoint | None:
     """
     if config.resume is None:
         return None
-    candidates, named = _candidates(config)
+    candidates, is_named = _candidates(config)
     for path in reversed(candidates):
-        found, damage = _verified(path)
-        if found is not None:
-            _refuse_another_training(config, found)
-            return ResumePoint(path, found)
-        if named:
+        sealed, damage = _verify(path)
+        if sealed is not None:
+            _refuse_another_training(config, sealed)
+            return ResumePoint(path, sealed)
+        if is_named:
             raise InvalidConfigError(
                 f"--resume {config.resume}: damaged: {damage}; name another, or restore it from a copy"
             )
@@ -98,14 +98,14 @@ def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:
     raise InvalidConfigError(f"--resume {requested}: no complete checkpoint")
 
 
-def _verified(path: Path) -> tuple[Seal | None, str | None]:
+def _verify(path: Path) -> tuple[Seal | None, str | None]:
     """Return the seal if every file matches it, else what is wrong. The ranks share the reading."""
     damage = None
     read_seal: Seal | None = None
     try:
         read_seal = seal.read(path)
-        own = sorted(read_seal.files.items())[dist.get_rank() :: dist.get_world_size()]
-        damage = next(filter(None, (seal.damage(path, name, expected) for name, expected in own)), None)
+        rank_files = sorted(read_seal.files.items())[dist.get_rank() :: dist.get_world_size()]
+        damage = next(filter(None, (seal.damage(path, name, expected) for name, expected in rank_files)), None)
     except seal.InvalidSealError as error:
         damage = str(error)
     complaints: list[str | None] = [None] * dist.get_world_size()

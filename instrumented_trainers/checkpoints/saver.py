@@ -63,7 +63,7 @@ class CheckpointSaver:
             self._run(work, recorder)
         else:
             self.wait()
-            staged = _staged(state)
+            staged = _stage_state(state)
             self._pending = self._thread.submit(self._run, dataclasses.replace(work, state=staged), recorder)
         return path
 
@@ -88,11 +88,11 @@ class CheckpointSaver:
         return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage, layout=layout)
 
 
-def _staged(state: dict[str, Any]) -> dict[str, Any]:
+def _stage_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a state in host memory. torch's stager would allocate the whole tensor for each shard of one."""
     leaves, structure = tree_flatten(state)
-    others = [None if isinstance(leaf, FlatShard) else leaf for leaf in leaves]
-    copies = tree_leaves(BlockingAsyncStager().stage(tree_unflatten(others, structure)))
+    without_shards = [None if isinstance(leaf, FlatShard) else leaf for leaf in leaves]
+    copies = tree_leaves(BlockingAsyncStager().stage(tree_unflatten(without_shards, structure)))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, FlatShard):
             copies[index] = FlatShard(leaf.local.to("cpu", copy=True), leaf.place)

@@ -105,7 +105,7 @@ def describe(path: Path, name: str, *, sync: bool = False) -> dict[str, Any]:
 
 
 def damage(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a file of the checkpoint at `path`, with the rank that wrote it, or None."""
+    """Damage to a file of the checkpoint at `path`, with the rank that wrote it; None where it is intact."""
     file = f"rank {_writer(name)}: {name}"
     try:
         actual = describe(path, name)

@@ -30,15 +30,15 @@ class Writer(FileSystemWriter):
             return super().write_data(*args, **kwargs)
         except (RuntimeError, OSError) as error:
             # torch's serialization continues after a failed write, and then raises for a wrong position.
-            found = _os_error_before(error)
-            if found is None:
+            os_error = _os_error_before(error)
+            if os_error is None:
                 raise
-            raise OSError(found.errno, found.strerror, found.filename or self._last_file()) from error
+            raise OSError(os_error.errno, os_error.strerror, os_error.filename or self._last_file()) from error
 
     def _last_file(self) -> str | None:
         """Return the file that this rank wrote to last."""
-        own = Path(self.path).glob(f"__{dist.get_rank()}_*")
-        return max(((file.stat().st_mtime_ns, file.name) for file in own), default=(0, None))[1]
+        rank_files = Path(self.path).glob(f"__{dist.get_rank()}_*")
+        return max(((file.stat().st_mtime_ns, file.name) for file in rank_files), default=(0, None))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Save:
         """Exchange the files' checksums and seal the checkpoint; return what went wrong, the same on every rank."""
         described: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(described, self._describe_own(rank), group=self.group)
-        problems = [found for found in described if isinstance(found, str)]
+        problems = [problem for problem in described if isinstance(problem, str)]
         if problems:
             return problems[0]
         outcome: list[str | None] = [None]
         if rank == 0:
-            files = {name: found for part in described for name, found in part.items()}
+            files = {name: description for part in described for name, description in part.items()}
             try:
                 seal.write(self.path, dataclasses.replace(self.seal, files=files))
             except OSError as error:
@@ -91,10 +91,10 @@ class Save:
 
     def _describe_own(self, rank: int) -> dict[str, Any] | str:
         try:
-            own = sorted(path.name for path in self.path.glob(f"__{rank}_*"))
+            names = sorted(path.name for path in self.path.glob(f"__{rank}_*"))
             # torch syncs its metadata before it is flushed.
             return {
-                **{name: seal.describe(self.path, name) for name in own},
+                **{name: seal.describe(self.path, name) for name in names},
                 **({_METADATA: seal.describe(self.path, _METADATA, sync=True)} if rank == 0 else {}),
             }
         except OSError as error:
@@ -156,7 +156,7 @@ def _os_error_before(error: BaseException | None) -> OSError | None:
 
 
 def _first_failure(failure: CheckpointException) -> str:
-    """Return which rank failed first and why; errors other than I/O errors are raised again."""
+    """Describe which rank failed first and why; errors other than I/O errors are raised again."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return f"rank {rank}: {_describe_error(error)}"

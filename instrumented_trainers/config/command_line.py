@@ -33,7 +33,7 @@ def parse(
         if isinstance(values[field.name], list):
             values[field.name] = tuple(values[field.name])
     config = TrainingConfig(**{field.name: values[field.name] for field in fields(TrainingConfig)})
-    config = _overridden(config, parser)
+    config = _apply_overrides(config, parser)
     if values["print_config"]:
         sys.stdout.write(toml_file.dumps(config, _groups(parser)))
         parser.exit()
@@ -49,13 +49,13 @@ def _values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     """Return the value of every option: from the command line, else from the file, else the default."""
     # None, which no option gives, marks what the command line does not set; argparse leaves it, for it is there.
     unset = argparse.Namespace(**{action.dest: None for action in parser._actions})
-    given = {name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
+    from_command_line = {name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
     try:
-        from_file = toml_file.read(given["config"], parser) if "config" in given else {}
+        from_file = toml_file.read(from_command_line["config"], parser) if "config" in from_command_line else {}
     except InvalidConfigError as error:
         parser.error(str(error))
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
-    values = {**defaults, **from_file, **given}
+    values = {**defaults, **from_file, **from_command_line}
     if values["dry_run"]:
         values["out"] = values["out"] or Path()
     missing = [f"--{name}" for name in ("strategy", "out") if values[name] is None]
@@ -66,9 +66,9 @@ def _values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
 
 def _groups(parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
     """Return the names of the settings in the order of the options, group by group."""
-    known = {field.name for field in fields(TrainingConfig)}
+    setting_names = {field.name for field in fields(TrainingConfig)}
     groups = [
-        (str(group.title), [action.dest for action in group._group_actions if action.dest in known])
+        (str(group.title), [action.dest for action in group._group_actions if action.dest in setting_names])
         for group in parser._action_groups
     ]
     return [("run" if title == "options" else title, names) for title, names in groups if names]
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
         from instrumented_trainers import faults  # it imports torch
 
         (group,) = (group for group in self._action_groups if group.title == "faults")
-        group.description = f"Real faults, to test whether they are found. Losses do not change.\n{faults.explained()}"
+        group.description = f"Real faults, to test whether they are found. Losses do not change.\n{faults.usage_lines()}"
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -138,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         ("faults", options.add_faults),
     ):
         add(parser.add_argument_group(title))
-    shown = {field.name: field.default for field in fields(TrainingConfig) if field.name not in _OWN_DEFAULTS}
-    parser.set_defaults(**shown)
+    defaults = {field.name: field.default for field in fields(TrainingConfig) if field.name not in _OWN_DEFAULTS}
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -162,7 +162,7 @@ def _world_size(requested: int | None, device: str) -> int:
     return torch.cuda.device_count() or 1
 
 
-def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:
+def _apply_overrides(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:
     """Return the run with the settings that `--override` names, under their full names."""
     values, overrides = {}, []
     actions = {action.dest: action for action in parser._actions}

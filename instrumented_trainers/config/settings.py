@@ -143,7 +143,7 @@ class TrainingConfig:
 
     @property
     def layout(self) -> Layout:
-        """Return how the ranks are laid out. What pp, cp and tp leave is replicas times shards, or replicas only."""
+        """Layout of the ranks. What pp, cp and tp leave is replicas times shards, or replicas only."""
         data_ranks = self.world_size // (self.pp * self.cp * self.tp)
         shards = data_ranks // self.replicate if self._has_shards else 1
         return Layout(
@@ -164,17 +164,17 @@ class TrainingConfig:
 
     @property
     def stages_per_rank(self) -> int:
-        """Return how many stages of the pipeline a rank has."""
+        """Number of stages of the pipeline on a rank."""
         return self.virtual_stages or (2 if self.schedule in (INTERLEAVED, ZBV, DUALPIPEV) and self.pp > 1 else 1)
 
     @property
     def stages(self) -> int:
-        """Return how many stages the model is divided into; 1 without a pipeline."""
+        """Number of stages that the model is divided into; 1 without a pipeline."""
         return self.pp * self.stages_per_rank
 
     @property
     def tokens_per_step(self) -> int:
-        """Return how many tokens all ranks together train on in one optimizer step."""
+        """Number of tokens that all ranks together train on in one optimizer step."""
         return self.layout.data_ranks * self.batch * self.tokens * self.micro_batches
 
 

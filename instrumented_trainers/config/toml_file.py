@@ -37,7 +37,7 @@ def read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if name in settings:
             raise InvalidConfigError(f"--config {path}: {key} is set twice")
         try:
-            settings[name] = _converted(value, actions[name], parser)
+            settings[name] = _convert(value, actions[name], parser)
         except argparse.ArgumentError as error:
             raise InvalidConfigError(
                 f"--config {path}: {key} = {json.dumps(value, default=str)}: {error.message}"
@@ -60,18 +60,18 @@ def _unknown(key: str, actions: Mapping[str, argparse.Action]) -> str:
     return f"{key} is no setting" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _converted(value: Any, action: argparse.Action, parser: argparse.ArgumentParser) -> Any:
+def _convert(value: Any, action: argparse.Action, parser: argparse.ArgumentParser) -> Any:
     """Return a value as the command line would give it. Raises ArgumentError if the option refuses it."""
     if action.nargs == 0:
-        return _checked(value, bool, action, "true or false")
+        return _require_type(value, bool, action, "true or false")
     if action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction):
-        return [_scalar(each, action, parser) for each in _checked(value, list, action, "a list")]
+        return [_scalar(element, action, parser) for element in _require_type(value, list, action, "a list")]
     return _scalar(value, action, parser)
 
 
 def _scalar(value: Any, action: argparse.Action, parser: argparse.ArgumentParser) -> Any:
     if action.type in (None, Path) or action.choices is not None:
-        _checked(value, str, action, "text in quotes")
+        _require_type(value, str, action, "text in quotes")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise argparse.ArgumentError(action, "it must be a number")
     converted = parser._get_value(action, str(value))
@@ -79,7 +79,7 @@ def _scalar(value: Any, action: argparse.Action, parser: argparse.ArgumentParser
     return converted
 
 
-def _checked(value: Any, kind: type, action: argparse.Action, words: str) -> Any:
+def _require_type(value: Any, kind: type, action: argparse.Action, words: str) -> Any:
     if not isinstance(value, kind):
         raise argparse.ArgumentError(action, f"it must be {words}")
     return value
@@ -87,7 +87,7 @@ def _checked(value: Any, kind: type, action: argparse.Action, words: str) -> Any
 
 def _literal(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(_literal(each) for each in value)}]"
+        return f"[{', '.join(_literal(element) for element in value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     # TOML's basic strings have the escapes of JSON, and Python's numbers are TOML's.

@@ -60,13 +60,13 @@ def parse(text: str) -> Fault:
         raise ValueError(f"{text}: {error}; usage: {_ALL[name].usage}") from error
 
 
-def explained() -> str:
+def usage_lines() -> str:
     """Return a line for each fault: its usage, and what it does."""
     return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in _ALL.values())
 
 
 def truth(fault: Fault) -> dict[str, Any]:
-    """Return what `run.json` says of a fault."""
+    """Entry of a fault in `run.json`."""
     arguments = asdict(fault)  # type: ignore[call-overload]
     return {"name": fault.name, "args": arguments, "seen_by": list(fault.seen_by)}
 

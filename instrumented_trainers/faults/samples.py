@@ -135,12 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out, names = options.out, options.names
     with tempfile.TemporaryDirectory() as folder:
-        for sample in (each for each in SAMPLES if not names or each.name in names):
+        for sample in (sample for sample in SAMPLES if not names or sample.name in names):
             for name, fault in ((sample.twin, None), (sample.name, sample.fault)):
                 code = _record(name, _TWINS[sample.twin], fault, Path(folder) / name, out / name)
                 if code:
                     return code
-    truth = {"command": "python -m instrumented_trainers.faults.samples", "samples": [_truth(each) for each in SAMPLES]}
+    truth = {"command": "python -m instrumented_trainers.faults.samples", "samples": [_truth(sample) for sample in SAMPLES]}
     (out / TRUTH_FILE).write_text(json.dumps(truth, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -25,7 +25,7 @@ class Footprint:
 
     @property
     def known_bytes(self) -> int:
-        """Return the sum of what is known on the device."""
+        """Sum of the device's known parts."""
         return sum(value for value in asdict(self).values() if value is not None) - self.offloaded_bytes
 
     def as_row(self) -> Mapping[str, int | None]:

@@ -81,10 +81,10 @@ class MemoryMeter:
                 profiler.stop()
         self._read(profiler)
 
-    def measured(self) -> MeasuredMemory:
-        """Return what the step took."""
+    def measurement(self) -> MeasuredMemory:
+        """Memory that the step took."""
         weights, states = sizes(self._model.parameters()), sizes(_states(self._optimizer))
-        offloaded = self._offloaded({**weights, **self._gradients}, states)
+        offloaded = self._offloaded_bytes({**weights, **self._gradients}, states)
         persistent_buffers = sizes(_persistent_buffers(self._model))
         footprint = Footprint(
             sum(_without(offloaded, weights).values()),
@@ -105,7 +105,7 @@ class MemoryMeter:
         persistent_bytes = sum(_without(offloaded, persistent).values())
         return MeasuredMemory(footprint, persistent_bytes + _highest(event.size_bytes for event in self._events), None)
 
-    def _offloaded(self, stepped: Mapping[int, int], states: Mapping[int, int]) -> Mapping[int, int]:
+    def _offloaded_bytes(self, stepped: Mapping[int, int], states: Mapping[int, int]) -> Mapping[int, int]:
         """Return the bytes in host memory, by address; on the CPU all memory is the host's, so not by device."""
         if not self._is_offloaded:
             return {}
@@ -125,9 +125,9 @@ class MemoryMeter:
     def _read(self, profiler: profile) -> None:
         roots = profiler.profiler.kineto_results.experimental_event_tree()
         events = sorted(_allocations(roots, self._device), key=lambda event: event.at_ns)
-        ready_ns = next((node.start_time_ns for node in _named(roots, _GRADIENTS_READY)), 0)
+        ready_ns = next((node.start_time_ns for node in _nodes_named(roots, _GRADIENTS_READY)), 0)
         self._events = _with_gradients(events, self._gradients, ready_ns)
-        self._forward_ends = [node.end_time_ns for node in _named(roots, _FORWARD)]
+        self._forward_ends = [node.end_time_ns for node in _nodes_named(roots, _FORWARD)]
 
     def _most_buffers_bytes(self) -> int:
         live: set[int] = set()
@@ -143,17 +143,17 @@ class MemoryMeter:
 
     def _activations_bytes(self) -> int:
         """Return the most that is left at the end of a forward pass of what the model took in it."""
-        most, live = 0, dict[int, int]()
+        most_bytes, live = 0, dict[int, int]()
         ends = iter([*sorted(self._forward_ends), float("inf")])
         end = next(ends)
         for event in self._events:
             while event.at_ns > end:
-                most, end = max(most, sum(live.values())), next(ends)
+                most_bytes, end = max(most_bytes, sum(live.values())), next(ends)
             if event.size_bytes < 0:
                 live.pop(event.address, None)
             elif event.in_forward and event.owner == _MODEL:
                 live[event.address] = event.size_bytes
-        return most
+        return most_bytes
 
 
 def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -206,11 +206,11 @@ def _owner(name: str, around: str) -> str:
 def _with_gradients(events: list[_Event], gradients: Mapping[int, int], ready_ns: int) -> list[_Event]:
     """Return the events with the gradients' own marked: an address may have been another block's before."""
     last = {event.address: event for event in events if event.size_bytes > 0 and event.at_ns < ready_ns}
-    own = {id(last[address]) for address in gradients if address in last}
-    return [replace(event, owner=_GRADIENT) if id(event) in own else event for event in events]
+    gradient_events = {id(last[address]) for address in gradients if address in last}
+    return [replace(event, owner=_GRADIENT) if id(event) in gradient_events else event for event in events]
 
 
-def _named(roots: Iterable[Any], name: str) -> Iterator[Any]:
+def _nodes_named(roots: Iterable[Any], name: str) -> Iterator[Any]:
     waiting = list(roots)
     while waiting:
         node = waiting.pop()

@@ -41,7 +41,7 @@ WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the opti
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
-def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
+def predict_footprint(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
     """Return the predicted memory of `rank`, sharded with `options`. No activations for autocast's bf16 and experts."""
     with torch.device("meta"):
         model = Llama(model_config(config))
@@ -52,16 +52,16 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
     stored = sum(padded for padded, _ in shards) * weight
     by_tensor = OPTIMIZER in strategy.sharded and not strategy.shards_parameters  # whole tensors, each of one rank
     stepped = shards[:0] if by_tensor else shards
-    own = sum(sum(parts) for _, parts in stepped)
+    numel = sum(sum(parts) for _, parts in stepped)
     tensors = sum(len(parts) for _, parts in stepped)
     if by_tensor:
-        assigned = _assigned(_group_sizes(model), config.world_size)[rank]
-        own, tensors = sum(assigned), len(assigned)
+        assigned = _deal(_group_sizes(model), config.world_size)[rank]
+        numel, tensors = sum(assigned), len(assigned)
     counters = tensors if "adam" in config.optimizer else 0
-    optimizer = state_numbers(config) * own * weight + counters * _STEP_BYTES
+    optimizer = state_numbers(config) * numel * weight + counters * _STEP_BYTES
     offloaded = 0
     if options.offload:  # the optimizer, and what it steps: the shards themselves, or copies of whole tensors
-        offloaded = optimizer + 2 * (own * weight if by_tensor else stored)
+        offloaded = optimizer + 2 * (numel * weight if by_tensor else stored)
         offloaded += stored if strategy.buffer_bytes and config.micro_batches > 1 else 0  # gradients on their way
         optimizer, stored = 0, stored if by_tensor else 0
     return Footprint(
@@ -85,15 +85,15 @@ def _shards(
         return [_rows(parameter, ranks, shard) for parameter in model.parameters()]
     if strategy == "fsdp1":
         return [_flat(unit, ranks, shard, 16 // weight_bytes) for unit in _units(model)]
-    return [_aligned(unit, ranks, shard) for unit in _yafsdp_units(model, options)]
+    return [_yafsdp_part(unit, ranks, shard) for unit in _yafsdp_units(model, options)]
 
 
 def _rows(parameter: nn.Parameter, ranks: int, shard: int) -> tuple[int, list[int]]:
     """FSDP2 cuts each tensor along its first dim; every rank keeps as many rows as the first."""
     row = math.prod(parameter.shape[1:])
     rows = math.ceil(parameter.shape[0] / ranks)
-    own = min(max(parameter.shape[0] - shard * rows, 0), rows)
-    return rows * row, [own * row]
+    own_rows = min(max(parameter.shape[0] - shard * rows, 0), rows)
+    return rows * row, [own_rows * row]
 
 
 def _flat(unit: Sequence[nn.Parameter], ranks: int, index: int, alignment: int) -> tuple[int, list[int]]:
@@ -105,11 +105,11 @@ def _flat(unit: Sequence[nn.Parameter], ranks: int, index: int, alignment: int) 
         end += -end % alignment if parameter is not unit[-1] else 0
     shard = math.ceil(end / ranks)
     first, last = index * shard, (index + 1) * shard
-    own = [min(start + p.numel(), last) - max(start, first) for start, p in zip(starts, unit, strict=True)]
-    return shard, [size for size in own if size > 0]
+    sizes = [min(start + p.numel(), last) - max(start, first) for start, p in zip(starts, unit, strict=True)]
+    return shard, [size for size in sizes if size > 0]
 
 
-def _aligned(unit: Sequence[nn.Parameter], ranks: int, shard: int) -> tuple[int, list[int]]:
+def _yafsdp_part(unit: Sequence[nn.Parameter], ranks: int, shard: int) -> tuple[int, list[int]]:
     layout = Layout.of([parameter.shape for parameter in unit], ranks)
     parts = [layout.part(index, shard) for index in range(len(unit))]
     return layout.shard_numel, [part.stop - part.start for part in parts]
@@ -140,7 +140,7 @@ def _group_sizes(model: Llama) -> list[list[int]]:
     return [[n for name, n in roles.numels.items() if (name in roles.decayed) is decays] for decays in (False, True)]
 
 
-def _assigned(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+def _deal(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     """Deal tensors out, group by group, the largest first, to the rank that has the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for sizes in groups:
@@ -159,23 +159,23 @@ def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, 
         largest = max(Layout.of([p.shape for p in unit], ranks).shard_numel for unit in _yafsdp_units(model, options))
         leaving = largest * WEIGHT_BYTES[config.precision] if options.offload else 0  # of a gradient shard
         return sum(_slots(model, options, ranks)) * (compute + reduce) + leaving
-    *layers, rest = (sum(_gathered(config.strategy, p, ranks) for p in unit) for unit in _units(model))
+    *layers, rest = (sum(_gathered_numel(config.strategy, p, ranks) for p in unit) for unit in _units(model))
     layer, count, stays_gathered = max(layers), len(layers), options.reshard_after_forward is False
     if config.strategy == "fsdp1":
-        whole = count if stays_gathered else min(3 if options.prefetch != 0 else 2, count)
-        cast = (whole - 1) * layer * compute + layer * reduce if compute != reduce else 0
-        return rest * compute + max(whole * layer * compute, cast)
-    ahead = min(max(1, options.prefetch or 0), count - 1)
-    whole = count if stays_gathered else 1
+        gathered = count if stays_gathered else min(3 if options.prefetch != 0 else 2, count)
+        cast = (gathered - 1) * layer * compute + layer * reduce if compute != reduce else 0
+        return rest * compute + max(gathered * layer * compute, cast)
+    prefetched = min(max(1, options.prefetch or 0), count - 1)
+    gathered = count if stays_gathered else 1
     cast = layer * compute // ranks if compute != reduce else 0
-    forward = (whole + 1 + ahead) * layer * compute
-    backward = (whole + (0 if stays_gathered else ahead)) * layer * compute + layer * reduce + cast
+    forward = (gathered + 1 + prefetched) * layer * compute
+    backward = (gathered + (0 if stays_gathered else prefetched)) * layer * compute + layer * reduce + cast
     first = rest * compute + 2 * layer * compute  # what the root gathered is let go when the first layer's is there
     near = count * layer * compute // options.reshard_after_forward if options.reshard_after_forward > 1 else 0
     return rest * compute + max(forward, backward, first) + near
 
 
-def _gathered(strategy: str, parameter: nn.Parameter, ranks: int) -> int:
+def _gathered_numel(strategy: str, parameter: nn.Parameter, ranks: int) -> int:
     """Return the elements of a gathered tensor: under FSDP2 each rank sends as many rows as the first has."""
     return ranks * _rows(parameter, ranks, 0)[0] if strategy == "fsdp2" else parameter.numel()
 
@@ -183,9 +183,9 @@ def _gathered(strategy: str, parameter: nn.Parameter, ranks: int) -> int:
 def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
     """Yield the elements of each of YaFSDP's pairs of buffers: those that layers share in turn, then units' own."""
     units = [Layout.of([p.shape for p in unit], ranks).numel for unit in _yafsdp_units(model, options)]
-    layers, others = units[: len(model.layers)], units[len(model.layers) :]
+    layers, rest = units[: len(model.layers)], units[len(model.layers) :]
     yield from layers if not options.reshard_after_forward else [max(layers)] * options.buffers
-    yield from others
+    yield from rest
 
 
 def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None:
@@ -214,7 +214,7 @@ def _products_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int) 
 
 
 def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, norm: int) -> int:
-    """Return what a layer that recomputes nothing keeps: of attention, then of the feed-forward part."""
+    """Bytes that a layer which recomputes nothing keeps: of attention, then of the feed-forward part."""
     tokens, compute = config.batch * config.tokens, COMPUTE_BYTES[config.precision]
     shared = tokens * model.key_value_heads * model.head_width * compute
     mixed = 2 * stream if config.device == "cpu" else stream  # on the CPU flattening the heads is a copy
@@ -225,7 +225,7 @@ def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, nor
 
 
 def _norm_bytes(config: TrainingConfig, stream: int, statistics: int) -> int:
-    """Return what a norm saves in addition to its input. On the CPU its intermediate steps are saved too, in fp32."""
+    """Bytes that a norm saves in addition to its input. On the CPU its intermediate steps are saved too, in fp32."""
     if config.device == "cuda":
         return stream + statistics
     return 2 * stream + (2 * stream if config.precision == "bf16" else 0) + statistics

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from instrumented_trainers.config import MEMORY_STEP, TrainingConfig
 from instrumented_trainers.memory.footprint import KINDS, Footprint
 from instrumented_trainers.memory.measured import MeasuredMemory, MemoryMeter
-from instrumented_trainers.memory.predicted import predicted
+from instrumented_trainers.memory.predicted import predict_footprint
 from instrumented_trainers.parallelism import ShardOptions
 
 
@@ -25,7 +25,7 @@ class MemoryReport:
     measured: tuple[MeasuredMemory, ...]
 
     def as_manifest(self) -> Mapping[str, Any]:
-        """Return what ``run.json`` says of it under ``memory``, in bytes."""
+        """Entry ``memory`` of ``run.json``, in bytes."""
         return {"step": self.step, "ranks": [self._rank(rank) for rank in range(len(self.measured))]}
 
     def as_text(self) -> list[str]:
@@ -72,10 +72,10 @@ class MemoryWatch:
         meter = MemoryMeter(self._model, self._optimizer, self._config.device, is_offloaded=self._options.offload)
         with meter.step():
             yield
-        formula = predicted(self._config, self._options, dist.get_rank())
+        formula = predict_footprint(self._config, self._options, dist.get_rank())
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (formula, meter.measured()))
-        self.report = MemoryReport(step, tuple(each for each, _ in of_ranks), tuple(each for _, each in of_ranks))
+        self.report = MemoryReport(step, tuple(memory for memory, _ in of_ranks), tuple(memory for _, memory in of_ranks))
 
     def summary(self) -> list[str]:
         """Return the lines to print at the end of the training."""

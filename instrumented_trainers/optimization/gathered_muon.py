@@ -35,13 +35,13 @@ class GatheredMuon(ParameterOptimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = _orthogonalized(gradient.lerp(momentum, group["momentum"]).full_tensor(), group)
+        update = _muon_update(gradient.lerp(momentum, group["momentum"]).full_tensor(), group)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
-def _orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return what torch's Muon adds to a matrix for an update, its own momentum and decay left out."""
+def _muon_update(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Matrix that torch's Muon adds for an update, its own momentum and decay left out."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     torch.optim.Muon(

@@ -22,7 +22,7 @@ STATE_NUMBERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd
 
 
 def state_numbers(config: TrainingConfig) -> int:
-    """Return how many numbers the optimizer keeps for each weight. Muon has no one number."""
+    """Number of values that the optimizer keeps for each weight. Muon has no one number."""
     return 0 if config.optimizer == "sgd" and not config.momentum else STATE_NUMBERS[config.optimizer]
 
 
@@ -34,7 +34,7 @@ def make(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Opt
     """
     if config.optimizer == "muon":
         return _muon(config, model, roles)
-    return _made(config, config.optimizer, model, _groups(config, named_parameters(model), roles))
+    return _make_kind(config, config.optimizer, model, _groups(config, named_parameters(model), roles))
 
 
 def _groups(
@@ -55,9 +55,9 @@ def _muon(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Co
     """Muon for the matrices inside the layers, AdamW for all other weights, both at the rate of AdamW."""
     if not hasattr(torch.optim, "Muon"):
         raise InvalidConfigError(f"--optimizer muon: torch {torch.__version__} does not have it; 2.9 does")
-    named = named_parameters(model)
-    matrices = {name: parameter for name, parameter in named.items() if name in roles.hidden_matrices}
-    others = {name: parameter for name, parameter in named.items() if name not in roles.hidden_matrices}
+    parameters = named_parameters(model)
+    matrices = {name: parameter for name, parameter in parameters.items() if name in roles.hidden_matrices}
+    rest = {name: parameter for name, parameter in parameters.items() if name not in roles.hidden_matrices}
     return CombinedOptimizer(
         make_optimizer(
             model,
@@ -67,7 +67,7 @@ def _muon(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) -> Co
             momentum=config.momentum,
             adjust_lr_fn="match_rms_adamw",
         ),
-        _made(config, "adamw", model, _groups(config, others, roles)),
+        _make_kind(config, "adamw", model, _groups(config, rest, roles)),
     )
 
 
@@ -78,7 +78,7 @@ def _muon_for(model: nn.Module) -> Callable[..., Optimizer]:
     return GatheredMuon if isinstance(model, FSDPModule) else torch.optim.Muon
 
 
-def _made(config: TrainingConfig, name: str, model: nn.Module, groups: list[dict[str, Any]]) -> Optimizer:
+def _make_kind(config: TrainingConfig, name: str, model: nn.Module, groups: list[dict[str, Any]]) -> Optimizer:
     kind, options = _KINDS[name]
     return make_optimizer(model, kind, groups, lr=config.learning_rate, **options(config))
 

@@ -25,15 +25,15 @@ class ParameterRoles:
     def of(cls, model: nn.Module) -> "ParameterRoles":
         """Return the roles of a model that has `layers`, not yet sharded."""
         embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-        named = dict(model.named_parameters())
-        decayed = frozenset(name for name, p in named.items() if p.dim() > 1 and id(p) not in embeddings)
-        hidden = frozenset(name for name in decayed if name.startswith("layers.") and named[name].dim() == 2)
-        return cls({name: p.numel() for name, p in named.items()}, decayed, hidden)
+        parameters = dict(model.named_parameters())
+        decayed = frozenset(name for name, p in parameters.items() if p.dim() > 1 and id(p) not in embeddings)
+        hidden = frozenset(name for name in decayed if name.startswith("layers.") and parameters[name].dim() == 2)
+        return cls({name: p.numel() for name, p in parameters.items()}, decayed, hidden)
 
     def describe(self, weight_decay: float) -> str:
         """Return a line on how many parameters decay, and how many do not."""
-        others = [name for name in self.numels if name not in self.decayed]
-        return f"weight decay {weight_decay:g} on {self._size(self.decayed)}, none on {self._size(others)}"
+        undecayed = [name for name in self.numels if name not in self.decayed]
+        return f"weight decay {weight_decay:g} on {self._size(self.decayed)}, none on {self._size(undecayed)}"
 
     def _size(self, names: Iterable[str]) -> str:
         names = tuple(names)

@@ -39,7 +39,7 @@ def _wsd(step: int, config: TrainingConfig) -> float:
 
 
 def _done_ratio(step: int, config: TrainingConfig, *, begin: int) -> float:
-    """Return how far a step is from step `begin` to the last one, from 0 to 1."""
+    """Share of the way from step `begin` to the last step at which a step is, from 0 to 1."""
     return min(1.0, max(0, step - begin) / max(1, config.steps - 1 - begin))
 
 

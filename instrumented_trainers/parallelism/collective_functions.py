@@ -19,17 +19,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def copied(values: Tensor, axis: Axis) -> Tensor:
+def copy_to_ranks(values: Tensor, axis: Axis) -> Tensor:
     """Return values that every rank has; their gradients are summed over the axis."""
     return _Copied.apply(values, axis)
 
 
-def summed(values: Tensor, axis: Axis) -> Tensor:
+def sum_over(values: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the axis; its gradient, which every rank has, is that of each summand."""
     return _Summed.apply(values, axis)
 
 
-def gathered(values: Tensor, axis: Axis, dim: int) -> Tensor:
+def gather_along(values: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' values one after the other along `dim`; gradients are summed over the axis (reduce-scatter)."""
     return _Moved.apply(values, _gather, _scatter, axis, dim)
 
@@ -42,7 +42,7 @@ def gathered_alike(values: Tensor, axis: Axis, dim: int) -> Tensor:
     return _Moved.apply(values, _gather, _chunk, axis, dim)
 
 
-def scattered(values: Tensor, axis: Axis, dim: int) -> Tensor:
+def scatter_along(values: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's chunk, along `dim`, of the sum over the axis; gradients are all-gathered."""
     return _Moved.apply(values, _scatter, _gather, axis, dim)
 
@@ -52,7 +52,7 @@ def own_chunk(values: Tensor, axis: Axis, dim: int) -> Tensor:
     return _Moved.apply(values, _chunk, _gather, axis, dim)
 
 
-def exchanged(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], *, span: str) -> Tensor:
+def exchange_rows(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], *, span: str) -> Tensor:
     """Return the rows that the ranks sent to this one, by sender: an all-to-all; gradients go the way back.
 
     `rows` are sorted by receiver; `sent` and `received` count them per rank. Each way has a span, that of gradients
@@ -82,9 +82,9 @@ def _gather(values: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _scatter(values: Tensor, axis: Axis, dim: int) -> Tensor:
     chunks = torch.cat(values.chunk(axis.size, dim)) if dim else values.contiguous()
-    own = values.new_empty((chunks.shape[0] // axis.size, *chunks.shape[1:]))
-    _reduce_scatter(own, chunks, group=axis.group)
-    return own
+    chunk = values.new_empty((chunks.shape[0] // axis.size, *chunks.shape[1:]))
+    _reduce_scatter(chunk, chunks, group=axis.group)
+    return chunk
 
 
 def _chunk(values: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from instrumented_trainers.model import Attention
-from instrumented_trainers.parallelism.collective_functions import gathered
+from instrumented_trainers.parallelism.collective_functions import gather_along
 from instrumented_trainers.parallelism.ring_attention import ring_attention
 from instrumented_trainers.regions import Axis
 
@@ -50,16 +50,16 @@ class ContextParallelAttention(Attention):
 
     split: TokenSplit
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tokens = query.shape[_TOKENS]
-        both = gathered(torch.stack((key, value)), self.split.axis, 1 + _TOKENS)
+        both = gather_along(torch.stack((key, value)), self.split.axis, 1 + _TOKENS)
         key, value = both.index_select(1 + _TOKENS, self.split.order(tokens, query.device))
         positions = self.split.positions(tokens, query.device)
         halves = zip(query.chunk(2, _TOKENS), positions.chunk(2), self._ends(tokens), strict=True)
-        return torch.cat([_attention(part, key, value, at, end) for part, at, end in halves], _TOKENS)
+        return torch.cat([_attention(part, key, value, places, end) for part, places, end in halves], _TOKENS)
 
     def _ends(self, tokens: int) -> tuple[int, int]:
-        """Return how many keys, from the first, the queries of each of the two chunks see at most."""
+        """Number of keys, from the first, that the queries of each of the two chunks see at most."""
         length, rank, ranks = tokens // 2, self.split.axis.index, self.split.axis.size
         return (rank + 1) * length, (2 * ranks - rank) * length
 
@@ -67,7 +67,7 @@ class ContextParallelAttention(Attention):
 class RingAttention(ContextParallelAttention):
     """Attention of this rank's queries to the keys and values of all ranks, which go round a ring."""
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ring_attention(query, key, value, self.split.axis)
 
 

@@ -20,10 +20,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
         raise NotImplementedError(
             "ddp has no optimizer state to offload by rank; zero1, fsdp2 and yafsdp offload theirs"
         )
-    return AutocastDataParallel(*replicated(model, mesh, options))
+    return AutocastDataParallel(*replica_setup(model, mesh, options))
 
 
-def replicated(
+def replica_setup(
     model: nn.Module, mesh: DeviceMesh, options: ShardOptions
 ) -> tuple[nn.Module, DeviceMesh, torch.dtype | None]:
     """Return the model on this rank's device, the mesh to replicate it over, and what to compute in."""

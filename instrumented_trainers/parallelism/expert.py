@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instrumented_trainers import regions
 from instrumented_trainers.experts import MixtureOfExperts
-from instrumented_trainers.parallelism.collective_functions import exchanged, scaled_gradient
+from instrumented_trainers.parallelism.collective_functions import exchange_rows, scaled_gradient
 from instrumented_trainers.parallelism.tensor import TensorParallelExperts
 from instrumented_trainers.regions import Axis
 
@@ -30,15 +30,15 @@ class ExpertParallelExperts(MixtureOfExperts):
     replicas: DeviceMesh
     """The ranks that have the same experts: one dim, or two to replicate shards."""
 
-    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _expert_outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
         sent = counts.view(self.axis.size, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.axis.group)
         to_ranks, from_ranks = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
-        arrived = exchanged(rows, self.axis, to_ranks, from_ranks, span=DISPATCH)
+        arrived = exchange_rows(rows, self.axis, to_ranks, from_ranks, span=DISPATCH)
         order = _by_expert(received)
         outputs = super()._computed(arrived[order], received.sum(dim=0))
-        return exchanged(outputs[order.argsort()], self.axis, from_ranks, to_ranks, span=COMBINE)
+        return exchange_rows(outputs[order.argsort()], self.axis, from_ranks, to_ranks, span=COMBINE)
 
     def _weights(self) -> tuple[Tensor, ...]:
         # An expert's gradient is the sum over the ranks that send it tokens; data parallelism takes the mean over its
@@ -81,7 +81,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradient_mean(model: nn.Module) -> Callable[[], None] | None:
-    """Return what averages the gradients of divided experts over their replicas; None if the model has none.
+    """Function that averages the gradients of divided experts over their replicas; None if the model has none.
 
     For data-parallel strategies that average over all ranks, and leave these parameters out.
     """

@@ -44,16 +44,16 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None], device: to
     """
     model.to_empty(device=torch.device("cpu") if offload else device)
     for module in model.modules():
-        shards = {name: each for name, each in module._parameters.items() if isinstance(each, DTensor)}
+        shards = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
         for name, shard_ in shards.items():
             module._parameters[name] = nn.Parameter(torch.empty(shard_.shape, dtype=shard_.dtype, device=device))
         if shards:
             reset(module)
         for name, shard_ in shards.items():
-            whole = module._parameters[name]
-            assert whole is not None
-            own = distribute_tensor(whole.detach(), shard_.device_mesh, shard_.placements, src_data_rank=None)
-            shard_.to_local().copy_(own.to_local())
+            weight = module._parameters[name]
+            assert weight is not None
+            local = distribute_tensor(weight.detach(), shard_.device_mesh, shard_.placements, src_data_rank=None)
+            shard_.to_local().copy_(local.to_local())
             module._parameters[name] = shard_  # type: ignore[assignment]
 
 

@@ -21,13 +21,13 @@ class HostOptimizer(Optimizer):
         self._host = {parameter: _on_host(parameter) for parameter in self._parameters()}
         self._versions: dict[nn.Parameter, int] = {parameter: parameter._version for parameter in self._host}
         self._inner = kind(
-            [group | {"params": [self._host[each] for each in group["params"]]} for group in self.param_groups],
+            [group | {"params": [self._host[weight] for weight in group["params"]]} for group in self.param_groups],
             **options,
         )
         self.defaults = self._inner.defaults
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})
-        device = next((each.device for each in self._host if each.is_cuda), None)
+        device = next((weight.device for weight in self._host if weight.is_cuda), None)
         self._copies = torch.cuda.Stream(device) if device is not None else None
 
     @property

@@ -45,7 +45,7 @@ class RegionPlace:
 
     @property
     def offsets(self) -> torch.Size:
-        """Return where the region begins."""
+        """Offset of the region along each dim."""
         return self.region.offsets
 
     def original(self, local: Tensor) -> Tensor:
@@ -70,16 +70,16 @@ def with_whole_shapes(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 
     They share the memory of those in `state`.
     """
-    found = named_regions(model)
-    if not found:
+    parameter_regions = named_regions(model)
+    if not parameter_regions:
         return state
     optimizer = state["optimizer"]
     by_name = {
-        name: {key: _placed(value, found.get(name)) for key, value in values.items()}
+        name: {key: _place_tensor(value, parameter_regions.get(name)) for key, value in values.items()}
         for name, values in optimizer["state"].items()
     }
     return {
-        "model": {name: _placed(value, found.get(name)) for name, value in state["model"].items()},
+        "model": {name: _place_tensor(value, parameter_regions.get(name)) for name, value in state["model"].items()},
         "optimizer": {**optimizer, "state": by_name},
     }
 
@@ -106,7 +106,7 @@ def named_regions(model: nn.Module) -> Mapping[str, Region]:
     }
 
 
-def _placed(value: Any, region: Region | None) -> Any:
+def _place_tensor(value: Any, region: Region | None) -> Any:
     if region is None or not isinstance(value, Tensor) or isinstance(value, FlatShard) or value.shape != region.sizes:
         return value  # such as the number of steps
     if not isinstance(value, DTensor):

@@ -36,7 +36,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, block: Tensor, axis: Axis) -> Tensor:
         with record_function(RING):
-            output, weight = _forward(_grouped(query, block.shape[2]), block, axis)
+            output, weight = _forward(_group_heads(query, block.shape[2]), block, axis)
             output = output.to(query.dtype)
         ctx.axis = axis
         ctx.save_for_backward(query, block, output, weight)
@@ -46,7 +46,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         query, block, output, weight = ctx.saved_tensors
         # Autocast, which casts products in forward, is off here, and may have left queries in higher precision.
-        queries, gradients = (_grouped(each.to(block.dtype), block.shape[2]) for each in (query, gradient))
+        queries, gradients = (_group_heads(tensor.to(block.dtype), block.shape[2]) for tensor in (query, gradient))
         with record_function(f"{RING} backward"):
             of_query, of_block = _backward(queries, block, output, weight, gradients, ctx.axis)
         return of_query.flatten(1, 2).to(query.dtype), of_block.to(block.dtype), None
@@ -61,12 +61,12 @@ def _forward(query: Tensor, block: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     total = output.new_full(query.shape[:-1], -math.inf)
     for number in range(axis.size):
         passing = _Passing(block, axis, _BLOCK_TAG) if number + 1 < axis.size else None
-        queries, keys, masked = _seen(number, axis, query.shape[-2])
+        queries, keys, masked = _visible_part(number, axis, query.shape[-2])
         part, weight = _attention(query[..., queries, :], block[:, :, :, keys], masked=masked)
         before = total[..., queries]
         after = torch.logaddexp(before, weight)
-        merged = _scaled(output[..., queries, :], before - after) + _scaled(part, weight - after)
-        output, total = _replaced(output, merged, queries, -2), _replaced(total, after, queries, -1)
+        merged = _scale(output[..., queries, :], before - after) + _scale(part, weight - after)
+        output, total = _replace_part(output, merged, queries, -2), _replace_part(total, after, queries, -1)
         if passing is not None:
             block = passing.received()
     return output, total
@@ -84,12 +84,12 @@ def _backward(
     behind: _Passing | None = None
     for number in range(axis.size):
         passing = _Passing(block, axis, _BLOCK_TAG) if number + 1 < axis.size else None
-        queries, keys, masked = _seen(number, axis, query.shape[-2])
+        queries, keys, masked = _visible_part(number, axis, query.shape[-2])
         rows = (query[..., queries, :], gradient[..., queries, :], weight[..., queries, None], mean[..., queries, :])
         added, part = _attention_backward(*rows, block[:, :, :, keys], masked=masked)
-        of_query = _replaced(of_query, of_query[..., queries, :] + added, queries, -2)
+        of_query = _replace_part(of_query, of_query[..., queries, :] + added, queries, -2)
         of_block = torch.zeros_like(block) if behind is None else behind.received()
-        of_block = _replaced(of_block, of_block[:, :, :, keys] + part.to(block.dtype), keys, -2)
+        of_block = _replace_part(of_block, of_block[:, :, :, keys] + part.to(block.dtype), keys, -2)
         behind = _Passing(of_block, axis, _GRADIENT_TAG)
         if passing is not None:
             block = passing.received()
@@ -114,25 +114,25 @@ class _Passing:
             ]
         )
 
-    def received(self) -> Tensor:
-        """Return what the rank before has sent."""
+    def receive(self) -> Tensor:
+        """Wait for the block that the rank before sends."""
         for work in self._works:
             work.wait()
         return self._arriving
 
 
-def _seen(number: int, axis: Axis, tokens: int) -> tuple[slice, slice, bool]:
-    """Return which of this rank's queries see which keys of the block at hand in a round, and whether with a mask.
+def _visible_part(number: int, axis: Axis, tokens: int) -> tuple[slice, slice, bool]:
+    """Slices of this rank's queries and of a round's block that see each other, and whether with a mask.
 
     The block is that of rank r − number. Of an earlier rank's all queries see the first chunk; of a later rank's the
     second chunk of queries sees both.
     """
-    every, half = slice(0, tokens), tokens // 2
+    full, half = slice(0, tokens), tokens // 2
     if number == 0:
-        return every, every, True
+        return full, full, True
     if number <= axis.index:
-        return every, slice(0, half), False
-    return slice(half, tokens), every, False
+        return full, slice(0, half), False
+    return slice(half, tokens), full, False
 
 
 def _attention(query: Tensor, block: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
@@ -171,17 +171,17 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def _grouped(heads: Tensor, keys: int) -> Tensor:
+def _group_heads(heads: Tensor, keys: int) -> Tensor:
     """Return heads (B, H, T, E) as (B, K, G, T, E)."""
     return heads.unflatten(1, (keys, -1))
 
 
-def _scaled(values: Tensor, exponent: Tensor) -> Tensor:
+def _scale(values: Tensor, exponent: Tensor) -> Tensor:
     return values * exponent.exp()[..., None]
 
 
-def _replaced(whole: Tensor, part: Tensor, where: slice, dim: int) -> Tensor:
+def _replace_part(tensor: Tensor, part: Tensor, where: slice, dim: int) -> Tensor:
     """Return a tensor with a part of it replaced, not in place: selective checkpointing may have stored the tensor."""
-    if where.start == 0 and where.stop == whole.shape[dim]:
+    if where.start == 0 and where.stop == tensor.shape[dim]:
         return part
-    return torch.slice_scatter(whole, part, dim % whole.dim(), where.start, where.stop)
+    return torch.slice_scatter(tensor, part, dim % tensor.dim(), where.start, where.stop)

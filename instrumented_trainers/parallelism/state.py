@@ -55,9 +55,9 @@ def checkpoint_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Any
         for part in parts:
             begin_missing_state(part)  # so that what is saved does not depend on what was stepped
     if isinstance(model, (zero1.Zero1DataParallel, Zero1Part)):
-        model_state, optimizer_state = get_model_state_dict(_unwrapped(model)), zero1.optimizer_state(model, parts)
+        model_state, optimizer_state = get_model_state_dict(_unwrap(model)), zero1.optimizer_state(model, parts)
     else:
-        model_state, optimizer_state = get_state_dict(_unwrapped(model), parts)
+        model_state, optimizer_state = get_state_dict(_unwrap(model), parts)
     return region_state.with_whole_shapes(model, {"model": model_state, "optimizer": optimizer_state})
 
 
@@ -68,20 +68,20 @@ def restore_state(model: nn.Module, optimizer: AnyOptimizer, state: dict[str, An
         return
     parts, state = parts_of(optimizer), region_state.with_own_shapes(state)
     if isinstance(model, (zero1.Zero1DataParallel, Zero1Part)):
-        set_model_state_dict(_unwrapped(model), state["model"])
+        set_model_state_dict(_unwrap(model), state["model"])
         zero1.restore_optimizer(model, parts, state["optimizer"])
     else:
-        set_state_dict(_unwrapped(model), parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(_unwrap(model), parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """Return the module with the parameters' own names; torch's functions know only DDP's wrapper."""
     return model.module if isinstance(model, ReplicatedPart) else model
 
 
 def _pipeline_state(model: PipelineModel, optimizer: AnyOptimizer) -> dict[str, Any]:
     """Return the state of this rank's stages. Every rank of the pipeline calls it: all save the same groups."""
-    states = [checkpoint_state(part, own) for part, own in _optimizers(model, optimizer)]
+    states = [checkpoint_state(part, inner) for part, inner in _optimizers(model, optimizer)]
     own_groups = [state["optimizer"]["param_groups"] for state in states]
     of_stages: list[Any] = [None] * dist.get_world_size(model.process_group)
     dist.all_gather_object(of_stages, own_groups, group=model.process_group)
@@ -89,30 +89,30 @@ def _pipeline_state(model: PipelineModel, optimizer: AnyOptimizer) -> dict[str, 
         "model": {name: value for state in states for name, value in state["model"].items()},
         "optimizer": {
             "state": {name: value for state in states for name, value in state["optimizer"]["state"].items()},
-            "param_groups": _merged(groups for of_rank in of_stages for groups in of_rank),
+            "param_groups": _merge_groups(groups for of_rank in of_stages for groups in of_rank),
         },
     }
 
 
 def _restore_pipeline(model: PipelineModel, optimizer: AnyOptimizer, state: dict[str, Any]) -> None:
-    for part, own in _optimizers(model, optimizer):
-        wanted = checkpoint_state(part, own)
-        by_name = {name: state["optimizer"]["state"][name] for name in wanted["optimizer"]["state"]}
+    for part, inner in _optimizers(model, optimizer):
+        current = checkpoint_state(part, inner)
+        by_name = {name: state["optimizer"]["state"][name] for name in current["optimizer"]["state"]}
         # Stages group their parameters as the training that saved may not have done; the settings are set each step.
-        optimizer_state = {"state": by_name, "param_groups": wanted["optimizer"]["param_groups"]}
-        weights = {name: state["model"][name] for name in wanted["model"]}
-        restore_state(part, own, {"model": weights, "optimizer": optimizer_state})
+        optimizer_state = {"state": by_name, "param_groups": current["optimizer"]["param_groups"]}
+        weights = {name: state["model"][name] for name in current["model"]}
+        restore_state(part, inner, {"model": weights, "optimizer": optimizer_state})
 
 
 def _optimizers(model: PipelineModel, optimizer: AnyOptimizer) -> Iterator[tuple[nn.Module, CombinedOptimizer]]:
     """Yield each of the rank's stages with the optimizers of its parameters."""
     for part in model.parts:
         ids = {id(parameter) for parameter in part.parameters()}
-        own = [each for each in parts_of(optimizer) if id(each.param_groups[0]["params"][0]) in ids]
-        yield part, CombinedOptimizer(*own)
+        parts = [inner for inner in parts_of(optimizer) if id(inner.param_groups[0]["params"][0]) in ids]
+        yield part, CombinedOptimizer(*parts)
 
 
-def _merged(of_stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _merge_groups(of_stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the stages' groups of parameters' names, with those of different stages and equal settings joined.
 
     Groups of one stage stay apart, also where their settings are equal, as they do without a pipeline.
@@ -121,7 +121,7 @@ def _merged(of_stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for groups in of_stages:
         free = list(merged)
         for group in groups:
-            same = next((each for each in free if {**each, "params": None} == {**group, "params": None}), None)
+            same = next((other for other in free if {**other, "params": None} == {**group, "params": None}), None)
             if same is None:
                 merged.append({**group, "params": list(group["params"])})
             else:

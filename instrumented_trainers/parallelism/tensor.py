@@ -20,12 +20,12 @@ from instrumented_trainers import regions
 from instrumented_trainers.experts import MixtureOfExperts
 from instrumented_trainers.model import Attention, FeedForward
 from instrumented_trainers.parallelism.collective_functions import (
-    copied,
-    gathered,
+    copy_to_ranks,
+    gather_along,
     gathered_alike,
     own_chunk,
-    scattered,
-    summed,
+    scatter_along,
+    sum_over,
 )
 from instrumented_trainers.regions import Axis
 
@@ -62,20 +62,20 @@ class _WholeStream:
         self.axis = axis
 
     def enter(self, stream: Tensor) -> Tensor:
-        """Return what matrices divided by columns multiply."""
-        return copied(stream, self.axis)
+        """Input of matrices that are divided by columns."""
+        return copy_to_ranks(stream, self.axis)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Return the stream that partial sums, of matrices divided by rows, make together."""
-        return summed(partial, self.axis)
+        return sum_over(partial, self.axis)
 
     def enter_alike(self, stream: Tensor) -> Tensor:
         """Return all tokens, for a module that computes the same on every rank."""
         return stream
 
-    def leave_alike(self, whole: Tensor) -> Tensor:
-        """Return the stream of what such a module returns."""
-        return whole
+    def leave_alike(self, output: Tensor) -> Tensor:
+        """Stream made of the output of a module that computes the same on every rank."""
+        return output
 
     def prepare_norm(self, norm: nn.Module) -> None:
         """Let a norm, which every rank has whole, work on this stream."""
@@ -85,16 +85,16 @@ class _TokenStream(_WholeStream):
     """The stream divided over tokens: sequence parallelism."""
 
     def enter(self, stream: Tensor) -> Tensor:
-        return gathered(stream, self.axis, _TOKENS)
+        return gather_along(stream, self.axis, _TOKENS)
 
     def leave(self, partial: Tensor) -> Tensor:
-        return scattered(partial, self.axis, _TOKENS)
+        return scatter_along(partial, self.axis, _TOKENS)
 
     def enter_alike(self, stream: Tensor) -> Tensor:
         return gathered_alike(stream, self.axis, _TOKENS)
 
-    def leave_alike(self, whole: Tensor) -> Tensor:
-        return own_chunk(whole, self.axis, _TOKENS)
+    def leave_alike(self, output: Tensor) -> Tensor:
+        return own_chunk(output, self.axis, _TOKENS)
 
     def prepare_norm(self, norm: nn.Module) -> None:
         # Each rank sees a part of the tokens, so it has a part of the weight's gradient.
@@ -108,7 +108,7 @@ class TokenShardedNorm(nn.RMSNorm):
     axis: Axis
 
     def forward(self, stream: Tensor) -> Tensor:
-        return functional.rms_norm(stream, self.normalized_shape, copied(self.weight, self.axis), self.eps)
+        return functional.rms_norm(stream, self.normalized_shape, copy_to_ranks(self.weight, self.axis), self.eps)
 
 
 class VocabularyShardedEmbedding(nn.Embedding):
@@ -131,9 +131,9 @@ class TensorParallelExperts(MixtureOfExperts):
     def forward(self, stream: Tensor) -> Tensor:
         return self.stream.leave_alike(super().forward(self.stream.enter_alike(stream)))
 
-    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _expert_outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
         axis = self.stream.axis
-        return summed(super()._computed(copied(rows, axis), counts), axis)
+        return sum_over(super()._computed(copy_to_ranks(rows, axis), counts), axis)
 
 
 def _divide_embedding(embedding: nn.Embedding, axis: Axis, stream: _WholeStream) -> None:

@@ -31,10 +31,10 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(elsewhere, 0)
         exponentials = shifted.exp()
-        wanted = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(elsewhere, 0)
-        total, wanted = all_reduced(torch.stack((exponentials.sum(dim=-1), wanted)), axis)
+        target_logits = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(elsewhere, 0)
+        total, target_logits = all_reduced(torch.stack((exponentials.sum(dim=-1), target_logits)), axis)
         ctx.save_for_backward(exponentials.div_(total[:, None]), local, elsewhere)
-        return total.log() - wanted
+        return total.log() - target_logits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

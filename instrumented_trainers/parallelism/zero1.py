@@ -24,7 +24,7 @@ from instrumented_trainers.parallelism.options import ShardOptions
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
     """Replicate the model over the mesh's ranks; `make_optimizer` then shares out the optimizer state."""
-    return Zero1DataParallel(*ddp.replicated(model, mesh, options), offload=options.offload)
+    return Zero1DataParallel(*ddp.replica_setup(model, mesh, options), offload=options.offload)
 
 
 class Zero1DataParallel(ddp.AutocastDataParallel):
@@ -55,11 +55,11 @@ def divided_optimizer(
 ) -> ZeroRedundancyOptimizer | CombinedOptimizer:
     """Return this rank's part of an optimizer over the replicas in `group`; that of divided experts has their own."""
     experts, replicas = _divided_experts(model)
-    dense, of_experts = _partitioned(parameters, experts)
+    dense, of_experts = _partition(parameters, experts)
     parts = [
-        ZeroRedundancyOptimizer(each, kind, process_group=ranks, **options)
-        for each, ranks in ((dense, group), (of_experts, replicas))
-        if each
+        ZeroRedundancyOptimizer(part, kind, process_group=ranks, **options)
+        for part, ranks in ((dense, group), (of_experts, replicas))
+        if part
     ]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
 
@@ -71,14 +71,14 @@ def _divided_experts(model: nn.Module) -> tuple[set[int], dist.ProcessGroup | No
     return ids, layer[1].replicas.get_group() if layer is not None else None
 
 
-def _partitioned(parameters: Iterable[Any], chosen: set[int]) -> tuple[list[Any], list[Any]]:
-    """Return the parameters, or groups of them, that are not in `chosen`, and those that are."""
+def _partition(parameters: Iterable[Any], expert_ids: set[int]) -> tuple[list[Any], list[Any]]:
+    """Return the parameters, or groups of them, that are not in `expert_ids`, and those that are."""
     listed = list(parameters)
     if listed and not isinstance(listed[0], dict):
-        return [each for each in listed if id(each) not in chosen], [each for each in listed if id(each) in chosen]
+        return [p for p in listed if id(p) not in expert_ids], [p for p in listed if id(p) in expert_ids]
     parts = []
-    for wanted in (False, True):
-        groups = [{**g, "params": [p for p in g["params"] if (id(p) in chosen) is wanted]} for g in listed]
+    for of_experts in (False, True):
+        groups = [{**g, "params": [p for p in g["params"] if (id(p) in expert_ids) is of_experts]} for g in listed]
         parts.append([group for group in groups if group["params"]])
     return parts[0], parts[1]
 
@@ -94,8 +94,8 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptimiz
         state |= {name: dict(optimizer.optim.state[p]) for name, p in _own_parameters(names, optimizer)}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
-        own = [_group(group, names) for group in optimizer.param_groups]
-        groups = _joined(groups, own) if _steps_experts(model, optimizer) else [*groups, *own]
+        named_groups = [_group(group, names) for group in optimizer.param_groups]
+        groups = _join_groups(groups, named_groups) if _steps_experts(model, optimizer) else [*groups, *named_groups]
     return {"state": state, "param_groups": groups}
 
 
@@ -106,7 +106,7 @@ def restore_optimizer(model: nn.Module, optimizers: Sequence[ZeroRedundancyOptim
         for name, parameter in _own_parameters(names, optimizer):
             optimizer.optim.state[parameter] = state["state"][name]
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        saved = next(each for each in state["param_groups"] if names[group["params"][0]] in each["params"])
+        saved = next(other for other in state["param_groups"] if names[group["params"][0]] in other["params"])
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
@@ -131,11 +131,11 @@ def _steps_experts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> bool
     return any(optimizer.param_groups[0]["params"][0] is parameter for parameter in experts)
 
 
-def _joined(groups: list[dict[str, Any]], of_experts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_groups(groups: list[dict[str, Any]], of_experts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups of names with divided experts in those of equal settings, where other strategies have them."""
     joined = [dict(group) for group in groups]
     for group in of_experts:
-        same = next((each for each in reversed(joined) if {**each, "params": None} == {**group, "params": None}), None)
+        same = next((other for other in reversed(joined) if {**other, "params": None} == {**group, "params": None}), None)
         if same is None:
             joined.append(group)
         else:

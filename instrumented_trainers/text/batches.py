@@ -64,7 +64,7 @@ class Batches:
 
     @property
     def sequences(self) -> int:
-        """Return how many sequences the text holds."""
+        """Number of sequences of the text."""
         return (len(self.tokens) - 1) // self.length
 
     def batch_at(self, number: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Batches:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def taken_before(self, number: int) -> int:
-        """Return how many sequences all ranks together have taken before the micro-batch of that number."""
+        """Number of sequences that all ranks together have taken before the micro-batch of that number."""
         return self.taken + (number - self.first) * self.world_size * self.batch
 
     def _sequence(self, number: int) -> Tensor:

@@ -51,10 +51,10 @@ def _read_json_lines(path: Path, field: str, begin: int) -> Iterator[Piece]:
         for line in file:
             place, begin = begin, begin + len(line)
             if line.strip():
-                yield Piece(_text_of(_parsed(line, path, place), field, f"{path}, byte {place}"), place, begin)
+                yield Piece(_text_of(_parse_line(line, path, place), field, f"{path}, byte {place}"), place, begin)
 
 
-def _parsed(line: bytes, path: Path, place: int) -> Any:
+def _parse_line(line: bytes, path: Path, place: int) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:

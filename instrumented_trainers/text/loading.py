@@ -16,7 +16,7 @@ from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.text import batches, documents, tokenizer
 from instrumented_trainers.text.batches import Batches
-from instrumented_trainers.text.stream import Position, StreamedBatches, is_held_out, numbered
+from instrumented_trainers.text.stream import Position, StreamedBatches, is_held_out, number_pieces
 from instrumented_trainers.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 Result = TypeVar("Result")
@@ -42,14 +42,14 @@ def load(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> Text:
     if config.stream:
         if config.eval_split:
             evaluation = on_first_rank(lambda: _held_out(config, words))
-        return Text(_streamed(config, words, rank, origin), evaluation)
+        return Text(_stream_batches(config, words, rank, origin), evaluation)
     tokens = _read(config, sources(config), words)
     if config.eval_split:
         tokens, evaluation = tokens.tensor_split([round(len(tokens) * (1 - config.eval_split))])
-    taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
+    sequences, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
     layout = config.layout
     place, ranks = layout.data_rank(rank), layout.data_ranks
-    batches = Batches(tokens, config.tokens, config.batch, place, ranks, config.seed, taken, first)
+    batches = Batches(tokens, config.tokens, config.batch, place, ranks, config.seed, sequences, first)
     return Text(batches, evaluation)
 
 
@@ -108,14 +108,14 @@ def _held_out_every(config: TrainingConfig) -> int:
 
 def _held_out(config: TrainingConfig, words: Tokenizer) -> Tensor:
     """Return the tokens of held-out documents, as many as are evaluated."""
-    wanted = config.eval_steps * config.layout.data_ranks * config.batch * config.tokens + 1
-    parts, every = [torch.empty(0, dtype=torch.int32)], _held_out_every(config)
-    for piece, place in numbered(sources(config), config.text_field, Position()):
-        if wanted > 0 and is_held_out(place.piece, every):
+    missing = config.eval_steps * config.layout.data_ranks * config.batch * config.tokens + 1
+    parts, one_in = [torch.empty(0, dtype=torch.int32)], _held_out_every(config)
+    for piece, place in number_pieces(sources(config), config.text_field, Position()):
+        if missing > 0 and is_held_out(place.piece, one_in):
             separator = torch.tensor([words.separator] if piece.ends_document else [], dtype=torch.int32)
             parts += [*words.encode([piece.text]), separator]
-            wanted -= len(parts[-2]) + len(separator)
-        if wanted <= 0:
+            missing -= len(parts[-2]) + len(separator)
+        if missing <= 0:
             break
     return torch.cat(parts)
 
@@ -154,7 +154,7 @@ def _sample(config: TrainingConfig) -> Iterator[bytes]:
                 return
 
 
-def _streamed(config: TrainingConfig, words: Tokenizer, rank: int, origin: ResumePoint | None) -> StreamedBatches:
+def _stream_batches(config: TrainingConfig, words: Tokenizer, rank: int, origin: ResumePoint | None) -> StreamedBatches:
     if origin is not None and origin.seal.data_ranks != config.layout.data_ranks:
         raise InvalidConfigError(
             f"--stream: the documents were divided among {origin.seal.data_ranks} ranks and cannot be redistributed to "

@@ -76,7 +76,7 @@ class StreamedBatches:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def taken_before(self, number: int) -> int:
-        """Return how many sequences all ranks together have taken before the micro-batch of that number."""
+        """Number of sequences that all ranks together have taken before the micro-batch of that number."""
         return number * self._world_size * self._batch
 
     def _sequence(self) -> Tensor:
@@ -94,12 +94,12 @@ class StreamedBatches:
     def _read(self, place: Position) -> Iterator[tuple[Piece, Position]]:
         """Yield this rank's pieces and where they are, from a place on, pass after pass."""
         while True:
-            found = place.piece >= 0
-            for piece, here in numbered(self._paths, self._field, place):
-                if not is_held_out(here.piece, self._held_out_every) and self._is_own(here.piece):
-                    found = True
-                    yield piece, here
-            if not found:
+            has_documents = place.piece >= 0
+            for piece, position in number_pieces(self._paths, self._field, place):
+                if not is_held_out(position.piece, self._held_out_every) and self._is_own(position.piece):
+                    has_documents = True
+                    yield piece, position
+            if not has_documents:
                 raise InvalidConfigError(
                     f"--data: fewer documents than the {self._world_size} ranks, so that rank {self._rank} has none"
                 )
@@ -110,7 +110,7 @@ class StreamedBatches:
         return (number - held_out) % self._world_size == self._rank
 
 
-def numbered(paths: Sequence[Path], field: str, place: Position) -> Iterator[tuple[Piece, Position]]:
+def number_pieces(paths: Sequence[Path], field: str, place: Position) -> Iterator[tuple[Piece, Position]]:
     """Yield the pieces of one pass from a place on, and where each is."""
     number, begin = max(place.piece, 0), place.begin
     for index in range(place.file, len(paths)):
@@ -120,6 +120,6 @@ def numbered(paths: Sequence[Path], field: str, place: Position) -> Iterator[tup
         begin = 0
 
 
-def is_held_out(number: int, every: int) -> bool:
-    """Return whether the piece of that number is left out of the training where one of `every` is (0: none)."""
-    return every > 0 and number % every == every - 1
+def is_held_out(number: int, one_in: int) -> bool:
+    """Return whether the piece of that number is left out of the training where one of `one_in` is (0: none)."""
+    return one_in > 0 and number % one_in == one_in - 1

@@ -105,15 +105,15 @@ def separator_of(path: Path, name: str | None) -> Token:
     Raises InvalidConfigError if there is none.
     """
     tokens = _tokens(path)
-    for each in _SEPARATORS if name is None else (name,):
-        if each in tokens:
-            return Token(each, tokens[each])
+    for candidate in _SEPARATORS if name is None else (name,):
+        if candidate in tokens:
+            return Token(candidate, tokens[candidate])
     words = "no token that ends a document is known" if name is None else f"{name!r} is no token"
     raise InvalidConfigError(f"--tokenizer {path}: {words}; name one with --separator")
 
 
 def vocabulary(path: Path) -> int:
-    """Return how many tokens a ``tokenizer.json`` has: its highest number and one. Raises InvalidConfigError."""
+    """Number of tokens of a ``tokenizer.json``: its highest number and one. Raises InvalidConfigError."""
     return 1 + max(_tokens(path).values())
 
 

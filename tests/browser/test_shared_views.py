@@ -14,7 +14,7 @@ from tracekit.ingest import loader
 from tracekit.report import shared_timeline, shared_view, timeline
 from tracekit.report.shared_view import Figure, SharedView
 from tracekit.report.timeline_view import assets, embedding, message
-from tracekit.report.timeline_view.embedding import Shown
+from tracekit.report.timeline_view.embedding import PageState
 from tracekit.report.timeline_view.message import View
 from tracekit.rules import engine
 
@@ -96,7 +96,7 @@ def test_a_shared_timeline_shows_what_the_link_shows_and_can_be_searched_and_zoo
 def test_the_page_selects_the_slices_that_the_server_does(offline, tmp_path):
     scene = timeline.open_scene(loader.load(str(SAMPLE)))
     span = scene.span[1] - scene.span[0]
-    data = embedding.embed(scene, Shown((0, span)), 50_000_000).data
+    data = embedding.embed(scene, PageState((0, span)), 50_000_000).data
     (tmp_path / "page.html").write_text("<p>empty", encoding="utf-8")
     offline.goto((tmp_path / "page.html").as_uri())
     script = assets.embedded_script().replace(

@@ -75,7 +75,7 @@ def recorded(step, folder):
 def test_bytes_of_operators_are_those_of_the_tensors_they_take_and_return(tmp_path):
     cases = calls()
     trace = recorded(lambda: [call() for _, _, call in cases], tmp_path).trace(0)
-    each = flops.counted(trace).join(trace.ops.select("id", "name", "start_ns"), on="id").sort("start_ns")
+    each = flops.counted_calls(trace).join(trace.ops.select("id", "name", "start_ns"), on="id").sort("start_ns")
     of_name = dict(each.group_by("name", maintain_order=True).agg(pl.col("bytes").first()).iter_rows())
     assert {name: of_name.get(name) for name, _, _ in cases} == {name: expected for name, expected, _ in cases}
 
@@ -87,7 +87,7 @@ def test_hardware_utilization_counts_what_checkpointing_repeats(tmp_path):
         checkpoint(lambda x: layer(x).relu(), inputs, use_reentrant=False).sum().backward()
 
     trace = recorded(step, tmp_path).trace(0)
-    found = efficiency.by_step(trace.replaced(header={"deviceProperties": [{"name": "NVIDIA H100"}]}))
+    found = efficiency.by_step(trace.replace(header={"deviceProperties": [{"name": "NVIDIA H100"}]}))
     mfu, hfu = found.select("mfu_ratio", "hfu_ratio").row(0)
     assert hfu / mfu == pytest.approx(4 / 3)  # forward once more beside forward and two products backward
 

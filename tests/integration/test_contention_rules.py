@@ -36,7 +36,7 @@ def simulated(tmp_path_factory):
         fault, changes = FAULTS[code]
         out: Path = tmp_path_factory.mktemp("runs") / (fault or "healthy")
         done = written(job(layers=4, steps=3, **changes), out, *([fault] if fault else []))
-        cost_ns = sum(known.cost_ns * len(known.steps) for known in done.known if known.code == code)
+        cost_ns = sum(known.cost_ns * len(known.steps) for known in done.known_faults if known.code == code)
         return load(out), cost_ns / done.recording.total_ns
 
     return of

@@ -135,11 +135,11 @@ def test_without_a_file_the_message_names_the_variable(run: Path, plugin: Path):
 
 def test_a_command_is_repeated_without_the_files_that_it_writes(run: Path):
     words = ["--debug", "check", "--history", "h.duckdb", str(run), "-o", "x", "--also", "json=y", "--format", "json"]
-    assert reproduction.repeated(words) == reproduction.RepeatedCommand(("check", "--format", "json"), run, ())
+    assert reproduction.repeated_command(words) == reproduction.RepeatedCommand(("check", "--format", "json"), run, ())
     sql = ["query", str(run), "SELECT 1", "--output", "x"]
-    assert reproduction.repeated(sql) == reproduction.RepeatedCommand(("query",), run, ("SELECT 1",))
+    assert reproduction.repeated_command(sql) == reproduction.RepeatedCommand(("query",), run, ("SELECT 1",))
 
 
 @pytest.mark.parametrize("words", [["record", "--", "check.py"], ["check", "/missing"], ["history", "add", "."], []])
 def test_other_commands_are_not_repeated(words: list[str]):
-    assert reproduction.repeated(words) is None
+    assert reproduction.repeated_command(words) is None

@@ -156,7 +156,7 @@ def test_all_stages_of_a_slow_rank_are_slow(tmp_path: Path, schedule: str) -> No
     stages = {"interleaved": "1, 5", "zbv": "1, 6"}[schedule]
     assert finding.message.startswith(f"Stages {stages} (rank 1) take up to 1.")
     assert finding.fix.startswith("Check the device and host of rank 1 ")
-    assert finding.cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.1)
+    assert finding.cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.1)
 
 
 def test_ranks_that_are_late_for_their_tokens_are_overloaded_and_no_late_group(tmp_path: Path) -> None:

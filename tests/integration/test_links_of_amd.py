@@ -21,7 +21,7 @@ DEVICE = {"deviceProperties": [{"name": "AMD Instinct MI300X"}]}  # the merged f
 @pytest.fixture(scope="module")
 def traces():
     run = tracekit.load(FOLDER, cache=False)
-    return [run.trace(rank).replaced(header=DEVICE) for rank in run.ranks]
+    return [run.trace(rank).replace(header=DEVICE) for rank in run.ranks]
 
 
 def slowed(trace, times):
@@ -30,7 +30,7 @@ def slowed(trace, times):
         name: table.with_columns(pl.col(column) * times for column in table.columns if column.endswith("_ns"))
         for name, table in trace.tables.items()
     }
-    return trace.replaced(**tables)
+    return trace.replace(**tables)
 
 
 def test_four_ranks_of_eight_get_the_bandwidth_of_three_links(traces):

@@ -113,7 +113,7 @@ def test_exposed_time_of_each_collective_equals_plain_python_and_saves_are_left_
     trace = sample.trace(0)
     compute = trace.activities.filter(pl.col("kind") == "compute").select("start_ns", "dur_ns").rows()
     sent = trace.activities.filter(pl.col("kind") == "communication")
-    own = exposed_communication.exposed(trace)
+    own = exposed_communication.exposed_calls(trace)
     assert sent.height - own.height == sent.filter(pl.col("phase") == "checkpoint").height > 0
     for start, dur, exposed in own.select("start_ns", "dur_ns", "exposed_ns").rows():
         end = start + dur

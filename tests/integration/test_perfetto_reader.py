@@ -170,7 +170,7 @@ def test_ranks_of_a_group_that_are_no_integers_leave_it_out(damaged, tmp_path):
     groups = schema.GROUPS.conform(
         pl.DataFrame({"group": ["7"], "description": ["dp"], "ranks": [[0, 1234567, 7654321]]})
     )
-    exported(drawn_traces.run(trace.replaced(groups=groups)), tmp_path / "run.pftrace")
+    exported(drawn_traces.run(trace.replace(groups=groups)), tmp_path / "run.pftrace")
     content = perfetto_schema.Trace.FromString((tmp_path / "run.pftrace").read_bytes())
     texts = [text for packet in content.packet for text in packet.interned_data.debug_annotation_string_values]
     (ranks,) = (text for text in texts if b"1234567" in text.str)
@@ -186,7 +186,7 @@ def test_ranks_of_a_group_that_are_no_integers_leave_it_out(damaged, tmp_path):
 def test_a_step_beyond_all_bounds_counts_as_none(step, tmp_path):
     run = tracekit.load(kineto_files.write(tmp_path / "rank0.json", kineto_files.trace(0)), cache=False)
     trace = run.trace(0)
-    changed = drawn_traces.run(trace.replaced(activities=trace.activities.with_columns(step=pl.lit(step))))
+    changed = drawn_traces.run(trace.replace(activities=trace.activities.with_columns(step=pl.lit(step))))
     back = tracekit.load(exported(changed, tmp_path / "run.pftrace"), cache=False).trace(0)
     assert back.activities["step"].null_count() == trace.activities.height > 0
     assert cli_runner.tracekit("check", tmp_path / "run.pftrace", "--fail-on", "never").returncode == 0
@@ -355,6 +355,6 @@ def test_hostile_bytes_are_refused_at_once(tmp_path, data):
 
 
 def test_an_export_whose_rank_is_beyond_all_ranks_is_that_of_rank_0(tmp_path):
-    trace = drawn_traces.trace("compute  .aa..").replaced(rank=1 << 31)
+    trace = drawn_traces.trace("compute  .aa..").replace(rank=1 << 31)
     run = tracekit.load(exported(drawn_traces.run(trace), tmp_path / "run.pftrace"), cache=False)
     assert tuple(run.ranks) == (0,)

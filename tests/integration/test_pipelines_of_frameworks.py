@@ -95,7 +95,7 @@ def test_all_rules_judge_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepspeed_pipeline", "megatron_tp2_pp2"])
 def test_without_stacks_the_same_actions_are_inferred(name: str) -> None:
     for trace in recorded(name).traces():
-        without_stacks = trace.replaced(ops=trace.ops.filter(pl.col("kind") != "python"))
+        without_stacks = trace.replace(ops=trace.ops.filter(pl.col("kind") != "python"))
         marked, inferred = (pipeline_actions(of).sort("start_ns") for of in (trace, without_stacks))
         assert set(inferred["source"]) == {"inferred"}
         assert inferred.select("action", "micro_batch").equals(marked.select("action", "micro_batch"))

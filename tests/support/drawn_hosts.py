@@ -65,7 +65,7 @@ def time_sliced(places: Iterable[int], *, launched_late: Iterable[int] = ()) -> 
         first.append(len(cells) - 1)
     drawn = trace(f"step {'0' * len(cells)}\ncompute {cells}")
     called = [(first[number] if number in launched_late else number) * UNIT_NS for number in range(40)]
-    return drawn.replaced(ops=drawn.ops.with_columns(pl.Series("start_ns", called, pl.Int64)))
+    return drawn.replace(ops=drawn.ops.with_columns(pl.Series("start_ns", called, pl.Int64)))
 
 
 def gap_rows(causes: pl.DataFrame, *more: str) -> list[tuple[object, ...]]:

@@ -37,7 +37,7 @@ def linked(made: Trace, **forward: str) -> Trace:
     ids = dict(made.ops.select("name", "id").iter_rows())
     links = {ids[backward]: ids[of] for backward, of in forward.items()}
     forward_id = pl.col("id").replace_strict(links, default=None, return_dtype=pl.Int64).alias("forward_id")
-    return made.replaced(ops=made.ops.with_columns(forward_id))
+    return made.replace(ops=made.ops.with_columns(forward_id))
 
 
 class _Written:

@@ -98,7 +98,7 @@ def with_calls(trace: Trace, starts_ns: list[int], dur_ns: int, op: str, descrip
     ]
     calls = [{"activity_id": row["id"], "op": op, "group": "7", "sent_bytes": MIB} for row in rows]
     group = [{"group": "7", "description": description, "ranks": [trace.rank, trace.rank + 8]}]
-    return trace.replaced(
+    return trace.replace(
         activities=pl.concat([trace.activities, schema.ACTIVITIES.conform(pl.DataFrame(rows))]),
         collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls)),
         groups=schema.GROUPS.conform(pl.DataFrame(group)),
@@ -117,7 +117,7 @@ def linked_by(device: str, bytes_per_s: float) -> Run:
     cell_ns = round(size_bytes / bytes_per_s * 1e9)
     traces = [tensor_parallel_trace(LINKED_TP, rank, size_bytes=size_bytes, cell_ns=cell_ns) for rank in (0, 1)]
     header = {"deviceProperties": [{"id": 0, "name": device}]}
-    return drawn_traces.run(*(trace.replaced(header=header) for trace in traces), hardware={"gpus_per_node": 8})
+    return drawn_traces.run(*(trace.replace(header=header) for trace in traces), hardware={"gpus_per_node": 8})
 
 
 def tensor_parallel_trace(picture: str, rank: int, *, size_bytes: int = 8 * MIB, cell_ns: int = 1000) -> Trace:
@@ -126,7 +126,7 @@ def tensor_parallel_trace(picture: str, rank: int, *, size_bytes: int = 8 * MIB,
     calls = trace.activities.filter(pl.col("kind") == "communication").select(activity_id="id")
     described = calls.with_columns(op=pl.lit("all_reduce"), group=pl.lit("1"), sent_bytes=pl.lit(size_bytes))
     groups = pl.DataFrame([{"group": "1", "description": "mesh_tp", "ranks": [0, 1]}])
-    return trace.replaced(collectives=schema.COLLECTIVES.conform(described), groups=schema.GROUPS.conform(groups))
+    return trace.replace(collectives=schema.COLLECTIVES.conform(described), groups=schema.GROUPS.conform(groups))
 
 
 def experts(*tokens: int) -> Run:
@@ -147,7 +147,7 @@ def experts(*tokens: int) -> Run:
         ]
         groups = pl.DataFrame([{"group": "1", "description": "mesh_ep", "ranks": list(range(len(tokens)))}])
         traces.append(
-            trace.replaced(
+            trace.replace(
                 collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls)), groups=schema.GROUPS.conform(groups)
             )
         )

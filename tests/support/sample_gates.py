@@ -36,7 +36,7 @@ def change(
     """Return how a metric differs between recordings a side, whose samples lie around these two numbers."""
     random = np.random.default_rng(int(hashlib.sha256(metric.encode()).hexdigest()[:8], 16))
     a, b = (value * (1 + spread * random.standard_normal((recordings, samples))) for value in (before, now))
-    return compare_recordings(metric_of(metric), list(a), list(b), whole=10e6)
+    return compare_recordings(metric_of(metric), list(a), list(b), total=10e6)
 
 
 def findings_only(

@@ -117,7 +117,7 @@ class Simulation:
             block = self.allocator.malloc(size, stream, pool)
         except OutOfMemory:
             self._catch_up("simulated malloc")
-            self._record("oom", 0, self.allocator.settings.rounded(size), stream)
+            self._record("oom", 0, self.allocator.settings.round_up(size), stream)
             del self.events[-1]["addr"]
             self.events[-1]["device_free"] = self.allocator.capacity_bytes - self.allocator.reserved_bytes
             raise

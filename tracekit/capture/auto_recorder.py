@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SHARED_KEY = "tracekit/training"
 
 
-def imported(module: str) -> None:
+def on_import(module: str) -> None:
     """Handle the script's import of a module; torch's import installs the recorder."""
     if module == "torch":
         settings = launch_settings.from_environment(os.environ)
@@ -93,7 +93,7 @@ class AutoRecorder:
         register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
         _wrap(Optimizer, "__init__", after=self._safe(self._optimizer_made))
         _wrap(torch.Tensor, "backward", around=self._around_backward)
-        _wrap(GradScaler, "scale", result=self._safe(self._scaled))
+        _wrap(GradScaler, "scale", result=self._safe(self._keep_unscaled_loss))
         _wrap(GradScaler, "step", around=self._around_scaled_step)
         _wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
         before_foreign_profiler(self._safe(self._end_window))
@@ -157,7 +157,7 @@ class AutoRecorder:
         for optimizer, skipped in stepped:
             self._count(optimizer, skipped=skipped)
 
-    def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
+    def _keep_unscaled_loss(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
         # The attached loss would keep the whole autograd graph alive.
         self._unscaled_loss = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
@@ -239,7 +239,7 @@ class AutoRecorder:
         from tracekit.capture.recorder import Recorder
 
         try:
-            out = _claimed(settings)
+            out = _claim_run(settings)
         except OSError as error:
             self._write_note({"failed": True})
             raise OSError(f"--out {settings.out} cannot be written ({error.strerror or error})") from error
@@ -327,7 +327,7 @@ class AutoRecorder:
         return safe
 
 
-def _claimed(settings: launch_settings.Settings) -> "Path | RunUpload":
+def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
     """Return the run's folder, or its upload to a URL from a folder that the ranks on this node share."""
     training = training_name(settings)
     if not object_storage.is_url(settings.out):
@@ -342,16 +342,16 @@ def training_name(settings: launch_settings.Settings) -> str:
 
     The ranks agree through the process group's store, without waiting for one another.
     """
-    own = f"{settings.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    new_name = f"{settings.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         try:
             store = distributed.distributed_c10d._get_default_store()
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its restarts
-            return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", own).decode())
+            return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", new_name).decode())
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
             return settings.launch
-    return own
+    return new_name
 
 
 def _sum(losses: list[Any]) -> "PendingScalar":
@@ -377,7 +377,7 @@ def _wrap(
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         value = method(*args, **kwargs) if around is None else around(method, *args, **kwargs)
         if after is not None:
             after(*args)
@@ -385,4 +385,4 @@ def _wrap(
             result(value, *args)
         return value
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, wrapper)

@@ -183,8 +183,8 @@ class _Samples:
         for name in device_metrics.AVERAGED:
             value = sample.get(name)
             if value is not None:
-                count, total, least, most = self._averaged.get(name, (0, 0.0, value, value))
-                self._averaged[name] = [count + 1, total + value, min(least, value), max(most, value)]
+                count, total, low, high = self._averaged.get(name, (0, 0.0, value, value))
+                self._averaged[name] = [count + 1, total + value, min(low, value), max(high, value)]
         self._latest |= {name: sample.get(name) for name in device_metrics.LATEST}
         reasons = sample.get(device_metrics.THROTTLE_REASONS)
         if reasons is not None:
@@ -193,10 +193,10 @@ class _Samples:
     def values(self) -> dict[str, float | None]:
         """Return the values by `device_metrics.NAMES`."""
         values = dict(NOTHING)
-        for name, (count, total, least, most) in self._averaged.items():
+        for name, (count, total, low, high) in self._averaged.items():
             values[name] = round(total / count, _PRECISION)
-            values[device_metrics.least(name)] = least
-            values[device_metrics.most(name)] = most
+            values[device_metrics.least(name)] = low
+            values[device_metrics.most(name)] = high
         values |= self._latest
         values[device_metrics.THROTTLE_REASONS] = self._reasons
         values[device_metrics.SAMPLES] = self.count

@@ -22,7 +22,7 @@ def claim(out: Path, training: str) -> Path:
         present = [path.name for path in folder.iterdir()]
         if mark.name not in present and present:
             continue  # a run without a claim
-        if mark.name not in present and _created(mark, training):
+        if mark.name not in present and _try_create(mark, training):
             return folder
         if owner(folder) == training:
             return folder
@@ -42,7 +42,7 @@ def owner(folder: Path) -> str | None:
         time.sleep(0.01)
 
 
-def _created(mark: Path, training: str) -> bool:
+def _try_create(mark: Path, training: str) -> bool:
     try:
         with mark.open("x", encoding="utf-8") as file:
             file.write(training)

@@ -42,8 +42,8 @@ class Settings:
 
     def recorder_options(self) -> dict[str, Any]:
         """Return the fields that are options of `Recorder`."""
-        others = ("out", "launch", "notes", "ranks", "tokens_per_step", "hang_timeout_s")
-        return {name: value for name, value in vars(self).items() if name not in others}
+        excluded = ("out", "launch", "notes", "ranks", "tokens_per_step", "hang_timeout_s")
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def as_variable(self) -> str:
         """Return the value of the environment variable."""
@@ -51,7 +51,7 @@ class Settings:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return how to record this process; None if it is not recorded. Raises ValueError for an invalid variable."""
+    """Read the settings of this process; None if it is not recorded. Raises ValueError for an invalid variable."""
     text = environment.get(conventions.RECORD_VARIABLE)
     if not text:
         return None

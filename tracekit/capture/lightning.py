@@ -186,7 +186,7 @@ def _tokens_in(batch: Any) -> int | None:
 
 
 def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return what the Trainer knows about the run."""
+    """Describe the run as the Trainer knows it."""
     name = type(trainer.strategy).__name__
     strategy = None if name == _SINGLE_DEVICE else ALIASES[name].name if name in ALIASES else name
     model: dict[str, Any] = {"name": type(module).__name__}

@@ -78,10 +78,10 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
     return clean | _commit(provided.get("commit"))
 
 
-def _commit(given: object) -> dict[str, Any]:
+def _commit(commit: object) -> dict[str, Any]:
     """Return the commit of the working directory, and whether tracked files differ from it; null where unknown."""
-    if given is not None:
-        return {"commit": given} if git.is_sha(given) else {}
+    if commit is not None:
+        return {"commit": commit} if git.is_sha(commit) else {}
     folder = Path.cwd()
     sha = git.head(folder, _GIT_TIMEOUT_S) if git.is_checkout(folder) else None
     changed = None if sha is None else git.has_changes(folder, _GIT_TIMEOUT_S)

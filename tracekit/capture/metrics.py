@@ -128,8 +128,8 @@ def allocator_counters() -> dict[str, int]:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     counters = torch.cuda.memory_stats_as_nested_dict()
-    whole = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
-    peaks = {name: int(pool.get("peak", 0)) for name, pool in whole.items()}
+    totals = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
+    peaks = {name: int(pool.get("peak", 0)) for name, pool in totals.items()}
     return peaks | {name: int(counters.get(counter, 0)) for name, counter in _COUNTERS.items()}
 
 

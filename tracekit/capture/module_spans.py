@@ -65,7 +65,7 @@ class ModuleSpans:
             calls = self._thread.calls
             name = self._names.get(module)
             if name is None:
-                name = self._named(module, calls)
+                name = self._name_modules(module, calls)
             span = _Span(name) if name else None
             if span is not None:
                 span.__enter__()
@@ -79,27 +79,27 @@ class ModuleSpans:
             return
         calls = self._thread.calls
         # Calls inside whose hook was not called are over too; one that began before the hooks has no span.
-        if calls and (calls[-1][0] is module or any(each is module for each, _ in calls)):
+        if calls and (calls[-1][0] is module or any(other is module for other, _ in calls)):
             called = None
             while called is not module:
                 called, span = calls.pop()
                 if span is not None:
                     span.__exit__(None, None, None)
 
-    def _named(self, module: torch.nn.Module, calls: "Calls") -> str:
+    def _name_modules(self, module: torch.nn.Module, calls: "Calls") -> str:
         """Return the span's name for a module that was not seen before, and remember those of all modules in it.
 
         A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
         """
-        around = next((name for each, _ in reversed(calls) if (name := self._names.get(each))), None)
-        root = type(_unwrapped(module)).__name__.removeprefix(_FSDP) or _FSDP
+        around = next((name for caller, _ in reversed(calls) if (name := self._names.get(caller))), None)
+        root = type(_unwrap(module)).__name__.removeprefix(_FSDP) or _FSDP
         prefix = conventions.MODULE_PREFIX + root if around is None else f"{around}.{root}"
-        named = set()
+        used_names = set()
         for path, part in module.named_modules():
-            own = ".".join([prefix, *_parts(module, path)])
-            self._names.setdefault(part, "" if own in named else own)
-            named.add(own)
+            span_name = ".".join([prefix, *_parts(module, path)])
+            self._names.setdefault(part, "" if span_name in used_names else span_name)
+            used_names.add(span_name)
         return self._names[module]
 
 
@@ -108,12 +108,12 @@ class _Thread(threading.local):
         self.calls: Calls = []
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module of the training inside torch's wrappers."""
     for name in ("module", *_WRAPPING) if isinstance(module, _PARALLEL) else _WRAPPING:
         inner = module._modules.get(name)
         if inner is not None:
-            return _unwrapped(inner)
+            return _unwrap(inner)
     return module
 
 

@@ -68,8 +68,8 @@ class WindowRequests:
             request = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        whole = isinstance(request, dict) and all(type(request.get(name)) is int for name in ("first", "end"))
-        return request if whole and 0 <= request["first"] < request["end"] else None
+        is_complete = isinstance(request, dict) and all(type(request.get(name)) is int for name in ("first", "end"))
+        return request if is_complete and 0 <= request["first"] < request["end"] else None
 
 
 def _requested_length(touched: Path) -> int | None:

@@ -118,9 +118,9 @@ def before_foreign_profiler(callback: Callable[[], None]) -> None:
         return
     _foreign.watched = True
     for name in _STARTS:
-        setattr(torch_profiler, name, _watched(getattr(torch_profiler, name), callback, running=True))
+        setattr(torch_profiler, name, _watch(getattr(torch_profiler, name), callback, running=True))
     for name in _ENDS:
-        setattr(torch_profiler, name, _watched(getattr(torch_profiler, name), None, running=False))
+        setattr(torch_profiler, name, _watch(getattr(torch_profiler, name), None, running=False))
 
 
 class _ForeignProfiler:
@@ -132,9 +132,9 @@ _foreign = _ForeignProfiler()
 _own = threading.local()
 
 
-def _watched(call: Callable[..., Any], before: Callable[[], None] | None, *, running: bool) -> Callable[..., Any]:
+def _watch(call: Callable[..., Any], before: Callable[[], None] | None, *, running: bool) -> Callable[..., Any]:
     @functools.wraps(call)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if getattr(_own, "acting", False):
             return call(*args, **kwargs)
         if before is not None and not _foreign.running:
@@ -142,7 +142,7 @@ def _watched(call: Callable[..., Any], before: Callable[[], None] | None, *, run
         _foreign.running = running
         return call(*args, **kwargs)
 
-    return wrapped
+    return wrapper
 
 
 @contextlib.contextmanager

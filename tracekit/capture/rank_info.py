@@ -17,7 +17,7 @@ def this_rank() -> int:
 
 
 def this_world_size() -> int:
-    """Return how many ranks the job has: by its process group, else by the launcher's environment, else 1."""
+    """Return the number of ranks of the job: by its process group, else by the launcher's environment, else 1."""
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return _from_environment(_WORLD_SIZES, 1)

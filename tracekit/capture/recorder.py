@@ -289,9 +289,9 @@ class Recorder:
             conventions.rank_file(self.rank, s) for s in (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
         ]
         logs = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
-        others = [conventions.rank_file(self.rank, suffix) for suffix in logs]
-        others += [conventions.MANIFEST_FILE] if self._leads else []
-        return [*(folder / name for name in traces), *(self.folder / name for name in others)]
+        run_files = [conventions.rank_file(self.rank, suffix) for suffix in logs]
+        run_files += [conventions.MANIFEST_FILE] if self._leads else []
+        return [*(folder / name for name in traces), *(self.folder / name for name in run_files)]
 
     @contextlib.contextmanager
     def _timed_data_wait(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:

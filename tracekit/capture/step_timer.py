@@ -40,12 +40,12 @@ class StepTimer:
         took_ns = max(1, time.perf_counter_ns() - began_ns)
         ended = self._event() if began is not None else None
         if began is None or ended is None:
-            found = Pending(None, lambda: took_ns)
+            pending = Pending(None, lambda: took_ns)
         else:
-            found = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
-        self._note(found)
+            pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
+        self._note(pending)
         self.latest_ns = self.latest_ns or took_ns
-        return found
+        return pending
 
     def _note(self, time_ns: Pending) -> None:
         """Note a step's time, and read the earlier ones that are known by now."""

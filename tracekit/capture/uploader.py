@@ -86,35 +86,35 @@ class Uploader:
 
     def _upload(self, path: Path) -> None:
         target = (
-            f"{self._resolved()}/{path.relative_to(self._folder).as_posix().removesuffix(conventions.PARTIAL_SUFFIX)}"
+            f"{self._run_url()}/{path.relative_to(self._folder).as_posix().removesuffix(conventions.PARTIAL_SUFFIX)}"
         )
         if not path.is_file():  # a log has got its final name, or the file is uploaded
             return
         if self._is_log(path):
             content = _complete_lines(path)
-            object_storage.retried(target, lambda: _put_bytes(target, content))
+            object_storage.call_with_retries(target, lambda: _put_bytes(target, content))
         else:
-            object_storage.retried(target, lambda: _put_file(target, path))
+            object_storage.call_with_retries(target, lambda: _put_file(target, path))
             if path.name != conventions.MANIFEST_FILE:
                 path.unlink(missing_ok=True)
 
-    def _resolved(self) -> str:
+    def _run_url(self) -> str:
         """Return the URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
         if self._target is None:
-            self._target = self._url if self._training is None else self._claimed(self._training)
+            self._target = self._url if self._training is None else self._claim_url(self._training)
             if self._training is not None:  # the launcher waits for it
                 with contextlib.suppress(OSError):
                     target_file(self._folder).write_text(self._target, encoding="utf-8")
         return self._target
 
-    def _claimed(self, training: str) -> str:
+    def _claim_url(self, training: str) -> str:
         for number in range(1, _MAX_FOLDERS):
             url = self._url if number == 1 else f"{self._url}-{number}"
             owner = _owner(url)
             if owner is None:
-                if not object_storage.retried(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
+                if not object_storage.call_with_retries(url, lambda url=url: _has_files(url)):  # type: ignore[misc]
                     claim = f"{url}/{conventions.CLAIM_FILE}"
-                    object_storage.retried(claim, lambda claim=claim: _create(claim, training.encode()))  # type: ignore[misc]
+                    object_storage.call_with_retries(claim, lambda claim=claim: _create(claim, training.encode()))  # type: ignore[misc]
                 owner = _owner(url)  # files may be those of a rank that has claimed the folder meanwhile
             if owner == training:
                 return url
@@ -122,8 +122,8 @@ class Uploader:
 
     def _own_files(self) -> "list[Path]":
         """Return this rank's files: complete ones, and logs also while they are written."""
-        own = conventions.rank_file(self._rank, ".")
-        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(own) and path.is_file()]
+        start = conventions.rank_file(self._rank, ".")
+        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
         files = [path for path in files if _RUN_FILE.match(path.name)]
         files = [p for p in files if self._is_log(p) or not p.name.endswith(conventions.PARTIAL_SUFFIX)]
         manifest = self._folder / conventions.MANIFEST_FILE
@@ -191,7 +191,7 @@ def _owner(url: str) -> "str | None":
     claim = f"{url}/{conventions.CLAIM_FILE}"
     system, path = object_storage.connect(claim)
     try:
-        return str(object_storage.retried(claim, lambda: system.cat_file(path)).decode())
+        return str(object_storage.call_with_retries(claim, lambda: system.cat_file(path)).decode())
     except StorageError as error:
         if error.kind == object_storage.MISSING:
             return None

@@ -56,7 +56,7 @@ def write(error: Exception, words: Sequence[str]) -> CrashReport | None:
             parts = [path for path in sorted(run.rglob("*")) if path.is_file()] if run else []
             number, name = tempfile.mkstemp(prefix="tracekit-crash-", suffix=".zip")
             with os.fdopen(number, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr("report.json", _scrubbed(_report(error, words)))
+                archive.writestr("report.json", _scrub(_report(error, words)))
                 for path in parts:
                     archive.write(path, Path("run") / path.relative_to(run or path))
             what = f"the traceback and {_size(parts)} on which the command fails" if parts else "the traceback"
@@ -106,7 +106,7 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
 
 
 def _size(files: Sequence[Path]) -> str:
-    """Return how large the files of a run are, in words."""
+    """Return the size of the files of a run, in words."""
     events = sum(path.read_bytes().count(b'"ph"') for path in files)
     return f"{units.count(len(files), 'file')} with {units.count(events, 'event')}"
 
@@ -159,7 +159,7 @@ def _module(file: str) -> str:
     return str(path.relative_to(_ROOT.parent)) if path.is_relative_to(_ROOT) else path.name
 
 
-def _scrubbed(report: dict[str, object]) -> bytes:
+def _scrub(report: dict[str, object]) -> bytes:
     """Return a report as JSON without paths and names; without its texts where they would still have some."""
     from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
 

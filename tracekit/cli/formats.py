@@ -51,7 +51,7 @@ class ReportOptions(OutputOptions):
             output.require_output_file(self.out, "an HTML report")
 
     def facts(self) -> "tuple[Fact, ...]":
-        """Return what the reports contain in addition to findings, measured in one pass with the facts of the rules."""
+        """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
         from tracekit.analysis.time import breakdown, extents
         from tracekit.regression import comparability
         from tracekit.regression.samples import samples

@@ -67,6 +67,6 @@ class LazyGroup(TyperGroup):
 
     def format_commands(self, _context: Any, formatter: Any) -> None:
         """Write the name and the help of each command."""
-        shown = [(command.name, command.short_help) for command in self.LISTED]
+        rows = [(command.name, command.short_help) for command in self.LISTED]
         with formatter.section("Commands"):
-            formatter.write_dl(shown)
+            formatter.write_dl(rows)

@@ -29,8 +29,8 @@ class LatestMetrics:
     def collect(self) -> "Iterable[GaugeMetricFamily]":
         """Return the gauges of the latest step that has reached each log."""
         for rank, path in step_metrics.logs(self._folder).items():
-            named = path.with_name(path.name.removesuffix(".partial"))
-            tail = self._tails.setdefault(rank, LogTail(named, first_bytes=_FIRST_BYTES))
+            complete_path = path.with_name(path.name.removesuffix(".partial"))
+            tail = self._tails.setdefault(rank, LogTail(complete_path, first_bytes=_FIRST_BYTES))
             rows = tail.read()
             while tail.is_behind:
                 rows += tail.read()

@@ -188,12 +188,12 @@ class OutputOptions:
         """Write a text result."""
         output.emit(text, self.out)
 
-    def write_as(self, chosen: DocumentFormat, renderer: DocumentRenderer, value: Any) -> None:
+    def write_as(self, document_format: DocumentFormat, renderer: DocumentRenderer, value: Any) -> None:
         """Write a value in one of a document's formats."""
-        if chosen is DocumentFormat.TEXT:
+        if document_format is DocumentFormat.TEXT:
             self.emit(renderer.as_text(value, **self.style))
         else:
-            self.emit((renderer.as_json if chosen is DocumentFormat.JSON else renderer.as_markdown)(value))
+            self.emit((renderer.as_json if document_format is DocumentFormat.JSON else renderer.as_markdown)(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +229,9 @@ class TotalsOptions(OutputOptions):
         if self.totals_format is TotalsFormat.TEXT:
             self.emit((as_text or totals.as_text)(rows, top=self.top or output.DEFAULT_TOP, **self.style))
             return
-        shown = rows if self.top is None else rows.head(self.top)
+        top_rows = rows if self.top is None else rows.head(self.top)
         is_csv = self.totals_format is TotalsFormat.CSV
-        output.emit_rows(query_rows.as_csv(shown) if is_csv else query_rows.as_json(shown), self.out)
+        output.emit_rows(query_rows.as_csv(top_rows) if is_csv else query_rows.as_json(top_rows), self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,16 +300,16 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature(sorted(parameters, key=_is_option))
 
     @functools.wraps(command)
-    def expanded(**values: Any) -> None:
-        given = signature.bind(**values)
-        given.apply_defaults()
-        arguments = dict(given.arguments)
+    def wrapper(**values: Any) -> None:
+        bound = signature.bind(**values)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
         for name, group in groups.items():
             arguments[name] = group(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(group)})
         command(**arguments)
 
-    expanded.__signature__ = signature  # type: ignore[attr-defined]
-    return expanded
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
@@ -318,7 +318,7 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 
 def _is_option(parameter: inspect.Parameter) -> bool:
-    return not any(isinstance(each, ArgumentInfo) for each in get_args(parameter.annotation))
+    return not any(isinstance(arg, ArgumentInfo) for arg in get_args(parameter.annotation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,13 +335,13 @@ class SelectedWork:
 
 def parse_ranks(text: str) -> list[int]:
     """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in output.split_names(text):
         match = _RANGE.match(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not 0 <= last - first < _MAX_RANKS:
             raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
-        found.update(range(first, last + 1))
-    if not found:
+        ranks.update(range(first, last + 1))
+    if not ranks:
         raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
-    return sorted(found)
+    return sorted(ranks)

@@ -193,9 +193,9 @@ def _progress() -> "tuple[Progress, TaskID]":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = Progress(*columns, console=Console(stderr=True), transient=True)
-    shown.start()
-    return shown, shown.add_task("", total=None)
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.start()
+    return progress, progress.add_task("", total=None)
 
 
 def _write(text: str, output: Path) -> None:

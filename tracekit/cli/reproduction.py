@@ -48,7 +48,7 @@ class RepeatedCommand:
     after: tuple[str, ...]
 
     def failure(self, run: Path) -> str:
-        """Return where the command fails on a run; "" if it does not."""
+        """Return the place where the command fails on a run; "" if it does not."""
         try:
             application.app([*self.before, str(run), *self.after], prog_name="tracekit", standalone_mode=False)
         except Exception as error:  # noqa: BLE001 any of them may be the one that is looked for
@@ -58,20 +58,20 @@ class RepeatedCommand:
         return ""
 
 
-def repeated(words: Sequence[str]) -> RepeatedCommand | None:
+def repeated_command(words: Sequence[str]) -> RepeatedCommand | None:
     """Return the command that `words` state, without options that name files; None if it cannot be repeated."""
     group: Any = typer.main.get_command(application.app)
-    at = next((at for at, word in enumerate(words) if word in REPEATED), None)
-    if at is None:
+    position = next((position for position, word in enumerate(words) if word in REPEATED), None)
+    if position is None:
         return None
-    command = group.get_command(None, words[at])
-    values = command.make_context(words[at], list(words[at + 1 :]), resilient_parsing=True).params
+    command = group.get_command(None, words[position])
+    values = command.make_context(words[position], list(words[position + 1 :]), resilient_parsing=True).params
     positional = [
-        each for part in command.params if part.param_type_name == "argument" for each in _texts(values, part)
+        text for part in command.params if part.param_type_name == "argument" for text in _texts(values, part)
     ]
     if not positional or not Path(positional[0]).exists():
         return None
-    before = [words[at]]
+    before = [words[position]]
     for part in command.params:
         if values.get(part.name) != part.default and _REPEATED_OPTIONS & set(part.opts):
             before += [word for value in _texts(values, part) for word in (part.opts[0], value)]
@@ -82,13 +82,13 @@ def _texts(values: Mapping[str, Any], part: Any) -> list[str]:
     """Return the values of an argument or option as words."""
     value = values.get(part.name)
     several = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    return [str(getattr(each, "value", each)) for each in several]
+    return [str(getattr(entry, "value", entry)) for entry in several]
 
 
 def main() -> None:
     """Reduce the run of a command: arguments are a folder, where the command failed, and its words."""
     folder, place, *words = sys.argv[1:]
-    command = repeated(words)
+    command = repeated_command(words)
     if command is not None:
         reduce(command, place, Path(folder))
 
@@ -116,20 +116,20 @@ def reduce(command: RepeatedCommand, place: str, folder: Path) -> None:
         if without and tries.fails(without):
             state = without
     for name in list(state):
-        state = _reduced(state, name, tries.fails)
+        state = _reduce(state, name, tries.fails)
 
 
-def _reduced(files: Files, name: str, fails: Callable[[Files], bool]) -> Files:
+def _reduce(files: Files, name: str, fails: Callable[[Files], bool]) -> Files:
     """Return the files without those items of one that it need not have for the command to fail."""
     part = len(files[name].items) // 2
     while part:
-        at = 0
-        while at < len(items := files[name].items):
-            shorter = files | {name: Content(items[:at] + items[at + part :], files[name].document)}
+        start = 0
+        while start < len(items := files[name].items):
+            shorter = files | {name: Content(items[:start] + items[start + part :], files[name].document)}
             if fails(shorter):
                 files = shorter
             else:
-                at += part
+                start += part
         part //= 2
     return files
 

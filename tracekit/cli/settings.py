@@ -109,7 +109,7 @@ def read(path: Path, catalog: Catalog) -> CheckSettings:
     section = settings_file.section(path, table)
     if path.name == settings_file.PROJECT_FILE and section is None:
         raise ConfigError(f"{path}: it has no [tool.tracekit]")
-    return _resolved(path, settings_file.convert(section or {}, SettingsFile, str(path), tables=_TABLES), catalog)
+    return _from_file(path, settings_file.convert(section or {}, SettingsFile, str(path), tables=_TABLES), catalog)
 
 
 def parse_fail_on(text: str) -> Severity | None:
@@ -138,8 +138,8 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
 def configured_rules(config: CheckSettings, catalog: Catalog) -> tuple[Rule, ...]:
     """Return the selected rules with their thresholds set. Raises ConfigError where a selection matches no rule."""
     rule_names.require_matches(config.select, catalog)
-    chosen = [rule for rule in catalog if not config.select or any(rule_names.matches(p, rule) for p in config.select)]
-    return tuple(rule(**config.thresholds.get(rule.code, {})) for rule in chosen)
+    rules = [rule for rule in catalog if not config.select or any(rule_names.matches(p, rule) for p in config.select)]
+    return tuple(rule(**config.thresholds.get(rule.code, {})) for rule in rules)
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date | None = None) -> Report:
@@ -148,17 +148,17 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *
     An expired ignore has no effect; a note reports it.
     """
     today = today or datetime.now(UTC).date()
-    pairs = [(each, ignore_for(each, ignores, catalog, today=today)) for each in report.findings]
-    aside = [IgnoredFinding(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
-    notes = [f"{each.finding.id} is ignored{_until(each.until)}: {each.reason}" for each in aside]
+    pairs = [(finding, ignore_for(finding, ignores, catalog, today=today)) for finding in report.findings]
+    aside = [IgnoredFinding(finding, ignore.reason, ignore.until) for finding, ignore in pairs if ignore]
+    notes = [f"{ignored.finding.id} is ignored{_until(ignored.until)}: {ignored.reason}" for ignored in aside]
     notes += [
-        f"The ignore of {each.code} ({each.reason}) expired on {each.until} and has no effect."
-        for each in ignores
-        if is_expired(each, today)
+        f"The ignore of {ignore.code} ({ignore.reason}) expired on {ignore.until} and has no effect."
+        for ignore in ignores
+        if is_expired(ignore, today)
     ]
     return replace(
         report,
-        findings=tuple(each for each, ignore in pairs if not ignore),
+        findings=tuple(finding for finding, ignore in pairs if not ignore),
         ignored=(*report.ignored, *aside),
         notes=(*report.notes, *notes),
     )
@@ -169,8 +169,8 @@ def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *,
     rules = {rule.code: rule for rule in catalog}
     for ignore in ignores:
         rule = rules.get(finding.code)
-        named = ignore.code == finding.id or (rule is not None and rule_names.matches(ignore.code, rule))
-        if named and not is_expired(ignore, today):
+        is_named = ignore.code == finding.id or (rule is not None and rule_names.matches(ignore.code, rule))
+        if is_named and not is_expired(ignore, today):
             return ignore
     return None
 
@@ -187,7 +187,7 @@ def _until(day: date | None) -> str:
 # Reading a file -----------------------------------------------------------------------------------------------------
 
 
-def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings:
+def _from_file(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings:
     for pattern in file.select:
         rule_names.require(pattern, catalog, f"{path}: select")
     for number, ignore in enumerate(file.ignore):
@@ -197,9 +197,9 @@ def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings
         rule = rule_names.find(code, catalog, f"{path}: rules.{code}")
         thresholds.setdefault(rule.code, {}).update(_thresholds(rule, table, f"{path}: rules.{code}"))
     try:
-        fail_on = _located("fail_on", parse_fail_on, file.fail_on)
-        budget = _located("budget", budgets.parse, file.budget)
-        baseline = _located("baseline.metrics", _baseline_thresholds, file.baseline)
+        fail_on = _parse_key("fail_on", parse_fail_on, file.fail_on)
+        budget = _parse_key("budget", budgets.parse, file.budget)
+        baseline = _parse_key("baseline.metrics", _baseline_thresholds, file.baseline)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     stated = settings_file.device_overrides(file.devices, str(path))
@@ -207,8 +207,8 @@ def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings
 
 
 def _baseline_thresholds(table: BaselineTable) -> Thresholds:
-    known = metrics.compared_metrics()
-    keys = None if table.metrics is None else tuple(metrics.find(name, known).key for name in table.metrics)
+    compared = metrics.compared_metrics()
+    keys = None if table.metrics is None else tuple(metrics.find(name, compared).key for name in table.metrics)
     return Thresholds(
         keys,
         table.min_change_ratio,
@@ -219,7 +219,7 @@ def _baseline_thresholds(table: BaselineTable) -> Thresholds:
     )
 
 
-def _located(key: str, parse: Callable[[Any], T], value: object) -> T:
+def _parse_key(key: str, parse: Callable[[Any], T], value: object) -> T:
     try:
         return parse(value)
     except ConfigError as error:

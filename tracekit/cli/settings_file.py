@@ -91,7 +91,7 @@ def section(path: Path, table: Mapping[str, object]) -> Mapping[str, object] | N
 
 
 def device_overrides(tables: Mapping[str, object], where: str) -> tuple[DeviceOverride, ...]:
-    """Return what tables by device name state. Raises ConfigError, which starts with `where`."""
+    """Read device overrides from tables by device name. Raises ConfigError, which starts with `where`."""
     return tuple(_device_override(name, table, f'{where}: devices."{name}"') for name, table in tables.items())
 
 
@@ -172,10 +172,10 @@ def _value_at(value: Any, key: str) -> object:
 _MAX_LISTED = 12  # more are listed by `tracekit rules`
 
 
-def suggestion(names: Iterable[str], given: str) -> str:
-    """Return which of the names was meant: the nearest one, or all of them if they are few."""
-    known = list(names)
-    close = difflib.get_close_matches(given, known, n=1) or [name for name in known if name.lower() == given.lower()]
+def suggestion(names: Iterable[str], word: str) -> str:
+    """Return a hint at the name that was meant: the nearest one, or all of them if they are few."""
+    choices = list(names)
+    close = difflib.get_close_matches(word, choices, n=1) or [name for name in choices if name.lower() == word.lower()]
     if close:
         return f"did you mean {close[0]}?"
-    return f"expected one of {', '.join(known)}" if len(known) <= _MAX_LISTED else "tracekit rules lists them all"
+    return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit rules lists them all"

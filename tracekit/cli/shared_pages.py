@@ -64,8 +64,8 @@ def _page(run: str, address: str, query: str) -> bytes:
 
 
 def _script() -> Path:
-    found = importlib.util.find_spec("dashboard") if importlib.util.find_spec("streamlit") else None
-    script = Path(found.origin).parent / "server" / "shared_page.py" if found and found.origin else None
+    spec = importlib.util.find_spec("dashboard") if importlib.util.find_spec("streamlit") else None
+    script = Path(spec.origin).parent / "server" / "shared_page.py" if spec and spec.origin else None
     if script is None or not script.is_file():
         raise MissingExtraError(
             "pages other than the timeline need the dashboard: pip install 'torch-tracekit[dashboard]'"

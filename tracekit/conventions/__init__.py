@@ -8,7 +8,7 @@ VERSION = "0.2.0"
 
 RUN_SCHEMA = "tracekit.run/1"
 REPORT_SCHEMA = "tracekit.report/2"
-READABLE_REPORT_SCHEMAS = ("tracekit.report/1", REPORT_SCHEMA)  # 2 renamed keys of evidence (docs/renamed.md)
+READABLE_REPORT_SCHEMAS = ("tracekit.report/1", REPORT_SCHEMA)  # 2 renamed keys of evidence (docs/lab/renamed.md)
 
 # A run on disk -------------------------------------------------------------------------------------------------------
 MANIFEST_FILE = "run.json"

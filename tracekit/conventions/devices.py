@@ -149,7 +149,7 @@ def find_overridden(name: str, overrides: Sequence[DeviceOverride]) -> Device | 
     800000000000000.0
     """
     listed = find(name)
-    override = next((each for each in overrides if each.name in name), None)
+    override = next((candidate for candidate in overrides if candidate.name in name), None)
     return listed if override is None else override.over(listed)
 
 

@@ -27,7 +27,7 @@ def is_checkout(folder: Path) -> bool:
 
 
 def output(folder: Path, *words: str, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Return what a command of git prints in a folder, stripped; None where it fails or takes longer."""
+    """Return the output of a git command in a folder, stripped; None where it fails or takes longer."""
     try:
         done = subprocess.run(  # noqa: S603 the words are ours
             ["git", *_SAFE, *words],  # noqa: S607 the user's own git

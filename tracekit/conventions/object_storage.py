@@ -96,7 +96,7 @@ def shown(url: str) -> str:
 
 
 def timeout_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Return how long a request may take without any data arriving, in s."""
+    """Return the time that a request may take without any data arriving, in s."""
     try:
         return max(0.1, float(environment.get(TIMEOUT_VARIABLE, "")))
     except ValueError:
@@ -104,7 +104,7 @@ def timeout_s(environment: Mapping[str, str] = os.environ) -> float:
 
 
 def attempts(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how often a request is attempted in all."""
+    """Return the number of attempts of a request in all."""
     stated = environment.get(ATTEMPTS_VARIABLE, "")
     return max(1, int(stated)) if stated.isdecimal() else DEFAULT_ATTEMPTS
 
@@ -122,8 +122,8 @@ def connect(url: str) -> tuple[Any, str]:
         return system, path
 
 
-def retried(url: str, call: Callable[[], T]) -> T:
-    """Return what `call` returns, attempted again after errors that may pass, with growing pauses.
+def call_with_retries(url: str, call: Callable[[], T]) -> T:
+    """Return the result of `call`, attempted again after errors that may pass, with growing pauses.
 
     Raises StorageError, about `url`.
     """
@@ -197,9 +197,9 @@ _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 def _kind(error: BaseException) -> str:
     chain = _chain(error)
-    names = {parent.__name__ for each in chain for parent in type(each).__mro__}
-    status = next((number for each in chain if (number := _status(each)) is not None), None)
-    code = next((text for each in chain if (text := _code(each))), "")
+    names = {parent.__name__ for link in chain for parent in type(link).__mro__}
+    status = next((number for link in chain if (number := _status(link)) is not None), None)
+    code = next((text for link in chain if (text := _code(link))), "")
     if names & {"ImportError", "ModuleNotFoundError"}:
         return PACKAGE
     if names & _CREDENTIAL_ERRORS or code in _CREDENTIAL_CODES or status == 401:
@@ -207,8 +207,8 @@ def _kind(error: BaseException) -> str:
     if status in _BUSY_STATUS or code in _BUSY_CODES or getattr(error, "errno", None) == errno.EBUSY:
         return BUSY
     # In this order: a timeout is also an error of the connection, and HTTP's missing files may be any of these.
-    for kind, known in ((TIMEOUT, _TIMEOUTS), (UNREACHABLE, _NO_CONNECTION), (CUT, _CONNECTION_CUT)):
-        if names & known:
+    for kind, error_names in ((TIMEOUT, _TIMEOUTS), (UNREACHABLE, _NO_CONNECTION), (CUT, _CONNECTION_CUT)):
+        if names & error_names:
             return kind
     if status == 403 or "PermissionError" in names or str(error).startswith("Forbidden"):
         return DENIED
@@ -218,10 +218,10 @@ def _kind(error: BaseException) -> str:
 def _chain(error: BaseException) -> list[BaseException]:
     """Return an error and those that caused it."""
     chain: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in chain:
-        chain.append(each)
-        each = each.__cause__ or each.__context__
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     return chain
 
 
@@ -239,7 +239,7 @@ def _code(error: BaseException) -> str:
 
 
 def _message(kind: str, error: Exception, url: str, after: str) -> str:
-    """Return what happened and what to do, without the URL."""
+    """Return the message for the user: the error and its remedy, without the URL."""
     name = protocol(url)
     detail = _line(error, url)
     if kind == PACKAGE:

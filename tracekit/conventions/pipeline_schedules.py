@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 def usual_stages_per_rank(schedule: str) -> int:
-    """Return how many stages a rank runs under a schedule: of interleaved ones the fewest."""
+    """Return the number of stages of a rank under a schedule: of interleaved ones the fewest."""
     return 2 if schedule in (INTERLEAVED, *V_SHAPED) else 1
 
 
@@ -99,11 +99,11 @@ def order(schedule: str, shape: Shape, rank: int) -> list[Action]:
 
 def _gpipe(shape: Shape, rank: int) -> list[Action]:
     passes = range(shape.micro_batches)
-    return [Action(rank, FORWARD, each) for each in passes] + [Action(rank, BACKWARD, each) for each in passes]
+    return [Action(rank, FORWARD, i) for i in passes] + [Action(rank, BACKWARD, i) for i in passes]
 
 
 def _one_f_one_b(shape: Shape, rank: int) -> list[Action]:
-    forwards, backwards = ([Action(rank, kind, each) for each in range(shape.micro_batches)] for kind in "FB")
+    forwards, backwards = ([Action(rank, kind, i) for i in range(shape.micro_batches)] for kind in "FB")
     return _alternate(forwards, backwards, min(shape.ranks - 1 - rank, shape.micro_batches))
 
 
@@ -121,7 +121,7 @@ def _interleaved(shape: Shape, rank: int) -> list[Action]:
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
     """Return so many forward passes, then one forward and one backward pass in turns, then the rest."""
-    steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
     return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
 
 
@@ -130,14 +130,14 @@ def _zb_h1(shape: Shape, rank: int) -> list[Action]:
 
     So gradients reach the ranks before it earlier, and its weight gradients fill the time in which it would wait.
     """
-    found: list[Action] = []
+    actions: list[Action] = []
     weights = 0
     for action in _one_f_one_b(shape, rank):
-        found.append(action if action.kind == FORWARD else action._replace(kind=INPUT_GRADIENT))
+        actions.append(action if action.kind == FORWARD else action._replace(kind=INPUT_GRADIENT))
         if action.kind == BACKWARD and action.micro_batch >= rank:
-            found.append(Action(rank, WEIGHT_GRADIENT, weights))
+            actions.append(Action(rank, WEIGHT_GRADIENT, weights))
             weights += 1
-    return found + [Action(rank, WEIGHT_GRADIENT, each) for each in range(weights, shape.micro_batches)]
+    return actions + [Action(rank, WEIGHT_GRADIENT, i) for i in range(weights, shape.micro_batches)]
 
 
 class _Chunks:
@@ -164,10 +164,10 @@ class _Chunks:
             self.next[key] += 1
 
     def _weight_gradient(self, chunks: set[int]) -> None:
-        found = next((each for each in self._postponed if each[0] in chunks), None)
-        if found is not None:
-            self._postponed.remove(found)
-            self.actions.append(Action(self._stages[found[0]], WEIGHT_GRADIENT, found[1]))
+        postponed = next((entry for entry in self._postponed if entry[0] in chunks), None)
+        if postponed is not None:
+            self._postponed.remove(postponed)
+            self.actions.append(Action(self._stages[postponed[0]], WEIGHT_GRADIENT, postponed[1]))
 
 
 def _zbv(shape: Shape, rank: int) -> list[Action]:
@@ -200,10 +200,10 @@ def _dualpipev(shape: Shape, rank: int) -> list[Action]:
     chunks.repeat(micro_batches - 2 * ranks + rank + 1, "0F 1B 1F 0B")
     chunks.repeat(after, "1B 1F 0B")
     # From the middle of the last ones on, weight gradients are postponed: on odd ranks a pass earlier.
-    whole = (rank + 1) // 2
-    chunks.repeat(whole, "1B 0B")
+    half = (rank + 1) // 2
+    chunks.repeat(half, "1B 0B")
     chunks.repeat(int(rank % 2 == 0), "1B 0I")
-    chunks.repeat(rank // 2 if rank % 2 == 0 else rank + 1 - whole, "1I 0I")
+    chunks.repeat(rank // 2 if rank % 2 == 0 else rank + 1 - half, "1I 0I")
     chunks.repeat(after, "W 0I")
     chunks.repeat(rank + 1, "W")
     return chunks.actions

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Return how many batches the ranks train on at a time: pp, cp and tp divide the work on one."""
+        """Return the number of batches that the ranks train on at a time: pp, cp and tp divide the work on one."""
         return self.dp_replicate * self.dp_shard
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
@@ -76,7 +76,7 @@ class Layout:
         return {axis: places[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_ranks` batches a rank trains on.
+        """Return the number of a rank's batch among the `data_ranks` ones.
 
         >>> [Layout(pp=2, dp_shard=2, tp=2).data_rank(rank) for rank in range(8)]
         [0, 0, 1, 1, 0, 0, 1, 1]

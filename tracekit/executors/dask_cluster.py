@@ -48,7 +48,7 @@ class DaskCluster(WorkerPool):
         self._stack.enter_context(python_child.safe_path())  # Dask starts a lost worker again at any time
         self._address = address
         try:
-            self._client = self._stack.enter_context(self._connected())
+            self._client = self._stack.enter_context(self._connect())
             self._wait_for_workers(_QUEUE_S if address.startswith("slurm:") else _FIRST_WORKER_S)
             self._require_same_version()
         except BaseException:
@@ -69,7 +69,7 @@ class DaskCluster(WorkerPool):
         """Leave the cluster, and stop it if it was started here."""
         self._stack.close()
 
-    def _connected(self) -> "distributed.Client":
+    def _connect(self) -> "distributed.Client":
         for name in ("distributed", "tornado"):  # a lost worker is reported in the run's data quality, not in log lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
         local = _LOCAL.match(self._address)

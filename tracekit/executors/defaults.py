@@ -25,12 +25,12 @@ POLARS_THREADS = "POLARS_MAX_THREADS"
 
 
 def process_count(paths: Iterable[str]) -> int | None:
-    """Return how many processes measure the runs at these paths by default; None if threads do."""
+    """Return the number of processes that measure the runs at these paths by default; None if threads do."""
     return max(filter(None, (process_count_of(_trace_sizes(path)) for path in paths)), default=None)
 
 
 def process_count_of(sizes: Sequence[int]) -> int | None:
-    """Return how many processes measure traces by default; None if threads do.
+    """Return the number of processes that measure traces by default; None if threads do.
 
     `sizes` are the `compressed_bytes` of their files.
     """
@@ -53,7 +53,7 @@ def limit_polars_threads(paths: Iterable[str]) -> None:
     read have unknown sizes, so they change nothing.
     """
     sizes = [_trace_sizes(path) for path in paths]
-    if "polars" not in sys.modules and all(each and _median(each) < _LARGE_BYTES for each in sizes):
+    if "polars" not in sys.modules and all(file_sizes and _median(file_sizes) < _LARGE_BYTES for file_sizes in sizes):
         os.environ.setdefault(POLARS_THREADS, "1")
 
 
@@ -87,4 +87,4 @@ def _json_files(path: Path) -> Iterator[Path]:
             yield Path(entry.path)
     for folder in folders[:_MAX_FILES]:
         with os.scandir(folder) as entries:
-            yield from (Path(each.path) for each in entries if each.name.endswith(_TRACE_SUFFIXES) and each.is_file())
+            yield from (Path(file.path) for file in entries if file.name.endswith(_TRACE_SUFFIXES) and file.is_file())

@@ -28,7 +28,7 @@ def measure(source: Source, facts: Sequence[Fact], share: int) -> Outcome:
     """
     try:
         trace = _loaded.get(source) or source.read()
-        tables = packed([fact(trace) for fact in facts])
+        tables = pack([fact(trace) for fact in facts])
     except BadTraceError as error:
         return BadTraceError(str(error))  # without its cause, which may not be picklable
     if _loaded.keeps(trace, share):
@@ -36,16 +36,16 @@ def measure(source: Source, facts: Sequence[Fact], share: int) -> Outcome:
     return tables
 
 
-def packed(tables: Sequence[pl.DataFrame]) -> list[bytes]:
+def pack(tables: Sequence[pl.DataFrame]) -> list[bytes]:
     """Return tables as they are sent: an Arrow stream for each."""
-    return [_packed(table) for table in tables]
+    return [_pack_table(table) for table in tables]
 
 
-def measured(source: Source, outcome: Outcome) -> Measured:
+def as_measured(source: Source, outcome: Outcome) -> Measured:
     """Return the outcome of a task as an executor yields it."""
     if isinstance(outcome, BadTraceError):
         return Measured(source, error=outcome)
-    return Measured(source, [_unpacked(table) for table in outcome])
+    return Measured(source, [_unpack(table) for table in outcome])
 
 
 def lost(source: Source, attempts: int) -> Measured:
@@ -66,22 +66,22 @@ def are_portable(sources: Sequence[Source], facts: Sequence[Fact]) -> bool:
     return True
 
 
-def _packed(table: pl.DataFrame) -> bytes:
-    return _written(table) if table.height else _empty(tuple(table.schema.items()))
+def _pack_table(table: pl.DataFrame) -> bytes:
+    return _ipc_stream(table) if table.height else _empty(tuple(table.schema.items()))
 
 
 @lru_cache(maxsize=256)
 def _empty(columns: tuple[tuple[str, pl.DataType], ...]) -> bytes:
-    return _written(pl.DataFrame(schema=dict(columns)))
+    return _ipc_stream(pl.DataFrame(schema=dict(columns)))
 
 
-def _written(table: pl.DataFrame) -> bytes:
+def _ipc_stream(table: pl.DataFrame) -> bytes:
     stream = io.BytesIO()
     table.write_ipc_stream(stream, compression="lz4")
     return stream.getvalue()
 
 
-def _unpacked(stream: bytes) -> pl.DataFrame:
+def _unpack(stream: bytes) -> pl.DataFrame:
     return _small(stream).clone() if len(stream) <= _SMALL_BYTES else pl.read_ipc_stream(stream)
 
 

@@ -54,7 +54,7 @@ class WorkerPool(ABC):
         while waiting:
             submitted: list[Source] = []
             try:
-                for measured in self._measured(waiting, facts, share, submitted):
+                for measured in self._measure_in_order(waiting, facts, share, submitted):
                     waiting.remove(measured.source)
                     yield measured
             except self.LOST:
@@ -62,7 +62,7 @@ class WorkerPool(ABC):
                     waiting.remove(source)
                     yield self._measured_alone(source, facts, share)
 
-    def _measured(
+    def _measure_in_order(
         self, sources: Sequence[Source], facts: Sequence[Fact], share: int, submitted: list[Source]
     ) -> Iterator[Measured]:
         """Yield the facts of each source in order; `submitted` has the sources whose facts are not yielded yet."""
@@ -72,7 +72,7 @@ class WorkerPool(ABC):
             return self.submit(source, facts, share)
 
         for source, future in submitted_in_order(sources, submit, tasks=_AHEAD * self.workers):
-            measured = tasks.measured(source, future.result())
+            measured = tasks.as_measured(source, future.result())
             submitted.remove(source)
             yield measured
 
@@ -80,7 +80,7 @@ class WorkerPool(ABC):
         for _ in range(1, _ATTEMPTS):
             self.restart()
             try:
-                return tasks.measured(source, self.submit(source, facts, share).result())
+                return tasks.as_measured(source, self.submit(source, facts, share).result())
             except self.LOST:
                 continue
         self.restart()

@@ -46,4 +46,4 @@ class ArchivedTrace:
         if not issues.is_empty():
             message = pl.col("message").map_elements(self.archive.shown, return_dtype=pl.String)
             issues = issues.with_columns(message)
-        return trace.replaced(path=self.archive.shown(trace.path), data_quality=issues)
+        return trace.replace(path=self.archive.shown(trace.path), data_quality=issues)

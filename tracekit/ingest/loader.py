@@ -97,7 +97,7 @@ def with_companions(trace: Trace, path: str, others: Sequence[Companion] = ()) -
         for table_name, table in part.tables.items():
             if not table.is_empty():
                 tables.setdefault(table_name, [getattr(trace, table_name)]).append(table)
-    return trace.replaced(**{name: pl.concat(parts) for name, parts in tables.items()})
+    return trace.replace(**{name: pl.concat(parts) for name, parts in tables.items()})
 
 
 def _read_companion(companion: Companion, trace: Trace) -> Trace:
@@ -118,7 +118,7 @@ def _read_stating(read: Callable[[], Trace], devices: tuple[DeviceOverride, ...]
 
 def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
     """Return the trace with what the user states of devices in its header."""
-    return trace.replaced(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
+    return trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
 
 
 def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
@@ -144,7 +144,7 @@ def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
     """Return the trace that was read to know its rank; None if it was not, or is read with files of other tools."""
     if t.info.trace is None or t.companions:
         return None
-    trace = t.info.trace.replaced(window=t.window)
+    trace = t.info.trace.replace(window=t.window)
     if isinstance(source.origin, ArchivedTrace):
         return source.origin.placed(with_companions(trace, t.file.local, _local_companions(t)))
     if not isinstance(source.origin, RemoteTrace):

@@ -72,7 +72,7 @@ class RemoteFile:
 def info(url: str) -> RemoteFile:
     """Return a file as its server describes it. Raises StorageError if it cannot be accessed."""
     system, path = object_storage.connect(url)
-    return RemoteFile.of(url, object_storage.retried(url, lambda: system.info(path)))
+    return RemoteFile.of(url, object_storage.call_with_retries(url, lambda: system.info(path)))
 
 
 def head(file: RemoteFile, byte_count: int) -> bytes:
@@ -88,7 +88,7 @@ def head(file: RemoteFile, byte_count: int) -> bytes:
         return first
 
     with _download_errors():
-        return object_storage.retried(file.url, fetch)
+        return object_storage.call_with_retries(file.url, fetch)
 
 
 def fetch_current(file: RemoteFile, copy: Path, *, cache: bool) -> None:
@@ -148,7 +148,7 @@ def fetch(file: RemoteFile, copy: Path, *, cache: bool, keep: bool = False) -> N
     if stored is not None and stored.get(key, lambda source: _copied(source, copy)):
         return
     with _download_errors():
-        object_storage.retried(file.url, lambda: _download(file, copy))
+        object_storage.call_with_retries(file.url, lambda: _download(file, copy))
     _hashes[file] = _sha256(copy)
     if cache:
         remember(file, _HASH, _hashes[file])

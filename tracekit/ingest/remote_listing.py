@@ -143,7 +143,7 @@ def _single(system: Any, url: str, path: str, walk: _Walk) -> RemoteFile | None:
     if path.endswith("/") or (_is_web(url) and url.endswith("/")):
         return None
     try:
-        details = object_storage.retried(url, lambda: system.info(path))
+        details = object_storage.call_with_retries(url, lambda: system.info(path))
     except StorageError as error:
         # Without the permission to list, S3 reports 403 for keys that do not exist, such as folders.
         if error.kind == object_storage.MISSING or (error.kind == object_storage.DENIED and not _is_web(url)):
@@ -180,7 +180,7 @@ def _walked(system: Any, url: str, path: str, walk: _Walk) -> tuple[list[RemoteF
 
 
 def _entries(system: Any, folder: str, place: str) -> list[dict[str, Any]]:
-    listed = object_storage.retried(folder, lambda: system.ls(place, detail=True))
+    listed = object_storage.call_with_retries(folder, lambda: system.ls(place, detail=True))
     if not _is_web(folder):
         return [each for each in listed if isinstance(each, dict)]
     # An index page may link anywhere.

@@ -71,7 +71,7 @@ class RemoteTrace:
         if not issues.is_empty():
             message = pl.col("message").map_elements(lambda text: self._with_urls(text, path), return_dtype=pl.String)
             issues = issues.with_columns(message)
-        return trace.replaced(path=self.file.shown, data_quality=issues)
+        return trace.replace(path=self.file.shown, data_quality=issues)
 
     def _with_urls(self, text: str, path: Path) -> str:
         above = self.file.folder.rpartition("/")[0]

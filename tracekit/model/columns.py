@@ -30,39 +30,39 @@ def flags(column: pl.Series) -> Flags:
     return np.asarray(column.cast(pl.Int8).to_numpy() == 1, np.bool_)
 
 
-def rows_of(keys: Ints, wanted: Ints) -> Ints:
-    """Return the first row of `keys` that has each wanted key; -1 where none has it.
+def rows_of(keys: Ints, query_keys: Ints) -> Ints:
+    """Return the first row of `keys` that has each query key; -1 where none has it.
 
     >>> rows_of(np.array([5, 3, 5]), np.array([3, 5, 9])).tolist()
     [1, 0, -1]
     """
     if not len(keys):
-        return np.full(len(wanted), -1, np.int64)
+        return np.full(len(query_keys), -1, np.int64)
     order = None if (keys[1:] >= keys[:-1]).all() else np.argsort(keys, kind="stable")
     ordered = keys if order is None else keys[order]
-    at = np.minimum(np.searchsorted(ordered, wanted), len(keys) - 1)
-    rows = at if order is None else order[at]
-    return np.asarray(np.where(ordered[at] == wanted, rows, -1), np.int64)
+    positions = np.minimum(np.searchsorted(ordered, query_keys), len(keys) - 1)
+    rows = positions if order is None else order[positions]
+    return np.asarray(np.where(ordered[positions] == query_keys, rows, -1), np.int64)
 
 
-def last_rows(keys: Ints, times: Ints, wanted: Ints, until: Ints) -> Ints:
-    """Return the row of each wanted key, of 0 or more, with the largest time at or before `until`; -1 for none.
+def last_rows(keys: Ints, times: Ints, query_keys: Ints, until: Ints) -> Ints:
+    """Return the row of each query key, of 0 or more, with the largest time at or before `until`; -1 for none.
 
     >>> last_rows(np.array([7, 7, 8]), np.array([1, 5, 2]), np.array([7, 7, 9]), np.array([4, 5, 9])).tolist()
     [0, 1, -1]
     """
     if not len(keys):
-        return np.full(len(wanted), -1, np.int64)
+        return np.full(len(query_keys), -1, np.int64)
     order = np.lexsort((times, keys))
     ranks = distinct(np.concatenate((times, until)))
     in_order = keys[order] * len(ranks) + np.searchsorted(ranks, times[order])
-    last = np.searchsorted(in_order, wanted * len(ranks) + np.searchsorted(ranks, until), side="right") - 1
-    found = order[np.maximum(last, 0)]
-    return np.where((last >= 0) & (wanted >= 0) & (keys[found] == wanted), found, -1)
+    last = np.searchsorted(in_order, query_keys * len(ranks) + np.searchsorted(ranks, until), side="right") - 1
+    rows = order[np.maximum(last, 0)]
+    return np.where((last >= 0) & (query_keys >= 0) & (keys[rows] == query_keys), rows, -1)
 
 
 def starts_of_groups(*sorted_keys: Ints) -> Ints:
-    """Return where each group of equal, sorted keys begins, and last the number of rows: shape (groups + 1,).
+    """Return the first row of each group of equal, sorted keys, and last the number of rows: shape (groups + 1,).
 
     >>> starts_of_groups(np.array([1, 1, 4])).tolist()
     [0, 2, 3]
@@ -102,10 +102,10 @@ def rows_by_key(keys: Ints) -> dict[int, Ints]:
     return {int(keys[order[first]]): order[first:until] for first, until in itertools.pairwise(bounds)}
 
 
-def filled(column: pl.Series, value: int) -> Ints:
+def to_ints(column: pl.Series, value: int) -> Ints:
     """Return a column of integers as an array, `value` where it is null.
 
-    >>> filled(pl.Series([3, None]), -1).tolist()
+    >>> to_ints(pl.Series([3, None]), -1).tolist()
     [3, -1]
     """
     if not column.null_count():

@@ -41,9 +41,9 @@ def devices(header: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def device_numbers(header: Mapping[str, Any], name: str) -> dict[int, int]:
     """Return one property of the devices of a header, such as totalGlobalMem, by id: only positive int64 numbers."""
-    found = {}
+    by_device = {}
     for device in devices(header):
         number, value = device.get("id"), device.get(name)
         if type(number) is int and type(value) is int and 0 <= number < 1 << 31 and 0 < value < 1 << 63:
-            found[number] = value
-    return found
+            by_device[number] = value
+    return by_device

@@ -72,7 +72,7 @@ class FactTables:
         return self._parts.get(fact, ())
 
     def collector(self, facts: Sequence[Fact]) -> "Collector":
-        """Return what takes the tables of these facts trace by trace."""
+        """Return a collector that takes the tables of these facts trace by trace."""
         return Collector(self, facts, max(self._free_bytes(), 0))
 
     def _free_bytes(self) -> int:
@@ -150,5 +150,5 @@ class _Pending:
 
 
 def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
-    own = {"window", "rank"}.intersection(frame.columns)
-    return frame.drop(own) if own else frame
+    place = {"window", "rank"}.intersection(frame.columns)
+    return frame.drop(place) if place else frame

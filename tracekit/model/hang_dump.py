@@ -135,8 +135,8 @@ class RankDump:
     @property
     def main_thread(self) -> ThreadStack | None:
         """Return the main thread's stack; the only thread's, where none is marked."""
-        named = next((thread for thread in self.threads if thread.is_main), None)
-        return named or (self.threads[0] if len(self.threads) == 1 else None)
+        main = next((thread for thread in self.threads if thread.is_main), None)
+        return main or (self.threads[0] if len(self.threads) == 1 else None)
 
     @property
     def pending(self) -> tuple[Call, ...]:

@@ -57,17 +57,17 @@ def covered_twice(spans: Spans, group: npt.NDArray[np.int64]) -> Spans:
     order = order[spans[order, 1] > spans[order, 0]]
     if not len(order):
         return EMPTY
-    start, end, of = spans[order, 0], spans[order, 1], group[order]
+    start, end, span_group = spans[order, 0], spans[order, 1], group[order]
     # Within a group, ends up to each span; earlier groups are shifted below all times of this one.
     rank = np.argsort(np.argsort(end, kind="stable"), kind="stable")
-    shift = np.cumsum(np.append(False, of[1:] != of[:-1])) * len(end)
+    shift = np.cumsum(np.append(False, span_group[1:] != span_group[:-1])) * len(end)
     reach = np.sort(end)[np.maximum.accumulate(rank + shift) - shift]
-    first = np.flatnonzero(np.append(True, (of[1:] != of[:-1]) | (start[1:] > reach[:-1])))
+    first = np.flatnonzero(np.append(True, (span_group[1:] != span_group[:-1]) | (start[1:] > reach[:-1])))
     last = np.append(first[1:] - 1, len(start) - 1)
     times = np.concatenate((start[first], reach[last]))
     change = np.repeat(np.array([1, -1]), len(first))
-    at = np.argsort(times, kind="stable")
-    times, depth = times[at], np.cumsum(change[at])
+    time_order = np.argsort(times, kind="stable")
+    times, depth = times[time_order], np.cumsum(change[time_order])
     return union(_pairs(times[:-1], times[1:])[depth[:-1] >= 2])
 
 

@@ -41,7 +41,7 @@ def short(name: str) -> str:
     'ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn'
     """
     read = _read(name)
-    return name if read is None else _written(read[0], _meaningful(read[1]))
+    return name if read is None else _with_arguments(read[0], _meaningful(read[1]))
 
 
 def short_names(names: Collection[str]) -> Mapping[str, str]:
@@ -58,34 +58,34 @@ def short_names(names: Collection[str]) -> Mapping[str, str]:
         alike.setdefault(short(name), []).append(name)
     forms: dict[str, str] = {}
     for form, group in alike.items():
-        forms |= {group[0]: form} if len(group) == 1 else _distinguished(group)
+        forms |= {group[0]: form} if len(group) == 1 else _distinguish(group)
     counts = Counter(forms.values())
     return {name: forms[name] if counts[forms[name]] == 1 else name for name in names}
 
 
-def _distinguished(names: Sequence[str]) -> Mapping[str, str]:
+def _distinguish(names: Sequence[str]) -> Mapping[str, str]:
     """Return a form of each of some names with the same short form: with the template arguments that differ."""
     read = {name: _read(name) or (name, ()) for name in names}
     arguments = [words for _, words in read.values()]
     is_aligned = len(set(map(len, arguments))) == 1
-    same = {at for at, words in enumerate(zip(*arguments, strict=False)) if len(set(words)) == 1} if is_aligned else ()
+    same = {i for i, words in enumerate(zip(*arguments, strict=False)) if len(set(words)) == 1} if is_aligned else ()
     everywhere = set.intersection(*map(set, arguments))
     forms = {}
     for name, (function, words) in read.items():
         first = _meaningful(words)
-        others = [word for at, word in enumerate(words) if (at not in same if is_aligned else word not in everywhere)]
-        forms[name] = _written(function, list(dict.fromkeys([*first, *others]))[:_MAX_WORDS])
+        rest = [word for i, word in enumerate(words) if (i not in same if is_aligned else word not in everywhere)]
+        forms[name] = _with_arguments(function, list(dict.fromkeys([*first, *rest]))[:_MAX_WORDS])
     return forms
 
 
-def _written(function: str, arguments: Sequence[str]) -> str:
+def _with_arguments(function: str, arguments: Sequence[str]) -> str:
     return f"{function}<{', '.join(arguments)}>" if arguments else function
 
 
 def _meaningful(arguments: Sequence[str]) -> list[str]:
     """Return the first of the template arguments that say what a kernel computes."""
-    named = (word for word in dict.fromkeys(arguments) if not _NOISE.fullmatch(word) and not _is_number(word))
-    return list(itertools.islice(named, _MAX_NAMED))
+    names = (word for word in dict.fromkeys(arguments) if not _NOISE.fullmatch(word) and not _is_number(word))
+    return list(itertools.islice(names, _MAX_NAMED))
 
 
 def _is_number(word: str) -> bool:
@@ -98,7 +98,7 @@ def _read(name: str) -> tuple[str, tuple[str, ...]] | None:
     text = name[:_MAX_READ]
     if not _SIGNATURE.match(text) or "…" in text:
         return None
-    function, arguments = _mangled(text) if text.startswith("_Z") else _signature(text)
+    function, arguments = _parse_mangled(text) if text.startswith("_Z") else _signature(text)
     return (function, tuple(arguments)) if function else None
 
 
@@ -124,13 +124,13 @@ def _parts(text: str) -> Iterator[tuple[str, int]]:
     It ends at the parameters of the function itself.
     """
     depth, parameters, begin = 0, 0, 0
-    for at, character in enumerate(text):
-        if character not in "<>()" or (character == ">" and text[at - 1 : at] == "-"):
+    for index, character in enumerate(text):
+        if character not in "<>()" or (character == ">" and text[index - 1 : index] == "-"):
             continue
         if not parameters:
-            yield text[begin:at], depth
+            yield text[begin:index], depth
         if character == "(":
-            if depth == 0 and not parameters and not text.endswith("operator", 0, at):
+            if depth == 0 and not parameters and not text.endswith("operator", 0, index):
                 return
             parameters += 1
         elif character == ")":
@@ -138,30 +138,30 @@ def _parts(text: str) -> Iterator[tuple[str, int]]:
         elif not parameters:
             depth = max(depth + (1 if character == "<" else -1), 0)
             yield " ", depth if character == "<" else depth + 1
-        begin = at + 1
+        begin = index + 1
     if not parameters:
         yield text[begin:], depth
 
 
-def _mangled(name: str) -> tuple[str, list[str]]:
-    """Return what `_signature` does of a name mangled by the Itanium C++ ABI, where identifiers follow their length."""
-    path, at = _sequence(name, 3 if name.startswith("_ZN") else 2)
+def _parse_mangled(name: str) -> tuple[str, list[str]]:
+    """Parse a name mangled by the Itanium C++ ABI, where identifiers follow their length, as `_signature` does."""
+    path, position = _sequence(name, 3 if name.startswith("_ZN") else 2)
     words: list[str] = []
-    while match := _MANGLED.search(name, at):
+    while match := _MANGLED.search(name, position):
         if match[1]:
             words.append(match[1].replace("n", "-"))
-            at = match.end()
+            position = match.end()
         else:
-            listed, at = _sequence(name, match.start())
+            listed, position = _sequence(name, match.start())
             words += [word for word in listed[-1:] if len(word) > 1 and word.isidentifier()]
     return path[-1] if path else "", words
 
 
-def _sequence(name: str, at: int) -> tuple[list[str], int]:
+def _sequence(name: str, position: int) -> tuple[list[str], int]:
     """Return the identifiers that stand one after the other, each after its length, and where they end."""
     path = []
-    while match := _LENGTH.match(name, at):
+    while match := _LENGTH.match(name, position):
         end = match.end() + int(match[0][:4])
         path.append(name[match.end() : end])
-        at = end
-    return path, at
+        position = end
+    return path, position

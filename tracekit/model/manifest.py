@@ -47,18 +47,18 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Manifest":
-        """Return what a JSON object of any content states. A model may be an object or a name."""
+        """Read a manifest from a JSON object of any content. A model may be an object or a name."""
         model, windows = document.get("model"), document.get("windows")
         fields = _valid_fields(cls, document)
         fields["model"] = Model(**_valid_fields(Model, {"name": model} if isinstance(model, str) else model))
-        known = [_converted(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
-        fields["windows"] = tuple(window for window in known if window is not None)
+        converted = [_convert(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
+        fields["windows"] = tuple(window for window in converted if window is not None)
         return cls(**fields)
 
 
 def _valid_fields(kind: type[msgspec.Struct], document: object) -> dict[str, Any]:
-    given = document if isinstance(document, Mapping) else {}
-    converted = {name: _converted(given[name], field_type) for name, field_type in _types(kind) if name in given}
+    fields = document if isinstance(document, Mapping) else {}
+    converted = {name: _convert(fields[name], field_type) for name, field_type in _types(kind) if name in fields}
     return {name: value for name, value in converted.items() if value is not None}
 
 
@@ -67,7 +67,7 @@ def _types(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
     return [(field.name, field.type) for field in msgspec.structs.fields(kind)]
 
 
-def _converted(value: object, kind: Any) -> Any:
+def _convert(value: object, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError):

@@ -15,11 +15,11 @@ def memoize(measure: Callable[Concatenate[K, P], T]) -> Callable[Concatenate[K, 
     results: WeakKeyDictionary[K, dict[object, T]] = WeakKeyDictionary()
 
     @wraps(measure)
-    def memoized(source: K, /, *others: P.args, **named: P.kwargs) -> T:
-        known = results.setdefault(source, {})
-        key = (others, tuple(named.items()))
-        if key not in known:
-            known[key] = measure(source, *others, **named)
-        return known[key]
+    def wrapper(source: K, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        cache = results.setdefault(source, {})
+        key = (args, tuple(kwargs.items()))
+        if key not in cache:
+            cache[key] = measure(source, *args, **kwargs)
+        return cache[key]
 
-    return memoized
+    return wrapper

@@ -35,7 +35,7 @@ class MemorySnapshot:
         """Return the device with the longest history, else that with most segments; 0 if there is none."""
         lengths = dict(self.events.group_by("device").len().iter_rows())
         segments = dict(self.segments.group_by("device").len().iter_rows())
-        return max(self.devices, key=lambda each: (lengths.get(each, 0), segments.get(each, 0)), default=0)
+        return max(self.devices, key=lambda device: (lengths.get(device, 0), segments.get(device, 0)), default=0)
 
     @property
     def tables(self) -> dict[str, pl.DataFrame]:

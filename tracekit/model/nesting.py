@@ -17,8 +17,8 @@ def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
     unresolved = np.arange(count, dtype=np.int64)
     while len(unresolved):
         above = candidate[unresolved]
-        known = above >= 0
-        same = known & (lane[above] == lane[unresolved])
+        has_candidate = above >= 0
+        same = has_candidate & (lane[above] == lane[unresolved])
         encloses = (
             same & (end[above] >= end[unresolved]) & (start[unresolved] < np.maximum(end[above], start[above] + 1))
         )
@@ -59,13 +59,13 @@ def order(lane: Ints, start: Ints, end: Ints, number: Ints | None = None) -> Int
     if int(lane.max() + 1) * int(since.max() + 1) >= 1 << 62:
         return np.lexsort((*ties, -end, start, lane))
     key = lane * (since.max() + 1) + since
-    found = np.argsort(key, kind="stable")
-    key = key[found]
+    rows = np.argsort(key, kind="stable")
+    key = key[rows]
     same = key[1:] == key[:-1]
     if same.any():
         tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
-        found[tied] = found[tied][np.lexsort((*(values[found[tied]] for values in ties), -end[found[tied]], key[tied]))]
-    return found
+        rows[tied] = rows[tied][np.lexsort((*(values[rows[tied]] for values in ties), -end[rows[tied]], key[tied]))]
+    return rows
 
 
 def levels(parent: Ints, rows: Ints) -> list[Ints]:

@@ -20,22 +20,22 @@ def from_text(text: str) -> list[int]:
     >>> from_text("0:3:1,9,7")
     [0, 1, 2, 3, 9, 7]
     """
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(",") if text else ():
         first, *rest = map(int, part.split(":"))
-        found += range(first, rest[0] + 1, rest[1]) if rest else (first,)
-    return found
+        ranks += range(first, rest[0] + 1, rest[1]) if rest else (first,)
+    return ranks
 
 
 def texts(lists: pl.Series) -> pl.Series:
     """Return the text of each list of ranks; null for null."""
-    return pl.Series(lists.name, [None if each is None else to_text(each) for each in lists.to_list()], pl.String)
+    return pl.Series(lists.name, [None if ranks is None else to_text(ranks) for ranks in lists.to_list()], pl.String)
 
 
 def lists(texts: pl.Series) -> pl.Series:
     """Return the list of ranks of each text; null for null."""
-    known = {text: from_text(text) for text in texts.drop_nulls().unique()}
-    return pl.Series(texts.name, [None if each is None else known[each] for each in texts], pl.List(pl.Int64()))
+    ranks = {text: from_text(text) for text in texts.drop_nulls().unique()}
+    return pl.Series(texts.name, [None if text is None else ranks[text] for text in texts], pl.List(pl.Int64()))
 
 
 def _parts(ranks: Sequence[int]) -> Iterator[str]:

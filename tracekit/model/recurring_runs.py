@@ -32,8 +32,8 @@ class _Grams:
         return self.places[self.first[number] : end]
 
 
-def find(tokens: Ints, parts: Ints, *, longest: int, most: int = 1000) -> list[RecurringRun]:
-    """Return at most `most` runs of 2 to `longest` tokens that occur at least twice, none of which overlap.
+def find(tokens: Ints, parts: Ints, *, longest: int, max_runs: int = 1000) -> list[RecurringRun]:
+    """Return at most `max_runs` runs of 2 to `longest` tokens that occur at least twice, none of which overlap.
 
     A run lies in one part: `parts` has the number of each token's part, which never decreases. The run that covers most
     tokens comes first, of equal ones the longer, then the earlier; each further run is chosen likewise among the tokens
@@ -45,8 +45,8 @@ def find(tokens: Ints, parts: Ints, *, longest: int, most: int = 1000) -> list[R
     grams = list(_grams(tokens, parts, longest))
     used: Flags = np.zeros(len(tokens), np.bool_)
     fresh, waiting = _by_cover(grams), list[tuple[int, int, int, int]]()
-    upcoming, chosen = next(fresh, None), list[RecurringRun]()
-    while len(chosen) < most and (upcoming or waiting):
+    upcoming, runs = next(fresh, None), list[RecurringRun]()
+    while len(runs) < max_runs and (upcoming or waiting):
         if upcoming and (not waiting or upcoming < waiting[0]):
             candidate, upcoming = upcoming, next(fresh, None)
         else:
@@ -54,56 +54,56 @@ def find(tokens: Ints, parts: Ints, *, longest: int, most: int = 1000) -> list[R
         starts = _free(grams[-candidate[1] - 2], candidate[3], used)
         cover = -len(starts) * -candidate[1]
         if cover == candidate[0]:
-            chosen.append(RecurringRun(-candidate[1], starts))
+            runs.append(RecurringRun(-candidate[1], starts))
             used[(starts[:, None] + np.arange(-candidate[1])).ravel()] = True
         elif len(starts) > 1:
             heapq.heappush(waiting, (cover, *candidate[1:]))
-    return chosen
+    return runs
 
 
 def without_overlaps(places: Ints, length: int) -> Flags:
-    """Return which of ascending places to keep such that runs of `length` there do not overlap, from the first on.
+    """Return a mask of the ascending places where runs of `length` do not overlap, chosen from the first on.
 
     >>> without_overlaps(np.array([0, 1, 2, 3, 9]), 2).tolist()
     [True, False, True, False, True]
     """
-    chosen: Flags = np.diff(places, prepend=places[:1] - length) >= length  # nothing that precedes reaches these
-    if chosen.all():
-        return chosen
+    keep: Flags = np.diff(places, prepend=places[:1] - length) >= length  # nothing that precedes reaches these
+    if keep.all():
+        return keep
     following = np.append(np.searchsorted(places, places + length), len(places))
-    chosen = np.append(chosen, False)
+    keep = np.append(keep, False)
     while not np.array_equal(following, following[following]):
-        chosen[following[chosen]] = True  # twice as far each time
+        keep[following[keep]] = True  # twice as far each time
         following = following[following]
-    chosen[following[chosen]] = True
-    return chosen[:-1]
+    keep[following[keep]] = True
+    return keep[:-1]
 
 
 def _grams(tokens: Ints, parts: Ints, longest: int) -> Iterator[_Grams]:
     """Yield the runs of each length from 2 to `longest` that recur, up to the length of which none does."""
     codes = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
     kinds = int(codes.max(initial=0)) + 1
-    at, of = np.arange(len(codes), dtype=np.int64), codes
+    starts, grams = np.arange(len(codes), dtype=np.int64), codes
     for length in range(2, longest + 1):
-        at, of = _longer(at, of, codes, parts, length, kinds)
-        if not len(at):
+        starts, grams = _longer(starts, grams, codes, parts, length, kinds)
+        if not len(starts):
             return
-        order = np.argsort(of, kind="stable")
-        places, group = at[order], of[order]
+        order = np.argsort(grams, kind="stable")
+        places, group = starts[order], grams[order]
         first = np.flatnonzero(np.diff(group, prepend=-1))
-        apart = without_overlaps(places + group * (len(codes) + length), length)
-        yield _Grams(length, places, first, np.add.reduceat(apart.astype(np.int64), first))
+        is_apart = without_overlaps(places + group * (len(codes) + length), length)
+        yield _Grams(length, places, first, np.add.reduceat(is_apart.astype(np.int64), first))
 
 
-def _longer(at: Ints, of: Ints, codes: Ints, parts: Ints, length: int, kinds: int) -> tuple[Ints, Ints]:
+def _longer(starts: Ints, grams: Ints, codes: Ints, parts: Ints, length: int, kinds: int) -> tuple[Ints, Ints]:
     """Return places and codes of the runs of `length` that recur, from those of the runs that are one token shorter."""
-    begins = np.flatnonzero(np.diff(at) == 1)  # a run can only recur if both runs that are one shorter do
-    at, of = at[begins], of[begins]
-    inside = parts[at] == parts[at + length - 1]
-    at, of = at[inside], of[inside]
-    _, code, counts = np.unique(of * kinds + codes[at + length - 1], return_inverse=True, return_counts=True)
+    begins = np.flatnonzero(np.diff(starts) == 1)  # a run can only recur if both runs that are one shorter do
+    starts, grams = starts[begins], grams[begins]
+    inside = parts[starts] == parts[starts + length - 1]
+    starts, grams = starts[inside], grams[inside]
+    _, code, counts = np.unique(grams * kinds + codes[starts + length - 1], return_inverse=True, return_counts=True)
     recurs = counts[code] > 1
-    return at[recurs], np.unique(code[recurs], return_inverse=True)[1].astype(np.int64)
+    return starts[recurs], np.unique(code[recurs], return_inverse=True)[1].astype(np.int64)
 
 
 def _by_cover(grams: list[_Grams]) -> Iterator[tuple[int, int, int, int]]:
@@ -117,8 +117,8 @@ def _by_cover(grams: list[_Grams]) -> Iterator[tuple[int, int, int, int]]:
     cover, length, place, number = (np.concatenate(column) for column in zip(*columns, strict=True))
     several = np.flatnonzero(cover < length)  # a run that overlaps itself may occur once
     order = several[np.lexsort((place[several], length[several], cover[several]))]
-    for at in order:
-        yield int(cover[at]), int(length[at]), int(place[at]), int(number[at])
+    for index in order:
+        yield int(cover[index]), int(length[index]), int(place[index]), int(number[index])
 
 
 def _free(grams: _Grams, number: int, used: Flags) -> Ints:

@@ -51,14 +51,14 @@ def find(tokens: Ints) -> Repetition | None:
     """
     codes = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
     grams = dict(_grams(codes))
-    rated = [each for at in _candidates(grams, len(codes)) if (each := _rated(codes, at)) is not None]
-    best = max((each.alike_ratio for each in rated), default=0.0)
-    good = [each for each in rated if each.alike_ratio >= best - _AS_GOOD]
+    rated = [passes for places in _candidates(grams, len(codes)) if (passes := _repetition(codes, places)) is not None]
+    best = max((passes.alike_ratio for passes in rated), default=0.0)
+    good = [passes for passes in rated if passes.alike_ratio >= best - _AS_GOOD]
     if not good:
         return None
-    found = max(good, key=lambda each: (each.count, each.alike_ratio))
-    found = _without_other_beginning(codes, found)
-    return _rated(codes, _with_prefix(codes, _from_the_first(grams, found))) or found
+    repetition = max(good, key=lambda passes: (passes.count, passes.alike_ratio))
+    repetition = _without_other_beginning(codes, repetition)
+    return _repetition(codes, _with_prefix(codes, _from_the_first(grams, repetition))) or repetition
 
 
 def _grams(codes: Ints) -> Iterator[tuple[int, Ints]]:
@@ -81,16 +81,16 @@ def _candidates(grams: dict[int, Ints], length: int) -> list[Ints]:
         first = np.flatnonzero(np.diff(codes[places], prepend=-1))
         counts = np.diff(first, append=len(places))
         distance, ratio = _distances(codes[places], places, first, counts, length)
-        for at in np.flatnonzero(ratio >= _MIN_REGULAR_RATIO).tolist():
-            where = places[first[at] : first[at] + counts[at]]
-            regular.setdefault(int(counts[at]), []).append((float(distance[at]), where))
-    most = sorted(regular.values(), key=len, reverse=True)[:_MAX_CANDIDATES]
-    return [_most_common(alike) for alike in most]
+        for row in np.flatnonzero(ratio >= _MIN_REGULAR_RATIO).tolist():
+            where = places[first[row] : first[row] + counts[row]]
+            regular.setdefault(int(counts[row]), []).append((float(distance[row]), where))
+    largest = sorted(regular.values(), key=len, reverse=True)[:_MAX_CANDIDATES]
+    return [_most_common(alike) for alike in largest]
 
 
 def _most_common(alike: list[tuple[float, Ints]]) -> Ints:
     """Return the places whose distance most others share, of these the first in the sequence."""
-    ordered = sorted(alike, key=lambda each: each[0])
+    ordered = sorted(alike, key=lambda pair: pair[0])
     distances = np.array([distance for distance, _ in ordered])
     until = np.searchsorted(distances, distances * (1 + _SAME_DISTANCE), side="right")
     first = int(np.argmax(until - np.arange(len(distances))))
@@ -111,12 +111,12 @@ def _distances(group: Ints, places: Ints, first: Ints, counts: Ints, length: int
     return typical, ratio * counts / np.maximum(counts - 1, 1)  # the last pass has no distance
 
 
-def _rated(codes: Ints, at: Ints) -> Repetition | None:
-    """Return the passes that begin at the places `at`, without an incomplete last one; None for fewer than two."""
-    lengths = np.diff(at) if len(at) > 1 else np.zeros(1, np.int64)
-    length, rest = int(np.median(lengths)), len(codes) - int(at[-1])
+def _repetition(codes: Ints, places: Ints) -> Repetition | None:
+    """Return the passes that begin at `places`, without an incomplete last one; None for fewer than two."""
+    lengths = np.diff(places) if len(places) > 1 else np.zeros(1, np.int64)
+    length, rest = int(np.median(lengths)), len(codes) - int(places[-1])
     last = rest if rest <= lengths.max() else length  # what is longer than any pass is not only a pass
-    starts, end = (at, int(at[-1]) + last) if rest >= _WHOLE * length else (at[:-1], int(at[-1]))
+    starts, end = (places, int(places[-1]) + last) if rest >= _WHOLE * length else (places[:-1], int(places[-1]))
     if len(starts) < 2:
         return None
     names = int(codes.max()) + 1
@@ -129,36 +129,36 @@ def _rated(codes: Ints, at: Ints) -> Repetition | None:
 
 
 def _lower_medians(name: Ints, often: Ints, passes: int, names: int) -> Ints:
-    """Return how often each name occurs in the median pass; passes without it count as 0."""
+    """Return the count of each name in the median pass; passes without it count as 0."""
     ordered = np.lexsort((often, name))
     present = np.bincount(name, minlength=names)
     first = np.cumsum(present) - present
     place = (passes - 1) // 2 - (passes - present)  # of the median among the passes that have it
-    found = np.zeros(names, np.int64)
-    known = place >= 0
-    found[known] = often[ordered][first[known] + place[known]]
-    return found
+    medians = np.zeros(names, np.int64)
+    in_most = place >= 0
+    medians[in_most] = often[ordered][first[in_most] + place[in_most]]
+    return medians
 
 
-def _from_the_first(grams: dict[int, Ints], found: Repetition) -> Ints:
+def _from_the_first(grams: dict[int, Ints], passes: Repetition) -> Ints:
     """Return the places of the earliest run of tokens that recurs in step with the passes found.
 
     A run that makes the first pass longer or shorter than the others occurs by chance before the loop.
     """
-    earlier = ((place, size, others) for size, codes in grams.items() for place, others in _recurring(codes, found))
-    for _, _, others in sorted(earlier, key=lambda each: each[:2]):
-        if _alternate(others, found.starts) and _is_first_similar(np.diff(others)):
-            return others
-    return found.starts
+    earlier = ((place, size, starts) for size, codes in grams.items() for place, starts in _recurring(codes, passes))
+    for _, _, run_starts in sorted(earlier, key=lambda entry: entry[:2]):
+        if _alternate(run_starts, passes.starts) and _is_first_similar(np.diff(run_starts)):
+            return run_starts
+    return passes.starts
 
 
-def _without_other_beginning(codes: Ints, found: Repetition) -> Repetition:
+def _without_other_beginning(codes: Ints, passes: Repetition) -> Repetition:
     """Return the passes without those before the first that is as long as most, and followed by such a pass."""
-    lengths = np.diff(found.starts)
+    lengths = np.diff(passes.starts)
     usual = float(np.median(lengths))
     similar = np.abs(lengths - usual) <= _SIMILAR_LENGTH * usual
     first = np.flatnonzero(similar[:-1] & similar[1:])
-    return (_rated(codes, found.starts[first[0] :]) or found) if len(first) and first[0] else found
+    return (_repetition(codes, passes.starts[first[0] :]) or passes) if len(first) and first[0] else passes
 
 
 def _is_first_similar(lengths: Ints) -> bool:
@@ -167,28 +167,28 @@ def _is_first_similar(lengths: Ints) -> bool:
     return abs(float(lengths[0]) - usual) <= _SIMILAR_LENGTH * usual
 
 
-def _recurring(codes: Ints, found: Repetition) -> Iterator[tuple[int, Ints]]:
+def _recurring(codes: Ints, passes: Repetition) -> Iterator[tuple[int, Ints]]:
     """Yield first place and all places of each code that occurs as often as there are passes, or once more."""
     places = np.argsort(codes, kind="stable")
     counts = np.bincount(codes)
     ends = np.cumsum(counts)
-    for code in np.flatnonzero((counts == found.count) | (counts == found.count + 1)).tolist():
-        others = places[ends[code] - counts[code] : ends[code]]
-        if others[0] < found.starts[0]:
-            yield int(others[0]), others
+    for code in np.flatnonzero((counts == passes.count) | (counts == passes.count + 1)).tolist():
+        starts = places[ends[code] - counts[code] : ends[code]]
+        if starts[0] < passes.starts[0]:
+            yield int(starts[0]), starts
 
 
 def _with_prefix(codes: Ints, starts: Ints) -> Ints:
     """Return `starts` moved back by the tokens before the first pass that stand before most others as well."""
-    first, others = int(starts[0]), starts[1:]
+    first, later = int(starts[0]), starts[1:]
     back = np.arange(1, first + 1)
-    same = codes[others[:, None] - back] == codes[first - back] if first else np.zeros((0, 0), bool)
-    differs = np.flatnonzero(2 * same.sum(axis=0) < len(others))
+    same = codes[later[:, None] - back] == codes[first - back] if first else np.zeros((0, 0), bool)
+    differs = np.flatnonzero(2 * same.sum(axis=0) < len(later))
     return starts - (int(differs[0]) if len(differs) else first)
 
 
-def _alternate(some: Ints, others: Ints) -> bool:
+def _alternate(first: Ints, second: Ints) -> bool:
     """Return whether two ascending sequences take turns."""
-    order = np.argsort(np.concatenate((some, others)), kind="stable")
-    of_some: Flags = order < len(some)
-    return bool((of_some[1:] != of_some[:-1]).all())
+    order = np.argsort(np.concatenate((first, second)), kind="stable")
+    is_first: Flags = order < len(first)
+    return bool((is_first[1:] != is_first[:-1]).all())

@@ -112,7 +112,7 @@ class Run:
 
         Computed on first access. A run without `align` leaves every trace on its own clock: offset 0, residual null.
         """
-        return self.run_table(self._align or _unaligned)
+        return self.run_table(self._align or _zero_offsets)
 
     def trace(self, rank: int, window: int | None = None) -> Trace:
         """Return the trace of one rank, by default of its first window. Raises KeyError if there is none."""
@@ -152,13 +152,13 @@ class Run:
 
         The name states everything that the table depends on. Without a name, or a cache, it is made each time.
         """
-        known = self._cached_table(name)
-        if known is None:
+        table = self._cached_table(name)
+        if table is None:
             began_s = time.monotonic()
             self.measure(reads)
-            known = make(self)
-            self._store((name,), (known,), time.monotonic() - began_s)
-        return known
+            table = make(self)
+            self._store((name,), (table,), time.monotonic() - began_s)
+        return table
 
     def measure(self, facts: Iterable[Fact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
@@ -166,31 +166,31 @@ class Run:
         `on_progress` is called after each trace. The run's executor decides how many traces are read at a time. Raises
         BadTraceError if no trace can be read.
         """
-        wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
-        for fact in wanted:
+        missing = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
+        for fact in missing:
             if (table := self._cached_table(_full_name(fact))) is not None:
                 self._facts.add(fact, table)
             elif parts := self._cached_parts(_full_name(fact)):
                 self._facts.add_parts(fact, parts)
-        wanted = [fact for fact in wanted if fact not in self._facts]
-        if not wanted:
+        missing = [fact for fact in missing if fact not in self._facts]
+        if not missing:
             return
         began_s = time.monotonic()
-        collector = self._facts.collector(wanted)
+        collector = self._facts.collector(missing)
         sources = self.sources
-        for measured in self._executor.measure(sources, wanted, self._loaded):
+        for measured in self._executor.measure(sources, missing, self._loaded):
             source = measured.source
             if measured.error is not None:
                 self._leave_out(source, measured.error)
             else:
                 collector.add((source.window, source.rank), measured.tables)
             if on_progress:
-                on_progress(MeasuredTrace(source, dict(zip(wanted, measured.tables, strict=False)), sources))
+                on_progress(MeasuredTrace(source, dict(zip(missing, measured.tables, strict=False)), sources))
         collector.finish()
-        in_memory = [fact for fact in wanted if fact in self._facts and not self._facts.parts(fact)]
+        in_memory = [fact for fact in missing if fact in self._facts and not self._facts.parts(fact)]
         tables = [self._facts[fact] for fact in in_memory]
         self._store(map(_full_name, in_memory), tables, time.monotonic() - began_s)
-        self._store_parts(wanted)
+        self._store_parts(missing)
 
     def scan(self, fact: Fact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
@@ -215,12 +215,12 @@ class Run:
 
         It shares traces in memory and the executor. What it measures of all its ranks together is of these ranks alone.
         """
-        chosen = set(ranks)
-        is_chosen = pl.col("rank").is_in(list(chosen))
+        rank_set = set(ranks)
+        is_chosen = pl.col("rank").is_in(list(rank_set))
         offsets = self.offsets.filter(is_chosen)
         part = Run(
             self.path,
-            [source for source in self.sources if source.rank in chosen],
+            [source for source in self.sources if source.rank in rank_set],
             manifest=self.manifest,
             data_quality=self._data_quality,
             align=lambda _: offsets,
@@ -277,10 +277,10 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: the list of traces. Reads none of them."""
-        shown = self.sources[:_MAX_SHOWN]
-        rows = [(str(s.rank), str(s.window), s.path, units.size(s.size_bytes)) for s in shown]
+        sources = self.sources[:_MAX_SHOWN]
+        rows = [(str(s.rank), str(s.window), s.path, units.size(s.size_bytes)) for s in sources]
         table = escaping.html_table(("rank", "window", "file", "size"), rows, right=(True, True, False, True))
-        more = len(self.sources) - len(shown)
+        more = len(self.sources) - len(sources)
         return f"<b>{escaping.escape(repr(self))}</b>{table}" + (f"<p>and {more:,} more</p>" if more else "")
 
 
@@ -328,7 +328,7 @@ def _full_name(measure: Fact | RunFact) -> str | None:
     return f"{module}.{name}" if is_reached else None
 
 
-def _unaligned(run: Run) -> pl.DataFrame:
+def _zero_offsets(run: Run) -> pl.DataFrame:
     rows = [
         {"window": s.window, "rank": s.rank, "offset_ns": 0, "pairs": 0, "clock_domain": domain, "matched_by": "none"}
         for domain, s in enumerate(run.sources)

@@ -98,8 +98,8 @@ def concat(tables: Iterable[pl.DataFrame], types: ColumnTypes) -> pl.DataFrame:
 def select(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
     """Return the columns of `frame` that `types` names, in that order, cast to these types."""
     # Without a query, which costs ten times as much.
-    first, *others = (_cast(frame.get_column(name), dtype) for name, dtype in types.items())
-    return first.to_frame().hstack(others)
+    first, *rest = (_cast(frame.get_column(name), dtype) for name, dtype in types.items())
+    return first.to_frame().hstack(rest)
 
 
 def _cast(column: pl.Series, dtype: type[pl.DataType] | pl.DataType) -> pl.Series:
@@ -112,15 +112,15 @@ def conform(frame: pl.DataFrame, types: ColumnTypes) -> pl.DataFrame:
     return select(frame.with_columns(missing) if missing else frame, types)
 
 
-def columns(names: str, **others: type[pl.DataType] | pl.DataType) -> dict[str, type[pl.DataType] | pl.DataType]:
-    """Return columns with their types: as in `others`, else as in a trace's tables, else by the name.
+def columns(names: str, **types: type[pl.DataType] | pl.DataType) -> dict[str, type[pl.DataType] | pl.DataType]:
+    """Return columns with their types: as in `types`, else as in a trace's tables, else by the name.
 
     By the name: ratios and rates (_ratio, _per_s) are float64, is_… boolean, _name and _kind text; all others int64.
 
     >>> columns("phase cause dur_ns exposed_ratio", cause=pl.String)
     {'phase': String, 'cause': String, 'dur_ns': Int64, 'exposed_ratio': Float64}
     """
-    return {name: others.get(name) or _type_of(name) for name in names.split()}
+    return {name: types.get(name) or _type_of(name) for name in names.split()}
 
 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()

@@ -83,5 +83,5 @@ class LoadedTraces:
 
 def _size_bytes(trace: Trace) -> int:
     # Tables in memory only: a trace from the disk cache reads each table on first access.
-    made = sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame))
-    return int(made) + (trace.deferred_bytes if isinstance(trace, LazyTrace) else 0)
+    table_bytes = sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame))
+    return int(table_bytes) + (trace.deferred_bytes if isinstance(trace, LazyTrace) else 0)

@@ -14,9 +14,9 @@ NEVER = np.iinfo(np.int64).min // 2
 
 
 class Pieces(NamedTuple):
-    """Pieces of spans: each belongs to the span with index `of`; the pieces of a span cover it exactly, in order."""
+    """Pieces of spans: each belongs to the span with index `span`; the pieces of a span cover it exactly, in order."""
 
-    of: Ints
+    span: Ints
     start_ns: Ints
     end_ns: Ints
 
@@ -30,12 +30,12 @@ def pieces(spans: Spans, *cuts: Ints) -> Pieces:
     if not len(spans):
         return Pieces(*(np.empty(0, np.int64) for _ in range(3)))
     points = distinct(np.concatenate((spans[:, 0], *cuts)))
-    of = np.searchsorted(spans[:, 0], points, side="right") - 1
-    inside = (of >= 0) & (points < spans[np.maximum(of, 0), 1])
-    start, of = points[inside], of[inside]
+    span_index = np.searchsorted(spans[:, 0], points, side="right") - 1
+    inside = (span_index >= 0) & (points < spans[np.maximum(span_index, 0), 1])
+    start, span_index = points[inside], span_index[inside]
     following = np.append(start[1:], spans[-1, 1])
-    end = np.minimum(following, spans[of, 1])
-    return Pieces(of, start, end)
+    end = np.minimum(following, spans[span_index, 1])
+    return Pieces(span_index, start, end)
 
 
 def running(spans: Spans, at_ns: Ints) -> Ints:
@@ -69,9 +69,9 @@ def distinct(values: Ints) -> Ints:
     return np.asarray(ordered[is_new], np.int64)
 
 
-def last_until(keys: Ints, at: Ints) -> Ints:
-    """Return the index of the last of the sorted `keys` at or before each of `at`; -1 if there is none."""
-    return np.searchsorted(keys, at, side="right") - 1
+def last_until(keys: Ints, times: Ints) -> Ints:
+    """Return the index of the last of the sorted `keys` at or before each of `times`; -1 if there is none."""
+    return np.searchsorted(keys, times, side="right") - 1
 
 
 def at(values: Ints, index: Ints, otherwise: int) -> Ints:

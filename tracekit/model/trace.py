@@ -64,7 +64,7 @@ class Trace:
         marked = self.steps["step"].null_count() < self.steps.height
         return pl.col("step").is_not_null() if marked else pl.lit(value=True)
 
-    def replaced(self, **fields: Any) -> "Trace":
+    def replace(self, **fields: Any) -> "Trace":
         """Return the trace with other values in some fields or tables."""
         trace = object.__new__(type(self))
         vars(trace).update(vars(self) | fields)
@@ -98,10 +98,10 @@ class LazyTrace(Trace):
         table: pl.DataFrame = vars(self)[name]
         return table
 
-    def replaced(self, **fields: Any) -> Trace:
+    def replace(self, **fields: Any) -> Trace:
         """Return the trace with other values in some fields or tables; tables not yet built stay so."""
         makers = dict(vars(self).get("_makers", {}))  # a copy: each trace builds its own tables
-        trace = super().replaced(**fields)
+        trace = super().replace(**fields)
         vars(trace)["_makers"] = makers
         return trace
 

@@ -9,7 +9,7 @@ def duration(ns: float) -> str:
     >>> duration(12_400_000), duration(999_600)
     ('12.4 ms', '1000 µs')
     """
-    return _scaled(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
+    return _scaled_text(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
 
 
 def size(n: float) -> str:
@@ -18,7 +18,7 @@ def size(n: float) -> str:
     >>> size(3 << 20)
     '3 MiB'
     """
-    return _scaled(n, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")), "B")
+    return _scaled_text(n, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")), "B")
 
 
 def rate(bytes_per_s: float) -> str:
@@ -27,7 +27,7 @@ def rate(bytes_per_s: float) -> str:
     >>> rate(312.4e9)
     '312 GB/s'
     """
-    return _scaled(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
+    return _scaled_text(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
 
 
 def operations(n: float) -> str:
@@ -36,7 +36,7 @@ def operations(n: float) -> str:
     >>> operations(9.999e9)
     '10 GFLOP'
     """
-    return _scaled(n, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")), "FLOP")
+    return _scaled_text(n, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")), "FLOP")
 
 
 def share(ratio: float) -> str:
@@ -54,9 +54,9 @@ def ranges(numbers: Iterable[int]) -> str:
     >>> ranges([0, 1, 2, 5])
     '0–2, 5'
     """
-    known = set(numbers)
-    starts = sorted(n for n in known if n - 1 not in known)
-    ends = sorted(n for n in known if n + 1 not in known)
+    present = set(numbers)
+    starts = sorted(n for n in present if n - 1 not in present)
+    ends = sorted(n for n in present if n + 1 not in present)
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
@@ -66,8 +66,8 @@ def numbered(noun: str, numbers: Iterable[int]) -> str:
     >>> numbered("rank", [3]), numbered("step", [0, 1, 2, 5])
     ('rank 3', 'steps 0–2, 5')
     """
-    known = set(numbers)
-    return f"{noun}{'s' * (len(known) != 1)} {ranges(known)}"
+    distinct = set(numbers)
+    return f"{noun if len(distinct) == 1 else noun + 's'} {ranges(distinct)}"
 
 
 def count(number: int, noun: str) -> str:
@@ -79,7 +79,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:
+def _scaled_text(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:
     for scale, unit in scales:
         if abs(value) >= scale:
             scaled = value / scale

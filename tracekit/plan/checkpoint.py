@@ -150,7 +150,7 @@ def _over_failures(
 
 
 def writers(layout: Layout) -> int:
-    """Return how many GPUs write: one replica, unless ZeRO shards what is saved over the data-parallel ranks too."""
+    """Return the number of GPUs that write: one replica, unless ZeRO shards the state over data-parallel ranks too."""
     return layout.tp * layout.pp * (layout.dp if layout.zero else 1)
 
 
@@ -166,7 +166,7 @@ def restore_amplification(layout: Layout, bytes_per_param: float = ADAM_BYTES_PE
 
 
 def writer_skew_ratio(layout: Layout, bytes_per_param: float = ADAM_BYTES_PER_PARAM) -> float:
-    """Return what data-parallel rank 0 writes relative to the others, where it writes what they all hold.
+    """Return the bytes of data-parallel rank 0 relative to the others', where it writes what they all hold.
 
     With ZeRO 1 and 2 these are the weights: 1 + 2 DP / 12, so 1.333 on two ranks, which is not a straggler.
     """

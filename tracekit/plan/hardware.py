@@ -56,12 +56,12 @@ class Hardware:
 
     @property
     def flops_per_s(self) -> float:
-        """Return what matrix products reach."""
+        """Return the rate that matrix products reach."""
         return self.peak_flops_per_s * self.achieved_ratio
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return what kernels that only move data reach."""
+        """Return the rate that kernels reach which only move data."""
         return self.peak_memory_bytes_per_s * self.memory_ratio
 
 

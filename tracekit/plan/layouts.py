@@ -111,22 +111,22 @@ class LayoutPlan:
 
 def plan(job: Job, *, count: int | None = None) -> list[LayoutPlan]:
     """Return the layouts that fit, the fastest first, at most `count`. Raises ConfigError if there is none."""
-    found = [each for candidate in _candidates(job) if (each := _planned(job, *candidate)) is not None]
-    if not found:
+    plans = [option for candidate in _candidates(job) if (option := _plan_layout(job, *candidate)) is not None]
+    if not plans:
         raise ConfigError(
             f"no layout of {job.model.name} fits on {job.gpus} GPUs of {job.hardware.memory_bytes / 2**30:.0f} GiB "
             f"with {job.batch} sequences a step: more GPUs, shorter sequences, or a batch that more ranks can share"
         )
     # Of layouts that are equally fast, the one with the least model parallelism and then memory is the simplest.
-    found.sort(key=lambda each: (-round(each.mfu_ratio, 4), each.tp * each.pp * each.cp, each.memory_bytes))
-    return _distinct(found)[:count]
+    plans.sort(key=lambda option: (-round(option.mfu_ratio, 4), option.tp * option.pp * option.cp, option.memory_bytes))
+    return _distinct(plans)[:count]
 
 
 def _distinct(plans: list[LayoutPlan]) -> list[LayoutPlan]:
     """Return the best plan of each mesh: micro-batches, chunks and recomputation are details of one."""
     best: dict[tuple[int, ...], LayoutPlan] = {}
-    for each in plans:
-        best.setdefault((each.pp, each.dp, each.tp, each.cp, each.ep, each.zero), each)
+    for option in plans:
+        best.setdefault((option.pp, option.dp, option.tp, option.cp, option.ep, option.zero), option)
     return list(best.values())
 
 
@@ -180,7 +180,7 @@ def _expert_ranks(model: Model, dp: int) -> list[int]:
 # What it costs --------------------------------------------------------------------------------------------------------
 
 
-def _planned(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> LayoutPlan | None:
+def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> LayoutPlan | None:
     """Return the plan, or None if it does not fit into memory."""
     micro_batches = job.batch // (mesh.dp * micro_batch)
     work = Workload(job.sequence // mesh.cp, micro_batch, micro_batches, recompute, sequence_parallel=mesh.tp > 1)
@@ -233,8 +233,8 @@ def memory_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
     dense = memory.plan(model.parameters - experts, layout)
     state = dense.total_bytes
     if experts:
-        own = Layout(mesh.tp, mesh.pp, max(1, mesh.dp * mesh.cp // mesh.ep), mesh.zero, job.gpus_per_node)
-        state += memory.plan(experts / mesh.ep, own).total_bytes
+        expert_layout = Layout(mesh.tp, mesh.pp, max(1, mesh.dp * mesh.cp // mesh.ep), mesh.zero, job.gpus_per_node)
+        state += memory.plan(experts / mesh.ep, expert_layout).total_bytes
     gathered = 0.0
     if mesh.zero == 3:  # the layer that runs and the next one, in 16 bits, and a gradient that is reduced
         gathered = (2 * _ELEMENT_BYTES + _GRADIENT_BYTES) * model.largest_layer_parameters / mesh.tp / mesh.ep
@@ -275,8 +275,8 @@ def _layer_seconds(job: Job, mesh: Mesh, work: Workload) -> float:
     attention = 2.0 * job.sequence * model.width  # causal: half of 4 s h
     products = tokens * (2.0 * weights + attention) / mesh.tp / hardware.flops_per_s
     divided = mesh.tp if work.sequence_parallel else 1
-    others = tokens * hardware.elementwise_bytes * model.width / divided / hardware.memory_bytes_per_s
-    return (4 if work.recomputation == FULL else 3) * products + (3 if work.recomputation == NONE else 4) * others
+    elementwise = tokens * hardware.elementwise_bytes * model.width / divided / hardware.memory_bytes_per_s
+    return (4 if work.recomputation == FULL else 3) * products + (3 if work.recomputation == NONE else 4) * elementwise
 
 
 def _outer_seconds(job: Job, mesh: Mesh, work: Workload) -> float:
@@ -285,7 +285,7 @@ def _outer_seconds(job: Job, mesh: Mesh, work: Workload) -> float:
 
 
 def _exposed_dp_seconds(job: Job, mesh: Mesh, work: Workload, micro_batch_seconds: float) -> float:
-    """Return what data-parallel communication adds to a step.
+    """Return the time that data-parallel communication adds to a step.
 
     ZeRO-1: what the backward pass of the last micro-batch, two thirds of it, does not hide. FSDP: what a micro-batch's
     compute does not hide, each time.
@@ -314,7 +314,7 @@ def _cp_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
 
 
 def _ep_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return what is dispatched and combined, forward and backward, per layer and micro-batch, of an average layer."""
+    """Return the bytes dispatched and combined, forward and backward, per layer (an average one) and micro-batch."""
     if job.model.experts is None or mesh.ep == 1:
         return 0.0
     sent = _ELEMENT_BYTES * work.batch * work.sequence * job.model.width * job.model.experts.active / mesh.tp
@@ -322,14 +322,14 @@ def _ep_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
 
 
 def _pp_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return what a stage sends per micro-batch, forward and backward, after each of its chunks."""
+    """Return the bytes that a stage sends per micro-batch, forward and backward, after each of its chunks."""
     if mesh.pp == 1:
         return 0.0
     return 2.0 * mesh.chunks * _ELEMENT_BYTES * work.batch * work.sequence * job.model.width / mesh.tp
 
 
 def _dp_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return what data parallelism sends per step: weights in 16 bits, gradients in 32 (arXiv 1910.02054, part 7)."""
+    """Return the bytes of data parallelism per step: weights in 16 bits, gradients in 32 (arXiv 1910.02054, part 7)."""
     model, ranks = job.model, mesh.dp * mesh.cp
     experts = model.expert_layers * (model.experts.count if model.experts else 0) * model.expert_parameters
     of_experts = max(1, ranks // mesh.ep)
@@ -351,6 +351,6 @@ def _rates(job: Job) -> tuple[float, float]:
 
 
 def _limit(parts: dict[str, float], seconds: float) -> str:
-    others = {name: part for name, part in parts.items() if name != _COMPUTE}
-    largest = max(others, key=lambda name: others[name])
+    rest = {name: part for name, part in parts.items() if name != _COMPUTE}
+    largest = max(rest, key=lambda name: rest[name])
     return _COMPUTE if parts[_COMPUTE] >= 0.8 * seconds else largest

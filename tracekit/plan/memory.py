@@ -84,12 +84,12 @@ def plan(
     gradients, or under ZeRO 1 and 2 a copy of the rank's gradients (arXiv 2101.06840, section 4).
     """
     check_positive("parameters", params)
-    own = params / (layout.tp * layout.pp)
+    rank_params = params / (layout.tp * layout.pp)
     strategy = YAFSDP if with_yafsdp else strategies.ZERO_STAGES[layout.zero]
-    weight, gradient, optimizer = state_bytes(own, strategy, ranks=layout.dp)
+    weight, gradient, optimizer = state_bytes(rank_params, strategy, ranks=layout.dp)
     offloaded = 0.0
     if offload:
-        offloaded = optimizer + _offloaded_copy_bytes(own, strategy, layout.dp)
+        offloaded = optimizer + _offloaded_copy_bytes(rank_params, strategy, layout.dp)
         optimizer = 0.0
         if strategy.shards_parameters:
             weight = gradient = 0.0
@@ -103,12 +103,12 @@ def plan(
         activations,
         weight + gradient + optimizer + (buffers or 0) + (activations or 0),
         # The factor (n − 1)/n is taken as 1, as in arXiv 1910.02054, section 7.
-        own * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
+        rank_params * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
         offloaded,
     )
 
 
-def _offloaded_copy_bytes(own: float, strategy: Strategy, ranks: int) -> float:
+def _offloaded_copy_bytes(params: float, strategy: Strategy, ranks: int) -> float:
     """Return the bytes of weights and gradients in host memory. Raises ConfigError if ranks divide no state."""
     if strategies.OPTIMIZER not in strategy.sharded:
         raise ConfigError(
@@ -116,8 +116,8 @@ def _offloaded_copy_bytes(own: float, strategy: Strategy, ranks: int) -> float:
         )
     size = strategy.state_bytes
     if strategy.shards_parameters:
-        return own * (size.parameters + size.gradients) / ranks
-    return own * size.gradients / ranks
+        return params * (size.parameters + size.gradients) / ranks
+    return params * size.gradients / ranks
 
 
 def _yafsdp_buffer_bytes(params: float, layout: Layout, model: Model | None, largest_layer: float | None) -> float:

@@ -76,7 +76,7 @@ class Model:
 
     @property
     def expert_layers(self) -> int:
-        """Return how many layers have experts."""
+        """Return the number of layers with experts."""
         return 0 if self.experts is None else self.layers - self.experts.dense_layers
 
     @property
@@ -167,8 +167,8 @@ def find(name: str, *, layers: int | None = None) -> Model:
     """Return the model of this name, with so many of its layers. Raises InputError where there is none."""
     model = MODELS.get(_ALIASES.get(name, name))
     if model is None:
-        known = f"known: {', '.join(NAMES)}; or give a Hugging Face config.json"
-        raise InputError(f"{name!r} is not a known model; {known}")
+        choices = f"known: {', '.join(NAMES)}; or give a Hugging Face config.json"
+        raise InputError(f"{name!r} is not a known model; {choices}")
     if layers is not None and not 1 <= layers <= model.layers:
         raise InputError(f"--layers is {layers}; {name} has {model.layers}")
     return model if layers is None else replace(model, layers=layers)

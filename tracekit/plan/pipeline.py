@@ -46,7 +46,7 @@ class Sizes:
 def plan(
     stages: int, micro_batches: int, *, chunks: int = 1, schedule: str = PLAIN, sizes: Sizes | None = None
 ) -> PipelinePlan:
-    """Return what a schedule of `stages` and `micro_batches` costs. Raises ConfigError for invalid input."""
+    """Return the costs of a schedule of `stages` and `micro_batches`. Raises ConfigError for invalid input."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule {schedule!r} does not exist: {', '.join(SCHEDULES)}")
     if chunks > 1 and schedule in (ZB_H1, ZB_H2):

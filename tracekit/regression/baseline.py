@@ -56,9 +56,9 @@ class KnownFinding:
     subject: str
 
     @classmethod
-    def of(cls, found: Finding) -> "KnownFinding":
+    def of(cls, f: Finding) -> "KnownFinding":
         """Return the stored part of a finding."""
-        return cls(found.id, found.code, found.severity, found.impact, found.cost_ns, found.cost_bytes, found.subject)
+        return cls(f.id, f.code, f.severity, f.impact, f.cost_ns, f.cost_bytes, f.subject)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Recording:
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
         """Return a run as a recording, with the findings of its report."""
-        findings = tuple(KnownFinding.of(found) for found in report.findings) if report else ()
+        findings = tuple(KnownFinding.of(finding) for finding in report.findings) if report else ()
         return cls(
             run.name,
             Manifest.of(run.manifest).created_ns,
@@ -110,11 +110,11 @@ class Baseline:
     @property
     def known_findings(self) -> dict[str, tuple[KnownFinding, ...]]:
         """Return the findings of all recordings by id, each recording's own where it has it."""
-        found: dict[str, list[KnownFinding]] = {}
+        by_id: dict[str, list[KnownFinding]] = {}
         for recording in self.recordings:
-            for each in recording.findings:
-                found.setdefault(each.id, []).append(each)
-        return {name: tuple(each) for name, each in found.items()}
+            for finding in recording.findings:
+                by_id.setdefault(finding.id, []).append(finding)
+        return {name: tuple(findings) for name, findings in by_id.items()}
 
 
 def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool = False) -> Baseline:
@@ -124,28 +124,28 @@ def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool =
     again shows nothing of how much recordings differ.
     """
     first_report, first = reports[0]
-    made = Baseline(first.name, fingerprint(first), (Recording.of(first, first_report),), first_report.tool_version)
+    merged = Baseline(first.name, fingerprint(first), (Recording.of(first, first_report),), first_report.tool_version)
     for report, run in reports[1:]:
-        differences(made, run, allow_different=allow_different)
+        differences(merged, run, allow_different=allow_different)
         recording = Recording.of(run, report)
-        if any(recording.is_same(each) for each in made.recordings):
+        if any(recording.is_same(other) for other in merged.recordings):
             raise InputError(f"{run.path}: is the same recording as another; record the training again")
-        made = replace(made, recordings=(*made.recordings, recording))
-    return made
+        merged = replace(merged, recordings=(*merged.recordings, recording))
+    return merged
 
 
 def fingerprint(run: Run) -> dict[str, Plain]:
-    """Return what of a run's manifest must agree for its numbers to be comparable with another's, by dotted name.
+    """Return the fields of a run's manifest that must agree for its numbers to be comparable, by dotted name.
 
     Device, world size, strategy, mesh, model; of versions those of torch and of what it computes and sends with; of
     the arguments those that say how much a step computes, and in what precision. What is not known is left out.
     """
     manifest = dict(run.manifest)
-    known: dict[str, object] = {name: manifest.get(name) for name in _WHOLE}
-    known["versions"] = _picked(manifest.get("versions"), _VERSIONS)
-    known["arguments"] = _picked(manifest.get("arguments"), _ARGUMENTS)
-    known["simulated"] = bool(manifest.get("simulated", False))
-    return flat(known)
+    fields: dict[str, object] = {name: manifest.get(name) for name in _WHOLE}
+    fields["versions"] = _pick(manifest.get("versions"), _VERSIONS)
+    fields["arguments"] = _pick(manifest.get("arguments"), _ARGUMENTS)
+    fields["simulated"] = bool(manifest.get("simulated", False))
+    return flat(fields)
 
 
 def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) -> list[str]:
@@ -174,16 +174,16 @@ def flat(value: Mapping[str, object], prefix: str = "") -> dict[str, Plain]:
     >>> flat({"model": {"layers": 2, "tied": None}})
     {'model.layers': 2}
     """
-    found: dict[str, Plain] = {}
+    fields: dict[str, Plain] = {}
     for key, item in value.items():
         name = f"{prefix}{key}"
         if isinstance(item, Mapping):
-            found |= flat(item, f"{name}.")
+            fields |= flat(item, f"{name}.")
         elif isinstance(item, (list, tuple)):
-            found[name] = list(item)
+            fields[name] = list(item)
         elif item is not None:
-            found[name] = item if isinstance(item, (bool, int, float, str)) else str(item)
-    return found
+            fields[name] = item if isinstance(item, (bool, int, float, str)) else str(item)
+    return fields
 
 
 def shown(fields: Mapping[str, Plain], field: str) -> str:
@@ -194,25 +194,25 @@ def shown(fields: Mapping[str, Plain], field: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-def _picked(table: object, names: Sequence[str]) -> dict[str, object]:
+def _pick(table: object, names: Sequence[str]) -> dict[str, object]:
     return {name: table[name] for name in names if name in table} if isinstance(table, Mapping) else {}
 
 
-def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:
+def _is_alike(samples: pl.DataFrame, other: pl.DataFrame) -> bool:
     """Return whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not."""
     key = ["metric", "window", "rank", "step"]
-    a, b = (each.filter(pl.col("value").is_finite()).sort(key) for each in (samples, others))
+    a, b = (table.filter(pl.col("value").is_finite()).sort(key) for table in (samples, other))
     if a.is_empty() or not a.select(key).equals(b.select(key)):
         return False
-    apart = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
-    return not apart.any()
+    differs = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
+    return not differs.any()
 
 
 def _over_ranks(run: Run) -> pl.DataFrame:
     """Return the typical work of a rank, the mean over ranks, as much of each kind as has any weight."""
     both = pl.concat([run.table(unit_work.work), run.table(unit_work.save_work)])
     place = ["kind", "phase", "name"]
-    each = both.group_by("rank", *place).agg(pl.col("amount").mean())
-    mean = each.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
+    by_rank = both.group_by("rank", *place).agg(pl.col("amount").mean())
+    mean = by_rank.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
     ordered = mean.sort("kind", "amount", *place[1:], descending=[False, True, False, False])
     return ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*unit_work.WORK_COLUMNS)

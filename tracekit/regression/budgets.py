@@ -84,8 +84,8 @@ def parse(value: object) -> Budgets:
     strict = value.get(_STRICT, False)
     if not isinstance(strict, bool):
         raise ConfigError(f"{_STRICT}: expected true or false, not {strict!r}")
-    own = {key: given for key, given in value.items() if key not in (_STRICT, _WHERE)}
-    limits = _limits(own, "", metrics.all_metrics().values())
+    amounts = {key: amount for key, amount in value.items() if key not in (_STRICT, _WHERE)}
+    limits = _limits(amounts, "", metrics.all_metrics().values())
     where = value.get(_WHERE, [])
     if not isinstance(where, list):
         raise ConfigError(f"{_WHERE}: expected [[budget.where]] tables with unit or rank, not {where!r}")
@@ -95,7 +95,7 @@ def parse(value: object) -> Budgets:
 
 
 def check(run: Run, budgets: Sequence[Limit]) -> tuple[BudgetResult, ...]:
-    """Return what becomes of each budget in a run, in the order given.
+    """Return the outcome of each budget in a run, in the order given.
 
     A time, a share or a count is that of the median step, of the rank on which it is worst; a peak is the highest. A
     budget is broken where the median is past it and its 95% interval too (or all of three samples and more are); where
@@ -109,7 +109,7 @@ def _local_limits(table: object, key: str) -> list[Limit]:
         raise ConfigError(f"{key}: expected a table with unit or rank, not {table!r}")
     if (_RANK in table) == (_UNIT in table):
         raise ConfigError(f'{key}: expected either unit = "layers.*" or rank = "0-3"')
-    limits = {name: given for name, given in table.items() if name not in (_RANK, _UNIT)}
+    limits = {name: amount for name, amount in table.items() if name not in (_RANK, _UNIT)}
     if not limits:
         raise ConfigError(f"{key}: it contains no budget")
     if _UNIT in table:
@@ -125,13 +125,13 @@ def _limits(
     table: Mapping[str, object], where: str, candidates: Iterable[Metric], *, ranks: str = "", units: str = ""
 ) -> list[Limit]:
     limits = []
-    for name, given in table.items():
+    for name, amount in table.items():
         try:
             metric = metrics.find(name, candidates)
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from None
         try:
-            limits.append(Limit(metric.key, metric.unit.amount(given), ranks=ranks, units=units))
+            limits.append(Limit(metric.key, metric.unit.amount(amount), ranks=ranks, units=units))
         except ConfigError as error:
             raise ConfigError(f"{where}{name}: {error}") from None
     return limits
@@ -188,13 +188,13 @@ def _measurements(run: Run, budget: Limit) -> Iterator[_Measurement]:
         yield from _of_units(run, budget)
         return
     table = run.run_table(samples_across) if metric.of_run else run.table(samples)
-    own = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
+    metric_rows = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
     if budget.ranks:
-        for (rank,), rows in own.group_by("rank", maintain_order=True):
+        for (rank,), rows in metric_rows.group_by("rank", maintain_order=True):
             if isinstance(rank, int) and budget.applies_to_rank(rank):
                 yield from _of_samples(metric, rows, f"rank {rank}")
     else:
-        yield from _of_samples(metric, own, "")
+        yield from _of_samples(metric, metric_rows, "")
 
 
 def _of_samples(metric: Metric, rows: pl.DataFrame, location: str) -> Iterator[_Measurement]:
@@ -208,8 +208,8 @@ def _of_samples(metric: Metric, rows: pl.DataFrame, location: str) -> Iterator[_
 
 
 def _of_units(run: Run, budget: Limit) -> Iterator[_Measurement]:
-    own = run.table(unit_work.unit_samples).filter(pl.col("metric") == budget.metric)
-    worst = own.group_by("unit", "window", "step").agg(pl.col("value").max()).sort("unit", "window", "step")
+    unit_rows = run.table(unit_work.unit_samples).filter(pl.col("metric") == budget.metric)
+    worst = unit_rows.group_by("unit", "window", "step").agg(pl.col("value").max()).sort("unit", "window", "step")
     for (unit,), rows in worst.group_by("unit", maintain_order=True):
         if isinstance(unit, str) and budget.applies_to_unit(unit):
             values = rows["value"].to_numpy()
@@ -224,11 +224,11 @@ def _why_missing(run: Run, budget: Limit) -> str:
     return f"not measured: {metric_of(budget.metric).if_missing}."
 
 
-def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, others: int) -> str:
+def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, other_count: int) -> str:
     text = metric_of(budget.metric).text
     preposition = "on" if measured.location.startswith("rank") else "in"
     where = f" {preposition} {measured.location}" if measured.location else ""
-    more = f", and {others} more exceed it" if others > 0 else ""
+    more = f", and {other_count} more exceed it" if other_count > 0 else ""
     bound = "at least" if budget.is_minimum else "at most"
     message = f"{text(measured.value)}{where}, {bound} {text(budget.limit)} is allowed{more}"
     if outcome is not BudgetOutcome.INCONCLUSIVE:

@@ -34,7 +34,7 @@ _LABELS = {DEVICE: "device", "world_size": "world size"}
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return what the headers of a run's traces state of device, software and size of the job: by name, by most ranks.
+    """Return device, software and size of the job as the headers of most ranks' traces state them, by name.
 
     The device comes first.
     """
@@ -56,7 +56,7 @@ def environment_differences(
 
 
 def work_shares(run: Run) -> pl.DataFrame:
-    """Return what a run's steps compute: shares of floating-point operations by product, of calls by operator.
+    """Return the work of a run's steps: shares of floating-point operations by product, of calls by operator.
 
     Columns WORK_COLUMNS; shapes are null for calls. One row per product of the same op and shapes, and per operator, of
     each kind the largest.

@@ -48,17 +48,17 @@ class RunSamples:
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
-        """Return what a run measured, under its own name or another."""
+        """Return the samples of a run, under its own name or another."""
         samples, environment = run_samples(run), comparability.environment(run)
         work = comparability.work_shares(run)
         return cls(name or run.name, run.manifest, samples, environment=environment, work=work)
 
     @classmethod
     def of_baseline(cls, baseline: Baseline) -> "RunSamples":
-        """Return what the recordings of a baseline measured."""
-        first, *others = (recording.samples for recording in baseline.recordings)
+        """Return the samples of a baseline's recordings."""
+        first, *repeats = (recording.samples for recording in baseline.recordings)
         work = baseline.recordings[0].shares
-        return cls(baseline.name, baseline.fingerprint, first, tuple(others), is_baseline=True, work=work)
+        return cls(baseline.name, baseline.fingerprint, first, tuple(repeats), is_baseline=True, work=work)
 
     @property
     def recordings(self) -> tuple[pl.DataFrame, ...]:
@@ -203,19 +203,19 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
 
 def _unknown_groups(fields: Iterable[str], side: Mapping[str, object]) -> frozenset[str]:
     """Return the groups of fields, such as "arguments" of "arguments.batch", of which one side states none."""
-    groups, known = (frozenset(field.partition(".")[0] for field in names if "." in field) for names in (fields, side))
-    return (groups - known) & {*_MUST_AGREE, *_NOTED}
+    groups, stated = (frozenset(field.partition(".")[0] for field in names if "." in field) for names in (fields, side))
+    return (groups - stated) & {*_MUST_AGREE, *_NOTED}
 
 
 def _sides(metric: Metric, reference: _SeriesByMetric, candidate: _SeriesByMetric) -> MetricSides:
-    whole = reference.get(metric.part_of or "")
+    containers = reference.get(metric.part_of or "")
     both = (*reference[metric.key], *candidate[metric.key])
     first, _ = both[0]
     return MetricSides(
         metric,
         reference=[values for _, values in reference[metric.key]],
         candidate=[values for _, values in candidate[metric.key]],
-        whole=float(np.mean([np.median(values) for _, values in whole])) if whole else None,
+        total=float(np.mean([np.median(values) for _, values in containers])) if containers else None,
         is_paired=len(first) >= MIN_PAIRED_STEPS and all(steps.equals(first) for steps, _ in both),
     )
 

@@ -63,8 +63,8 @@ def without_starved(
         "another program used the processors, or compute runs on fewer threads; times that grew by no more are "
         "inconclusive, so record again on a machine as free as the reference's"
     )
-    judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in explained else each for each in changes)
-    return tuple(judged), (note,)
+    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in explained else c for c in changes)
+    return tuple(revised), (note,)
 
 
 def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], thresholds: Thresholds) -> bool:
@@ -82,7 +82,7 @@ def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:
 
 def _without_times(changes: tuple[Change, ...], thresholds: Thresholds) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     """Return the changes, where times that are worse or better are inconclusive, and a note on it."""
-    changed = [each.metric for each in changes if each.verdict in (Verdict.WORSE, Verdict.BETTER)]
+    changed = [c.metric for c in changes if c.verdict in (Verdict.WORSE, Verdict.BETTER)]
     timed = {metric for metric in changed if metric_of(metric).unit.is_time}
     if not timed:
         return changes, ()
@@ -91,8 +91,8 @@ def _without_times(changes: tuple[Change, ...], thresholds: Thresholds) -> tuple
         f"processors; fewer than {thresholds.min_cpu_recordings} recordings in the reference do not show how much "
         "times differ then, and those that are changed are inconclusive"
     )
-    judged = (replace(each, verdict=Verdict.INCONCLUSIVE) if each.metric in timed else each for each in changes)
-    return tuple(judged), (note,)
+    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in timed else c for c in changes)
+    return tuple(revised), (note,)
 
 
 def _is_explained(change: Change, factor: float) -> bool:

@@ -60,31 +60,31 @@ class StepGrowth:
         self,
         finding: Finding,
         findings: Iterable[Finding],
-        known: Mapping[str, tuple[KnownFinding, ...]],
+        known_findings: Mapping[str, tuple[KnownFinding, ...]],
         min_cost_ratio: float,
     ) -> bool:
         """Return whether a finding, one of `findings`, costs so much more of the step than in the baseline.
 
-        `known` are the baseline's findings by id, one for each recording that has it. A finding costs no more beyond
-        the baseline than all `findings` of its code together.
+        `known_findings` are the baseline's by id, one for each recording that has it. Beyond the baseline a finding costs
+        no more than all `findings` of its code together.
         """
-        before = {name: max(one.impact for one in each) for name, each in known.items() if each}
-        of_code = sum(self._share(one) for one in findings if one.code == finding.code)
-        before_of_code = sum(impact for name, impact in before.items() if known[name][0].code == finding.code)
+        before = {name: max(f.impact for f in recorded) for name, recorded in known_findings.items() if recorded}
+        of_code = sum(self._share(other) for other in findings if other.code == finding.code)
+        before_of_code = sum(impact for name, impact in before.items() if known_findings[name][0].code == finding.code)
         more = min(self._share(finding) - before.get(finding.id, 0.0), of_code - before_of_code)
         in_steps = max(more - finding.before_steps_ratio, 0.0)
         is_visible = self.growth_ratio >= min(_VISIBLE_SHARE * in_steps, min_cost_ratio)
-        least = max(min_cost_ratio, self.noise_ratio, MIN_WORSE_GROWTH * before.get(finding.id, 0.0))
-        return (more if is_visible else more - in_steps) >= least
+        min_growth = max(min_cost_ratio, self.noise_ratio, MIN_WORSE_GROWTH * before.get(finding.id, 0.0))
+        return (more if is_visible else more - in_steps) >= min_growth
 
     def _share(self, finding: Finding) -> float:
-        """Return what a finding costs as a share of the baseline's mean step."""
+        """Return the cost of a finding as a share of the baseline's mean step."""
         return finding.impact * (1 + self.mean_growth_ratio)
 
 
 def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:
-    found = (job_samples(table).get(STEP_TIME) for table in tables)
-    return [values for values in found if values is not None and len(values) and values.min() > 0]
+    series = (job_samples(table).get(STEP_TIME) for table in tables)
+    return [values for values in series if values is not None and len(values) and values.min() > 0]
 
 
 def _noise(reference: Sequence[Values], candidate: Sequence[Values], confidence: float) -> float:

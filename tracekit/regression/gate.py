@@ -81,7 +81,7 @@ class CheckResult:
     def failures(self) -> tuple[str, ...]:
         """Return the names of all that fails: ids of findings, metrics, budgets. Empty where the check passes."""
         return (
-            *(judged.finding.id for judged in self.findings if judged.fails),
+            *(entry.finding.id for entry in self.findings if entry.fails),
             *(change.metric for change in self.regressions),
             *(result.budget for result in self.budgets if self.fails_budget(result)),
         )
@@ -93,7 +93,7 @@ class CheckResult:
 
 
 def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
-    """Return what `judge` measures on runs, to be measured in one pass with the facts of the rules."""
+    """Return the facts that `judge` needs of runs, to be measured in one pass with those of the rules."""
     return baselines.FACTS if with_baseline else budget_checks.FACTS if budgets.budgets else ()
 
 
@@ -137,14 +137,14 @@ def judge(
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
     regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
     changes = {change.metric: change for change in comparison.changes}
-    known = baseline.known_findings
+    known_findings = baseline.known_findings
     is_certain_growth = _is_certain_growth(report, baseline, candidate, thresholds)
     return replace(
         result,
-        findings=_judge_findings(report.findings, fail_on, known, is_certain_growth),
+        findings=_judge_findings(report.findings, fail_on, known_findings, is_certain_growth),
         comparison=comparison,
         regressions=regressions,
-        fixed=_fixed(report, known),
+        fixed=_fixed_findings(report, known_findings),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
         baseline=_name(baseline),
     )
@@ -157,7 +157,7 @@ def compare(
     notes: Sequence[str] = (),
     thresholds: Thresholds | None = None,
 ) -> Comparison:
-    """Return how each metric that both have differs. Raises NotComparableError where they share none."""
+    """Compare each metric that both have. Raises NotComparableError where they share none."""
     return compare_groups(
         {baseline.name: [recording.samples for recording in baseline.recordings]},
         {candidate[0].name: [recording.samples for recording in candidate]},
@@ -173,20 +173,20 @@ def least_severity(fail_on: Severity | None) -> Severity:
 
 
 def not_accepted(result: CheckResult, accepted: Sequence[str]) -> tuple[str, ...]:
-    """Return what fails a check and is not accepted, by rule code, finding id or metric.
+    """Return the names of all that fails a check and is not accepted, by rule code, finding id or metric.
 
     Raises ConfigError where something is accepted that does not fail.
     """
-    names = {judged.finding.id: {judged.finding.id, judged.finding.code} for judged in result.findings if judged.fails}
+    names = {entry.finding.id: {entry.finding.id, entry.finding.code} for entry in result.findings if entry.fails}
     names |= {change.metric: {change.metric, metric_of(change.metric).short} for change in result.regressions}
     for name in accepted:
         if not any(name in aliases for aliases in names.values()):
-            known = ", ".join(names) or "nothing"
-            raise ConfigError(f"--accept {name}: it is neither new nor worse; new or worse: {known}")
+            failing = ", ".join(names) or "nothing"
+            raise ConfigError(f"--accept {name}: it is neither new nor worse; new or worse: {failing}")
     return tuple(name for name, aliases in names.items() if not aliases & set(accepted))
 
 
-def updated(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thresholds) -> tuple[Baseline, str]:
+def update(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thresholds) -> tuple[Baseline, str]:
     """Return the baseline after a run whose failures were all accepted, and the reason.
 
     Where nothing changed the new recordings join the old ones, up to RECORDINGS; after that the old ones stay, for a
@@ -200,7 +200,7 @@ def updated(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Th
         changed.append("what ran")
     if changed:
         return new, f"replaced, because {', '.join(changed)} changed"
-    more = [one for one in new.recordings if not any(one.is_same(other) for other in old.recordings)]
+    more = [recording for recording in new.recordings if not any(recording.is_same(other) for other in old.recordings)]
     room = RECORDINGS - len(old.recordings)
     if room <= 0 or not more:
         return old, "nothing changed, and it stays as it is"
@@ -220,52 +220,52 @@ def _is_on_host(baseline: Baseline) -> bool:
 def _is_certain_growth(
     report: Report, baseline: Baseline, candidate: Sequence[Recording], thresholds: Thresholds
 ) -> Callable[[Finding], bool]:
-    """Return what decides whether a finding costs enough more than in the baseline to fail at any severity."""
+    """Return a predicate: a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
     is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after, thresholds)
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
-    known, least = baseline.known_findings, thresholds.min_new_cost_ratio
-    return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known, least)
+    known_findings, min_ratio = baseline.known_findings, thresholds.min_new_cost_ratio
+    return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known_findings, min_ratio)
 
 
 def _judge_findings(
     findings: Sequence[Finding],
     fail_on: Severity | None,
-    known: Mapping[str, tuple[KnownFinding, ...]],
+    known_findings: Mapping[str, tuple[KnownFinding, ...]],
     is_certain_growth: Callable[[Finding], bool] = lambda _: False,
 ) -> tuple[JudgedFinding, ...]:
-    judged = []
+    outcomes = []
     for finding in findings:
-        before = known.get(finding.id, ())
+        before = known_findings.get(finding.id, ())
         is_certain = is_certain_growth(finding)
         is_worse = bool(before) and (is_certain or _is_worse(finding, before))
         status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN if before else FindingStatus.NEW
         is_judged = status is not FindingStatus.KNOWN and fail_on is not None
         fails = is_judged and (finding.severity >= (fail_on or Severity.ERROR) or is_certain)
-        judged.append(JudgedFinding(finding, status, fails, max((one.impact for one in before), default=None)))
-    return tuple(judged)
+        outcomes.append(JudgedFinding(finding, status, fails, max((entry.impact for entry in before), default=None)))
+    return tuple(outcomes)
 
 
 def _is_worse(finding: Finding, before: Sequence[KnownFinding]) -> bool:
     """Return whether a finding takes more than in any recording of the baseline, and more than those differ by."""
-    impacts = [one.impact for one in before]
-    most = max(impacts)
-    spread = most - min(impacts)
-    sizes = [one.cost_bytes for one in before]
+    impacts = [entry.impact for entry in before]
+    max_impact = max(impacts)
+    spread = max_impact - min(impacts)
+    sizes = [entry.cost_bytes for entry in before]
     least_bytes = max(MIN_WORSE_BYTES, _MIN_BYTES_GROWTH * max(sizes), max(sizes) - min(sizes))
     return (
-        finding.impact - most >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * most, spread)
+        finding.impact - max_impact >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * max_impact, spread)
         or finding.cost_bytes - max(sizes) > least_bytes
     )
 
 
-def _fixed(report: Report, known: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
+def _fixed_findings(report: Report, before: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
     present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
     fixed = [
-        max(each, key=lambda one: (one.severity, one.impact)) for name, each in known.items() if name not in present
+        max(recorded, key=lambda f: (f.severity, f.impact)) for name, recorded in before.items() if name not in present
     ]
-    fixed.sort(key=lambda one: (-one.severity, -one.impact, one.id))
-    return tuple(FixedFinding(one.id, one.code, one.severity, one.impact, one.subject) for one in fixed)
+    fixed.sort(key=lambda f: (-f.severity, -f.impact, f.id))
+    return tuple(FixedFinding(f.id, f.code, f.severity, f.impact, f.subject) for f in fixed)
 
 
 def _name(baseline: Baseline) -> str:

@@ -59,13 +59,13 @@ def flop_samples(trace: Trace) -> pl.DataFrame:
 
     Without steps for much of whose compute they are not known: what is left out may differ from run to run.
     """
-    each = flops.flops(trace)
-    if each.is_empty():
+    per_op = flops.flops(trace)
+    if per_op.is_empty():
         return schema.empty(_COLUMNS)
     ratio = pl.col("known_ns") / pl.col("compute_ns")
     uncovered = flops.coverage(trace).filter(ratio < efficiency.MIN_COVERAGE_RATIO).select("step")
-    each = each.join(uncovered, on="step", how="anti")
-    sums = each.group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
+    per_op = per_op.join(uncovered, on="step", how="anti")
+    sums = per_op.group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
     return sums.with_columns(pl.lit("flops").alias("metric"))
 
 
@@ -98,7 +98,7 @@ def allocation_samples(trace: Trace) -> pl.DataFrame:
 
 
 def checkpoint_samples(trace: Trace) -> pl.DataFrame:
-    """Return what blocking saves take, one row per step after which something is saved and metric."""
+    """Return the samples of blocking saves, one row per step after which something is saved and metric."""
     if trace.checkpoints.is_empty():
         return schema.empty(_COLUMNS)
     blocking = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
@@ -111,7 +111,7 @@ def checkpoint_samples(trace: Trace) -> pl.DataFrame:
 
 
 def logged_samples(trace: Trace) -> pl.DataFrame:
-    """Return what the metrics log states of each step: tokens a second, CPU time, wait for data, and memory peaks."""
+    """Return the metrics log's samples of each step: tokens a second, CPU time, wait for data, and memory peaks."""
     if trace.metrics.is_empty():
         return schema.empty(_COLUMNS)
     name = pl.col("name")

@@ -54,7 +54,7 @@ class Unit:
         )
 
     def scale(self, largest: float) -> tuple[float, str]:
-        """Return what an axis whose values reach `largest` divides by, and writes behind its numbers."""
+        """Return the divisor of an axis whose values reach `largest`, and the unit behind its numbers."""
         return next((tick for tick in self.ticks if largest >= tick[0]), self.ticks[-1])
 
 

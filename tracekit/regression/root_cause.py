@@ -58,7 +58,7 @@ class _Grown:
 
     @property
     def place(self) -> str:
-        """Return what it is in a few words: "aten::mm in forward"."""
+        """Return its name and phase in words: "aten::mm in forward"."""
         where = f"in {self.phase}" if self.phase else "between phases"
         return f"{self.name} {where}" if self.name and self.phase else self.name or where
 
@@ -78,11 +78,11 @@ def causes(
     failed = {change.metric for change in regressions}
     before, after = _mean_work(reference), _mean_work(candidate)
     saving = _of_cause(CHECKPOINTING, failed)
-    found = [_checkpointing(saving, changes, before, after)] if saving else []
+    ranked = [_checkpointing(saving, changes, before, after)] if saving else []
     if failed - set(saving):
         unit = _slower_unit(reference, candidate)
-        found += _of_steps(failed, changes, before, after, unit=unit)
-    return tuple(found)
+        ranked += _of_steps(failed, changes, before, after, unit=unit)
+    return tuple(ranked)
 
 
 def _of_steps(
@@ -125,7 +125,7 @@ def _of_steps(
 def _checkpointing(
     failed: Sequence[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
 ) -> Cause:
-    parts = [_described(changes[metric]) for metric in failed]
+    parts = [_change_text(changes[metric]) for metric in failed]
     stages = [grown for grown in _grown(before, after, (unit_work.SAVE,)) if grown.name != "wait"]
     if stages:
         parts.append(f"most of the additional time is in {stages[0].place} (+{units.duration(stages[0].excess)})")
@@ -142,8 +142,8 @@ def _communication(
 ) -> Cause:
     parts = []
     if sent and _SENT in changes:
-        parts.append(f"{_described(changes[_SENT])}, most of it by {sent[0].place}")
-    parts += [f"{_described(changes[metric])} per step" for metric in failed if metric != _SENT]
+        parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
+    parts += [f"{_change_text(changes[metric])} per step" for metric in failed if metric != _SENT]
     if not sent and spent:
         parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
     if not sent and unit:
@@ -154,7 +154,7 @@ def _communication(
 def _memory(
     failed: Sequence[str], changes: Mapping[str, Change], allocated: Sequence[_Grown], moving: Sequence[_Grown]
 ) -> Cause:
-    parts = [_described(changes[metric]) for metric in failed]
+    parts = [_change_text(changes[metric]) for metric in failed]
     first = allocated[0]
     parts.append(f"most of it {'for ' * bool(first.name)}{first.place} (+{units.size(first.excess)} per step)")
     if moving:
@@ -169,9 +169,9 @@ def _compute(
     if counted:
         first = counted[0]
         share = units.share(first.excess / (first.before or first.after))
-        parts.append(f"{_described(changes[_FLOPS])}, most of it in {first.place} (+{share})")
+        parts.append(f"{_change_text(changes[_FLOPS])}, most of it in {first.place} (+{share})")
     timed = [metric for metric in failed if metric != _FLOPS]
-    parts += [_described(changes[metric]) for metric in timed[:1]]
+    parts += [_change_text(changes[metric]) for metric in timed[:1]]
     if work and not counted:
         first = work[0]
         parts.append(
@@ -185,17 +185,17 @@ def _compute(
 
 def _host(changes: Mapping[str, Change]) -> Cause:
     longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
-    parts = [f"{_described(changes[metric])} per step" for metric in longer]
+    parts = [f"{_change_text(changes[metric])} per step" for metric in longer]
     return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(longer))
 
 
 def _of_cause(cause: str, keys: Container[str]) -> list[str]:
     """Return those of some metrics that a cause explains, counters first, then CPU time, then times by the clock."""
-    own = [metric for metric in all_metrics().values() if metric.cause == cause and metric.key in keys]
-    return [metric.key for metric in sorted(own, key=lambda m: (m.usual_spread > 0, not m.is_cpu_time))]
+    metrics = [metric for metric in all_metrics().values() if metric.cause == cause and metric.key in keys]
+    return [metric.key for metric in sorted(metrics, key=lambda m: (m.usual_spread > 0, not m.is_cpu_time))]
 
 
-def _described(change: Change) -> str:
+def _change_text(change: Change) -> str:
     """Return a change in words: "a step takes 412 ms, 36 ms more"."""
     metric = metric_of(change.metric)
     more = "more" if change.difference > 0 else "less"
@@ -216,7 +216,7 @@ def _slower_unit(reference: Sequence[Recording], candidate: Sequence[Recording])
 
 def _exposed_by_unit(recordings: Sequence[Recording]) -> pl.DataFrame:
     """Return the exposed communication of each unit in the median step of its slowest rank. Columns unit, value."""
-    each = [
+    per_recording = [
         recording.units.filter(pl.col("metric") == "exposed_communication_ns")
         .group_by("unit", "step")
         .agg(pl.col("value").max())
@@ -224,7 +224,7 @@ def _exposed_by_unit(recordings: Sequence[Recording]) -> pl.DataFrame:
         .agg(pl.col("value").median())
         for recording in recordings
     ]
-    return pl.concat(each).group_by("unit").agg(pl.col("value").median()).sort("unit")
+    return pl.concat(per_recording).group_by("unit").agg(pl.col("value").median()).sort("unit")
 
 
 def _mean_work(recordings: Sequence[Recording]) -> pl.DataFrame:
@@ -238,16 +238,16 @@ def _mean_work(recordings: Sequence[Recording]) -> pl.DataFrame:
 
 def _grown(before: pl.DataFrame, after: pl.DataFrame, kinds: Sequence[str]) -> list[_Grown]:
     """Return the work of some kinds that grew more than the rest of it, most first."""
-    own = pl.col("kind").is_in(kinds)
-    both = before.filter(own).join(after.filter(own), on=_PLACE, how="full", coalesce=True, nulls_equal=True)
+    of_kinds = pl.col("kind").is_in(kinds)
+    both = before.filter(of_kinds).join(after.filter(of_kinds), on=_PLACE, how="full", coalesce=True, nulls_equal=True)
     table = both.with_columns(pl.col("amount", "amount_right").fill_null(0.0))
     factor = _common_factor(table["amount"].to_numpy(), table["amount_right"].to_numpy(), kinds)
-    found = [
+    rows = [
         _Grown(phase, name, was, now, now - factor * was)
         for phase, name, was, now in table.select("phase", "name", "amount", "amount_right").iter_rows()
     ]
-    least = _LEAST_GROWTH * sum(grown.before for grown in found)
-    return sorted((grown for grown in found if grown.excess > least), key=lambda grown: -grown.excess)
+    min_excess = _LEAST_GROWTH * sum(grown.before for grown in rows)
+    return sorted((grown for grown in rows if grown.excess > min_excess), key=lambda grown: -grown.excess)
 
 
 def _common_factor(before: Values, after: Values, kinds: Sequence[str]) -> float:

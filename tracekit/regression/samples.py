@@ -29,10 +29,10 @@ def samples(trace: Trace) -> pl.DataFrame:
     Columns step, metric, value; one row per step (of saves: per step after which something is saved) and metric that
     the trace has, and one per step and part of the step (`step_parts`).
     """
-    own = {metric.key: metric for metric in metrics.compared_metrics() if metric.of_trace}
-    sources = dict.fromkeys((*TRACE_SOURCES, *(metric.of_trace for metric in own.values() if metric.of_trace)))
+    by_key = {metric.key: metric for metric in metrics.compared_metrics() if metric.of_trace}
+    sources = dict.fromkeys((*TRACE_SOURCES, *(metric.of_trace for metric in by_key.values() if metric.of_trace)))
     parts = part_samples(trace).pipe(schema.select, COLUMNS)
-    return pl.concat([*(_conform(source(trace), COLUMNS, own, source) for source in sources), parts])
+    return pl.concat([*(_conform(source(trace), COLUMNS, by_key, source) for source in sources), parts])
 
 
 def samples_across(run: Run) -> pl.DataFrame:
@@ -54,11 +54,11 @@ def run_samples(run: Run) -> pl.DataFrame:
 
     Columns SAMPLE_COLUMNS; one row per window, rank, step and metric.
     """
-    own, across = run.table(samples), run.run_table(samples_across)
-    rows = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
+    per_rank, across = run.table(samples), run.run_table(samples_across)
+    rows = pl.concat([per_rank.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
     # All ranks wait for a slow one, so a few of them show what every step consists of.
-    shown = sorted(run.ranks)[:_PART_RANKS]
-    rows = rows.filter(~pl.col("metric").str.starts_with(PART_PREFIX) | pl.col("rank").is_in(shown))
+    part_ranks = sorted(run.ranks)[:_PART_RANKS]
+    rows = rows.filter(~pl.col("metric").str.starts_with(PART_PREFIX) | pl.col("rank").is_in(part_ranks))
     # A rank's logs are read with each of its windows; steps of other windows may have the same numbers.
     repeats = pl.col("metric").is_in(LOGGED_METRICS) & ~pl.struct("rank", "step", "metric").is_first_distinct()
     return rows.filter(~repeats).unique(["window", "rank", "step", "metric"], keep="first", maintain_order=True)
@@ -74,11 +74,11 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
 def job_series(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, tuple[pl.Series, Values]]:
     """Return the steps, as structs of window and step, and the samples of `job_samples`, by metric."""
-    chosen = table.lazy().filter(_IS_METRIC)
+    rows = table.lazy().filter(_IS_METRIC)
     if ranks is not None:
-        chosen = chosen.filter(pl.col("rank").is_in(ranks))
+        rows = rows.filter(pl.col("rank").is_in(ranks))
     value = pl.col("value")
-    per_step = chosen.group_by("metric", "window", "step").agg(
+    per_step = rows.group_by("metric", "window", "step").agg(
         pl.when(pl.col("metric").first().is_in(_worst(lower_is_better=True)))
         .then(value.max())
         .when(pl.col("metric").first().is_in(_worst(lower_is_better=False)))
@@ -111,11 +111,11 @@ def _worst(*, lower_is_better: bool) -> tuple[str, ...]:
     )
 
 
-def _conform(table: pl.DataFrame, columns: schema.ColumnTypes, own: dict[str, Metric], source: object) -> pl.DataFrame:
-    """Return the rows of the metrics in `own` that a source measures, with these columns."""
+def _conform(table: pl.DataFrame, types: schema.ColumnTypes, by_key: dict[str, Metric], source: object) -> pl.DataFrame:
+    """Return the rows of the metrics in `by_key` that a source measures, with these columns."""
     if table.is_empty():
-        return schema.empty(columns)
-    keys = [metric.key for metric in own.values() if source in (metric.of_trace, metric.of_run)]
+        return schema.empty(types)
+    keys = [metric.key for metric in by_key.values() if source in (metric.of_trace, metric.of_run)]
     if "metric" not in table.columns:
         table = table.with_columns(pl.lit(keys[0]).alias("metric"))
-    return table.filter(pl.col("metric").is_in(keys)).pipe(schema.select, columns)
+    return table.filter(pl.col("metric").is_in(keys)).pipe(schema.select, types)

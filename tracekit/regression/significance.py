@@ -15,8 +15,8 @@ recording a side ignores that and raises false alarms. Therefore
 - the spread between recordings is estimated from those of both sides and moderated by what is usual for the metric: an
   empirical Bayes estimate as limma uses for few replicates (Smyth 2004), with the weight of `PRIOR_DEGREES` further
   recordings. What is usual is the metric's least spread, that of a quiet machine, and half of the scatter of the steps
-  within a recording: where steps scatter much, recordings differ much too (docs/gate.md has both). With one recording a
-  side its steps are all that is known, and the interval is wide;
+  within a recording: where steps scatter much, recordings differ much too (docs/lab/gate_accuracy.md has both). With
+  one recording a side its steps are all that is known, and the interval is wide;
 - the interval is Student's t for a new recording (a prediction interval: both the new one and the mean of the reference
   vary), at 99% and not 95%, because several metrics are judged at once and each may raise a false alarm;
 - a change counts only from a least effect on, whatever the interval: what nobody would act on fails no build.
@@ -70,7 +70,7 @@ def compare_recordings(
     reference: Sequence[Values],
     candidate: Sequence[Values],
     *,
-    whole: float | None = None,
+    total: float | None = None,
     is_paired: bool = False,
     thresholds: Thresholds | None = None,
 ) -> Change:
@@ -83,7 +83,7 @@ def compare_recordings(
     >>> compare_recordings(metric_of("step_time_ns"), [before], [after]).verdict.value
     'worse'
     """
-    sides = MetricSides(metric, reference, candidate, whole, is_paired)
+    sides = MetricSides(metric, reference, candidate, total, is_paired)
     return compare_metrics([sides], thresholds or Thresholds())[0]
 
 
@@ -94,7 +94,7 @@ class MetricSides:
     metric: Metric
     reference: Sequence[Values]
     candidate: Sequence[Values]
-    whole: float | None = None
+    total: float | None = None
     """The reference's value of the metric that contains this one, where it has one."""
     is_paired: bool = False
     """Whether samples of one index are of one step."""
@@ -119,8 +119,8 @@ def compare_metrics(metrics: Sequence[MetricSides], thresholds: Thresholds) -> l
     changes: dict[int, Change] = {}
     for (*_, is_logarithmic, is_paired), indices in alike.items():
         a, b = (
-            [np.stack(recordings, axis=1) for recordings in zip(*each, strict=True)]
-            for each in ([metrics[i].reference for i in indices], [metrics[i].candidate for i in indices])
+            [np.stack(recordings, axis=1) for recordings in zip(*side, strict=True)]
+            for side in ([metrics[i].reference for i in indices], [metrics[i].candidate for i in indices])
         )
         before, after = observations(a, b, is_logarithmic=bool(is_logarithmic), is_paired=bool(is_paired))
         for column, index in enumerate(indices):
@@ -130,7 +130,7 @@ def compare_metrics(metrics: Sequence[MetricSides], thresholds: Thresholds) -> l
 
 def _change(sides: MetricSides, a: "Observations", b: "Observations", limits: Thresholds) -> Change:
     metric = sides.metric
-    scale = _Scale.of(metric, a.center, sides.whole, limits.min_change_ratio, is_logarithmic=a.is_logarithmic)
+    scale = _Scale.of(metric, a.center, sides.total, limits.min_change_ratio, is_logarithmic=a.is_logarithmic)
     difference = float(b.mean - a.mean) / scale.unit
     low = high = None
     verdict, more = Verdict.INCONCLUSIVE, (0, 0)
@@ -181,7 +181,7 @@ def scatter(values: Values) -> Values:
 
 
 def deviation_factor(count: int) -> float:
-    """Return what the median deviation of so many normal samples is multiplied by to be their standard deviation."""
+    """Return the factor from the median deviation of so many normal samples to their standard deviation."""
     return _MAD_OF_FEW.get(count, _MAD_OF_NORMAL)
 
 
@@ -202,11 +202,11 @@ def variance_of_median(values: Values) -> Values:
 
 @functools.lru_cache(maxsize=16)
 def _resamples(count: int) -> npt.NDArray[np.int64]:
-    """Return which of so many samples each bootstrap draws, shape (_BOOTSTRAPS, count)."""
+    """Return the indices of the samples that each bootstrap draws, shape (_BOOTSTRAPS, count)."""
     block = max(1, round(count ** (1 / 3)))
     starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
-    drawn = (starts[:, :, None] + np.arange(block)) % count
-    return drawn.reshape(_BOOTSTRAPS, -1)[:, :count]
+    indices = (starts[:, :, None] + np.arange(block)) % count
+    return indices.reshape(_BOOTSTRAPS, -1)[:, :count]
 
 
 def observations(
@@ -224,11 +224,11 @@ def observations(
         paired = [rest / middle if is_logarithmic else rest for rest, middle in zip(unexplained, medians, strict=True)]
     # The logarithm of the median, not the median of logarithms: of two middle values it is the one that is shown.
     middles = np.log(medians) if is_logarithmic else np.stack(medians)
-    within, scatters = ([of(values) for values in series] for of in (variance_of_median, scatter))
+    within, scatters = ([statistic(values) for values in series] for statistic in (variance_of_median, scatter))
     if is_paired:
         # Neither is less than the noise: steps differ by their effects too, paired steps by those of a regression.
-        within = [np.minimum(own, variance_of_median(rest)) for own, rest in zip(within, paired, strict=True)]
-        scatters = [np.minimum(own, scatter(rest)) for own, rest in zip(scatters, paired, strict=True)]
+        within = [np.minimum(variance, variance_of_median(rest)) for variance, rest in zip(within, paired, strict=True)]
+        scatters = [np.minimum(deviation, scatter(rest)) for deviation, rest in zip(scatters, paired, strict=True)]
     samples = [len(values) for values in recordings]
     first, second = (
         Observations(
@@ -255,7 +255,7 @@ class Observations:
 
     def quantity(self, column: int) -> "Observations":
         """Return the observations of one of several quantities."""
-        within, scatter = (each[column] for each in (self.within, self.scatter))
+        within, scatter = (values[column] for values in (self.within, self.scatter))
         return replace(self, medians=self.medians[:, column], within=within, scatter=scatter)
 
     @property
@@ -281,11 +281,11 @@ class Spread:
     """The part of both variances together that more steps within each recording would remove."""
 
     @classmethod
-    def of(cls, a: Observations, b: Observations, least: Values | float) -> "Spread":
-        """Return the spread of two sides; recordings differ by at least `least`, a standard deviation."""
+    def of(cls, a: Observations, b: Observations, min_deviation: Values | float) -> "Spread":
+        """Return the spread of two sides; recordings differ by at least `min_deviation`, a standard deviation."""
         squares = sum(((side.medians - side.mean) ** 2).sum(axis=0) for side in (a, b))
         degrees = PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
-        usual = least**2 + (SCATTER_SHARE * a.scatter) ** 2
+        usual = min_deviation**2 + (SCATTER_SHARE * a.scatter) ** 2
         between = (PRIOR_DEGREES * (usual + a.within) + squares) / degrees
         reference = np.maximum(between, a.within)
         # Where the candidate's steps scatter more than the reference's, its own interval is wider.
@@ -293,7 +293,7 @@ class Spread:
         return cls(reference, candidate, degrees, (len(a.medians), len(b.medians)), a.within + b.within)
 
     def margin(self, confidence: float, more: int = 0) -> Values:
-        """Return how far the interval reaches on either side, with `more` recordings on each of them."""
+        """Return the reach of the interval on either side, with `more` recordings on each of them."""
         references, candidates = (count + more for count in self.recordings)
         deviation = np.sqrt(self.reference / references + self.candidate / candidates)
         return student_t(0.5 + confidence / 2, self.degrees + 2 * more) * deviation
@@ -312,15 +312,15 @@ class _Scale:
 
     @classmethod
     def of(
-        cls, metric: Metric, reference: float, whole: float | None, min_change: float, *, is_logarithmic: bool
+        cls, metric: Metric, reference: float, total: float | None, min_change: float, *, is_logarithmic: bool
     ) -> "_Scale":
         if metric.is_share:
             return cls(1.0, False, min_change, SAME_WITHIN, is_shown=True)
-        least = MIN_CONTAINER_SHARE * (whole or 0.0) if metric.part_of else 0.0
+        min_effect = MIN_CONTAINER_SHARE * (total or 0.0) if metric.part_of else 0.0
         if reference <= 0:
-            unit = whole if whole and least else 1.0
+            unit = total if total and min_effect else 1.0
             return cls(unit, False, MIN_CONTAINER_SHARE, MIN_CONTAINER_SHARE, is_shown=False)
-        effect = max(min_change, metric.least_change_ratio, least / reference)
+        effect = max(min_change, metric.least_change_ratio, min_effect / reference)
         unit = 1.0 if is_logarithmic else reference
         return cls(unit, is_logarithmic, effect, max(SAME_WITHIN, effect), is_shown=True)
 
@@ -333,9 +333,9 @@ class _Scale:
         return self.change(difference - margin), self.change(difference + margin)
 
 
-def _is_enough(a: Observations, b: Observations, least: float) -> bool:
+def _is_enough(a: Observations, b: Observations, usual_spread: float) -> bool:
     # Several recordings show the spread even where each has a save or two; counts hardly have any.
-    fewest = _ENOUGH_COUNTS if least == 0 else _ENOUGH_SAMPLES
+    fewest = _ENOUGH_COUNTS if usual_spread == 0 else _ENOUGH_SAMPLES
     return min(a.samples, b.samples) >= fewest or len(a.medians) >= _ENOUGH_RECORDINGS
 
 
@@ -352,10 +352,10 @@ def _more(difference: float, spread: Spread, samples: int, scale: _Scale, confid
     Enough for the interval to exclude zero if the change is as it seems, or to lie within what counts as the same.
     """
     distance = abs(difference) if abs(scale.change(difference)) >= scale.effect else 0.0
-    wanted = max(distance, scale.within - abs(difference)) * scale.unit
+    target = max(distance, scale.within - abs(difference)) * scale.unit
     if spread.within > 0.5 * (spread.reference + spread.candidate):
-        ratio = float(spread.margin(confidence)) / wanted if wanted > 0 else math.inf
+        ratio = float(spread.margin(confidence)) / target if target > 0 else math.inf
         more = math.ceil(samples * min(ratio**2 - 1, MAX_MORE_SAMPLES)) if ratio < math.inf else MAX_MORE_SAMPLES
         return max(1, min(more, MAX_MORE_SAMPLES)), 0
     counts = range(1, MAX_MORE_RECORDINGS)  # the more, the smaller the margin
-    return 0, 1 + bisect.bisect_left(counts, x=True, key=lambda more: bool(spread.margin(confidence, more) <= wanted))
+    return 0, 1 + bisect.bisect_left(counts, x=True, key=lambda more: bool(spread.margin(confidence, more) <= target))

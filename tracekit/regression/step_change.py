@@ -61,7 +61,7 @@ class StepChange:
 
     @property
     def status_counts(self) -> Mapping[str, int]:
-        """Return how many rows have each of STATUSES."""
+        """Return the number of rows by each of STATUSES."""
         counts = dict(self.rows.group_by("status").len().iter_rows())
         return {status: int(counts.get(status, 0)) for status in STATUSES}
 
@@ -78,7 +78,7 @@ class RunSteps:
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSteps":
-        """Return what a run measured, under its own name or another."""
+        """Return the steps of a run, under its own name or another."""
         return cls(RunSamples.of(run, name), run.table(breakdown.by_step), run.table(step_charges.step_charges))
 
     @property
@@ -130,16 +130,17 @@ class _Side:
     @classmethod
     def of(cls, run: RunSteps, ranks: set[int], step_ns: float) -> "_Side":
         steps = run.steps.filter(pl.col("rank").is_in(ranks))
-        cells = step_weights.weighted(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
+        cells = step_weights.with_weights(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
         charges = run.charges.join(cells, on=[*step_weights.KEY, "device"], nulls_equal=True, maintain_order="left")
-        named = [
+        names = [
             pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)
             for name in ("operator", "kernel")
         ]
         module = pl.col("module").fill_null(OUTSIDE_MODULES)
         chain = pl.when(pl.col("part") != step_charges.IDLE).then("chain")
         return cls(
-            charges.with_columns(*named, module, chain), cells.select("window", "step").unique().sort("window", "step")
+            charges.with_columns(*names, module, chain),
+            cells.select("window", "step").unique().sort("window", "step"),
         )
 
     def sites(self, site: Sequence[str]) -> pl.DataFrame:
@@ -155,12 +156,12 @@ class _Side:
 
     def samples(self, site: Sequence[str], groups: pl.DataFrame, count: int) -> Values:
         """Return the time of each group in each step, shape (steps, count); `groups` has the group of each site."""
-        own = self.charges.join(groups, on=site, nulls_equal=True)
-        sums = own.group_by("window", "step", "group").agg((pl.col("dur_ns") * pl.col("rank_weight")).sum().alias("ns"))
-        placed = sums.join(self.steps.with_row_index("row"), on=["window", "step"], nulls_equal=True)
-        found = np.zeros((self.steps.height, count))
-        found[placed["row"].to_numpy(), placed["group"].to_numpy()] = placed["ns"].to_numpy()
-        return found
+        rows = self.charges.join(groups, on=site, nulls_equal=True)
+        sums = rows.group_by("window", "step", "group").agg(ns=(pl.col("dur_ns") * pl.col("rank_weight")).sum())
+        cells = sums.join(self.steps.with_row_index("row"), on=["window", "step"], nulls_equal=True)
+        times_ns = np.zeros((self.steps.height, count))
+        times_ns[cells["row"].to_numpy(), cells["group"].to_numpy()] = cells["ns"].to_numpy()
+        return times_ns
 
 
 def _idle_name() -> pl.Expr:
@@ -176,23 +177,23 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     if by[0] == "kernel":  # a kernel may be launched by another operator now
         identity, place = tuple(name for name in identity if name != "operator"), ("operator", *place)
     site = (*identity, *place)
-    matched = call_matching.matched(a.sites(site), b.sites(site), identity, place)
+    matched = call_matching.match_calls(a.sites(site), b.sites(site), identity, place)
     calls = _calls(*matched, identity=identity, place=place)
     group = ["part", *by]
-    grouped = _grouped(calls, group)
-    numbered = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
-    of_site = [side.select(*site, "call").join(numbered, on="call").drop("call") for side in matched]
+    grouped = _sum_calls(calls, group)
+    call_groups = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
+    of_site = [side.select(*site, "call").join(call_groups, on="call").drop("call") for side in matched]
     series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
     usual = _usual_spread(grouped["part"])
     margins = _margins(*series, usual=usual, is_paired=a.steps.equals(b.steps), limits=limits)
-    judged = _judged(grouped, margins, step, limits).rename({by[0]: "name"})
+    rows = _judge(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
-    return schema.select(judged, ROW_COLUMNS | extra)
+    return schema.select(rows, ROW_COLUMNS | extra)
 
 
 def _calls(a: pl.DataFrame, b: pl.DataFrame, *, identity: Sequence[str], place: Sequence[str]) -> pl.DataFrame:
     """Return the calls of both sides: columns call, identity, place, and before_ and after_ each of _MEASURES."""
-    own = [
+    sides = [
         side.select(
             "call",
             call_matching.LABEL,
@@ -202,20 +203,20 @@ def _calls(a: pl.DataFrame, b: pl.DataFrame, *, identity: Sequence[str], place: 
         )
         for prefix, side in zip(_SIDES, (a, b), strict=True)
     ]
-    joined = own[0].join(own[1], on="call", how="full", coalesce=True, suffix="_b")
+    joined = sides[0].join(sides[1], on="call", how="full", coalesce=True, suffix="_b")
     values = [f"{side}_{name}" for side in _SIDES for name in _MEASURES]
     label = pl.coalesce(call_matching.LABEL, f"{call_matching.LABEL}_b")
-    named = {name: pl.coalesce(name, f"{name}_b") for name in identity}
-    if call_matching.OPERATOR in named:
-        named[call_matching.OPERATOR] = pl.coalesce(label, named[call_matching.OPERATOR])
+    by_name = {name: pl.coalesce(name, f"{name}_b") for name in identity}
+    if call_matching.OPERATOR in by_name:
+        by_name[call_matching.OPERATOR] = pl.coalesce(label, by_name[call_matching.OPERATOR])
     return joined.with_columns(
-        *(expression.alias(name) for name, expression in named.items()),
+        *(expression.alias(name) for name, expression in by_name.items()),
         *(call_matching.both(name, f"{name}_b").alias(name) for name in place),
         *(pl.col(name).fill_null(0.0) for name in values),
     ).select("call", *identity, *place, *values)
 
 
-def _grouped(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
+def _sum_calls(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
     """Return the calls summed by the columns of `group`, with a number `group`, and of which calls changed most."""
     before, after = pl.col("before_count"), pl.col("after_count")
     each_ns = pl.col("before_ns") / before
@@ -233,9 +234,9 @@ def _grouped(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
         (pl.col("after_ns") - pl.col("before_ns")).alias("change_ns"),
     )
     values = [name for name in changed.columns if name.endswith(("_ns", "_count"))]
-    most = pl.col("change_ns").abs().arg_max()
-    shown = [pl.col(name).get(most) for name in ("path", "shapes") if name not in group]
-    summed = changed.group_by(group, maintain_order=True).agg(*shown, *(pl.col(name).sum() for name in values))
+    largest = pl.col("change_ns").abs().arg_max()
+    examples = [pl.col(name).get(largest) for name in ("path", "shapes") if name not in group]
+    summed = changed.group_by(group, maintain_order=True).agg(*examples, *(pl.col(name).sum() for name in values))
     return summed.with_row_index("group")
 
 
@@ -246,26 +247,26 @@ def _usual_spread(parts: pl.Series) -> Values:
 
 
 def _margins(before: Values, after: Values, *, usual: Values, is_paired: bool, limits: Thresholds) -> Values | None:
-    """Return how far the interval of each group's change reaches on either side, in ns; None with too few steps."""
+    """Return the reach of the interval of each group's change on either side, in ns; None with too few steps."""
     if min(len(before), len(after)) < step_separation.MIN_STEPS:
         return None
     a, b = significance.observations([before], [after], is_paired=is_paired)
     return significance.Spread.of(a, b, usual * np.maximum(a.mean, b.mean)).margin(limits.confidence)
 
 
-def _judged(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:
+def _judge(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:
     change, before = pl.col("change_ns"), pl.col("before_ns")
     margin = pl.Series("margin", [None] * grouped.height if margins is None else margins, pl.Float64)
-    least = MIN_STEP_RATIO * step.reference
-    effect = pl.max_horizontal(limits.min_change_ratio * before, pl.lit(least))
+    min_ns = MIN_STEP_RATIO * step.reference
+    effect = pl.max_horizontal(limits.min_change_ratio * before, pl.lit(min_ns))
     same = pl.max_horizontal(
         significance.SAME_WITHIN * before, pl.lit(significance.MIN_CONTAINER_SHARE * step.reference)
     )
-    whole = step.candidate - step.reference
+    total = step.candidate - step.reference
     with_interval = grouped.with_columns(margin).with_columns(
         (change - pl.col("margin")).alias("low_ns"),
         (change + pl.col("margin")).alias("high_ns"),
-        (change / whole if abs(whole) >= _MIN_CHANGE_NS else pl.lit(None, pl.Float64)).alias("contribution_ratio"),
+        (change / total if abs(total) >= _MIN_CHANGE_NS else pl.lit(None, pl.Float64)).alias("contribution_ratio"),
     )
     low, high = pl.col("low_ns"), pl.col("high_ns")
     verdict = (
@@ -283,6 +284,6 @@ def _judged(grouped: pl.DataFrame, margins: Values | None, step: Change, limits:
         .when(change <= -effect).then(pl.lit(FASTER))
         .otherwise(pl.lit(SAME))
     )  # fmt: skip
-    judged = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
-    present = judged.filter(~(is_absent["before"] & is_absent["after"]))
+    with_verdict = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
+    present = with_verdict.filter(~(is_absent["before"] & is_absent["after"]))
     return present.sort(change.abs(), "part", descending=[True, False], maintain_order=True)

@@ -57,9 +57,9 @@ def decide(
     if not _is_enough(a, b, thresholds.min_cpu_recordings):
         return changes, ()
     separation = _separation(a, b, thresholds.confidence)
-    growth, least = step_time.change, thresholds.min_change_ratio
+    growth, min_ratio = step_time.change, thresholds.min_change_ratio
     center, certain = separation.net_ratio(grows=growth > 0)
-    if min(abs(growth), abs(center)) < least or center * growth < 0 or not certain:
+    if min(abs(growth), abs(center)) < min_ratio or center * growth < 0 or not certain:
         return changes, ()
     low, high = sorted((certain, max(2 * growth - certain, 2 * certain, key=abs)))
     verdict = Verdict.WORSE if growth > 0 else Verdict.BETTER
@@ -85,10 +85,10 @@ class _Recording:
         table = table.with_columns(pl.struct("window", "step").alias("step"))
         is_part = pl.col("metric").str.starts_with(PART_PREFIX)
         parts = table.filter(is_part).select("rank", "step", pl.col("metric").alias("part"), "value")
-        shown = parts["rank"].unique()
-        timed = table.filter(pl.col("metric") == STEP_TIME, pl.col("rank").is_in(shown.implode()))
+        part_ranks = parts["rank"].unique()
+        timed = table.filter(pl.col("metric") == STEP_TIME, pl.col("rank").is_in(part_ranks.implode()))
         steps = timed.group_by("step").agg(pl.col("value").max(), pl.col("rank").n_unique().alias("ranks"))
-        steps = steps.filter(pl.col("ranks") == len(shown)).sort("step")
+        steps = steps.filter(pl.col("ranks") == len(part_ranks)).sort("step")
         return cls(parts, steps["step"], steps["value"].to_numpy())
 
     @property
@@ -98,20 +98,20 @@ class _Recording:
 
     def values(self, place: pl.DataFrame) -> Values:
         """Return the time of each step in each part, shape (steps, parts); not a number for a part that it lacks."""
-        known = place.with_row_index("column").join(self.parts.select("rank", "part").unique(), on=["rank", "part"])
-        cells = pl.DataFrame({"step": self.steps}).join(known, how="cross")
+        parts = place.with_row_index("column").join(self.parts.select("rank", "part").unique(), on=["rank", "part"])
+        cells = pl.DataFrame({"step": self.steps}).join(parts, how="cross")
         times = cells.join(self.parts, on=["step", "rank", "part"], how="left", nulls_equal=True, maintain_order="left")
-        found = np.full((len(self.steps), place.height), np.nan)
+        matrix = np.full((len(self.steps), place.height), np.nan)
         # A part that a step does not have takes no time in it.
-        found[:, known["column"].to_numpy()] = times["value"].fill_null(0.0).to_numpy().reshape(len(self.steps), -1)
-        return found
+        matrix[:, parts["column"].to_numpy()] = times["value"].fill_null(0.0).to_numpy().reshape(len(self.steps), -1)
+        return matrix
 
 
 def _is_enough(reference: Sequence[_Recording], candidate: Sequence[_Recording], min_recordings: int) -> bool:
     recordings = (*reference, *candidate)
-    if any(each.parts.is_empty() or len(each.steps) < MIN_STEPS or each.step_times.min() <= 0 for each in recordings):
+    if any(r.parts.is_empty() or len(r.steps) < MIN_STEPS or r.step_times.min() <= 0 for r in recordings):
         return False
-    return len(reference) >= min_recordings or not any(each.is_on_host for each in recordings)
+    return len(reference) >= min_recordings or not any(r.is_on_host for r in recordings)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Separation:
         """Return the net change of the rank whose parts grew, or shrank, most, and what of it is certain; or 0."""
         low = np.sign(self.certain) * (np.abs(self.certain) - self.margin)
         ranks = [self.rank == rank for rank in np.unique(self.rank)]
-        nets = [(float(self.certain[own].sum()), float(low[own].sum())) for own in ranks]
+        nets = [(float(self.certain[is_rank].sum()), float(low[is_rank].sum())) for is_rank in ranks]
         center, certain = max(nets) if grows else min(nets)
         return center / self.step_ns, certain / self.step_ns if (certain > 0) is grows else 0.0
 
@@ -154,10 +154,10 @@ class _Separation:
 
 def _separation(reference: Sequence[_Recording], candidate: Sequence[_Recording], confidence: float) -> _Separation:
     sides = (*reference, *candidate)
-    place = pl.concat([each.parts.select("rank", "part") for each in sides]).unique().sort("rank", "part")
-    step_ns = math.exp(float(np.mean([np.log(np.median(each.step_times)) for each in reference])))
-    values = _filled([each.values(place) for each in sides], MIN_PART_RATIO * step_ns)
-    is_paired = all(each.steps.equals(sides[0].steps) for each in sides)
+    place = pl.concat([side.parts.select("rank", "part") for side in sides]).unique().sort("rank", "part")
+    step_ns = math.exp(float(np.mean([np.log(np.median(side.step_times)) for side in reference])))
+    values = _fill_absent([side.values(place) for side in sides], MIN_PART_RATIO * step_ns)
+    is_paired = all(side.steps.equals(sides[0].steps) for side in sides)
     a, b = significance.observations(values[: len(reference)], values[len(reference) :], is_paired=is_paired)
     a, b = (_over_ranks(side, place) for side in (a, b))
     factor, factor_spread = _machine_factor(a.mean, b.mean, _MIN_FACTOR_RATIO * step_ns)
@@ -168,12 +168,12 @@ def _separation(reference: Sequence[_Recording], candidate: Sequence[_Recording]
 
 
 def _host_spread(sides: Sequence[_Recording]) -> float:
-    """Return what the steps of recordings on a CPU say of the spread between recordings; 0 on a device."""
-    scatter = (float(significance.scatter(np.log(each.step_times))) for each in sides if each.is_on_host)
+    """Return the spread between recordings on a CPU, by that of their steps; 0 on a device."""
+    scatter = (float(significance.scatter(np.log(side.step_times))) for side in sides if side.is_on_host)
     return significance.SCATTER_SHARE * max(scatter, default=0.0)
 
 
-def _filled(recordings: Sequence[Values], least_ns: float) -> list[Values]:
+def _fill_absent(recordings: Sequence[Values], least_ns: float) -> list[Values]:
     """Return the recordings with what each lacks: its samples leave out parts of up to `least_ns`."""
     absent = np.minimum(np.nanmax(np.concatenate(recordings), axis=0), least_ns)
     return [np.where(np.isnan(values), absent, values) for values in recordings]

@@ -25,7 +25,7 @@ def slowest_devices(steps: pl.DataFrame) -> pl.DataFrame:
     return ordered.group_by(KEY, maintain_order=True).first().select(*KEY, "device", "duration_ns").sort(KEY)
 
 
-def weighted(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
+def with_weights(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
     """Return cells (columns KEY and duration_ns) with weight and rank_weight.
 
     The weights sum to 1, and the weighted times to `step_ns`, which lies between the times of the middle steps.
@@ -35,7 +35,7 @@ def weighted(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
     is_middle = cells.select(pl.struct("window", "step").is_in(middle.implode()))["window"].to_numpy()
     times = cells["duration_ns"].to_numpy().astype(np.float64)
     weights = np.zeros(len(times))
-    weights[is_middle] = tilted(times[is_middle], step_ns)
+    weights[is_middle] = tilted_weights(times[is_middle], step_ns)
     of_rank = pl.col("of_rank")
     of_step = of_rank.sum().over("window", "step")
     # A step that only ranks have which no middle step has: all of them count alike.
@@ -52,7 +52,7 @@ def middle_steps(cells: pl.DataFrame) -> pl.Series:
     return slowest.slice(cut, slowest.height - 2 * cut).select(pl.struct("window", "step")).to_series()
 
 
-def tilted(times: Values, mean: float) -> Values:
+def tilted_weights(times: Values, mean: float) -> Values:
     """Return weights that sum to 1, with which the times have this mean; as equal as can be.
 
     >>> tilted(np.array([1.0, 2.0, 3.0]), 2.0).round(3).tolist()

@@ -76,7 +76,7 @@ class Limit:
 
     @property
     def name(self) -> str:
-        """Return what reports call it: ``step_time``, ``compute of layers.*``."""
+        """Return its name in reports: ``step_time``, ``compute of layers.*``."""
         short = metric_of(self.metric).short
         parts = ([f"rank {self.ranks}"] if self.ranks else []) + ([self.units] if self.units else [])
         return f"{short} of {', '.join(parts)}" if parts else short
@@ -135,7 +135,7 @@ def parse_limit(text: str) -> Limit:
         return Limit(metric.key, number / 100, Bound.RELATIVE_CHANGE, text)
     suffixes = metric.unit.suffixes
     if unit not in suffixes:
-        known = ", ".join(name or "no unit" for name in (quantities.PERCENT, *suffixes))
-        given = f"the unit {unit}" if unit else "a bare number"
-        raise ConfigError(f"--fail-if {text!r}: {given} is ambiguous or unknown for {metric.key}: use {known}")
+        units = ", ".join(name or "no unit" for name in (quantities.PERCENT, *suffixes))
+        stated = f"the unit {unit}" if unit else "a bare number"
+        raise ConfigError(f"--fail-if {text!r}: {stated} is ambiguous or unknown for {metric.key}: use {units}")
     return Limit(metric.key, number * suffixes[unit], Bound.CHANGE, text)

@@ -107,7 +107,7 @@ def render(baseline: Baseline) -> str:
         "fingerprint": baseline.fingerprint,
     }
     lines = [f"{_json(key)}:{_json(value)}" for key, value in head.items()]
-    recordings = ",\n".join(_recording(each) for each in baseline.recordings)
+    recordings = ",\n".join(_recording(recording) for recording in baseline.recordings)
     return "{\n" + ",\n".join([*lines, f'"recordings":[\n{recordings}\n]']) + "\n}\n"
 
 
@@ -139,7 +139,7 @@ def read(path: Path) -> Baseline:
     try:
         _check_schema(path, msgspec.json.decode(text, type=_Named).schema)
         document = msgspec.json.decode(text, type=_Document)
-        recordings = tuple(_read_recording(each, f"recordings[{n}]") for n, each in enumerate(document.recordings))
+        recordings = tuple(_read_recording(saved, f"recordings[{n}]") for n, saved in enumerate(document.recordings))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: is not a complete baseline: {error}; save it again with tracekit baseline save"
@@ -152,8 +152,8 @@ def read(path: Path) -> Baseline:
 
 def _check_schema(path: Path, schema: str | None) -> None:
     if schema != SCHEMA:
-        named = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
-        raise InputError(f"{path}: is {named}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
+        stated = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
+        raise InputError(f"{path}: is {stated}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _recording(recording: Recording) -> str:
     series = [_json(item) for item in _series(recording.samples, ["metric", "window"], steps)]
     units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
     work = [
-        _json(_Work(kind, phase, name, _rounded(amount)))
+        _json(_Work(kind, phase, name, _round(amount)))
         for kind, phase, name, amount in recording.work.select(*unit_work.WORK_COLUMNS).iter_rows()
     ]
     findings = [
@@ -172,7 +172,7 @@ def _recording(recording: Recording) -> str:
         for f in recording.findings
     ]
     shares = [
-        _json(_Share(kind, name, _rounded(share), shapes))
+        _json(_Share(kind, name, _round(share), shapes))
         for kind, name, shapes, share in recording.shares.select(*WORK_COLUMNS).iter_rows()
     ]
     lists = {"findings": findings, "work": work, "shares": shares, "series": series, "units": units}
@@ -191,7 +191,7 @@ def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None
         unit = row.get("unit")
         scale = 1 if unit is None else _scale([value for values in row["value"] for value in values])
         samples = [
-            [_rounded(value) if unit is None else round(value / scale) for value in values] for values in row["value"]
+            [_round(value) if unit is None else round(value / scale) for value in values] for values in row["value"]
         ]
         yield _Series(row["metric"], row["rank"], number, samples, unit, row.get("window", 0), scale)
 
@@ -202,7 +202,7 @@ def _scale(values: Sequence[float]) -> int:
     return 10 ** max(0, math.floor(math.log10(largest)) - _UNIT_DIGITS + 1) if largest > 0 else 1
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     if value == 0:
         return 0
     decimals = _DIGITS - 1 - math.floor(math.log10(abs(value)))
@@ -218,7 +218,7 @@ def _json(value: object) -> str:
 
 
 def _read_recording(saved: _Recording, where: str) -> Recording:
-    work = [(each.kind, each.phase, each.name, each.amount) for each in saved.work]
+    work = [(row.kind, row.phase, row.name, row.amount) for row in saved.work]
     return Recording(
         saved.name,
         saved.created_ns,
@@ -230,7 +230,7 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
             for f in saved.findings
         ),
         pl.DataFrame(
-            [(each.kind, each.name, each.shapes, each.share) for each in saved.shares],
+            [(row.kind, row.name, row.shapes, row.share) for row in saved.shares],
             schema=WORK_COLUMNS,
             orient="row",
         ),
@@ -242,24 +242,24 @@ def _read_series(
 ) -> pl.DataFrame:
     columns = UNIT_COLUMNS if is_unit else SAMPLE_COLUMNS
     rows: dict[str, list[object]] = {name: [] for name in columns}
-    for number, each in enumerate(series):
-        if each.steps >= len(steps):
+    for number, saved in enumerate(series):
+        if saved.steps >= len(steps):
             raise ValueError(f"{where}[{number}] refers to steps that the recording does not have")
-        if len(each.ranks) != len(each.values):
-            raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values for {len(each.ranks)} ranks")
-        if (each.unit is not None) is not is_unit:
+        if len(saved.ranks) != len(saved.values):
+            raise ValueError(f"{where}[{number}] has {len(saved.values)} lists of values for {len(saved.ranks)} ranks")
+        if (saved.unit is not None) is not is_unit:
             raise ValueError(f"{where}[{number}] has {'no' if is_unit else 'a'} unit")
-        own_steps = steps[each.steps]
-        for rank, values in zip(each.ranks, each.values, strict=True):
+        own_steps = steps[saved.steps]
+        for rank, values in zip(saved.ranks, saved.values, strict=True):
             if len(own_steps) != len(values):
                 raise ValueError(f"{where}[{number}] has {len(values)} values for {len(own_steps)} steps")
-            samples = [value * each.scale for value in values]
+            samples = [value * saved.scale for value in values]
             if not all(map(math.isfinite, samples)):
                 raise ValueError(f"{where}[{number}] has a value that is not a finite number")
             rows["step"] += own_steps
             rows["value"] += samples
-            keys = {"window": each.window, "rank": rank, "metric": each.metric, "unit": each.unit}
-            for name, one in keys.items():
+            keys = {"window": saved.window, "rank": rank, "metric": saved.metric, "unit": saved.unit}
+            for name, key in keys.items():
                 if name in rows:
-                    rows[name] += [one] * len(own_steps)
+                    rows[name] += [key] * len(own_steps)
     return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])

@@ -16,15 +16,15 @@ def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
         text_layout.line((baseline.name, text_layout.BOLD), f"  {units.count(len(baseline.recordings), 'recording')}"),
         "",
         text_layout.title("What ran"),
-        text_layout.indented(
+        text_layout.indent(
             text_layout.table(["", ""], [[name, str(value)] for name, value in baseline.fingerprint.items()])
         ),
         "",
         text_layout.title("Findings"),
-        text_layout.indented(text_layout.table(["", "", "", "of time"], _findings(baseline))),
+        text_layout.indent(text_layout.table(["", "", "", "of time"], _findings(baseline))),
         "",
         text_layout.title("Metrics", "  the median of each recording"),
-        text_layout.indented(
+        text_layout.indent(
             text_layout.table(["", "mean", "least", "most"], _metrics(baseline), right=[False, True, True, True])
         ),
     ]
@@ -33,8 +33,8 @@ def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
 
 def _findings(baseline: Baseline) -> list[list[str]]:
     rows = []
-    for name, each in baseline.known_findings.items():
-        worst = max(each, key=lambda one: (one.severity, one.impact))
+    for name, findings in baseline.known_findings.items():
+        worst = max(findings, key=lambda finding: (finding.severity, finding.impact))
         rows.append([worst.severity.label, phrases.rule_name(worst.code), name, phrases.share_or_size(worst)])
     return rows or [["none", "", "", ""]]
 
@@ -43,7 +43,7 @@ def _metrics(baseline: Baseline) -> list[list[str]]:
     recordings = [job_samples(recording.samples) for recording in baseline.recordings]
     rows = []
     for metric in compared_metrics():
-        medians = [float(np.median(each[metric.key])) for each in recordings if metric.key in each]
+        medians = [float(np.median(samples[metric.key])) for samples in recordings if metric.key in samples]
         if medians:
             values = [float(np.mean(medians)), min(medians), max(medians)]
             rows.append([metric.label, *(metric.text(value) for value in values)])

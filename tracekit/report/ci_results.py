@@ -41,7 +41,7 @@ class CheckItem:
     """Sentences with the numbers, and what to change."""
     level: Level
     fails: bool
-    standing: FindingStatus | None = None
+    status: FindingStatus | None = None
     finding: Finding | None = None
     """The finding itself; for a metric or a budget, the new finding that explains most of it."""
 
@@ -53,23 +53,23 @@ class CheckItem:
 
 def items(gate: CheckResult) -> tuple[CheckItem, ...]:
     """Return all items of a check, failing items first."""
-    found = [*map(_finding, gate.findings), *(_metric(gate, change) for change in gate.regressions)]
-    found += [_budget(gate, each) for each in gate.budgets if each.outcome is not BudgetOutcome.MET]
+    check_items = [*map(_finding, gate.findings), *(_metric(gate, change) for change in gate.regressions)]
+    check_items += [_budget(gate, budget) for budget in gate.budgets if budget.outcome is not BudgetOutcome.MET]
     order = list(Level)
-    return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
+    return tuple(sorted(check_items, key=lambda item: (not item.fails, order.index(item.level))))
 
 
 def failure_counts(gates: Sequence[CheckResult]) -> str:
-    """Return how many items of each kind fail: "2 findings, 1 metric, 1 budget"."""
+    """Counts of the items of each kind that fail: "2 findings, 1 metric, 1 budget"."""
     counts = {
-        "finding": sum(each.fails for gate in gates for each in gate.findings),
+        "finding": sum(finding.fails for gate in gates for finding in gate.findings),
         "metric": sum(len(gate.regressions) for gate in gates),
-        "budget": sum(gate.fails_budget(each) for gate in gates for each in gate.budgets),
+        "budget": sum(gate.fails_budget(budget) for gate in gates for budget in gate.budgets),
     }
     return ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
 
 
-def named(gates: Sequence[CheckResult]) -> list[tuple[str, CheckResult]]:
+def gates_by_name(gates: Sequence[CheckResult]) -> list[tuple[str, CheckResult]]:
     """Return the results with the unique names of their runs."""
     return list(zip(unique_names([gate.report.run.name for gate in gates]), gates, strict=True))
 
@@ -79,24 +79,24 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
 
 
-def level(judged: JudgedFinding) -> Level:
+def level(verdict: JudgedFinding) -> Level:
     """Return the level at which CI shows a finding."""
-    if judged.fails:
+    if verdict.fails:
         return Level.ERROR
-    if judged.status is FindingStatus.KNOWN or judged.finding.severity is Severity.INFO:
+    if verdict.status is FindingStatus.KNOWN or verdict.finding.severity is Severity.INFO:
         return Level.NOTICE
     return Level.WARNING
 
 
-def _finding(judged: JudgedFinding) -> CheckItem:
-    found = judged.finding
-    worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
-    was = f" It was {100 * (judged.impact_before or 0):.1f}% of {phrases.time_noun(found)} in the baseline."
+def _finding(verdict: JudgedFinding) -> CheckItem:
+    finding = verdict.finding
+    worse = verdict.status is FindingStatus.WORSE and verdict.impact_before is not None
+    was = f" It was {100 * (verdict.impact_before or 0):.1f}% of {phrases.time_noun(finding)} in the baseline."
     before = was if worse else ""
-    message = f"{found.message}{before}" + (f" Fix: {found.fix}" if found.fix else "")
-    name, status = phrases.rule_name(found.code), judged.status
-    title = f"{name} ({found.code})" if name != found.code else name
-    return CheckItem(ItemKind.FINDING, found.id, title, message, level(judged), judged.fails, status, found)
+    message = f"{finding.message}{before}" + (f" Fix: {finding.fix}" if finding.fix else "")
+    name, status = phrases.rule_name(finding.code), verdict.status
+    title = f"{name} ({finding.code})" if name != finding.code else name
+    return CheckItem(ItemKind.FINDING, finding.id, title, message, level(verdict), verdict.fails, status, finding)
 
 
 def _metric(gate: CheckResult, change: Change) -> CheckItem:
@@ -113,16 +113,17 @@ def _metric(gate: CheckResult, change: Change) -> CheckItem:
 
 def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
     """Return the new or worse finding with the largest cost in a metric's unit."""
-    new_findings = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
+    new_findings = [verdict.finding for verdict in gate.findings if verdict.status is not FindingStatus.KNOWN]
     if metric.endswith("_bytes"):
-        largest = max(new_findings, key=lambda each: each.cost_bytes, default=None)
+        largest = max(new_findings, key=lambda finding: finding.cost_bytes, default=None)
         return largest if largest and largest.cost_bytes else None
-    most = costliest(new_findings)
-    return most if most and most.impact else None
+    worst = costliest(new_findings)
+    return worst if worst and worst.impact else None
 
 
-def _budget(gate: CheckResult, each: BudgetResult) -> CheckItem:
-    fails = gate.fails_budget(each)
+def _budget(gate: CheckResult, result: BudgetResult) -> CheckItem:
+    fails = gate.fails_budget(result)
     level = Level.ERROR if fails else Level.NOTICE
-    cause = _costliest_new_finding(gate, each.metric) if fails else None
-    return CheckItem(ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, level, fails, finding=cause)
+    cause = _costliest_new_finding(gate, result.metric) if fails else None
+    name = result.budget
+    return CheckItem(ItemKind.BUDGET, name, f"budget {name}", result.message, level, fails, finding=cause)

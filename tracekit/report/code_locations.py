@@ -72,7 +72,7 @@ class Checkout:
         self._located: dict[tuple[Run, Finding | None], Location] = {}
 
     def locate(self, run: Run, finding: Finding | None = None) -> Location:
-        """Return where a finding points, or without one, where the run points. Results are cached."""
+        """Location of a finding, or without one, of the run. Results are cached."""
         key = run, finding
         if key not in self._located:
             function = self._function(run, finding) if finding is not None else None
@@ -91,13 +91,13 @@ class Checkout:
         except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
             return None
         calls = [
-            (each["inside_ns"], location)
-            for each in ran.iter_rows(named=True)
-            if (location := self._function_location(each["file"], each["line"], each["function"])) is not None
+            (row["inside_ns"], location)
+            for row in ran.iter_rows(named=True)
+            if (location := self._function_location(row["file"], row["line"], row["function"])) is not None
         ]
         # A caller comes before its callee and includes its time: the last one with most of the time is innermost.
-        most = max((inside_ns for inside_ns, _ in calls), default=0)
-        candidates = [location for inside_ns, location in calls if inside_ns > MIN_SHARE * most]
+        longest_ns = max((inside_ns for inside_ns, _ in calls), default=0)
+        candidates = [location for inside_ns, location in calls if inside_ns > MIN_SHARE * longest_ns]
         return candidates[-1] if candidates else None
 
     def _script(self, manifest: Mapping[str, object]) -> Location | None:
@@ -109,7 +109,7 @@ class Checkout:
 
     def _trace(self, run: Run, finding: Finding | None) -> Location:
         ranks = finding.ranks if finding is not None else ()
-        source = next((each for each in run.sources if each.rank in ranks), None) or next(iter(run.sources), None)
+        source = next((s for s in run.sources if s.rank in ranks), None) or next(iter(run.sources), None)
         name = source.path if source else run.path
         path = Path(name)
         if "://" not in name and path.resolve().is_relative_to(self._root):
@@ -150,10 +150,10 @@ class Checkout:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[Path]]:
-        named: dict[str, list[Path]] = {}
+        paths: dict[str, list[Path]] = {}
         for path in sorted(self._files):
-            named.setdefault(path.name, []).append(path)
-        return named
+            paths.setdefault(path.name, []).append(path)
+        return paths
 
 
 def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFrame] | None:
@@ -166,8 +166,8 @@ def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFram
     keys = [name for name in ("window", "rank") if name in rows.columns]
     totals = rows.group_by(keys).agg(pl.col("dur_ns").sum())
     first = totals.sort("dur_ns", *keys, descending=[True] + [False] * len(keys)).head(1)
-    chosen = rows.join(first.select(keys), on=keys, how="semi", nulls_equal=True)
-    return int(first["rank"][0]), first["window"][0] if "window" in keys else None, chosen
+    main_rows = rows.join(first.select(keys), on=keys, how="semi", nulls_equal=True)
+    return int(first["rank"][0]), first["window"][0] if "window" in keys else None, main_rows
 
 
 def _scripts(command: Sequence[object]) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _functions(path: Path) -> tuple[_Function, ...]:
     functions = [_Function(_MODULE, 1, len(_lines(path)), 1)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             functions.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
         elif isinstance(node, ast.expr) and type(node) in _ANONYMOUS:
             last = node.end_lineno or node.lineno
@@ -226,7 +226,7 @@ def _functions(path: Path) -> tuple[_Function, ...]:
 
 def _first_line(path: Path, line: int, function: str) -> int | None:
     """Return the def line of the innermost function with a name that contains a line; for a module, the line itself."""
-    around = [each for each in _functions(path) if each.name == function and each.first <= line <= each.last]
+    around = [f for f in _functions(path) if f.name == function and f.first <= line <= f.last]
     if not around:
         return None
-    return line if function == _MODULE else max(each.def_line for each in around)
+    return line if function == _MODULE else max(f.def_line for f in around)

@@ -21,7 +21,7 @@ _MAX_TEXT = 1000
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the JSON array: one entry per finding, metric that regressed and budget that is not met."""
     entries = []
-    for name, gate in ci_results.named(gates):
+    for name, gate in ci_results.gates_by_name(gates):
         run = name if len(gates) > 1 else ""
         for item in ci_results.items(gate):
             location = checkout.locate(gate.report.run, item.finding)
@@ -40,6 +40,6 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
 def _severity(item: CheckItem) -> str:
     if item.fails:
         return "blocker"
-    if item.own_finding is None or item.standing is FindingStatus.KNOWN:
+    if item.own_finding is None or item.status is FindingStatus.KNOWN:
         return "info"
     return _SEVERITIES[item.own_finding.severity]

@@ -70,9 +70,9 @@ def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: 
 def as_markdown(compared: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
     header, rows = table_cells(compared)
-    table = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
-    notes = [f"- {markdown_escaping.escaped(remark)}" for remark in remarks(compared)]
-    first = [f"- {markdown_escaping.escaped(difference)}" for difference in compared.differences]
+    table = [[markdown_escaping.escape(cell.strip()) for cell in row] for row in (header, *rows)]
+    notes = [f"- {markdown_escaping.escape(remark)}" for remark in remarks(compared)]
+    first = [f"- {markdown_escaping.escape(difference)}" for difference in compared.differences]
     lines = [*first, *([""] if first else []), markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4))]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
@@ -170,11 +170,11 @@ def _unit(change: Change) -> str:
 
 
 def remarks(compared: Comparison) -> Sequence[str]:
-    """Return what limits the comparison: inconclusive metrics, then notes other than `Comparison.differences`."""
+    """Limits of the comparison: inconclusive metrics, then notes other than `Comparison.differences`."""
     inconclusive = [change for change in compared.changes if change.verdict is Verdict.INCONCLUSIVE]
     needed = {
-        "samples": [f"{label(each.metric)} {_more(each)}" for each in inconclusive if each.more_samples],
-        "recordings": [f"{label(each.metric)} {each.more_recordings}" for each in inconclusive if each.more_recordings],
+        "samples": [f"{label(c.metric)} {_more(c)}" for c in inconclusive if c.more_samples],
+        "recordings": [f"{label(c.metric)} {c.more_recordings}" for c in inconclusive if c.more_recordings],
     }
     return [
         *(

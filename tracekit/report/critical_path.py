@@ -41,8 +41,8 @@ def as_text(path: CriticalPath, *, run: str, top: int, width: int, color: bool =
     parts: list[RenderableType] = [text_layout.line(summary(path, run))]
     between = text_layout.gap(width)
     for title, table, dropped in _tables(path, top):
-        shown = text_layout.fitted(table, _HEADINGS, dropped, width=width)
-        parts += ["", text_layout.title(title), text_layout.frame(shown, _HEADINGS, gap=between)]
+        columns = text_layout.fit_columns(table, _HEADINGS, dropped, width=width)
+        parts += ["", text_layout.title(title), text_layout.frame(columns, _HEADINGS, gap=between)]
     rest = path.shares.slice(top)
     if rest.height:
         share = units.share(float(rest["step_ratio"].sum()))
@@ -56,10 +56,10 @@ def as_text(path: CriticalPath, *, run: str, top: int, width: int, color: bool =
 def summary(path: CriticalPath, run: str) -> str:
     """Return one sentence: which step of which rank, how long, and what owns most of it."""
     what = "the window" if path.step is None else f"step {path.step}"
-    most = path.shares_by("rank", "kind").row(0, named=True)
+    main = path.shares_by("rank", "kind").row(0, named=True)
     return (
         f"{run}: {what} takes {units.duration(path.step_ns)} on rank {path.rank}; "
-        f"{units.share(most['step_ratio'])} of its critical path is {most['kind']} on rank {most['rank']}."
+        f"{units.share(main['step_ratio'])} of its critical path is {main['kind']} on rank {main['rank']}."
     )
 
 

@@ -50,14 +50,14 @@ def of_report(report: Report, run: Run) -> Iterator[ReportFigure]:
 
 def communication(run: Run) -> Iterator[ReportFigure]:
     """Yield figures of overlap, of idle compute and of waits for late ranks; none where there is no data."""
-    by_rank, (drawn, more) = run.run_table(exposed_communication.by_rank), _drawn(run)
+    by_rank, (labels, more) = run.run_table(exposed_communication.by_rank), _drawn_ranks(run)
     if int(by_rank["communication_ns"].sum()):
         yield ReportFigure(
             "communication",
             "Hidden and exposed communication",
             "Communication time of each rank in all steps: overlapped with compute, exposed transfer, exposed "
             "while the rank waits for a late rank." + more,
-            charts.communication_parts(by_rank, drawn),
+            charts.communication_parts(by_rank, labels),
         )
     idle = run.run_table(stall_attribution.idle_by_rank)
     if idle.height:
@@ -65,7 +65,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
             "standing",
             "Why compute is idle",
             "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more,
-            charts.stall_causes(idle, drawn),
+            charts.stall_causes(idle, labels),
         )
     waited = run.run_table(rank_timelines.wait_times)
     if waited.filter(pl.col("peer_rank").is_not_null()).height:
@@ -112,22 +112,22 @@ def checkpoints(run: Run) -> Iterator[ReportFigure]:
         yield ReportFigure("save-bandwidth", "Durable write rate of each rank", caption, charts.save_bandwidth(clocks))
 
 
-def _drawn(run: Run) -> tuple[Mapping[int, str], str]:
+def _drawn_ranks(run: Run) -> tuple[Mapping[int, str], str]:
     """Return the ranks that figures by rank draw, and the end of their captions."""
     note = rank_rows.selection_note(run)
-    return rank_rows.drawn(run), f" {note}" if note else ""
+    return rank_rows.drawn_ranks(run), f" {note}" if note else ""
 
 
 def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
-    drawn, more = _drawn(run)
+    labels, more = _drawn_ranks(run)
     if by_rank.height:
         caption = "Time of each rank from its first activity to its last." + more
         numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
-        yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank, drawn), numbers)
+        yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank, labels), numbers)
     if by_step.height > by_rank.height:
         caption = "Duration of each step, one line per rank." + more
-        yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, drawn))
+        yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, labels))
     row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
     if row:
         rank, window, start_ns, duration_ns = (

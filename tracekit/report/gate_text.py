@@ -29,29 +29,28 @@ def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -
 
 
 def parts(gate: CheckResult, width: int) -> list[RenderableType]:
-    """Return what `render` prints, from the verdict down."""
+    """Parts of the text of `render`, from the verdict down."""
     run = gate.report.run
     style = _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"
-    made: list[RenderableType] = [
+    blocks: list[RenderableType] = [
         text_layout.line((headline(gate), style)),
         text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
     ]
     for cause in gate.causes:
-        made += [text_layout.hanging("Why", text_layout.line((f"{cause.name}: ", text_layout.BOLD), cause.message))]
+        blocks += [text_layout.hanging("Why", text_layout.line((f"{cause.name}: ", text_layout.BOLD), cause.message))]
     if gate.budgets:
-        made += ["", text_layout.title("Budgets"), *(_budget(each, gate) for each in gate.budgets)]
+        blocks += ["", text_layout.title("Budgets"), *(_budget(budget, gate) for budget in gate.budgets)]
     if gate.comparison is not None:
-        made += ["", *_findings(gate), "", *_metrics(gate, gate.comparison, width)]
-    shown = [
-        each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN or gate.comparison is None
-    ]
-    return made + text.body(gate.report, run, shown, width)
+        blocks += ["", *_findings(gate), "", *_metrics(gate, gate.comparison, width)]
+    is_first = gate.comparison is None
+    findings = [verdict.finding for verdict in gate.findings if is_first or verdict.status is not FindingStatus.KNOWN]
+    return blocks + text.body(gate.report, run, findings, width)
 
 
 def headline(gate: CheckResult) -> str:
     """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
     against = f" than {gate.baseline}" if gate.baseline else ""
-    failing = [each.status for each in gate.findings if each.fails]
+    failing = [verdict.status for verdict in gate.findings if verdict.fails]
     counts = _count(failing.count(FindingStatus.NEW), "new finding") if gate.baseline else []
     counts += _count(failing.count(FindingStatus.WORSE), "worse finding")
     counts += [] if gate.baseline else _count(len(failing), "finding")
@@ -70,8 +69,9 @@ def _count(number: int, noun: str, after: str = "") -> list[str]:
 
 def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:
     is_strict = gate.is_strict and budgeted.outcome is BudgetOutcome.INCONCLUSIVE
-    outcome = (budgeted.outcome.value + ", which fails: strict" * is_strict, _OUTCOME_STYLES[budgeted.outcome])
-    line = text_layout.line((budgeted.budget, text_layout.BOLD), "  ", outcome, "  ", budgeted.message)
+    outcome = budgeted.outcome.value + (", which fails: strict" if is_strict else "")
+    styled = (outcome, _OUTCOME_STYLES[budgeted.outcome])
+    line = text_layout.line((budgeted.budget, text_layout.BOLD), "  ", styled, "  ", budgeted.message)
     return text_layout.hanging("·", line)
 
 
@@ -79,14 +79,14 @@ def finding_rows(gate: CheckResult) -> list[list[str]]:
     """Return a row per finding of the run, then per fixed one: severity, rule, id, cost, status and verdict."""
     rows = [
         [
-            judged.finding.severity.label,
-            phrases.rule_name(judged.finding.code),
-            judged.finding.id,
-            phrases.share_or_size(judged.finding)
-            + (f" (was {units.share(judged.impact_before)})" if judged.impact_before else ""),
-            judged.status.value + _FAILS * judged.fails,
+            verdict.finding.severity.label,
+            phrases.rule_name(verdict.finding.code),
+            verdict.finding.id,
+            phrases.share_or_size(verdict.finding)
+            + (f" (was {units.share(verdict.impact_before)})" if verdict.impact_before else ""),
+            verdict.status.value + (_FAILS if verdict.fails else ""),
         ]
-        for judged in sorted(gate.findings, key=lambda judged: _ORDER.index(judged.status))
+        for verdict in sorted(gate.findings, key=lambda verdict: _ORDER.index(verdict.status))
     ]
     return rows + [
         [fixed.severity.label, phrases.rule_name(fixed.code), fixed.id, f"was {units.share(fixed.impact)}", _FIXED]
@@ -99,7 +99,7 @@ def metric_rows(gate: CheckResult, compared: Comparison) -> tuple[list[str], lis
     failed = {change.metric for change in gate.regressions}
     header, rows = comparison.table_cells(compared)
     for row, change in zip(rows, compared.changes, strict=True):
-        row[-1] += _FAILS * (change.metric in failed)
+        row[-1] += _FAILS if change.metric in failed else ""
     return header, rows
 
 
@@ -107,9 +107,9 @@ def _findings(gate: CheckResult) -> list[RenderableType]:
     heading = text_layout.title("Findings", f"  compared with {gate.baseline}")
     rows = finding_rows(gate)
     if not rows:
-        return [heading, text_layout.indented(text_layout.dim("none in either run"))]
+        return [heading, text_layout.indent(text_layout.dim("none in either run"))]
     styles = [_BAD if row[-1].endswith(_FAILS) else _STYLES[row[-1]] for row in rows]
-    return [heading, text_layout.indented(text_layout.table(["", "", "", "of time", ""], rows, last_styles=styles))]
+    return [heading, text_layout.indent(text_layout.table(["", "", "", "of time", ""], rows, last_styles=styles))]
 
 
 def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[RenderableType]:
@@ -120,6 +120,6 @@ def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[Re
     ]
     return [
         text_layout.title("Metrics", "  median over steps, mean over recordings"),
-        text_layout.indented(comparison.as_rich_table(header, rows, styles, width)),
+        text_layout.indent(comparison.as_rich_table(header, rows, styles, width)),
         *text_layout.bullets(comparison.remarks(compared)),
     ]

@@ -22,21 +22,21 @@ _MAX_MESSAGE = 3000
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return one summary line per run and the annotations: failures as errors, known findings as notices."""
-    named = ci_results.named(gates)
+    by_name = ci_results.gates_by_name(gates)
     lines = [
-        escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
+        escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in by_name
     ]
     several = len(gates) > 1
-    items = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in ci_results.items(gate)]
+    items = [(f"{name}: " if several else "", gate, item) for name, gate in by_name for item in ci_results.items(gate)]
     for level in Level:
-        lines += _of_level(level, [each for each in items if each[2].level is level], checkout)
+        lines += _of_level(level, [entry for entry in items if entry[2].level is level], checkout)
     return "\n".join(lines) + "\n"
 
 
-def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, CheckItem]], checkout: Checkout) -> list[str]:
-    shown = found if len(found) <= MAX_OF_LEVEL else found[: MAX_OF_LEVEL - 1]
-    lines = [_annotation(run, gate, item, checkout) for run, gate, item in shown]
-    rest = found[len(shown) :]
+def _of_level(level: Level, entries: Sequence[tuple[str, CheckResult, CheckItem]], checkout: Checkout) -> list[str]:
+    annotated = entries if len(entries) <= MAX_OF_LEVEL else entries[: MAX_OF_LEVEL - 1]
+    lines = [_annotation(run, gate, item, checkout) for run, gate, item in annotated]
+    rest = entries[len(annotated) :]
     if rest:
         names = ", ".join(f"{run}{item.title}" for run, _, item in rest)
         lines.append(_command(level, {"title": f"tracekit: {len(rest)} more"}, names))

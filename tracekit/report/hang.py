@@ -16,14 +16,14 @@ _MOST_CULPRITS = 8
 _COLUMNS = ("rank", "last call", "last complete", "waits in", "on the host")
 
 
-def as_json(found: Diagnosis) -> str:
+def as_json(hang: Diagnosis) -> str:
     """Return the diagnosis as one JSON object: see docs/hang.md."""
-    wait = found.wait
+    wait = hang.wait
     document = {
-        "hang": found.is_hang,
-        "verdict": found.verdict,
-        "cause": found.kind.value,
-        "advice": found.advice,
+        "hang": hang.is_hang,
+        "verdict": hang.verdict,
+        "cause": hang.kind.value,
+        "advice": hang.advice,
         "group": None if wait is None else wait.group.name,
         "group_description": None if wait is None else wait.group.description,
         "group_ranks": [] if wait is None else list(wait.group.ranks),
@@ -31,51 +31,51 @@ def as_json(found: Diagnosis) -> str:
         "op": None if wait is None else wait.op,
         "waiting_ranks": [] if wait is None else sorted(wait.waiting_ranks),
         "missing_ranks": [] if wait is None else sorted(wait.missing_ranks),
-        "completed_ranks": sorted(found.completed_ranks),
-        "waited_ns": found.waited_ns,
-        "mismatches": [_mismatch(each) for each in found.mismatches],
+        "completed_ranks": sorted(hang.completed_ranks),
+        "waited_ns": hang.waited_ns,
+        "mismatches": [_mismatch(mismatch) for mismatch in hang.mismatches],
         "culprits": [
-            {"rank": each.rank, "reason": each.kind.value, "detail": each.reason, "evidence": list(each.evidence)}
-            for each in found.culprits
+            {"rank": c.rank, "reason": c.kind.value, "detail": c.reason, "evidence": list(c.evidence)}
+            for c in hang.culprits
         ],
-        "cycle": list(found.cycle),
-        "ranks": [_rank(each) for each in found.ranks],
-        "notes": list(found.notes),
+        "cycle": list(hang.cycle),
+        "ranks": [_rank(rank) for rank in hang.ranks],
+        "notes": list(hang.notes),
     }
     return json.dumps(document, indent=2) + "\n"
 
 
-def as_text(found: Diagnosis, *, width: int, color: bool = False) -> str:
+def as_text(hang: Diagnosis, *, width: int, color: bool = False) -> str:
     """Return the diagnosis as text: the verdict, what to do, the evidence and a row for each rank."""
-    parts: list[RenderableType] = [text_layout.title(found.verdict)]
-    if found.advice:
-        parts += ["", text_layout.line("What to do: ", found.advice)]
-    if found.wait is not None:
-        parts += ["", text_layout.dim(_facts(found))]
-    if found.cycle:
-        parts += ["", text_layout.title("Cycle"), *(text_layout.hanging("→", text_layout.line(x)) for x in found.cycle)]
-    for mismatch in found.mismatches[:3]:
+    parts: list[RenderableType] = [text_layout.title(hang.verdict)]
+    if hang.advice:
+        parts += ["", text_layout.line("What to do: ", hang.advice)]
+    if hang.wait is not None:
+        parts += ["", text_layout.dim(_facts(hang))]
+    if hang.cycle:
+        parts += ["", text_layout.title("Cycle"), *(text_layout.hanging("→", text_layout.line(x)) for x in hang.cycle)]
+    for mismatch in hang.mismatches[:3]:
         parts += ["", text_layout.title(f"Calls at seq {mismatch.seq} of {mismatch.group}"), *_calls(mismatch)]
-    for culprit in found.culprits[:_MOST_CULPRITS]:
+    for culprit in hang.culprits[:_MOST_CULPRITS]:
         parts += ["", text_layout.line((f"Rank {culprit.rank}", text_layout.BOLD), f" {culprit.reason}")]
         parts += text_layout.bullets(culprit.evidence)
-    if len(found.culprits) > _MOST_CULPRITS:
-        parts.append(text_layout.dim(f"and {len(found.culprits) - _MOST_CULPRITS} more; --format json has all"))
-    parts += _table(found.ranks) + (["", *text_layout.bullets(found.notes)] if found.notes else [])
+    if len(hang.culprits) > _MOST_CULPRITS:
+        parts.append(text_layout.dim(f"and {len(hang.culprits) - _MOST_CULPRITS} more; --format json has all"))
+    parts += _table(hang.ranks) + (["", *text_layout.bullets(hang.notes)] if hang.notes else [])
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
-def _facts(found: Diagnosis) -> str:
-    wait = found.wait
+def _facts(hang: Diagnosis) -> str:
+    wait = hang.wait
     assert wait is not None
-    waited = f" for {duration(found.waited_ns)}" if found.waited_ns else ""
+    waited = f" for {duration(hang.waited_ns)}" if hang.waited_ns else ""
     parts = [f"{wait.op}, seq {wait.seq} of {wait.group} with ranks {ranges(wait.group.ranks)}"]
     if wait.group.is_inferred:
         parts[0] += " (inferred from its calls: the dumps do not state them)"
     parts.append(f"waiting{waited}: {ranges(wait.waiting_ranks)}")
     parts.append(f"missing: {ranges(wait.missing_ranks)}")
-    if found.completed_ranks:
-        parts.append(f"complete on: {ranges(found.completed_ranks)}")
+    if hang.completed_ranks:
+        parts.append(f"complete on: {ranges(hang.completed_ranks)}")
     return "; ".join(parts)
 
 
@@ -93,8 +93,8 @@ def _call(call: Call) -> str:
 def _table(ranks: tuple[RankState, ...]) -> list[RenderableType]:
     rows = [[str(r.rank), r.last_call, r.last_completed, r.waits_in, r.on_host] for r in ranks[:_MOST_RANKS]]
     more = [text_layout.dim(f"and {len(ranks) - _MOST_RANKS} more ranks; --format json has all")]
-    shown = text_layout.table(_COLUMNS, rows) if rows else text_layout.dim("")
-    return ["", shown, *(more if len(ranks) > _MOST_RANKS else [])]
+    rank_table = text_layout.table(_COLUMNS, rows) if rows else text_layout.dim("")
+    return ["", rank_table, *(more if len(ranks) > _MOST_RANKS else [])]
 
 
 def _rank(state: RankState) -> dict[str, object]:

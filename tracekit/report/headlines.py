@@ -42,43 +42,44 @@ class Headline:
 
 def verdict(report: Report, _run: Run) -> Headline:
     """Return the message of the costliest finding, or that the run cannot be judged, or that no problem was found."""
-    judged = [found for found in report.findings if not is_data_quality(found.code)]
+    findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     cannot_judge = phrases.cannot_judge(report)
-    status = html_fragments.verdict_status(judged, cannot_judge)
-    first, rest = _first_sentence(phrases.headline(judged, cannot_judge))
+    status = html_fragments.verdict_status(findings, cannot_judge)
+    first, rest = _first_sentence(phrases.headline(findings, cannot_judge))
     separator = " " if rest.endswith(".") else " · "
-    about = separator.join(filter(None, (rest, phrases.severity_counts(judged))))
+    about = separator.join(filter(None, (rest, phrases.severity_counts(findings))))
     return Headline(first, about, status, is_verdict=True)
 
 
 def step(report: Report, run: Run) -> Headline | None:
-    """Return how long a step takes and what for, of all ranks."""
+    """Duration of a step and its parts, of all ranks."""
     shares = {label: value for label, (value, _) in html_fragments.headline_numbers(run).items()}
     if not shares:
         return None
     (label, duration), *parts = shares.items()
     is_part = [not name.startswith("of ") and value != units.share(0) for name, value in parts]
-    text = ", ".join(f"{value} {name}" for (name, value), shown in zip(parts, is_part, strict=True) if shown)
+    text = ", ".join(f"{value} {name}" for (name, value), is_drawn in zip(parts, is_part, strict=True) if is_drawn)
     noun = "A step takes" if "step" in label else "The window takes"
     return _about(f"{noun} {duration} (median, slowest rank): {text} over all ranks", report.findings)
 
 
 def ranks(report: Report, run: Run) -> Headline:
-    """Return which rank the others wait for longest, and how long per step."""
-    found = _of(report, "RANK")
-    stragglers = [each for each in found if each.severity > Severity.INFO or each.code in _STRAGGLERS]
+    """Rank that the others wait for longest, and the wait per step."""
+    findings = _of(report, "RANK")
+    stragglers = [finding for finding in findings if finding.severity > Severity.INFO or finding.code in _STRAGGLERS]
     if stragglers:
-        return _of_finding(max(stragglers, key=lambda each: (each.severity, cost_order(each))))
+        worst = max(stragglers, key=lambda finding: (finding.severity, cost_order(finding)))
+        return Headline(*_first_sentence(worst.message), worst.severity.label)
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
-    waits, step_ns = run.run_table(rank_timelines.awaited), summary.step_time_ns(run)
+    waits, step_ns = run.run_table(rank_timelines.awaited_times), summary.step_time_ns(run)
     if step_ns is not None:  # as on the page, which draws steps
         waits = waits.drop_nulls("step")
     if waits.is_empty():
         residual_ns = run.offsets["residual_ns"].max()
         if residual_ns is None:
-            return _about("Cannot judge: the clocks of the ranks could not be aligned", found)
-        return _about(f"No rank waits for another for longer than the clock error, {_duration(residual_ns)}", found)
+            return _about("Cannot judge: the clocks of the ranks could not be aligned", findings)
+        return _about(f"No rank waits for another for longer than the clock error, {_duration(residual_ns)}", findings)
     by_rank = waits.group_by("rank").agg(pl.col("awaited_ns", "all_waits_ns").sum())
     late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
     steps = max(summary.step_times(run).height, 1)
@@ -87,38 +88,39 @@ def ranks(report: Report, run: Run) -> Headline:
     per = "per step" if step_ns else "in the window"
     return _about(
         f"Others wait longest for rank {late['rank']}: one rank waits up to {_duration(each_ns)} {per}{share}",
-        found,
+        findings,
     )
 
 
 def communication(report: Report, run: Run) -> Headline | None:
-    """Return which share of the step is exposed communication, and what most of it is."""
-    found = _of(report, "COMM", "RANK")
+    """Share of the step that is exposed communication, and the largest part of that."""
+    findings = _of(report, "COMM", "RANK")
     sums = run.run_table(exposed_communication.by_rank).select(pl.col("duration_ns", "exposed_ns", "waited_ns").sum())
     duration_ns, exposed_ns, waited_ns = (value or 0 for value in sums.row(0))
     if not duration_ns:
         return None
     share, waiting = (units.share(ns / duration_ns) for ns in (exposed_ns + waited_ns, waited_ns))
     if not exposed_ns + waited_ns:
-        return _about(f"No communication is exposed in the {_noun(run)}: all of it is overlapped with compute", found)
+        text = f"No communication is exposed in the {_noun(run)}: all of it is overlapped with compute"
+        return _about(text, findings)
     states = run.run_table(rank_timelines.states)
     mostly = _waiting(states) if waited_ns > exposed_ns else _transfer(states)
     more = f" ({waiting} waiting for late ranks)" if waited_ns else ""
-    return _about(f"{share} of the {_noun(run)} is exposed communication{more}, mostly {mostly}", found)
+    return _about(f"{share} of the {_noun(run)} is exposed communication{more}, mostly {mostly}", findings)
 
 
 def parallelism(report: Report, run: Run) -> Headline | None:
     """Return the bubble of the pipeline, or the axis with most exposed communication."""
-    found = _of(report, "PIPE", "TP", "EP")
+    findings = _of(report, "PIPE", "TP", "EP")
     bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles, pipeline_bubbles.FACTS).unique(
         ["window", "rank", "step"]
     )
     if bubbles.height:
-        own, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
+        bubble, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
         return _about(
-            f"The pipeline's bubble is {own} of a step (mean of steps and ranks); its schedule alone would have "
+            f"The pipeline's bubble is {bubble} of a step (mean of steps and ranks); its schedule alone would have "
             f"{ideal}",
-            found,
+            findings,
         )
     by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
     sums = by_axis.group_by("axis").agg(
@@ -129,12 +131,12 @@ def parallelism(report: Report, run: Run) -> Headline | None:
     axis, all_ns, exposed_ns = sums.sort("exposed_communication_ns", "axis", descending=[True, False]).row(0)
     which = f"Most exposed communication is on axis {axis}" if sums.height > 1 else f"The only axis is {axis}"
     exposed = f"{_duration(exposed_ns)} of its {_duration(all_ns)} of communication per step"
-    return _about(f"{which}: {exposed} are exposed (mean of ranks)", found)
+    return _about(f"{which}: {exposed} are exposed (mean of ranks)", findings)
 
 
-def contended(report: Report, run: Run) -> Headline | None:
+def slowed_kind(report: Report, run: Run) -> Headline | None:
     """Return the kind of work that concurrent work slows most."""
-    found = _of(report, "STREAM")
+    findings = _of(report, "STREAM")
     if not run.table(contention.device_count)["devices"].sum():
         return None
     pairs = run.run_table(collective_contention.all_pairs)
@@ -146,18 +148,18 @@ def contended(report: Report, run: Run) -> Headline | None:
         .agg(pl.col("lost_ns").sum(), pl.col("slowdown").median())
     )
     if pooled.is_empty():
-        return _about("No kind of work is measurably slower while other work runs concurrently", found)
+        return _about("No kind of work is measurably slower while other work runs concurrently", findings)
     kind, other, lost_ns, slowdown = pooled.sort("lost_ns", descending=True).row(0)
     return _about(
         f"Concurrent {other} slows {kind} down by a factor of {slowdown:.2f}: "
         f"{_duration(lost_ns / len(run.ranks))} per rank over all steps",
-        found,
+        findings,
     )
 
 
 def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
     """Return the row of `kernels` or `ops`, by name, with most time."""
-    found = _of(report, "HOST", "COMP")
+    findings = _of(report, "HOST", "COMP")
     if table.is_empty():
         return None
     is_work = "time_ratio" in table.columns
@@ -167,8 +169,8 @@ def kernels(report: Report, table: pl.DataFrame) -> Headline | None:
     name = escaping.inert(kernel_names.short(row["name"] or "?"), _MAX_NAME)
     return _about(
         f"{name} takes {units.share(row[ratio])} of the {what} time: "
-        f"{_calls(row)}, {_duration(row[time])} on all ranks",
-        found,
+        f"{units.count(row['count'], 'call')}, {_duration(row[time])} on all ranks",
+        findings,
     )
 
 
@@ -193,10 +195,10 @@ def modules(
     )
 
 
-def call_stacks(report: Report, tree: pl.DataFrame, of: str) -> Headline | None:
+def call_stacks(report: Report, tree: pl.DataFrame, side: str) -> Headline | None:
     """Return the frame with most time of its own, in all call stacks together, and the frame above most of that.
 
-    `tree` is that of `call_trees.call_tree` of the device or the host (`of`).
+    `tree` is that of `call_trees.call_tree` of the device or the host (`side`).
     """
     total_ns = int(tree["self_ns"].sum())
     if not total_ns:
@@ -206,10 +208,10 @@ def call_stacks(report: Report, tree: pl.DataFrame, of: str) -> Headline | None:
     ).rename({"self_ns": "dur_ns"})
     name, own_ns = _largest(frames, "name")
     caller, called_ns = _largest(frames.filter(name=name), "caller")
-    shown, called_by = (escaping.inert(kernel_names.short(each or ""), _MAX_NAME) for each in (name, caller))
+    frame, called_by = (escaping.inert(kernel_names.short(long or ""), _MAX_NAME) for long in (name, caller))
     below = f", mostly below {called_by}" if caller and called_ns > _MOSTLY * own_ns else ""
     return _about(
-        f"{shown} takes {units.share(own_ns / total_ns)} of the {of} time: {_duration(own_ns)} on all ranks{below}",
+        f"{frame} takes {units.share(own_ns / total_ns)} of the {side} time: {_duration(own_ns)} on all ranks{below}",
         _of(report, "HOST", "COMP"),
     )
 
@@ -226,12 +228,12 @@ def roofline(report: Report, rows: pl.DataFrame) -> Headline | None:
     name = escaping.inert(kernel_names.short(row["name"] or "?"), _MAX_NAME)
     longer = f"{_duration(row['above_ns'])} of {_duration(row['work_ns'])}"
     shapes = f"Input shapes: {escaping.inert(row['shapes'], 2 * _MAX_NAME)}" if row["shapes"] else ""
-    found = _about(
+    headline = _about(
         f"Furthest from the roofline: {name} takes {longer} longer than the device needs, "
         f"{units.share(row['roofline_ratio'])} of the roofline",
         _of(report, "HOST", "COMP"),
     )
-    return replace(found, about=". ".join(filter(None, (shapes, found.about))))
+    return replace(headline, about=". ".join(filter(None, (shapes, headline.about))))
 
 
 def memory(report: Report, run: Run) -> Headline | None:
@@ -245,9 +247,9 @@ def memory(report: Report, run: Run) -> Headline | None:
         .sort("peak_allocated_bytes", "rank", descending=[True, False])
         .row(0, named=True)
     )
-    reserved, whole = row["peak_reserved_bytes"], row["memory_bytes"]
+    reserved, capacity = row["peak_reserved_bytes"], row["memory_bytes"]
     more = f", {units.size(reserved)} reserved" if reserved else ""
-    more += f", of {units.size(whole)} on the device" if whole else ""
+    more += f", of {units.size(capacity)} on the device" if capacity else ""
     rank = f"Rank {row['rank']}" + (" allocates most" if len(run.ranks) > 1 else " allocates")
     where = "" if row["device"] is not None else " on the host"
     return _about(f"{rank}: {units.size(row['peak_allocated_bytes'])} at its peak{where}{more}", _of(report, "MEM"))
@@ -267,7 +269,7 @@ def snapshot(report: MemoryReport, rank: int) -> Headline | None:
 
 
 def checkpoints(report: Report, run: Run) -> Headline | None:
-    """Return for how long saves block training."""
+    """Time for which saves block training."""
     by_save = run.run_table(saves.by_save)
     if by_save.is_empty():
         return None
@@ -280,25 +282,25 @@ def checkpoints(report: Report, run: Run) -> Headline | None:
 
 
 def savings(report: Report, answers: WhatIf) -> Headline | None:
-    """Return which cause, removed alone, would make the mean step shortest, with the finding that reports it.
+    """Cause that, removed alone, would make the mean step shortest, with the finding that reports it.
 
     `answers` are those without each cause, the largest saving first.
     """
     if not answers.answers:
         return None
-    most = answers.answers[0]
-    saved = f"{_duration(most.saved_ns)} shorter: {units.share(most.saved_ratio)} of {_duration(most.step_ns)}"
-    reported = [found for found in report.findings if found.what_if and found.what_if.cause == most.cause.name]
-    text = f"Without {most.cause.name}, the mean step would be {saved}"
-    return Headline(text, f"Less certain: {most.caveat}") if most.caveat else _about(text, reported)
+    best = answers.answers[0]
+    saved = f"{_duration(best.saved_ns)} shorter: {units.share(best.saved_ratio)} of {_duration(best.step_ns)}"
+    reported = [f for f in report.findings if f.what_if and f.what_if.cause == best.cause.name]
+    text = f"Without {best.cause.name}, the mean step would be {saved}"
+    return Headline(text, f"Less certain: {best.caveat}") if best.caveat else _about(text, reported)
 
 
 def data_quality(report: Report, run: Run) -> Headline:
     """Return whether the data can be trusted, and what limits it."""
-    found = [each for each in _of(report, "DATA") if each.severity > Severity.INFO]
-    if found:
-        worst = max(found, key=lambda each: each.severity)
-        more = f"{len(found) - 1} more below" if found[1:] else ""
+    problems = [finding for finding in _of(report, "DATA") if finding.severity > Severity.INFO]
+    if problems:
+        worst = max(problems, key=lambda finding: finding.severity)
+        more = f"{len(problems) - 1} more below" if problems[1:] else ""
         return Headline(f"The data is doubtful: {worst.message}", more, worst.severity.label)
     residual_ns = run.offsets["residual_ns"].max()
     clocks = "" if residual_ns is None else f"; their clocks agree within {_duration(residual_ns)}"
@@ -308,7 +310,7 @@ def data_quality(report: Report, run: Run) -> Headline:
 
 
 def tables(_report: Report, run: Run) -> Headline:
-    """Return what can be queried."""
+    """Size of the tables that can be queried."""
     size_bytes = sum({source.path: source.size_bytes for source in run.sources}.values())
     ranks_text = units.count(len(run.ranks), "rank")
     return Headline(f"Query all tables of {ranks_text} with one SELECT: {units.size(size_bytes)} of traces")
@@ -318,14 +320,9 @@ def _about(text: str, findings: Sequence[Finding]) -> Headline:
     """Return a headline with the costliest of the findings as its second sentence, and their worst severity."""
     if not findings:
         return Headline(text)
-    most = max(findings, key=lambda found: (found.severity > Severity.INFO, cost_order(found)))
-    worst = max(found.severity for found in findings)
-    return Headline(text, f"{phrases.rule_name(most.code)}: {_first_sentence(most.message)[0]}", worst.label)
-
-
-def _of_finding(found: Finding) -> Headline:
-    """Return a finding as a headline: the first sentence of its message, and the rest."""
-    return Headline(*_first_sentence(found.message), found.severity.label)
+    main = max(findings, key=lambda finding: (finding.severity > Severity.INFO, cost_order(finding)))
+    worst = max(finding.severity for finding in findings)
+    return Headline(text, f"{phrases.rule_name(main.code)}: {_first_sentence(main.message)[0]}", worst.label)
 
 
 def _first_sentence(text: str) -> tuple[str, str]:
@@ -334,7 +331,7 @@ def _first_sentence(text: str) -> tuple[str, str]:
 
 
 def _of(report: Report, *families: str) -> list[Finding]:
-    return [found for found in report.findings if family(found.code) in families]
+    return [finding for finding in report.findings if family(finding.code) in families]
 
 
 def _waiting(states: pl.DataFrame) -> str:
@@ -378,10 +375,6 @@ def _noun(run: Run) -> str:
     if summary.step_time_ns(run) is None:
         return "window"
     return "iteration" if phrases.step_note(run) else "step"
-
-
-def _calls(row: dict[str, object]) -> str:
-    return units.count(int(str(row["count"])), "call")
 
 
 def _mean(values: pl.Series) -> float:

@@ -67,10 +67,10 @@ def sparkline(values: Sequence[float]) -> str:
     >>> sparkline([1.0, 2.0, float("nan"), 8.0])
     '▁▂ █'
     """
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return " " * len(values)
-    low, high = min(known), max(known)
+    low, high = min(finite), max(finite)
     # A range of less than one percent is drawn flat, so that noise is not enlarged.
     span = max(high - low, abs(high) * 0.01) or 1.0
     levels = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
@@ -122,8 +122,8 @@ def verdict(series: Series) -> str:
     if series.drifts:
         drift = series.drifts[-1]
         return f"drifts {change_text(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
-    known = sum(math.isfinite(value) for value in series.values.tolist())
-    return "steady" if known >= LEAST_RUNS else "too few runs"
+    finite_count = sum(math.isfinite(value) for value in series.values.tolist())
+    return "steady" if finite_count >= LEAST_RUNS else "too few runs"
 
 
 def change_text(metric: str, before: float, after: float) -> str:
@@ -183,8 +183,8 @@ def _group(group: Group, width: int) -> list[RenderableType]:
 
 def _table(group: Group, width: int) -> RenderableType:
     wide = width >= _WIDE
-    most = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if wide else _OTHER_COLUMNS)))
-    rows = [_row(group, series, most, wide) for series in group.series]
+    bar_count = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if wide else _OTHER_COLUMNS)))
+    rows = [_row(group, series, bar_count, wide) for series in group.series]
     header = ["", "first", "latest", *(["95% interval"] if wide else []), "runs", ""]
     right = [False, True, True, *([True] if wide else []), False, False]
     table = text_layout.table(header, rows, right=right, last_styles=[_style(series) for series in group.series])
@@ -204,14 +204,14 @@ def _latest(group: Group) -> list[tuple[str, str] | str]:
     return parts
 
 
-def _row(group: Group, series: Series, most: int, wide: bool) -> list[str]:
-    known = [value for value in series.values.tolist() if math.isfinite(value)]
+def _row(group: Group, series: Series, bar_count: int, wide: bool) -> list[str]:
+    finite = [value for value in series.values.tolist() if math.isfinite(value)]
     return [
         label(series.metric),
-        metric_of(series.metric).text(known[0] if known else None),
-        metric_of(series.metric).text(known[-1] if known else None),
+        metric_of(series.metric).text(finite[0] if finite else None),
+        metric_of(series.metric).text(finite[-1] if finite else None),
         *([_interval(group, series)] if wide else []),
-        sparkline(series.values.tolist()[-most:]),
+        sparkline(series.values.tolist()[-bar_count:]),
         verdict(series),
     ]
 
@@ -234,7 +234,7 @@ def _direction(shift: MetricShift) -> str:
 
 
 def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
-    """Return what changed between two runs: each metric, the commits, and other differences."""
+    """Changes between two runs: each metric, the commits, and other differences."""
     parts: list[RenderableType] = [
         text_layout.line(
             (_direction(shift).upper(), _WORSE if shift.is_worse else _BETTER),
@@ -246,7 +246,7 @@ def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]
         for shift in shifts
     ]
     parts += [
-        text_layout.indented(text_layout.line((f"{word} ", text_layout.DIM), text))
+        text_layout.indent(text_layout.line((f"{word} ", text_layout.DIM), text))
         for word, text in context(group, shifts[0])
     ]
     return parts

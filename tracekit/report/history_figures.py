@@ -31,8 +31,8 @@ def of_series(group: Group, series: Series) -> go.Figure:
     rows = group.metrics.filter(pl.col("metric") == series.metric).select("run", "low", "high")
     runs = group.runs.join(rows, on="run", how="left", maintain_order="left")
     runs = runs.with_columns(value=pl.Series(series.values).fill_nan(None)).with_row_index("number")
-    known = runs.drop_nulls("value")
-    divisor, suffix = metric_of(series.metric).unit.scale(max(map(abs, known["value"]), default=0.0))
+    measured = runs.drop_nulls("value")
+    divisor, suffix = metric_of(series.metric).unit.scale(max(map(abs, measured["value"]), default=0.0))
     figure = go.Figure()
     for first, end, before, after in _levels(series):
         figure.add_scatter(
@@ -43,7 +43,7 @@ def of_series(group: Group, series: Series) -> go.Figure:
             hoverinfo="skip",
             showlegend=False,
         )
-    _add_runs(figure, known, [_hover(group, series.metric, run) for run in known.iter_rows(named=True)], divisor)
+    _add_runs(figure, measured, [_hover(group, series.metric, run) for run in measured.iter_rows(named=True)], divisor)
     for shift in series.shifts:
         colour = _WORSE if shift.is_worse else _BETTER
         label = escaping.escape(history.change_text(shift.metric, shift.before, shift.after), 60)
@@ -53,10 +53,10 @@ def of_series(group: Group, series: Series) -> go.Figure:
             annotation={"text": label, "font": {"color": colour}, "textangle": 0},
             annotation_position="top",
         )
-    shown = runs.gather_every(max(1, -(-runs.height // _MOST_TICKS)))
+    ticks = runs.gather_every(max(1, -(-runs.height // _MOST_TICKS)))
     figure.update_xaxes(
-        tickvals=[number + 1 for number in shown["number"]],
-        ticktext=[escaping.escape(_tick(run), _MAX_TICK) for run in shown.iter_rows(named=True)],
+        tickvals=[number + 1 for number in ticks["number"]],
+        ticktext=[escaping.escape(_tick(run), _MAX_TICK) for run in ticks.iter_rows(named=True)],
         range=[0.3, runs.height + 0.7],
     )
     figure.update_yaxes(ticksuffix=suffix)
@@ -68,9 +68,9 @@ def _levels(series: Series) -> list[_Level]:
     levels: list[_Level] = [(drift.first, drift.past, drift.before, drift.after) for drift in series.drifts]
     edges = [0, *(shift.first for shift in series.shifts), len(series.values)]
     for first, past in pairwise(edges):
-        known = series.values[first:past][np.isfinite(series.values[first:past])]
-        if len(known) and not any(begin < past and first < end for begin, end, *_ in levels):
-            median = float(np.median(known))
+        finite = series.values[first:past][np.isfinite(series.values[first:past])]
+        if len(finite) and not any(begin < past and first < end for begin, end, *_ in levels):
+            median = float(np.median(finite))
             levels.append((first, past, median, median))
     return levels
 
@@ -80,7 +80,7 @@ def _add_runs(figure: go.Figure, runs: pl.DataFrame, hovers: list[str], divisor:
     failed = [passed is False for passed in runs["passed"]]
     value = runs["value"]
     above, below = runs["high"].fill_null(value) - value, value - runs["low"].fill_null(value)
-    ys, above_ys, below_ys = ([round(each / divisor, 9) for each in column] for column in (value, above, below))
+    ys, above_ys, below_ys = ([round(number / divisor, 9) for number in column] for column in (value, above, below))
     figure.add_scatter(
         x=[number + 1 for number in runs["number"]],
         y=ys,
@@ -88,8 +88,8 @@ def _add_runs(figure: go.Figure, runs: pl.DataFrame, hovers: list[str], divisor:
         line={"color": _LINE, "width": 1},
         marker={
             "size": 9,
-            "color": [_FAILED if each else _LINE for each in failed],
-            "symbol": ["x" if each else "circle" for each in failed],
+            "color": [_FAILED if is_failed else _LINE for is_failed in failed],
+            "symbol": ["x" if is_failed else "circle" for is_failed in failed],
         },
         error_y={
             "type": "data",

@@ -44,20 +44,20 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
 
 def render_figure(figure: go.Figure, title: str) -> str:
     """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
-    figure = figure if figure.layout.title.text else charts.titled(figure, title)
+    figure = figure if figure.layout.title.text else charts.with_title(figure, title)
     return _page(title=title, links=[], top_figures=[ReportFigure("only", title, "", figure)], sections=[], version="")
 
 
 def _page(*, title: str, top_figures: list[ReportFigure], sections: list[dict[str, Any]], **values: Any) -> str:
-    drawn = {each.name: each.figure for each in top_figures}
+    figures_by_id = {top_figure.name: top_figure.figure for top_figure in top_figures}
     for section in sections:
-        for each in section["figures"]:
-            figure = charts.titled(each.figure, f"{section['name']} · {each.heading}")
-            drawn[f"{section['prefix']}{each.name}"] = figure
+        for section_figure in section["figures"]:
+            figure = charts.with_title(section_figure.figure, f"{section['name']} · {section_figure.heading}")
+            figures_by_id[f"{section['prefix']}{section_figure.name}"] = figure
     return html_page.render(
         "page.html.j2",
         title=f"{title} · tracekit report",
-        figures=drawn,
+        figures=figures_by_id,
         top_figures=top_figures,
         sections=sections,
         **values,
@@ -66,14 +66,14 @@ def _page(*, title: str, top_figures: list[ReportFigure], sections: list[dict[st
 
 def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> list[ReportFigure]:
     steps = {name: run.table(breakdown.by_step) for name, run in zip(names, runs, strict=True)}
-    drawn = {name: table for name, table in steps.items() if table.height}
+    tables = {name: table for name, table in steps.items() if table.height}
     caption = "Mean time of a step over all ranks and steps of a run, in ms."
-    figure = charts.titled(charts.comparison(drawn), f"{', '.join(drawn)} · Mean step")
-    return [ReportFigure("comparison", "Mean step", caption, figure)] if len(drawn) > 1 else []
+    figure = charts.with_title(charts.comparison(tables), f"{', '.join(tables)} · Mean step")
+    return [ReportFigure("comparison", "Mean step", caption, figure)] if len(tables) > 1 else []
 
 
 def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) -> dict[str, Any]:
-    """Return what page.html.j2 shows of one run; its ids begin with `prefix`."""
+    """Values of one run for page.html.j2; its ids begin with `prefix`."""
     clock = extents.run_clock(run) if report.findings else schema.empty(extents.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
@@ -84,9 +84,7 @@ def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) ->
         "verdict": html_fragments.verdict(report.findings, phrases.cannot_judge(report)),
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
-        "findings": [
-            (found, html_fragments.finding(found), html_fragments.evidence(found, clock)) for found in report.findings
-        ],
+        "findings": [(f, html_fragments.finding(f), html_fragments.evidence(f, clock)) for f in report.findings],
         "figures": list(figures.of_report(report, run)),
         "notes": report.notes,
         "inputs": escaping.html_table(("file", "size", "SHA-256"), inputs, right=(False, True, False)),

@@ -62,70 +62,70 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
     if not total["duration_ns"]:
         return {}
     step_ns = summary.step_time_ns(run)
-    shown = (
+    texts = (
         {"time traced, longest rank": (units.duration(table.select(pl.col("duration_ns").max()).item()), "")}
         if step_ns is None
         else {"step time, median": (units.duration(step_ns), "")}
     )
     for column, (label, kind) in charts.PARTS.items():
-        shown[label] = (units.share(total[column] / total["duration_ns"]), charts.COLOURS[kind])
+        texts[label] = (units.share(total[column] / total["duration_ns"]), charts.COLOURS[kind])
     if total["communication_ns"]:
         overlapped = total["overlapped_ns"] / total["communication_ns"]
-        shown["of communication overlapped"] = (units.share(overlapped), "")
-    return shown
+        texts["of communication overlapped"] = (units.share(overlapped), "")
+    return texts
 
 
 def data_quality(findings: Sequence[Finding]) -> str:
     """Return in one line whether the data can be trusted, from the findings about data quality."""
-    problems = [found for found in findings if found.severity > Severity.INFO]
+    problems = [finding for finding in findings if finding.severity > Severity.INFO]
     if not problems:
         return escaping.fragment("data_quality", True, f", {phrases.severity_counts(findings)}" if findings else "")
-    first = max(problems, key=lambda found: found.severity)
+    first = max(problems, key=lambda finding: finding.severity)
     more = f" And {len(problems) - 1} more, below." if len(problems) > 1 else ""
     return escaping.fragment("data_quality", False, f"because {first.message}{more}")
 
 
 def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str:
-    """Return what fixing each finding may save per step as bars, the largest first; '' where none costs time.
+    """Saving per step from fixing each finding as bars, the largest first; '' where none costs time.
 
     Upper bounds come last. Two findings may cost the same time, so the bars are not added up. A bar of `step_ns`, the
     step time, would be full.
     """
-    by_cost = sorted(findings, key=lambda found: (found.is_upper_bound, -found.cost_ns))
-    costly = [found for found in by_cost if found.cost_ns][:MAX_SAVINGS]
+    by_cost = sorted(findings, key=lambda finding: (finding.is_upper_bound, -finding.cost_ns))
+    costly = [finding for finding in by_cost if finding.cost_ns][:MAX_SAVINGS]
     if not costly:
         return ""
-    longest_ns = max(step_ns or 0, *(found.cost_ns for found in costly))
+    longest_ns = max(step_ns or 0, *(finding.cost_ns for finding in costly))
     rows = [
         {
-            "name": phrases.rule_name(found.code),
-            "id": found.id,
-            "saving": phrases.saving(found),
-            "severity": f"{found.severity.label} bound" if found.is_upper_bound else found.severity.label,
-            "width": f"{100 * found.cost_ns / longest_ns:.1f}%",
+            "name": phrases.rule_name(finding.code),
+            "id": finding.id,
+            "saving": phrases.saving(finding),
+            "severity": f"{finding.severity.label} bound" if finding.is_upper_bound else finding.severity.label,
+            "width": f"{100 * finding.cost_ns / longest_ns:.1f}%",
         }
-        for found in costly
+        for finding in costly
     ]
     note = "Estimated saving per step from fixing each finding. Savings may overlap, so do not add them up."
     return escaping.fragment("potential_savings", rows, note)
 
 
 def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
-    """Return how a run compares with another in a coloured box: step time, other changes, the likely cause."""
+    """Comparison of a run with another in a coloured box: step time, other changes, the likely cause."""
     by_metric = {change.metric: change for change in compared.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
     change = comparison.with_minus_signs(comparison.change_text(first))
     headline = f"{compared.candidate}: {comparison.label(first.metric)} {change}: {first.verdict.value}"
-    others = [change for change in compared.changes if change is not first]
+    other_changes = [change for change in compared.changes if change is not first]
     metrics = []
     for verdict in (Verdict.WORSE, Verdict.BETTER):
-        labels = [comparison.label(change.metric) for change in others if change.verdict is verdict]
+        labels = [comparison.label(change.metric) for change in other_changes if change.verdict is verdict]
         metrics += [f"{verdict.value}: {', '.join(labels)}"] if labels else []
     lines = []
     if gate is not None:
         lines += [(f"likely cause, {cause.name}", cause.message) for cause in gate.causes]
-        new = [found.finding.code for found in gate.findings if found.status is FindingStatus.NEW]
-        for name, codes in (("new findings", new), ("resolved findings", [found.code for found in gate.fixed])):
+        new = [verdict.finding.code for verdict in gate.findings if verdict.status is FindingStatus.NEW]
+        for name, codes in (("new findings", new), ("resolved findings", [finding.code for finding in gate.fixed])):
             lines += [(name, ", ".join(dict.fromkeys(map(phrases.rule_name, codes))))] if codes else []
     status = change_status(first)
     return escaping.fragment("comparison_verdict", status, headline, " · ".join(metrics), lines)
@@ -141,20 +141,21 @@ def is_conclusive(change: Change) -> bool:
     return change.verdict in (Verdict.BETTER, Verdict.WORSE)
 
 
-def finding(found: Finding) -> str:
+def finding(finding: Finding) -> str:
     """Return a finding without its evidence: severity, code and name of its rule, cost, message, fix, scope."""
-    return escaping.fragment("finding", found, phrases.rule_name(found.code), phrases.cost(found), phrases.scope(found))
+    name, scope = phrases.rule_name(finding.code), phrases.scope(finding)
+    return escaping.fragment("finding", finding, name, phrases.cost(finding), scope)
 
 
-def evidence(found: Finding, clock: pl.DataFrame) -> str:
+def evidence(finding: Finding, clock: pl.DataFrame) -> str:
     """Return the first rows of a finding's evidence as an HTML table, starts counted from the run's.
 
     `clock` is that of `extents.run_clock`. '' where there is no evidence.
     """
-    if found.evidence.is_empty():
+    if finding.evidence.is_empty():
         return ""
-    rows = escaping.frame(phrases.from_run_start(found.evidence.head(MAX_EVIDENCE_ROWS), clock))
-    return escaping.fragment("evidence", rows, found.evidence.height - MAX_EVIDENCE_ROWS)
+    rows = escaping.frame(phrases.from_run_start(finding.evidence.head(MAX_EVIDENCE_ROWS), clock))
+    return escaping.fragment("evidence", rows, finding.evidence.height - MAX_EVIDENCE_ROWS)
 
 
 def gate_verdict(gate: CheckResult) -> str:
@@ -169,14 +170,15 @@ def gate_tables(gate: CheckResult) -> str:
     budgets = []
     for budget in gate.budgets:
         limit, measured = (metric_of(budget.metric).text(value) for value in (budget.limit, budget.measured))
-        budgets.append((budget.budget, limit, measured, budget.outcome.value + ", fails" * gate.fails_budget(budget)))
-    shown = budgets and escaping.html_table(("", "limit", "measured", ""), budgets, right=(False, True, True, False))
+        outcome = f"{budget.outcome.value}, fails" if gate.fails_budget(budget) else budget.outcome.value
+        budgets.append((budget.budget, limit, measured, outcome))
+    table = budgets and escaping.html_table(("", "limit", "measured", ""), budgets, right=(False, True, True, False))
     if gate.comparison is None:
-        return escaping.fragment("gate_tables", gate.baseline, shown, "", "", ())
+        return escaping.fragment("gate_tables", gate.baseline, table, "", "", ())
     rows = gate_text.finding_rows(gate)
     findings = rows and escaping.html_table(("", "", "", "of time", ""), rows)
     header, rows = gate_text.metric_rows(gate, gate.comparison)
     metrics = escaping.html_table(header, rows, right=(False, True, True, True, True, False))
     return escaping.fragment(
-        "gate_tables", gate.baseline, shown, findings, metrics, comparison.remarks(gate.comparison)
+        "gate_tables", gate.baseline, table, findings, metrics, comparison.remarks(gate.comparison)
     )

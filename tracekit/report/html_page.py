@@ -59,7 +59,7 @@ def render(
 
 
 def figure_bytes(figures: Iterable[go.Figure]) -> list[int]:
-    """Return how many bytes each figure takes on a page."""
+    """Size of each figure on a page, in bytes."""
     return [len(plotly.io.to_json(figure).encode()) for figure in figures]
 
 

@@ -68,14 +68,14 @@ def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
         "tool_version": report.tool_version,
         "run": _run(run),
         "summary": summary_rows(run),
-        "findings": [_finding(found) for found in report.findings],
+        "findings": [_finding(finding) for finding in report.findings],
         "ignored": [
             {"reason": aside.reason, "until": aside.until and str(aside.until), "finding": _finding(aside.finding)}
             for aside in report.ignored
         ],
         "notes": list(report.notes),
         "samples": _samples(run_samples(run)),
-        "inputs": [{"path": each.path, "size_bytes": each.size_bytes, "sha256": each.sha256} for each in report.inputs],
+        "inputs": [{"path": file.path, "size_bytes": file.size_bytes, "sha256": file.sha256} for file in report.inputs],
         **verdict,
     }
 
@@ -91,12 +91,12 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
         "baseline": gate.baseline or None,
         "findings": [
             {
-                "id": each.finding.id,
-                "standing": each.status.value,
-                "fails": each.fails,
-                "impact_before": to_json_value(each.impact_before),
+                "id": verdict.finding.id,
+                "standing": verdict.status.value,
+                "fails": verdict.fails,
+                "impact_before": to_json_value(verdict.impact_before),
             }
-            for each in gate.findings
+            for verdict in gate.findings
         ],
         "fixed": [
             {"id": gone.id, "code": gone.code, "severity": gone.severity.label, "impact": to_json_value(gone.impact),
@@ -114,15 +114,15 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
         ],
         "budgets": [
             {
-                "budget": each.budget,
-                "metric": each.metric,
-                "limit": to_json_value(each.limit),
-                "measured": to_json_value(each.measured),
-                "outcome": each.outcome.value,
-                "fails": gate.fails_budget(each),
-                "message": each.message,
+                "budget": budget.budget,
+                "metric": budget.metric,
+                "limit": to_json_value(budget.limit),
+                "measured": to_json_value(budget.measured),
+                "outcome": budget.outcome.value,
+                "fails": gate.fails_budget(budget),
+                "message": budget.message,
             }
-            for each in gate.budgets
+            for budget in gate.budgets
         ],
         "notes": list(gate.comparison.notes) if gate.comparison else [],
     }  # fmt: skip
@@ -170,8 +170,8 @@ def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     reports = document.get("reports") if several else [document]
     if not isinstance(reports, list):
         raise InputError(f"{path}: is not a complete report; save it again")
-    for each in reports:
-        if not isinstance(each, dict) or each.get("schema") not in conventions.READABLE_REPORT_SCHEMAS:
+    for report in reports:
+        if not isinstance(report, dict) or report.get("schema") not in conventions.READABLE_REPORT_SCHEMAS:
             raise InputError(f"{path}: is not a report of schema {conventions.REPORT_SCHEMA}")
     return tuple(reports)
 
@@ -213,16 +213,16 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _finding(found: Finding) -> dict[str, Any]:
-    rows = found.evidence.head(MAX_EVIDENCE_ROWS)
+def _finding(finding: Finding) -> dict[str, Any]:
+    rows = finding.evidence.head(MAX_EVIDENCE_ROWS)
     return {
-        "id": found.id,
-        "code": found.code,
-        "name": phrases.rule_name(found.code),
-        "severity": found.severity.label,
-        **{name: to_json_value(getattr(found, name)) for name in _FINDING_FIELDS},
+        "id": finding.id,
+        "code": finding.code,
+        "name": phrases.rule_name(finding.code),
+        "severity": finding.severity.label,
+        **{name: to_json_value(getattr(finding, name)) for name in _FINDING_FIELDS},
         "evidence": to_json_value(rows.to_dicts()),
-        "evidence_rows_left_out": found.evidence.height - rows.height,
+        "evidence_rows_left_out": finding.evidence.height - rows.height,
     }
 
 

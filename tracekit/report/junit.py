@@ -25,7 +25,7 @@ _MAX_NAME = 200
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the XML: a case per rule (skipped if it cannot judge or its findings are ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
-    for name, gate in ci_results.named(gates):
+    for name, gate in ci_results.gates_by_name(gates):
         root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
     for count in ("tests", "failures", "errors"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
@@ -40,7 +40,7 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     for key, value in values.items():
         if value:
             ET.SubElement(properties, "property", name=key, value=escaping.inert(value, _MAX_NAME))
-    codes = dict.fromkeys([*gate.report.rules, *(each.finding.code for each in gate.findings)])
+    codes = dict.fromkeys([*gate.report.rules, *(verdict.finding.code for verdict in gate.findings)])
     cases = [_rule(name, code, gate, checkout) for code in codes]
     cases += [_metric(name, change, gate) for change in (gate.comparison.changes if gate.comparison else ())]
     cases += [_budget(name, budget, gate) for budget in gate.budgets]
@@ -58,18 +58,18 @@ def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
 
 def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     case = _case(f"{run}.rules", f"{code} {phrases.rule_name(code)}")
-    findings = [each for each in gate.findings if each.finding.code == code]
-    failing = [each for each in findings if each.fails]
-    ignored = [f"ignored: {each.reason}" for each in gate.report.ignored if each.finding.code == code]
+    findings = [verdict for verdict in gate.findings if verdict.finding.code == code]
+    failing = [verdict for verdict in findings if verdict.fails]
+    ignored = [f"ignored: {aside.reason}" for aside in gate.report.ignored if aside.finding.code == code]
     skipped = [*ignored, gate.report.blind_spots.get(code)][0]
     if failing:
-        texts = [_finding_text(each, gate, checkout) for each in failing]
+        texts = [_finding_text(verdict, gate, checkout) for verdict in failing]
         _add(case, "failure", failing[0].finding.message, texts, "finding")
     elif not findings and skipped:
         _add(case, "skipped", skipped)
-    passing = [each for each in findings if not each.fails]
+    passing = [verdict for verdict in findings if not verdict.fails]
     if passing:
-        _add_output(case, [_finding_text(each, gate, checkout) for each in passing])
+        _add_output(case, [_finding_text(verdict, gate, checkout) for verdict in passing])
     return case
 
 
@@ -88,26 +88,26 @@ def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     return case
 
 
-def _budget(run: str, each: BudgetResult, gate: CheckResult) -> ET.Element:
-    case = _case(f"{run}.budgets", each.budget)
-    if gate.fails_budget(each):
-        _add(case, "failure", each.message, [each.message], "budget")
-    elif each.outcome is BudgetOutcome.INCONCLUSIVE:
-        _add(case, "skipped", each.message)
+def _budget(run: str, budget: BudgetResult, gate: CheckResult) -> ET.Element:
+    case = _case(f"{run}.budgets", budget.budget)
+    if gate.fails_budget(budget):
+        _add(case, "failure", budget.message, [budget.message], "budget")
+    elif budget.outcome is BudgetOutcome.INCONCLUSIVE:
+        _add(case, "skipped", budget.message)
     else:
-        _add_output(case, [each.message])
+        _add_output(case, [budget.message])
     return case
 
 
-def _finding_text(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
-    found = judged.finding
-    location = checkout.locate(gate.report.run, found)
-    costs = phrases.cost(found)
+def _finding_text(verdict: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
+    finding = verdict.finding
+    location = checkout.locate(gate.report.run, finding)
+    costs = phrases.cost(finding)
     lines = [
-        f"{found.severity.label} {found.id}" + (f", {costs}" if costs else ""),
-        found.message,
-        f"Fix: {found.fix}" if found.fix else "",
-        phrases.scope(found),
+        f"{finding.severity.label} {finding.id}" + (f", {costs}" if costs else ""),
+        finding.message,
+        f"Fix: {finding.fix}" if finding.fix else "",
+        phrases.scope(finding),
         f"{location.path}:{location.line}",
     ]
     return "\n".join(escaping.inert(line, _MAX_TEXT) for line in lines if line)

@@ -20,22 +20,19 @@ def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) ->
     """Return the first `top` sequences, columns as `analysis.compute.kernel_sequences` makes them."""
     if rows.is_empty():
         return "No sequence of kernels occurs twice.\n"
-    shown = rows.head(top).with_row_index("number", offset=1)
-    measures = text_layout.fitted(shown.drop("kernels"), _HEADINGS, _DROP_ORDER, width=width)
+    sequences = rows.head(top).with_row_index("number", offset=1)
+    measures = text_layout.fit_columns(sequences.drop("kernels"), _HEADINGS, _DROP_ORDER, width=width)
     parts: list[RenderableType] = [text_layout.frame(measures, _HEADINGS, gap=text_layout.gap(width)), ""]
-    for number, kernels in shown.select("number", "kernels").iter_rows():
-        parts.append(text_layout.hanging(f"{number}", text_layout.line(" → ".join(_counted(kernels)))))
-    more = rows.height - shown.height
+    for number, kernels in sequences.select("number", "kernels").iter_rows():
+        parts.append(text_layout.hanging(f"{number}", text_layout.line(" → ".join(_count_repeats(kernels)))))
+    more = rows.height - sequences.height
     if more:
         parts.append(text_layout.dim(f"and {more:,} more: --top {rows.height}; whole names with --format json"))
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
-def _counted(kernels: Sequence[str]) -> list[str]:
+def _count_repeats(kernels: Sequence[str]) -> list[str]:
     """Return short names of the kernels; one that follows itself once, with its count."""
     runs = [(name, len(list(same))) for name, same in itertools.groupby(kernels)]
-    return [_short(name) + (f" ×{count}" if count > 1 else "") for name, count in runs]
-
-
-def _short(name: str) -> str:
-    return escaping.inert(_NAMESPACES.sub("", name), _MAX_NAME)
+    names = [(escaping.inert(_NAMESPACES.sub("", name), _MAX_NAME), count) for name, count in runs]
+    return [name + (f" ×{count}" if count > 1 else "") for name, count in names]

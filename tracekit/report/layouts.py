@@ -27,7 +27,7 @@ def as_json(value: tuple[Job, Sequence[LayoutPlan]]) -> str:
         "device": job.hardware.name,
         "sequence": job.sequence,
         "batch": job.batch,
-        "layouts": [dataclasses.asdict(each) for each in plans],
+        "layouts": [dataclasses.asdict(plan) for plan in plans],
     }
     return json.dumps(document, indent=2) + "\n"
 
@@ -40,14 +40,14 @@ def as_text(value: tuple[Job, Sequence[LayoutPlan]], *, width: int, color: bool)
         f"{model.name}: {model.parameters / 1e9:,.1f} B parameters on {job.gpus:,} {job.hardware.name} GPUs, "
         f"{job.batch:,} sequences of {job.sequence:,} tokens a step"
     )
-    rows = [_row(each) for each in plans]
-    shown = [
+    rows = [_row(plan) for plan in plans]
+    columns = [
         number for number, name in enumerate(_COLUMNS) if name not in _OFTEN_ONE or any(r[number] != "1" for r in rows)
     ]
-    header = [_COLUMNS[number] for number in shown]
+    header = [_COLUMNS[number] for number in columns]
     table = text_layout.table(
         header,
-        [[row[number] for number in shown] for row in rows],
+        [[row[number] for number in columns] for row in rows],
         right=[name not in _TEXTS for name in header],
     )
     return text_layout.print_to_string([text_layout.line(title), text_layout.line(""), table], width=width, color=color)

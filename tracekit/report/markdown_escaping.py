@@ -10,7 +10,7 @@ _MAX_NAME = 80
 _NOTHING = "&#8203;"  # a space of no width
 
 
-def escaped(text: str, limit: int = _MAX_TEXT) -> str:
+def escape(text: str, limit: int = _MAX_TEXT) -> str:
     r"""Return `text` as Markdown that shows exactly this text, on one line.
 
     A character of no width after @, # and the like keeps the hosts from seeing a mention or a reference, as does one in

@@ -125,11 +125,9 @@ def of_snapshots(snapshots: Sequence[tuple[int, MemorySnapshot]]) -> MemoryRepor
 
     `snapshots` has the rank of each snapshot, of which the main device counts: a rank uses one.
     """
-    reports = [(rank, of_snapshot(each, each.main_device)) for rank, each in snapshots]
-    rows = [
-        (rank, each.peak_allocated_bytes, each.peak_reserved_bytes, _requested_bytes(each)) for rank, each in reports
-    ]
-    rank, worst = min(reports, key=_by_severity)
+    by_rank = [(rank, of_snapshot(snapshot, snapshot.main_device)) for rank, snapshot in snapshots]
+    rows = [(rank, r.peak_allocated_bytes, r.peak_reserved_bytes, _requested_bytes(r)) for rank, r in by_rank]
+    rank, worst = min(by_rank, key=_by_severity)
     columns = {
         "rank": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "oom_bytes": pl.Int64,
     }  # fmt: skip
@@ -241,12 +239,12 @@ def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     tables |= {_CATEGORIES: report.categories.drop("device"), "Allocated at the peak": report.live_at_peak}
     tables |= {"Allocations": report.churn, **report.tables}
     for title, rows in tables.items():
-        shown = text_layout.without_empty_columns(rows)
-        if shown.is_empty():
+        columns = text_layout.without_empty_columns(rows)
+        if columns.is_empty():
             continue
-        parts += ["", text_layout.title(title), text_layout.frame(_for_people(shown).head(_MOST_ROWS))]
-        if shown.height > _MOST_ROWS:
-            parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: use --format json to see all"))
+        parts += ["", text_layout.title(title), text_layout.frame(_for_people(columns).head(_MOST_ROWS))]
+        if columns.height > _MOST_ROWS:
+            parts.append(text_layout.line(f"and {columns.height - _MOST_ROWS:,} more: use --format json to see all"))
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
 
 
@@ -260,7 +258,7 @@ def _change(report: MemoryReport, against: MemoryReport) -> dict[str, pl.DataFra
 
 
 def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
-    """Return what was requested, by whom, why it failed, and what would have served it."""
+    """Sentences on the request, who made it, why it failed, and what would have served it."""
     by = " in ".join(filter(None, (oom.operator, oom.location))) or "code that is not in the snapshot"
     where = f"device {oom.device}" + ("" if rank is None else f" of rank {rank}")
     sentences = [f"Out of memory: {by} requested {units.size(oom.requested_bytes)} on {where}."]
@@ -280,10 +278,10 @@ def _limit(oom: OutOfMemoryEvent) -> str:
     """Return a clause on the limit that refused a request for which the device had enough free memory."""
     if not oom.is_process_limit or oom.reserved_bytes is None or oom.peak_reserved_bytes is None:
         return ""
-    most = units.size(oom.reserved_bytes + oom.segment_bytes)
+    upper = units.size(oom.reserved_bytes + oom.segment_bytes)
     return (
         f": a limit of this process refused the request, which is between {units.size(oom.peak_reserved_bytes)} "
-        f"and {most} of reserved memory (see torch.cuda.set_per_process_memory_fraction)"
+        f"and {upper} of reserved memory (see torch.cuda.set_per_process_memory_fraction)"
     )
 
 
@@ -397,14 +395,14 @@ def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
 
 
 def _reserved_memory(
-    taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | ReplayResult
+    allocs: Sequence[SegmentEvent], frees: Sequence[SegmentEvent], history: History | ReplayResult
 ) -> ReservedMemory:
     return {
-        "segment_allocs": _sizes(taken),
-        "segment_frees": _sizes(given),
-        "peak_reserved_bytes": of.peak_reserved_bytes,
-        "device_allocations": len(taken),
-        "retries": of.retries,
+        "segment_allocs": _sizes(allocs),
+        "segment_frees": _sizes(frees),
+        "peak_reserved_bytes": history.peak_reserved_bytes,
+        "device_allocations": len(allocs),
+        "retries": history.retries,
     }
 
 

@@ -28,19 +28,19 @@ def tables(
 
 
 def headline(here_bytes: int | None, there_bytes: int | None) -> str:
-    """Return how the peaks differ, in one sentence."""
+    """Difference of the peaks in one sentence."""
     if here_bytes is None or there_bytes is None:
         return "The peaks cannot be compared: one of them is not known."
-    change, there = here_bytes - there_bytes, units.size(there_bytes)
+    change, other_size = here_bytes - there_bytes, units.size(there_bytes)
     if not change:
         return "The other has the same peak."
-    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {there} of the other."
+    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {other_size} of the other."
 
 
-def _difference(here: pl.DataFrame, there: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:
-    own, other = (_sums(rows, key) for rows in (here, there))
+def _difference(table: pl.DataFrame, other: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:
+    sums, other = (_sums(rows, key) for rows in (table, other))
     renamed = other.rename({"bytes": "against_bytes", "count": "against_count"})
-    joined = own.join(renamed, on=key, how="full", coalesce=True).with_columns(pl.col(pl.Int64).fill_null(0))
+    joined = sums.join(renamed, on=key, how="full", coalesce=True).with_columns(pl.col(pl.Int64).fill_null(0))
     changed = joined.with_columns(change_bytes=pl.col("bytes") - pl.col("against_bytes"))
     changed = changed.filter(pl.col("change_bytes") != 0).sort(
         pl.col("change_bytes").abs(), key, descending=[True, False]
@@ -54,5 +54,5 @@ def _sums(rows: pl.DataFrame, key: str) -> pl.DataFrame:
         top = rows.sort("peak_bytes", descending=True, nulls_last=True, maintain_order=True)
         place = ["window", "rank", "device"]
         rows = rows.join(top.select(place).head(1), on=place, nulls_equal=True)
-    named = rows.with_columns(pl.col(key).fill_null(_UNATTRIBUTED))
-    return named.group_by(key).agg(pl.col("bytes", "count").sum().cast(pl.Int64))
+    filled = rows.with_columns(pl.col(key).fill_null(_UNATTRIBUTED))
+    return filled.group_by(key).agg(pl.col("bytes", "count").sum().cast(pl.Int64))

@@ -47,8 +47,8 @@ def cannot_judge(report: Report) -> str | None:
 
 
 def severity_counts(findings: Sequence[Finding]) -> str:
-    """Return how many findings there are of each severity: "1 error, 2 warnings, 3 info"."""
-    counts = [(severity, sum(found.severity is severity for found in findings)) for severity in sorted(Severity)[::-1]]
+    """Number of findings of each severity: "1 error, 2 warnings, 3 info"."""
+    counts = [(severity, sum(f.severity is severity for f in findings)) for severity in sorted(Severity)[::-1]]
     return ", ".join(_of_severity(number, severity) for severity, number in counts if number) or "No rule fired"
 
 
@@ -67,51 +67,51 @@ def rule_name(code: str) -> str:
     return _rule_names().get(code, code)
 
 
-def cost(found: Finding) -> str:
+def cost(finding: Finding) -> str:
     """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
-    parts = [f"{share_or_size(found)} of {time_noun(found)}"] if found.impact else []
-    parts += [saving(found) + _per_step(found)] if found.cost_ns else []
-    parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
+    parts = [f"{share_or_size(finding)} of {time_noun(finding)}"] if finding.impact else []
+    parts += [saving(finding) + _per_step(finding)] if finding.cost_ns else []
+    parts += [units.size(finding.cost_bytes)] if finding.cost_bytes else []
     return " · ".join(parts)
 
 
-def time_noun(found: Finding) -> str:
-    """Return what the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
+def time_noun(finding: Finding) -> str:
+    """Time that the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
 
     Of iterations that were found by repetition it is "iteration time", of findings on saves "training time".
     """
-    if found.is_of_training:
+    if finding.is_of_training:
         return "training time"
-    if found.is_of_iterations:
+    if finding.is_of_iterations:
         return "iteration time"
-    return "the window" if found.is_of_window else "step time"
+    return "the window" if finding.is_of_window else "step time"
 
 
 def step_note(run: Run) -> str | None:
-    """Return what steps are, for a page that draws them, if they are iterations that were found; else None."""
+    """Note for a page that draws steps that they are iterations found by repetition; None where they are not."""
     if not found_iterations.has_found_iterations(run):
         return None
     return "No steps are marked in the traces: steps are iterations that were found by repetition."
 
 
-def share_or_size(found: Finding | KnownFinding) -> str:
-    """Return what a finding costs as a share of the step, or in bytes where it costs no time."""
-    if found.cost_bytes and not found.impact:
-        return units.size(found.cost_bytes)
-    return _up_to(found) + units.share(found.impact)
+def share_or_size(finding: Finding | KnownFinding) -> str:
+    """Cost of a finding as a share of the step, or in bytes where it costs no time."""
+    if finding.cost_bytes and not finding.impact:
+        return units.size(finding.cost_bytes)
+    return _up_to(finding) + units.share(finding.impact)
 
 
-def saving(found: Finding) -> str:
-    """Return what fixing a finding may save per step: "16.1 ms", "up to 16.1 ms" of an upper bound."""
-    return _up_to(found) + units.duration(found.cost_ns)
+def saving(finding: Finding) -> str:
+    """Saving per step from fixing a finding: "16.1 ms", "up to 16.1 ms" of an upper bound."""
+    return _up_to(finding) + units.duration(finding.cost_ns)
 
 
-def scope(found: Finding) -> str:
-    """Return where a finding applies and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
-    parts = [units.numbered("rank", found.ranks)] if found.ranks else []
-    noun = "iteration" if found.is_of_iterations else "step"
-    parts += [units.numbered(noun, found.steps)] if found.steps else []
-    return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
+def scope(finding: Finding) -> str:
+    """Scope of a finding and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
+    parts = [units.numbered("rank", finding.ranks)] if finding.ranks else []
+    noun = "iteration" if finding.is_of_iterations else "step"
+    parts += [units.numbered(noun, finding.steps)] if finding.steps else []
+    return " · ".join([*parts, f"confidence {finding.confidence:.0%}"])
 
 
 def from_run_start(table: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
@@ -135,14 +135,14 @@ def _rule_names() -> Mapping[str, str]:
     return {rule.code: rule.name() for rule in reversed(all_rules())}
 
 
-def _per_step(found: Finding) -> str:
-    if found.is_of_window:
+def _per_step(finding: Finding) -> str:
+    if finding.is_of_window:
         return ""
-    return " an iteration" if found.is_of_iterations else " a step"
+    return " an iteration" if finding.is_of_iterations else " a step"
 
 
-def _up_to(found: Finding | KnownFinding) -> str:
-    return "up to " if isinstance(found, Finding) and found.is_upper_bound else ""
+def _up_to(finding: Finding | KnownFinding) -> str:
+    return "up to " if isinstance(finding, Finding) and finding.is_upper_bound else ""
 
 
 def _of_severity(number: int, severity: Severity) -> str:

@@ -23,18 +23,18 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
     right = [dtype.is_numeric() for dtype in rows.dtypes]
     cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
     gap = text_layout.gap(width)
-    fitting = _fitting(rows.columns, cells, right, width, gap)
-    shown = text_layout.table(
+    fitting = _fitting_count(rows.columns, cells, right, width, gap)
+    table = text_layout.table(
         rows.columns[:fitting],
         [row[:fitting] for row in cells],
         right=right[:fitting],
         gap=gap,
         longest=escaping.MAX_TEXT,
     )
-    parts: list[RenderableType] = [shown, text_layout.dim(_size(rows, more))]
-    left = rows.columns[fitting:]
-    if left:
-        parts.append(text_layout.dim(f"columns not shown: {', '.join(left)}: select fewer, or --format csv"))
+    parts: list[RenderableType] = [table, text_layout.dim(_size(rows, more))]
+    omitted = rows.columns[fitting:]
+    if omitted:
+        parts.append(text_layout.dim(f"columns not shown: {', '.join(omitted)}: select fewer, or --format csv"))
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
@@ -65,8 +65,8 @@ def _size(rows: pl.DataFrame, more: bool) -> str:
     return f"the first {counted}: allow more with --max-rows, or write them with --format csv" if more else counted
 
 
-def _fitting(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
-    """Return how many columns fit: full numbers, cut text, and at least the first column."""
+def _fitting_count(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
+    """Number of columns that fit: full numbers, cut text, and at least the first column."""
     room = max(width, text_layout.MIN_WIDTH) + gap
     for count in range(1, len(header) + 1):
         widest = max(map(len, [header[count - 1], *(row[count - 1] for row in cells)]))

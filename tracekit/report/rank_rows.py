@@ -15,7 +15,7 @@ _QUANTILES = {"5th percentile": 0.05, "median": 0.5, "95th percentile": 0.95}
 
 
 def shares(run: Run) -> pl.DataFrame:
-    """Return how each rank spends its steps, or its windows where no trace marks steps; one row per rank, in order.
+    """Use of each rank's steps, or of its windows where no trace marks steps; one row per rank, in order.
 
     Columns rank, time_ns, then ratios of it: compute_ratio, exposed comm_ratio, exposed copy_ratio, idle_ratio; and
     comm hidden_ratio, the share of communication that compute hides (null without communication).
@@ -32,7 +32,7 @@ def shares(run: Run) -> pl.DataFrame:
     )
 
 
-def drawn(run: Run) -> Mapping[int, str]:
+def drawn_ranks(run: Run) -> Mapping[int, str]:
     """Return the ranks that a figure with a row for each rank draws, with what each is: "typical", "most idle".
 
     All ranks of a run with at most `MAX_DRAWN`, without a text; of larger ones those of `notable`.
@@ -55,9 +55,9 @@ def with_quantiles(ranks: pl.DataFrame) -> pl.DataFrame:
 
     `ranks` as from `shares`; the column "" in front says what a row is.
     """
-    found = notable(ranks)
-    chosen = pl.DataFrame({"rank": list(found), "": list(found.values())})
-    rows = [chosen.join(ranks, on="rank", maintain_order="left").select("", *ranks.columns)]
+    labels = notable(ranks)
+    labelled = pl.DataFrame({"rank": list(labels), "": list(labels.values())})
+    rows = [labelled.join(ranks, on="rank", maintain_order="left").select("", *ranks.columns)]
     for name, quantile in _QUANTILES.items():
         values = ranks.select(pl.lit(name).alias(""), pl.lit(None, pl.Int64).alias("rank"), _quantiles(ranks, quantile))
         rows.append(values.cast(ranks.schema))
@@ -71,7 +71,7 @@ def notable(ranks: pl.DataFrame) -> Mapping[int, str]:
     """
     parts = [name for name in ranks.columns if name.endswith("_ratio") and name != "comm hidden_ratio"]
     distance = pl.sum_horizontal((pl.col(name) - pl.col(name).median()).abs() for name in parts)
-    found: dict[int, list[str]] = {ranks.sort(distance, "rank")["rank"][0]: ["typical"]}
+    labels: dict[int, list[str]] = {ranks.sort(distance, "rank")["rank"][0]: ["typical"]}
     extremes = {f"most {name.removesuffix('_ratio')}": pl.col(name) for name in parts} | {
         "least comm hidden": -pl.col("comm hidden_ratio")
     }
@@ -80,8 +80,8 @@ def notable(ranks: pl.DataFrame) -> Mapping[int, str]:
         by_size = ranks.select("rank", above).drop_nulls().sort("above", "rank", descending=[True, False])
         for rank, above_median in by_size.head(1).iter_rows():
             if above_median >= _EXTREME_RATIO:
-                found.setdefault(rank, []).append(why)
-    return {rank: ", ".join(why) for rank, why in found.items()}
+                labels.setdefault(rank, []).append(why)
+    return {rank: ", ".join(why) for rank, why in labels.items()}
 
 
 def _quantiles(ranks: pl.DataFrame, quantile: float) -> pl.Expr:

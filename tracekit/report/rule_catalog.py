@@ -51,19 +51,21 @@ def explanation(rule: RuleDocument, *, width: int, color: bool = False) -> str:
         name, value = next(iter(values.items()))
         settings = f"tracekit check RUN --set {rule.code}.{name}={_value_text(value)}"
         lines.append(text_layout.dim(f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml"))
-        parts += [text_layout.title("Thresholds"), *map(text_layout.indented, lines)]
+        parts += [text_layout.title("Thresholds"), *map(text_layout.indent, lines)]
     return text_layout.print_to_string(parts, width=width, color=color).rstrip() + "\n"
 
 
 def _paragraph(text: str) -> list[RenderableType]:
     """Return a paragraph of a docstring: prose reflowed, the section it opens in bold, indented lines as they are."""
     lines = text.splitlines()
-    if any(each.startswith((" ", "-", "*")) for each in lines):
-        return [text_layout.indented(text_layout.line(each)) for each in lines]
+    if any(line.startswith((" ", "-", "*")) for line in lines):
+        return [text_layout.indent(text_layout.line(line)) for line in lines]
     prose = " ".join(lines)
-    section = next((each for each in SECTIONS if prose.startswith(each)), "")
-    return [text_layout.indented(text_layout.line((section, text_layout.BOLD), prose.removeprefix(section)))]
+    section = next((heading for heading in SECTIONS if prose.startswith(heading)), "")
+    return [text_layout.indent(text_layout.line((section, text_layout.BOLD), prose.removeprefix(section)))]
 
 
 def _value_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -49,9 +49,9 @@ _EXTRA_RULES = {
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
-    named = ci_results.named(gates)
-    items = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
-    items.sort(key=lambda each: list(Level).index(each[2].level))
+    named_gates = ci_results.gates_by_name(gates)
+    items = [(name, gate, item) for name, gate in named_gates for item in ci_results.items(gate)]
+    items.sort(key=lambda entry: list(Level).index(entry[2].level))
     rules = _rules(gates)
     indices = {rule["id"]: number for number, rule in enumerate(rules)}
     several = len(gates) > 1
@@ -61,7 +61,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     ]
     driver = {"name": "tracekit", "rules": rules}
     driver |= {"version": gates[0].report.tool_version} if gates else {}
-    notes = [note for name, gate in named for note in _notifications(gate, name)]
+    notes = [note for name, gate in named_gates for note in _notifications(gate, name)]
     run = {
         "tool": {"driver": driver},
         "automationDetails": {"id": "tracekit/"},
@@ -103,7 +103,7 @@ def _result(
     if item.own_finding is not None:
         result["rank"] = round(100 * min(max(item.own_finding.impact, 0.0), 1.0), 3)
     if gate.baseline or gate.comparison is not None:
-        result["baselineState"] = _STATES[item.standing] if item.standing else "new"
+        result["baselineState"] = _STATES[item.status] if item.status else "new"
     return result
 
 
@@ -141,9 +141,9 @@ def _level(item: CheckItem) -> str:
 def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
     """Return descriptors of the rules that were run or fired, and of other items that can fail."""
     requested = [code for gate in gates for code in gate.report.rules]
-    fired = [each.finding.code for gate in gates for each in gate.findings]
-    known = {rule.code: rule for rule in all_rules()}
-    descriptors = [_descriptor(code, known.get(code)) for code in dict.fromkeys([*requested, *fired])]
+    fired = [verdict.finding.code for gate in gates for verdict in gate.findings]
+    rules = {rule.code: rule for rule in all_rules()}
+    descriptors = [_descriptor(code, rules.get(code)) for code in dict.fromkeys([*requested, *fired])]
     used = {item.kind for gate in gates for item in ci_results.items(gate)}
     return descriptors + [_extra_descriptor(*_EXTRA_RULES[kind]) for kind in _EXTRA_RULES if kind in used]
 
@@ -177,14 +177,14 @@ def _extra_descriptor(code: str, name: str, what: str, more: str) -> dict[str, A
 def _help(documentation: str, code: str) -> str:
     paragraphs = []
     for part in documentation.split("\n\n"):
-        section = next((each for each in SECTIONS if part.startswith(f"{each}:")), None)
+        section = next((heading for heading in SECTIONS if part.startswith(f"{heading}:")), None)
         paragraphs.append(part.replace(f"{section}:", f"**{section}**", 1) if section else part)
     return "\n\n".join([*paragraphs, f"`tracekit explain {code}` shows this text and the thresholds."])
 
 
 def _notifications(gate: CheckResult, run: str) -> list[dict[str, Any]]:
-    ignored = [f"{each.finding.id} is ignored: {each.reason}" for each in gate.report.ignored]
-    fixed = [f"{each.id} is in {gate.baseline or 'the baseline'} and not in this run any more" for each in gate.fixed]
+    ignored = [f"{aside.finding.id} is ignored: {aside.reason}" for aside in gate.report.ignored]
+    fixed = [f"{gone.id} is in {gate.baseline or 'the baseline'} and not in this run any more" for gone in gate.fixed]
     blind = [f"{code} could not judge: {why}" for code, why in gate.report.blind_spots.items()]
     return [
         {"level": "note", "message": {"text": escaping.inert(f"{run}: {text}", _MAX_TEXT)}}

@@ -29,7 +29,7 @@ def as_text(tables: Iterable[TableDocument], *, width: int, color: bool = False)
             for column in table.columns
         ]
         heading = text_layout.title(table.name, "  one row per " + table.grain)
-        parts += [heading, text_layout.indented(text_layout.grid(cells)), ""]
+        parts += [heading, text_layout.indent(text_layout.grid(cells)), ""]
     return text_layout.print_to_string(parts[:-1], width=width, color=color)
 
 

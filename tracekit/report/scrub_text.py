@@ -5,7 +5,7 @@ from tracekit.ingest.scrub.secrets import KINDS
 
 
 def as_text(result: ScrubResult) -> str:
-    """Return what was removed (kinds and counts, never the text itself), and what was not copied and why."""
+    """Kinds and counts of the text removed (never the text itself), and files not copied, with reasons."""
     lines = [f"{result.out}: {_count(len(result.files), 'file')}, checked again: no removed text is left in them"]
     lines += [
         f"  removed  {_count(distinct, KINDS[kind])} in {_count(places, 'place')}"
@@ -17,5 +17,5 @@ def as_text(result: ScrubResult) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

@@ -9,7 +9,7 @@ from tracekit.model.run import Run
 from tracekit.report import headlines, html_fragments, phrases, rank_rows, shared_view, timeline
 from tracekit.report.shared_view import SharedView
 from tracekit.report.timeline_view import embedding, message, range_tables
-from tracekit.report.timeline_view.embedding import Embedded, Shown
+from tracekit.report.timeline_view.embedding import Embedded, PageState
 from tracekit.report.timeline_view.link import Link
 from tracekit.rules.rule import Report
 
@@ -22,14 +22,14 @@ def view(report: Report, run: Run, parameters: Mapping[str, str]) -> SharedView:
     Raises InputError if the run has no traces of the link's window.
     """
     window = parameters.get("window", "")
-    drawn = rank_rows.drawn(run) if len(run.ranks) > rank_rows.MAX_DRAWN else None
+    labels = rank_rows.drawn_ranks(run) if len(run.ranks) > rank_rows.MAX_DRAWN else None
     number = int(window) if window.isascii() and window.isdigit() else min(source.window for source in run.sources)
-    scene = timeline.open_scene(run, number, ranks=tuple(drawn) if drawn else None)
+    scene = timeline.open_scene(run, number, ranks=tuple(labels) if labels else None)
     by_key = {f"{number}-{finding.id}": finding for number, finding in enumerate(report.findings)}
-    chosen = message.chosen_finding(by_key, parameters.get("finding", ""))
+    finding_key = message.chosen_finding(by_key, parameters.get("finding", ""))
     headline = headlines.step(report, run)
     parts = [html_fragments.headline(headline.text, headline.about, headline.status)] if headline else []
-    parts += [escaping.fragment("card", html_fragments.finding(by_key[chosen]))] if chosen else []
+    parts += [escaping.fragment("card", html_fragments.finding(by_key[finding_key]))] if finding_key else []
 
     def totals_of(part: Window) -> dict[str, Any]:
         totals = timeline.range_totals(scene, part)
@@ -38,12 +38,12 @@ def view(report: Report, run: Run, parameters: Mapping[str, str]) -> SharedView:
         )
 
     marks = message.findings(scene, number, by_key)
-    timeline_part = embedded(scene, parameters, marks=marks, finding=chosen, totals_of=totals_of)
+    timeline_part = embed_scene(scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of)
     note = rank_rows.selection_note(run)
     return SharedView(run.name, PAGE, phrases.subtitle(run), [*parts, timeline_part], [note] if note else [])
 
 
-def embedded(
+def embed_scene(
     scene: timeline.Scene,
     parameters: Mapping[str, str],
     *,
@@ -65,8 +65,8 @@ def embedded(
     initial = initial_part or message.initial_part(scene)
     part = link.part or (_around(evidence, end_ns - origin_ns) if evidence else initial)
     totals = totals_of((origin_ns + link.range[0], origin_ns + link.range[1])) if link.range else None
-    shown = Shown(part, link.address, marks, finding, header, totals)
-    return embedding.embed(scene, shown, shared_view.MAX_TIMELINE_BYTES)
+    page_state = PageState(part, link.address, marks, finding, header, totals)
+    return embedding.embed(scene, page_state, shared_view.MAX_TIMELINE_BYTES)
 
 
 def _around(evidence: Sequence[Mapping[str, Any]], span_ns: int) -> Window:

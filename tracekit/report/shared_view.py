@@ -66,7 +66,7 @@ def render(view: SharedView) -> str:
 
 
 def embedded_note(timeline: Embedded) -> str:
-    """Return how much of the run a timeline holds."""
+    """Note on the part of the run that a timeline holds."""
     cut = timeline.cut
     if cut.is_whole:
         return f"The timeline holds every slice of the ranks drawn ({timeline.items:,} with merged ones)."
@@ -109,4 +109,4 @@ def _size(part: Part) -> int:
 
 
 def _kind(part: Part) -> str:
-    return "figure" if isinstance(part, Figure) else "timeline" if isinstance(part, Embedded) else "html"
+    return {Figure: "figure", Embedded: "timeline"}.get(type(part), "html")

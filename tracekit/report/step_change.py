@@ -50,13 +50,13 @@ def as_csv(changed: StepChange) -> str:
 def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: bool = False) -> str:
     """Return the change in a sentence, the `top` rows with the largest changes as a table, and remarks."""
     header, cells = table_cells(changed, top)
-    shown = _fitting(header, cells, width)
+    columns = _fitting_columns(header, cells, width)
     verdicts = [Verdict(verdict) for verdict in changed.rows.head(top)["verdict"]]
     styles = [comparison.STYLES[verdict] for verdict in verdicts]
-    parts: list[RenderableType] = [text_layout.line(headline(changed)), text_layout.dim(counted(changed))]
+    parts: list[RenderableType] = [text_layout.line(headline(changed)), text_layout.dim(count_statuses(changed))]
     parts += [*text_layout.bullets(changed.compared.differences), ""]
-    rows = [[row[column] for column in shown] for row in (header, *cells)]
-    right = [column not in TEXTS for column in shown]
+    rows = [[row[column] for column in columns] for row in (header, *cells)]
+    right = [column not in TEXTS for column in columns]
     parts += [text_layout.table(rows[0], rows[1:], right=right, gap=text_layout.gap(width), last_styles=styles)]
     parts += [text_layout.dim(line) for line in _rest(changed, top)]
     notes = remarks(changed)
@@ -67,11 +67,11 @@ def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: b
 def as_markdown(changed: StepChange, *, top: int = DEFAULT_TOP) -> str:
     """Return the sentence, and the `top` rows with the largest changes as a Markdown table."""
     header, cells = table_cells(changed, top)
-    table = [[markdown_escaping.escaped(cell) for cell in row] for row in (header, *cells)]
-    lines = [markdown_escaping.escaped(headline(changed)), ""]
+    table = [[markdown_escaping.escape(cell) for cell in row] for row in (header, *cells)]
+    lines = [markdown_escaping.escape(headline(changed)), ""]
     lines += [markdown_escaping.table(table[0], table[1:], right=(2, 3, 4, 5, 6)), ""]
     notes = (*changed.compared.differences, *_rest(changed, top), *remarks(changed))
-    return "\n".join([*lines, *(f"- {markdown_escaping.escaped(note)}" for note in notes)]).rstrip() + "\n"
+    return "\n".join([*lines, *(f"- {markdown_escaping.escape(note)}" for note in notes)]).rstrip() + "\n"
 
 
 def headline(changed: StepChange) -> str:
@@ -88,8 +88,8 @@ def headline(changed: StepChange) -> str:
     )
 
 
-def counted(changed: StepChange) -> str:
-    """Return how many rows have which status: "94 operators and kinds of idle time: 2 new, 1 gone, 90 same"."""
+def count_statuses(changed: StepChange) -> str:
+    """Number of rows with each status: "94 operators and kinds of idle time: 2 new, 1 gone, 90 same"."""
     counts = [f"{count:,} {status}" for status, count in changed.status_counts.items() if count]
     return f"{changed.rows.height:,} rows by {', '.join(changed.by)}: {', '.join(counts)}"
 
@@ -99,47 +99,48 @@ def table_cells(changed: StepChange, top: int) -> tuple[list[str], list[list[str
     more = [name for name in changed.by[1:] if name in changed.rows.columns]
     rows = []
     for row in changed.rows.head(top).iter_rows(named=True):
-        name = " · ".join(str(row[each]) for each in ("name", *more) if row[each] is not None)
+        name = " · ".join(str(row[column]) for column in ("name", *more) if row[column] is not None)
         before, after = (units.duration(row[f"{side}_ns"]) for side in ("before", "after"))
         share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:.1f}%"
         part, status = _PARTS.get(row["part"], row["part"]), row["status"]
-        rows.append([name, part, _signed(row["change_ns"]), share, before, after, _calls(row), status, row["verdict"]])
+        change = _signed_duration(row["change_ns"])
+        rows.append([name, part, change, share, before, after, _calls(row), status, row["verdict"]])
     return [" · ".join(changed.by), *_HEADER], rows
 
 
 def remarks(changed: StepChange) -> list[str]:
-    """Return what limits the comparison, other than the differences of the runs."""
+    """Limits of the comparison, other than the differences of the runs."""
     few = changed.rows["low_ns"].null_count() == changed.rows.height and changed.rows.height > 0
     few_steps = ["with fewer than three steps on a side, the changes have no intervals"] if few else []
-    own = [note for note in changed.compared.notes if note not in changed.compared.differences]
-    return [*few_steps, *_more_samples(changed.step), *own]
+    other_notes = [note for note in changed.compared.notes if note not in changed.compared.differences]
+    return [*few_steps, *_more_samples(changed.step), *other_notes]
 
 
 def _more_samples(step: Change) -> list[str]:
     return [f"about {step.more_samples:,} more steps per side would decide the step time"] if step.more_samples else []
 
 
-def _fitting(header: list[str], cells: list[list[str]], width: int) -> list[int]:
+def _fitting_columns(header: list[str], cells: list[list[str]], width: int) -> list[int]:
     """Return the columns that fit beside names of some length."""
     widths = [max(len(row[column]) for row in (header, *cells)) for column in range(len(header))]
-    shown = list(range(len(header)))
+    columns = list(range(len(header)))
     for column in _DROPPED:
-        needed = min(widths[0], _MIN_NAME) + sum(widths[each] + text_layout.gap(width) for each in shown[1:])
+        needed = min(widths[0], _MIN_NAME) + sum(widths[number] + text_layout.gap(width) for number in columns[1:])
         if needed > width:
-            shown.remove(column)
-    return shown
+            columns.remove(column)
+    return columns
 
 
 def _rest(changed: StepChange, top: int) -> list[str]:
     rest = changed.rows.slice(top)
     if not rest.height:
         return []
-    total = _signed(float(rest["change_ns"].sum()))
+    total = _signed_duration(float(rest["change_ns"].sum()))
     unchanged = rest.filter(pl.col("status") == SAME).height
     return [f"and {rest.height:,} more ({unchanged:,} of them the same), {total} together: --top {changed.rows.height}"]
 
 
-def _signed(change_ns: float) -> str:
+def _signed_duration(change_ns: float) -> str:
     rounded = round(change_ns)
     return f"{'+' if rounded >= 0 else '-'}{units.duration(abs(rounded))}"
 

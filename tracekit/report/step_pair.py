@@ -53,13 +53,13 @@ def marked_steps(run: Run, window: int | None = None) -> MarkedSteps:
     typical = steps_without_saves.representative_step(run, marked)
     if typical is None:
         return MarkedSteps(window or 0, marked)
-    chosen = int(typical["window"] or 0)
-    table = summary.slowest_device(marked.filter(window=chosen)).sort("rank", "step")
-    return MarkedSteps(chosen, table, typical["rank"], typical["step"])
+    typical_window = int(typical["window"] or 0)
+    table = summary.slowest_device(marked.filter(window=typical_window)).sort("rank", "step")
+    return MarkedSteps(typical_window, table, typical["rank"], typical["step"])
 
 
 def sentence(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str] = ("A", "B")) -> str:
-    """Return how much longer the second step takes than the first, and which parts of the breakdown differ.
+    """Sentence on how much longer the second step is than the first, and the parts of the breakdown that differ.
 
     Both are rows of a breakdown, with columns step, duration_ns and PARTS; the differences of the parts, the largest
     first, add up to that of the durations, which are not 0.

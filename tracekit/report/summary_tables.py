@@ -71,8 +71,8 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
 
     drop_order = _PIPELINE_DROP_ORDER if "bubble_ns" in rows.columns else _DROP_ORDER
-    shown = text_layout.fitted(_without_only_window(rows), _HEADINGS, drop_order, width=width)
-    if shown.is_empty():
+    columns = text_layout.fit_columns(_without_only_window(rows), _HEADINGS, drop_order, width=width)
+    if columns.is_empty():
         subjects = {
             "arrived_last": "collectives that ranks share",
             "concurrent_kind": "work of two kinds that run concurrently on a device",
@@ -87,7 +87,7 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
         }
         missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
         return f"The traces contain no {missing}.\n"
-    table = text_layout.frame(shown, _HEADINGS, gap=text_layout.gap(width))
+    table = text_layout.frame(columns, _HEADINGS, gap=text_layout.gap(width))
     return text_layout.print_to_string([table], width=width, color=color)
 
 

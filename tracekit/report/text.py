@@ -33,12 +33,12 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
     return text_layout.print_to_string(_report(report, run, width), width=width, color=color)
 
 
-def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
-    """Return a report without its verdict: where the time goes, the findings `shown`, the notes."""
+def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
+    """Return a report without its verdict: where the time goes, `findings`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    clock = extents.run_clock(run) if shown else schema.empty(extents.RUN_CLOCK)
-    for found in shown:
-        parts += ["", *_finding(found, clock, width)]
+    clock = extents.run_clock(run) if findings else schema.empty(extents.RUN_CLOCK)
+    for finding in findings:
+        parts += ["", *_finding(finding, clock, width)]
     if report.notes:
         parts += ["", text_layout.title("Notes"), *text_layout.bullets(report.notes)]
     return parts
@@ -52,7 +52,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
         grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         for _ in reports:
             grid.add_column(width=side)
-        grid.add_row(*(_stacked(_report(report, run, side)) for report, run in reports))
+        grid.add_row(*(_stack(_report(report, run, side)) for report, run in reports))
         parts.append(grid)
     else:
         for report, run in reports:
@@ -81,11 +81,11 @@ def _verdict(report: Report) -> list[RenderableType]:
 
 
 def _counts(findings: Sequence[Finding]) -> RenderableType:
-    worst = max(found.severity for found in findings).label
-    most, cost = costliest(findings), ""
-    if most is not None and most.impact:
-        share = f"{units.share(most.impact)} of {phrases.time_noun(most)}"
-        cost = f"  costliest: {phrases.rule_name(most.code)}, {share}"
+    worst = max(finding.severity for finding in findings).label
+    top, cost = costliest(findings), ""
+    if top is not None and top.impact:
+        share = f"{units.share(top.impact)} of {phrases.time_noun(top)}"
+        cost = f"  costliest: {phrases.rule_name(top.code)}, {share}"
     counts = (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst])
     return text_layout.line(counts, (cost, text_layout.BOLD))
 
@@ -94,11 +94,11 @@ def _breakdown(run: Run) -> list[RenderableType]:
     ranks = rank_rows.shares(run)
     if ranks.is_empty():
         return [text_layout.dim("The traces contain no activities.")]
-    shown = ranks if ranks.height <= MAX_RANKS else rank_rows.with_quantiles(ranks)
-    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in shown.columns}
+    rows = ranks if ranks.height <= MAX_RANKS else rank_rows.with_quantiles(ranks)
+    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in rows.columns}
     parts: list[RenderableType] = [
         text_layout.title("Where the time goes", _steps(run)),
-        text_layout.indented(text_layout.frame(shown, headings)),
+        text_layout.indent(text_layout.frame(rows, headings)),
     ]
     if ranks.height > MAX_RANKS:
         parts.append(text_layout.dim(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}"))
@@ -115,60 +115,60 @@ def _steps(run: Run) -> str:
     return f"  median step {units.duration(step_ns)}, steps {steps}"
 
 
-def _finding(found: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
-    label = found.severity.label
+def _finding(finding: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
+    label = finding.severity.label
     heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     heading.add_column()
     heading.add_column(justify="right", no_wrap=True)
     name = text_layout.line(
         (label.upper(), text_layout.SEVERITY_STYLES[label]),
         "  ",
-        (phrases.rule_name(found.code), text_layout.BOLD),
-        ("  " + found.id, text_layout.DIM),
+        (phrases.rule_name(finding.code), text_layout.BOLD),
+        ("  " + finding.id, text_layout.DIM),
     )
-    heading.add_row(name, text_layout.title(phrases.cost(found)))
-    parts: list[RenderableType] = [heading, text_layout.indented(text_layout.line(found.message))]
-    if found.fix:
-        parts.append(text_layout.hanging("Fix", text_layout.line(found.fix)))
-    parts.append(text_layout.indented(text_layout.dim(phrases.scope(found))))
-    return parts + _evidence(found, clock, width - _EVIDENCE_INDENT)
+    heading.add_row(name, text_layout.title(phrases.cost(finding)))
+    parts: list[RenderableType] = [heading, text_layout.indent(text_layout.line(finding.message))]
+    if finding.fix:
+        parts.append(text_layout.hanging("Fix", text_layout.line(finding.fix)))
+    parts.append(text_layout.indent(text_layout.dim(phrases.scope(finding))))
+    return parts + _evidence(finding, clock, width - _EVIDENCE_INDENT)
 
 
-def _evidence(found: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
-    rows = found.evidence
+def _evidence(finding: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
+    rows = finding.evidence
     if rows.is_empty():
         return []
-    shown = _fitted(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
-    table = text_layout.frame(shown)
+    fitting = _fit_evidence(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
+    table = text_layout.frame(fitting)
     if text_layout.natural_width(table) > width:
-        table = text_layout.frame(shown, gap=text_layout.gap(width))
+        table = text_layout.frame(fitting, gap=text_layout.gap(width))
     parts: list[RenderableType] = [table]
-    more = rows.height - shown.height
+    more = rows.height - fitting.height
     parts += [text_layout.dim(f"and {more:,} more rows")] if more else []
-    return [text_layout.indented(part, _EVIDENCE_INDENT) for part in parts]
+    return [text_layout.indent(part, _EVIDENCE_INDENT) for part in parts]
 
 
-def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
+def _fit_evidence(rows: pl.DataFrame, width: int) -> pl.DataFrame:
     """Return rows without empty columns, and without others as far as the width requires: of _DROP_ORDER, then any."""
-    shown = text_layout.without_empty_columns(rows)
-    if "window" in shown.columns and shown["window"].n_unique() == 1:
-        shown = shown.drop("window")
+    columns = text_layout.without_empty_columns(rows)
+    if "window" in columns.columns and columns["window"].n_unique() == 1:
+        columns = columns.drop("window")
     for name in _DROP_ORDER:
-        if text_layout.natural_width(text_layout.frame(shown)) <= width:
+        if text_layout.natural_width(text_layout.frame(columns)) <= width:
             break
-        if name in shown.columns and (name != "name" or "op" in shown.columns):
-            shown = shown.drop(name)
-    others = [name for name in reversed(shown.columns) if name not in _ESSENTIAL]
-    return text_layout.fitted(shown, {}, others, width=width, least_text=_LEAST_TEXT)
+        if name in columns.columns and (name != "name" or "op" in columns.columns):
+            columns = columns.drop(name)
+    optional = [name for name in reversed(columns.columns) if name not in _ESSENTIAL]
+    return text_layout.fit_columns(columns, {}, optional, width=width, least_text=_LEAST_TEXT)
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
     """Return one row per rule and one column per run, the costliest first."""
     worst: dict[str, tuple[float, ...]] = {}
     for report, _ in reports:
-        for found in report.findings:
-            weight = cost_order(found)
-            worst[found.code] = max(weight, worst.get(found.code, weight))
+        for finding in report.findings:
+            weight = cost_order(finding)
+            worst[finding.code] = max(weight, worst.get(finding.code, weight))
     codes = sorted(worst, key=lambda code: worst[code], reverse=True)
     rows = [[phrases.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
     rows = rows or [["no rule fired", "", *("" for _ in reports)]]
@@ -176,10 +176,10 @@ def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
 
 
 def _cell(findings: Sequence[Finding], code: str) -> str:
-    own_findings = [each for each in findings if each.code == code]
+    own_findings = [finding for finding in findings if finding.code == code]
     if not own_findings:
         return "–"
-    worst = max(own_findings, key=lambda each: (each.severity, cost_order(each)))
+    worst = max(own_findings, key=lambda finding: (finding.severity, cost_order(finding)))
     number = f" ×{len(own_findings)}" if len(own_findings) > 1 else ""
     costs = [phrases.share_or_size(worst)] if worst.impact else []
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
@@ -187,7 +187,7 @@ def _cell(findings: Sequence[Finding], code: str) -> str:
     return f"{worst.severity.label}{number}  {' · '.join(costs)}"
 
 
-def _stacked(parts: Sequence[RenderableType]) -> Table:
+def _stack(parts: Sequence[RenderableType]) -> Table:
     grid = Table.grid()
     for part in parts:
         grid.add_row(part)

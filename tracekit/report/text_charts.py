@@ -23,9 +23,9 @@ _PARTS = {"compute_ns": "█", "exposed_communication_ns": "▓", "exposed_copy_
 _LABELS = dict(zip(_PARTS, ("compute", "exposed communication", "copy", "idle"), strict=True))
 
 
-def before_and_now(found: Comparison) -> str:
+def before_and_now(compared: Comparison) -> str:
     """Return two bars per time, before and now, on one scale; '' where no time is compared."""
-    changes = [change for change in found.changes if metric_of(change.metric).is_drawn]
+    changes = [change for change in compared.changes if metric_of(change.metric).is_drawn]
     longest_ns = max((max(change.reference, change.candidate) for change in changes), default=0.0)
     if longest_ns <= 0:
         return ""
@@ -42,9 +42,9 @@ def by_rank(run: Run) -> str:
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""
-    chosen = dict.fromkeys(ranks["rank"], "") if ranks.height <= MAX_RANKS else rank_rows.notable(rank_rows.shares(run))
-    rows = ranks.filter(pl.col("rank").is_in(list(chosen))).to_dicts()
-    names = [f"rank {row['rank']} {chosen[row['rank']]}".rstrip() for row in rows]
+    labels = dict.fromkeys(ranks["rank"], "") if ranks.height <= MAX_RANKS else rank_rows.notable(rank_rows.shares(run))
+    rows = ranks.filter(pl.col("rank").is_in(list(labels))).to_dicts()
+    names = [f"rank {row['rank']} {labels[row['rank']]}".rstrip() for row in rows]
     width = max(map(len, names))
     lines = [
         f"{name:<{width}} {_stacked_bar([row[part] / row['duration_ns'] for part in _PARTS])}"
@@ -71,8 +71,8 @@ def _bar(ratio: float) -> str:
     >>> _bar(0.5)
     '██████████████████'
     """
-    whole, eighths = divmod(round(8 * WIDTH * ratio), 8)
-    return "█" * whole + _EIGHTHS[eighths].strip() or "▏"
+    full, eighths = divmod(round(8 * WIDTH * ratio), 8)
+    return "█" * full + _EIGHTHS[eighths].strip() or "▏"
 
 
 def _stacked_bar(ratios: Sequence[float]) -> str:

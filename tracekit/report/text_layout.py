@@ -67,7 +67,7 @@ def bullets(texts: Iterable[str]) -> list[Padding]:
     return [hanging("·", line(text)) for text in texts]
 
 
-def indented(part: RenderableType, by: int = 2) -> Padding:
+def indent(part: RenderableType, by: int = 2) -> Padding:
     """Return a part moved to the right."""
     return Padding(part, (0, 0, 0, by))
 
@@ -76,7 +76,7 @@ def hanging(mark: str, part: RenderableType) -> Padding:
     """Return a part with a mark before it, its further lines aligned with its first."""
     grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
     grid.add_row(line((mark, BOLD)), part)
-    return indented(grid)
+    return indent(grid)
 
 
 def table(
@@ -103,17 +103,17 @@ def table(
         )
         for name, side in zip(header, sides, strict=True)
     ]
-    made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    columns_of_cells = [_shortened(column, longest) for column in zip(*rows, strict=True)]
+    grid = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    columns_of_cells = [_shorten_names(column, longest) for column in zip(*rows, strict=True)]
     texts = [[escaping.inert(cell, longest) for cell in row] for row in zip(*columns_of_cells, strict=True)]
     of_column = [_ColumnTexts(column) for column in zip(*texts, strict=True)]
     for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
         styles = [*[""] * (len(row) - 1), last_style]
-        made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
-    return made
+        grid.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
+    return grid
 
 
-def _shortened(cells: Sequence[str], longest: int) -> Sequence[str]:
+def _shorten_names(cells: Sequence[str], longest: int) -> Sequence[str]:
     """Return the cells of a column, names of kernels that are longer than `longest` in their short form."""
     if all(len(cell) <= longest for cell in cells):
         return cells
@@ -180,7 +180,7 @@ def natural_width(part: RenderableType) -> int:
     return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
 
 
-def fitted(
+def fit_columns(
     rows: "pl.DataFrame",
     headings: Mapping[str, str],
     drop_order: Sequence[str],
@@ -192,12 +192,12 @@ def fitted(
 
     Numbers need their full width, text `least_text` characters.
     """
-    shown = without_empty_columns(rows)
+    columns = without_empty_columns(rows)
     for name in drop_order:
-        if _least_width(shown, headings, gap(width), least_text) <= max(width, MIN_WIDTH):
+        if _least_width(columns, headings, gap(width), least_text) <= max(width, MIN_WIDTH):
             break
-        shown = shown.drop(name, strict=False)
-    return shown
+        columns = columns.drop(name, strict=False)
+    return columns
 
 
 def _least_width(rows: "pl.DataFrame", headings: Mapping[str, str], between: int, least_text: int) -> int:

@@ -31,7 +31,7 @@ def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) ->
     share = next(name for name in ("time_ratio", "self_ratio") if name in rows.columns)
     if rows.is_empty():
         return f"The traces contain no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
-    head, gap = text_layout.fitted(rows.head(top), _HEADINGS, _DROP_ORDER, width=width), text_layout.gap(width)
+    head, gap = text_layout.fit_columns(rows.head(top), _HEADINGS, _DROP_ORDER, width=width), text_layout.gap(width)
     parts: list[RenderableType] = [text_layout.frame(head, _HEADINGS, gap=gap, longest=escaping.MAX_TEXT)]
     rest = rows.slice(top)
     if rest.height:

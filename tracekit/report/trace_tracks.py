@@ -57,13 +57,13 @@ def timeline(
     """
     table = slices(trace, tuple(ARGUMENTS))
     names = tracks(trace, table).select("track", "track_name")
-    named = table.join(names, on="track", how="left", maintain_order="left").rename({"kind": "category"})
-    shown = _stacked([part for part in (_steps(trace), named) if part.height], SLICES)
-    shown = pl.concat([_findings(trace, findings, shown), *_path(path), shown])
+    named_slices = table.join(names, on="track", how="left", maintain_order="left").rename({"kind": "category"})
+    rows = _concat([part for part in (_steps(trace), named_slices) if part.height], SLICES)
+    rows = pl.concat([_findings(trace, findings, rows), *_path(path), rows])
     counters = _counters(trace)
     if step is not None:
-        shown, counters = _only_step(trace, shown, counters, step)
-    return Timeline(shown, counters, _flows(trace, shown))
+        rows, counters = _only_step(trace, rows, counters, step)
+    return Timeline(rows, counters, _flows(trace, rows))
 
 
 def slices(trace: Trace, columns: Sequence[str] = (), *, window: Window | None = None) -> pl.DataFrame:
@@ -146,8 +146,8 @@ def _by_source(save: str, work: pl.Expr, host: pl.Expr) -> pl.Expr:
 
 def evidence_spans(findings: Iterable[Finding], *, rank: int, window: int) -> pl.DataFrame:
     """Return the evidence of findings in one trace: columns name (the rule's code), start_ns, dur_ns."""
-    spans = [_evidence(rank, window, found).with_columns(pl.lit(found.code).alias("name")) for found in findings]
-    return _stacked(spans, {"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})
+    spans = [_evidence(rank, window, finding).with_columns(pl.lit(finding.code).alias("name")) for finding in findings]
+    return _concat(spans, {"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})
 
 
 def _with_track(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
@@ -161,7 +161,7 @@ def _with_track(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
     return joined.with_columns((pl.col("_section").fill_null(_COMPUTE) + lane).alias("track"))
 
 
-def _stacked(parts: Sequence[pl.DataFrame], types: schema.ColumnTypes) -> pl.DataFrame:
+def _concat(parts: Sequence[pl.DataFrame], types: schema.ColumnTypes) -> pl.DataFrame:
     empty = pl.DataFrame(schema=dict(types))
     if not parts:
         return empty
@@ -193,12 +193,12 @@ def _path(parts: pl.DataFrame | None) -> Iterator[pl.DataFrame]:
     """Yield the critical path's parts on a rank as slices of a track below the findings."""
     if parts is None or parts.is_empty():
         return
-    placed = parts.rename({"kind": "category"}).with_columns(
+    path_slices = parts.rename({"kind": "category"}).with_columns(
         pl.lit(_PATH).alias("track"),
         pl.lit("critical path").alias("track_name"),
         pl.lit("critical_path").alias("source"),
     )
-    yield _stacked([placed.select(name for name in SLICES if name in placed.columns)], SLICES)
+    yield _concat([path_slices.select(name for name in SLICES if name in path_slices.columns)], SLICES)
 
 
 def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -> pl.DataFrame:
@@ -206,31 +206,31 @@ def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -
         pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("dur_ns")).max().alias("past_ns")
     ).row(0)
     parts = []
-    for found in findings:
-        if first_ns is None or (found.ranks and trace.rank not in found.ranks):
+    for finding in findings:
+        if first_ns is None or (finding.ranks and trace.rank not in finding.ranks):
             continue
-        spans = _evidence(trace.rank, trace.window, found)
+        spans = _evidence(trace.rank, trace.window, finding)
         if spans.is_empty():
             spans = pl.DataFrame({"start_ns": [first_ns], "dur_ns": [past_ns - first_ns]})
         parts.append(
             spans.with_columns(
                 pl.lit(_FINDINGS).alias("track"),
                 pl.lit("findings").alias("track_name"),
-                pl.lit(f"{found.code} {found.message}").alias("name"),
+                pl.lit(f"{finding.code} {finding.message}").alias("name"),
                 pl.lit("finding").alias("category"),
                 pl.lit("findings").alias("source"),
-                pl.lit(found.id).alias("code"),
-                pl.lit(found.severity.label).alias("severity"),
-                pl.lit(found.message).alias("message"),
-                pl.lit(found.fix).alias("fix"),
+                pl.lit(finding.id).alias("code"),
+                pl.lit(finding.severity.label).alias("severity"),
+                pl.lit(finding.message).alias("message"),
+                pl.lit(finding.fix).alias("fix"),
             )
         )
-    return _stacked(parts, SLICES)
+    return _concat(parts, SLICES)
 
 
-def _evidence(rank: int, window: int, found: Finding) -> pl.DataFrame:
+def _evidence(rank: int, window: int, finding: Finding) -> pl.DataFrame:
     """Return the times in one trace that the evidence names: columns start_ns, dur_ns, and step if known."""
-    rows = found.evidence
+    rows = finding.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
         return pl.DataFrame(schema={"start_ns": pl.Int64, "dur_ns": pl.Int64})
     in_trace = pl.col("rank") == rank
@@ -252,7 +252,7 @@ def _counters(trace: Trace) -> pl.DataFrame:
         )
         for number, column in enumerate(("allocated_bytes", "reserved_bytes"))
     ]
-    counters = _stacked([part for part in parts if part.height], COUNTERS)
+    counters = _concat([part for part in parts if part.height], COUNTERS)
     # Memory that no allocator reserves (the host's) reads 0 throughout: a track of nothing.
     says_something = (pl.col("value") != 0).any().over("track")
     return counters.filter(says_something).sort("track", "at_ns", maintain_order=True)
@@ -279,7 +279,7 @@ def _only_step(
 
 def _flows(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
     """Return the launches of other lanes: on a CPU run most activities are the op itself, which needs no arrow."""
-    shown = slices.filter(pl.col("source") == "activities").select(activity_id="id")
+    activities = slices.filter(pl.col("source") == "activities").select(activity_id="id")
     launches = slices.filter(pl.col("source") == "ops").select(launch_id="id")
     issued = trace.ops.select(launch_id="id", launch_lane="lane")
     return (
@@ -287,7 +287,7 @@ def _flows(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
         .drop_nulls()
         .join(issued, on="launch_id")
         .filter(pl.col("lane") != pl.col("launch_lane"))
-        .join(shown, on="activity_id", how="semi")
+        .join(activities, on="activity_id", how="semi")
         .join(launches, on="launch_id", how="semi")
         .sort("launch_id", "activity_id")
         .select(pl.col("launch_id").cast(pl.Int64), pl.col("activity_id").cast(pl.Int64))

@@ -23,10 +23,10 @@ def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     Each slice goes to the first layer in which it crosses no earlier slice; from layer 64 on, to one in which it
     overlaps no slice.
     """
-    found = np.zeros(len(track), np.int64)
+    layer = np.zeros(len(track), np.int64)
     sequence = order(track, start_ns, dur_ns)
-    found[sequence] = _layers(track[sequence], start_ns[sequence], (start_ns + dur_ns)[sequence])
-    return found
+    layer[sequence] = _layers(track[sequence], start_ns[sequence], (start_ns + dur_ns)[sequence])
+    return layer
 
 
 def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
@@ -37,7 +37,7 @@ def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     >>> rows(np.zeros(4, np.int64), np.array([0, 1, 5, 6]), np.array([9, 2, 2, 8])).tolist()
     [0, 1, 1, 2]
     """
-    found = np.zeros(len(track), np.int64)
+    row = np.zeros(len(track), np.int64)
     sequence = order(track, start_ns, dur_ns)
     start, end = start_ns[sequence], (start_ns + dur_ns)[sequence]
     _, dense = np.unique(track[sequence], return_inverse=True)
@@ -46,7 +46,7 @@ def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
         key, of_layer = np.unique(dense * (layer.max() + 1) + layer, return_inverse=True)
         first = np.searchsorted(key, key // (layer.max() + 1) * (layer.max() + 1))
         regrouped = order(of_layer, start, end - start)
-        sequence, start, end, of_layer = (each[regrouped] for each in (sequence, start, end, of_layer))
+        sequence, start, end, of_layer = (column[regrouped] for column in (sequence, start, end, of_layer))
     else:
         of_layer = dense
         first = np.arange(int(dense.max(initial=-1)) + 1)
@@ -54,8 +54,8 @@ def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     height = np.zeros(len(first), np.int64)
     np.maximum.at(height, of_layer, depth + 1)
     above = np.cumsum(height) - height
-    found[sequence] = depth + (above - above[first])[of_layer]
-    return found
+    row[sequence] = depth + (above - above[first])[of_layer]
+    return row
 
 
 def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
@@ -87,12 +87,12 @@ def _layers(track: Ints, start: Ints, end: Ints) -> Ints:
 
 def _depths(parent: Ints) -> Ints:
     depth, jump = (parent >= 0).astype(np.int64), parent.copy()
-    left = np.flatnonzero(jump >= 0)
-    while len(left):  # twice as far each time
-        above = jump[left]
-        depth[left] += depth[above]
-        jump[left] = jump[above]
-        left = left[jump[left] >= 0]
+    pending = np.flatnonzero(jump >= 0)
+    while len(pending):  # twice as far each time
+        above = jump[pending]
+        depth[pending] += depth[above]
+        jump[pending] = jump[above]
+        pending = pending[jump[pending] >= 0]
     return depth
 
 
@@ -101,26 +101,26 @@ def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
 
     Of several such slices in a track, at least one is flagged.
     """
-    found = np.zeros(len(track), bool)
+    crosses = np.zeros(len(track), bool)
     above = np.arange(len(track), dtype=np.int64) - 1
-    left = np.arange(len(track), dtype=np.int64)
-    while len(left):
-        other = above[left]
-        same = (other >= 0) & (track[other] == track[left])
-        crossing = same & (start[left] < end[other]) & (end[other] < end[left])
-        found[left[crossing]] = True
-        enclosed = same & (end[other] >= end[left]) & (start[left] < np.maximum(end[other], start[other] + 1))
-        above[left[~same]] = -1
-        left = left[same & ~crossing & ~enclosed]
-        above[left] = above[above[left]]
-    return found
+    pending = np.arange(len(track), dtype=np.int64)
+    while len(pending):
+        other = above[pending]
+        same = (other >= 0) & (track[other] == track[pending])
+        crossing = same & (start[pending] < end[other]) & (end[other] < end[pending])
+        crosses[pending[crossing]] = True
+        enclosed = same & (end[other] >= end[pending]) & (start[pending] < np.maximum(end[other], start[other] + 1))
+        above[pending[~same]] = -1
+        pending = pending[same & ~crossing & ~enclosed]
+        above[pending] = above[above[pending]]
+    return crosses
 
 
 def _first_fit_layers(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
     # One by one: whether a layer has room depends on all earlier slices. Few tracks have crossing slices.
     stacks: list[list[int]] = []
     rest: list[tuple[int, int]] = []  # when each layer beyond is free again
-    found = []
+    layer = []
     for begins, ends in zip(start.tolist(), end.tolist(), strict=True):
         number = next((i for i, open_ends in enumerate(stacks) if _has_room(open_ends, begins, ends)), len(stacks))
         if number == _MAX_NESTING:
@@ -129,8 +129,8 @@ def _first_fit_layers(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) 
             stacks.append([])
         if number < _MAX_NESTING:
             stacks[number].append(ends)
-        found.append(number)
-    return found
+        layer.append(number)
+    return layer
 
 
 def _free_layer(rest: list[tuple[int, int]], begins: int, ends: int) -> int:

@@ -18,7 +18,7 @@ COLUMNS = {
 
 
 def as_text(
-    found: WhatIf,
+    answers: WhatIf,
     predictions: Sequence[Prediction],
     together: Answer | None = None,
     *,
@@ -30,30 +30,30 @@ def as_text(
     `together` is the answer for several causes at once.
     """
     lines = [
-        f"{run}: mean step {units.duration(found.step_ns)}; replayed without changes "
-        f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
+        f"{run}: mean step {units.duration(answers.step_ns)}; replayed without changes "
+        f"{units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})"
     ]
-    lines += [text for text in (caveat(found),) if text]
-    if not found.answers and not predictions:
+    lines += [text for text in (caveat(answers),) if text]
+    if not answers.answers and not predictions:
         lines.append("removing a cause does not make the step shorter")
-    for each in found.answers:
-        lines += _of_answer(each, found, price)
-    if len(found.answers) > 1:
+    for answer in answers.answers:
+        lines += _of_answer(answer, answers, price)
+    if len(answers.answers) > 1:
         lines.append("Savings overlap: their total is less than their sum.")
     if together is not None:
-        lines += _of_answer(together, found, price)
-    lines += [f"{each.cause.name}: no estimate: {each.unavailable_reason}" for each in found.unavailable]
+        lines += _of_answer(together, answers, price)
+    lines += [f"{answer.cause.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable]
     for prediction in predictions:
-        lines += _of_prediction(prediction, found.gpus, price)
-    if price is not None and found.gpus:
-        lines.append(f"Savings per day of training on {found.gpus} GPUs, at {price:g} an hour each.")
+        lines += _of_prediction(prediction, answers.gpus, price)
+    if price is not None and answers.gpus:
+        lines.append(f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each.")
     elif price is not None:
         lines.append("No device activity was recorded, so there is no cost in GPU-hours or money.")
     return "\n".join(lines) + "\n"
 
 
 def as_json(
-    found: WhatIf,
+    answers: WhatIf,
     predictions: Sequence[Prediction],
     together: Answer | None = None,
     *,
@@ -63,51 +63,52 @@ def as_json(
     """Return the answers as one JSON object."""
     document = {
         "run": run,
-        "step_ns": found.step_ns,
-        "replayed_ns": found.replayed_ns,
-        "replay_error_ratio": found.replay_error_ratio,
-        "gpus": found.gpus,
-        "without": [_as_object(each) for each in found.answers],
-        "unknown": [{"cause": each.cause.name, "reason": each.unavailable_reason} for each in found.unavailable],
+        "step_ns": answers.step_ns,
+        "replayed_ns": answers.replayed_ns,
+        "replay_error_ratio": answers.replay_error_ratio,
+        "gpus": answers.gpus,
+        "without": [_as_object(answer) for answer in answers.answers],
+        "unknown": [{"cause": a.cause.name, "reason": a.unavailable_reason} for a in answers.unavailable],
         "together": None if together is None else _of_several(together),
-        "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
+        "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
     return json.dumps(document, indent=2) + "\n"
 
 
-def as_table(found: WhatIf) -> pl.DataFrame:
+def as_table(answers: WhatIf) -> pl.DataFrame:
     """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
-    return pl.DataFrame([_as_object(each) for each in found.answers], schema=COLUMNS)
+    return pl.DataFrame([_as_object(answer) for answer in answers.answers], schema=COLUMNS)
 
 
-def caveat(found: WhatIf) -> str:
-    """Return what limits all answers: ranks that are not replayed, a replay that does not reproduce the run; or ''."""
-    replayed = found.replay["rank"].n_unique()
+def caveat(answers: WhatIf) -> str:
+    """Limits of all answers: ranks that are not replayed, a replay that does not reproduce the run; or ''."""
+    replayed = answers.replay["rank"].n_unique()
     sentences = []
-    if replayed < found.ranks:
-        sentences.append(f"Replays {replayed} of {found.ranks:,} ranks, which represent the others.")
-    if not found.is_reproduced:
+    if replayed < answers.ranks:
+        sentences.append(f"Replays {replayed} of {answers.ranks:,} ranks, which represent the others.")
+    if not answers.is_reproduced:
         sentences.append(
-            f"The replay does not reproduce this run: without changes it is {abs(found.replay_error_ratio):.1%} off, "
+            f"The replay does not reproduce this run: without changes it is {abs(answers.replay_error_ratio):.1%} off, "
             f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
         )
     return " ".join(sentences)
 
 
-def _of_answer(each: Answer, found: WhatIf, price: float | None) -> Iterator[str]:
-    if each.unavailable_reason:
-        yield f"{each.cause.name}: no estimate: {each.unavailable_reason}"
+def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator[str]:
+    if answer.unavailable_reason:
+        yield f"{answer.cause.name}: no estimate: {answer.unavailable_reason}"
         return
-    before_ns = each.step_ns - found.step_ns
-    of = f" of {units.duration(each.step_ns)}" if before_ns >= savings.MIN_BEFORE_RATIO * found.step_ns else ""
+    before_ns = answer.step_ns - answers.step_ns
+    starts_late = before_ns >= savings.MIN_BEFORE_RATIO * answers.step_ns
+    of_step = f" of {units.duration(answer.step_ns)}" if starts_late else ""
     yield (
-        f"without {each.cause.name:<22} mean step {units.duration(each.without_ns)} "
-        f"(−{max(0.0, each.saved_ratio):.1%}{of}){_per_day(each.gpu_hours_per_day, price)}"
+        f"without {answer.cause.name:<22} mean step {units.duration(answer.without_ns)} "
+        f"(−{max(0.0, answer.saved_ratio):.1%}{of_step}){_per_day(answer.gpu_hours_per_day, price)}"
     )
-    if of:
-        yield f"  {units.duration(before_ns)}{of} are before the first device work of the recording"
-    if each.caveat:
-        yield f"  less certain: {each.caveat}"
+    if starts_late:
+        yield f"  {units.duration(before_ns)}{of_step} are before the first device work of the recording"
+    if answer.caveat:
+        yield f"  less certain: {answer.caveat}"
 
 
 def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:
@@ -116,7 +117,7 @@ def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> It
         f"prediction for {prediction.name}: mean step {units.duration(prediction.predicted_ns)} "
         f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
     )
-    yield from (f"  assumes: {each}" for each in prediction.assumptions)
+    yield from (f"  assumes: {assumption}" for assumption in prediction.assumptions)
 
 
 def _per_day(hours: float | None, price: float | None) -> str:
@@ -125,37 +126,37 @@ def _per_day(hours: float | None, price: float | None) -> str:
     return f", {hours:,.1f} GPU-hours a day" + ("" if price is None else f", {hours * price:,.2f} a day")
 
 
-def _as_prediction(each: Prediction, gpus: int, price: float | None) -> dict[str, object]:
-    hours = what_if.hours_per_day(each.saved_ratio, gpus)
+def _as_prediction(prediction: Prediction, gpus: int, price: float | None) -> dict[str, object]:
+    hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
     return {
-        "name": each.name,
-        "predicted_ns": each.predicted_ns,
-        "saved_ratio": each.saved_ratio,
+        "name": prediction.name,
+        "predicted_ns": prediction.predicted_ns,
+        "saved_ratio": prediction.saved_ratio,
         "gpu_hours_per_day": hours,
         "money_per_day": None if hours is None or price is None else hours * price,
-        "assumptions": list(each.assumptions),
+        "assumptions": list(prediction.assumptions),
     }
 
 
-def _as_object(each: Answer) -> dict[str, object]:
+def _as_object(answer: Answer) -> dict[str, object]:
     return {
-        "cause": each.cause.name,
-        "code": each.cause.code,
-        "saved_ns": each.saved_ns,
-        "saved_ratio": each.saved_ratio,
-        "without_ns": each.without_ns,
-        "gpu_hours_per_day": each.gpu_hours_per_day,
-        "money_per_day": each.per_day,
-        "confidence": each.confidence,
-        "summary": each.cause.summary,
-        "basis": each.basis,
-        "caveat": each.caveat,
+        "cause": answer.cause.name,
+        "code": answer.cause.code,
+        "saved_ns": answer.saved_ns,
+        "saved_ratio": answer.saved_ratio,
+        "without_ns": answer.without_ns,
+        "gpu_hours_per_day": answer.gpu_hours_per_day,
+        "money_per_day": answer.per_day,
+        "confidence": answer.confidence,
+        "summary": answer.cause.summary,
+        "basis": answer.basis,
+        "caveat": answer.caveat,
     }
 
 
-def _of_several(each: Answer) -> dict[str, object]:
-    names = each.cause.name.split(savings.AND)
-    if each.unavailable_reason:
-        return {"causes": names, "reason": each.unavailable_reason}
-    fields = _as_object(each)
+def _of_several(answer: Answer) -> dict[str, object]:
+    names = answer.cause.name.split(savings.AND)
+    if answer.unavailable_reason:
+        return {"causes": names, "reason": answer.unavailable_reason}
+    fields = _as_object(answer)
     return {"causes": names} | {key: value for key, value in fields.items() if key not in ("cause", "code")}

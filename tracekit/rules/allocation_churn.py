@@ -70,7 +70,7 @@ class ChangingSizes(Rule):
         worst = quoted_step.worst(steps, "fresh_ratio")
         if worst is None or worst["fresh_ratio"] < self.min_new_size_ratio or not worst["fresh_count"]:
             return
-        own = largest_first(quoted_step.rows_of(fresh, worst), "bytes", "start_ns")
+        step_blocks = largest_first(quoted_step.rows_of(fresh, worst), "bytes", "start_ns")
         kind = "" if worst["device"] is not None else " of the host's memory"
         yield Finding(
             self.code,
@@ -84,7 +84,7 @@ class ChangingSizes(Rule):
             confidence=0.8,
             ranks=distinct(fresh, "rank"),
             steps=distinct(fresh, "step"),
-            evidence=own,
+            evidence=step_blocks,
         )
 
 
@@ -124,7 +124,7 @@ class ReallocatedBuffers(Rule):
         worst = quoted_step.worst(steps, "bytes")
         if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
             return
-        own = largest_first(quoted_step.rows_of(buffers, worst), "bytes", "start_ns")
+        step_buffers = largest_first(quoted_step.rows_of(buffers, worst), "bytes", "start_ns")
         reusable = quoted_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
         yield Finding(
             self.code,
@@ -136,7 +136,7 @@ class ReallocatedBuffers(Rule):
             confidence=0.8,
             ranks=distinct(buffers, "rank"),
             steps=distinct(buffers, "step"),
-            evidence=own,
+            evidence=step_buffers,
         )
 
 

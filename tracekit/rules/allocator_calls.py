@@ -69,7 +69,7 @@ class SteadyDeviceAllocation(Rule):
         worst = quoted_step.worst(steps, "stall_ratio")
         if worst is None or (worst["stall_ratio"] < self.min_stall_ratio and worst["host_ratio"] < self.min_host_ratio):
             return
-        judged = steps.filter(pl.col("calls") > 0)
+        with_calls = steps.filter(pl.col("calls") > 0)
         half = "the second half of " if worst["step"] is None else ""
         calls = _calls_of(run, worst)
         fills = self._only_fills(stalls, quoted_step.rows_of(run.table(steady_state.device_calls), worst))
@@ -85,8 +85,8 @@ class SteadyDeviceAllocation(Rule):
             cost_ns=worst["stalled_ns"],
             # With one step, or none, warm-up cannot be separated from steady state.
             confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
-            ranks=distinct(judged, "rank"),
-            steps=distinct(judged, "step"),
+            ranks=distinct(with_calls, "rank"),
+            steps=distinct(with_calls, "step"),
             evidence=calls,
             what_if=WhatIf("allocator") if warns else None,
             subject="device calls",
@@ -144,20 +144,20 @@ class AllocatorRetry(Rule):
             return
         counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
         worst = largest_first(counts, "retries", "rank").row(0, named=True)
-        own = rows.filter(pl.col("rank") == worst["rank"])
-        slowdown_ns = max(0.0, _slowdown_ns(own))
+        rank_rows = rows.filter(pl.col("rank") == worst["rank"])
+        slowdown_ns = max(0.0, _slowdown_ns(rank_rows))
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{_RETRIES}: {worst['retries']} in {worst['steps']} of {own.height} steps on rank {worst['rank']}"
+            f"{_RETRIES}: {worst['retries']} in {worst['steps']} of {rank_rows.height} steps on rank {worst['rank']}"
             + (f"; those steps take {units.duration(slowdown_ns)} longer than the others." if slowdown_ns else "."),
             _for(run, _RETRY_FIX),
-            impact=min(1.0, slowdown_ns * worst["steps"] / own["step_time_ns"].sum()) if slowdown_ns else 0.0,
-            cost_ns=int(slowdown_ns * (worst["steps"] / own.height)),
+            impact=min(1.0, slowdown_ns * worst["steps"] / rank_rows["step_time_ns"].sum()) if slowdown_ns else 0.0,
+            cost_ns=int(slowdown_ns * (worst["steps"] / rank_rows.height)),
             confidence=0.9,
             ranks=distinct(counts, "rank"),
             steps=distinct(retried, "step"),
-            evidence=own.sort(pl.col("retries") == 0, maintain_order=True).select(
+            evidence=rank_rows.sort(pl.col("retries") == 0, maintain_order=True).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
         )
@@ -188,7 +188,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     """Return the calls of the quoted step, the costliest first, then one row with their totals."""
     calls = run.table(steady_state.device_calls)
     end_ns = worst["start_ns"] + worst["duration_ns"]
-    own = quoted_step.rows_of(calls, worst).filter(
+    step_calls = quoted_step.rows_of(calls, worst).filter(
         pl.lit(worst["step"] is not None) | pl.col("start_ns").is_between(worst["start_ns"], end_ns)
     )
     totals = pl.DataFrame(
@@ -198,13 +198,13 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
         ],
         schema_overrides={"step": pl.Int64},
     )
-    own = largest_first(own, "stalled_ns", "start_ns").head(_EVIDENCE_ROWS)
-    shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), totals], how="diagonal")
-    return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
+    step_calls = largest_first(step_calls, "stalled_ns", "start_ns").head(_EVIDENCE_ROWS)
+    rows = pl.concat([step_calls.with_columns(pl.col("dur_ns").alias("host_ns")), totals], how="diagonal")
+    return rows.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
 
 
 def _slowdown_ns(steps: pl.DataFrame) -> float:
-    """Return how much longer the median step with retries is than the median step without, in ns; 0 if unknown."""
+    """Excess of the median step with retries over the median step without, in ns; 0 if unknown."""
     with_retries = steps.filter(pl.col("retries") > 0)["step_time_ns"].median()
     without = steps.filter(pl.col("retries") == 0)["step_time_ns"].median()
     return float(str(with_retries)) - float(str(without)) if with_retries and without else 0.0

@@ -18,7 +18,7 @@ _EVIDENCE_ROWS = 60
 _DELAYED_RATIO = 0.1
 
 
-def _slowed(run: Run) -> pl.DataFrame:
+def _slowdowns(run: Run) -> pl.DataFrame:
     """Return `saves.background_slowdown`, the largest loss first.
 
     More columns: the loss as a share of the steps during the save (slowdown_ratio) and of the interval (impact), and
@@ -40,9 +40,9 @@ def _slowed(run: Run) -> pl.DataFrame:
     )
 
 
-def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confidence: float) -> Finding:
+def _finding(rule: Rule, slow_saves: pl.DataFrame, reason: str, fix: str, *, confidence: float) -> Finding:
     """Return a finding on the rank that lost most; `reason` is the end of the message."""
-    row = found.row(0, named=True)
+    row = slow_saves.row(0, named=True)
     return Finding(
         rule.code,
         Severity.WARNING,
@@ -53,9 +53,9 @@ def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confiden
         is_of_training=True,
         cost_ns=round(row["lost_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
         confidence=confidence,
-        ranks=distinct(found, "rank"),
-        steps=distinct(found, "step"),
-        evidence=found.head(_EVIDENCE_ROWS),
+        ranks=distinct(slow_saves, "rank"),
+        steps=distinct(slow_saves, "step"),
+        evidence=slow_saves.head(_EVIDENCE_ROWS),
     )
 
 
@@ -90,20 +90,20 @@ class GilContention(Rule):
         """Yield one finding for all such saves."""
         python = pl.col("python_ns")
         in_process = pl.col("worker").fill_null(conventions.THREAD) != conventions.PROCESS
-        found = _slowed(run).filter(
+        slow_saves = _slowdowns(run).filter(
             in_process,
             ~pl.col("delayed") | (pl.col("waited_ratio") >= self.min_waited_ratio),
             pl.col("slowdown_ratio") > self.max_slowdown_ratio,
             (python >= self.min_python_ms * 1_000_000) & (python > 0.5 * pl.col("dur_ns")),
         )
-        if found.is_empty():
+        if slow_saves.is_empty():
             return
-        row = found.row(0, named=True)
+        row = slow_saves.row(0, named=True)
         waited = row["waited_ratio"]
         share = "" if waited is None else f"; the training thread is blocked for {units.share(waited)} of it"
         yield _finding(
             self,
-            found,
+            slow_saves,
             f"{units.share(row['python_ns'] / row['dur_ns'])} of its {units.duration(row['dur_ns'])} is Python code in "
             f"the training process, which needs the GIL{share}.",
             "Save in a separate process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS). "
@@ -137,18 +137,18 @@ class CpuStarvation(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
-        found = _slowed(run).filter(
+        slow_saves = _slowdowns(run).filter(
             pl.col("delayed"),
             pl.col("slowdown_ratio") > self.max_slowdown_ratio,
             pl.col("lost_ns") >= self.min_lost_ms * 1_000_000,
         )
-        if found.is_empty():
+        if slow_saves.is_empty():
             return
         yield _finding(
             self,
-            found,
-            f"The training thread was ready to run but got no CPU core for {units.share(found['delayed_ratio'][0])} of "
-            "the save.",
+            slow_saves,
+            "The training thread was ready to run but got no CPU core for "
+            f"{units.share(slow_saves['delayed_ratio'][0])} of the save.",
             "Give each rank more CPU cores (--cpus-per-task), or use fewer DataLoader workers and a lower "
             "OMP_NUM_THREADS. Pin the save to separate cores with os.sched_setaffinity.",
             confidence=0.8,
@@ -198,8 +198,8 @@ class BlockingBackgroundSave(Rule):
         if late.height:
             yield self._unfinished_upload(run, late)
 
-    def _blocking_call(self, run: Run, found: pl.DataFrame) -> Finding:
-        row = median_row(found, "blocked_ns", "save")
+    def _blocking_call(self, run: Run, rows: pl.DataFrame) -> Finding:
+        row = median_row(rows, "blocked_ns", "save")
         of_save = (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
         part = next(run.run_table(stalls.parts).filter(of_save).iter_rows(named=True), None)
         longest = (
@@ -217,19 +217,19 @@ class BlockingBackgroundSave(Rule):
             cost_ns=round(row["blocked_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.9 if part else 0.6,
             ranks=(part["rank"],) if part else (),
-            steps=distinct(found, "step"),
+            steps=distinct(rows, "step"),
             evidence=_evidence(run, row["save"]),
             subject="staging",
         )
 
-    def _unfinished_upload(self, run: Run, found: pl.DataFrame) -> Finding:
-        row = median_row(found, "previous_written_ns", "save")
+    def _unfinished_upload(self, run: Run, rows: pl.DataFrame) -> Finding:
+        row = median_row(rows, "previous_written_ns", "save")
         between, plain = row["start_interval_ns"], row["interval_ns"]
         lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
         return Finding(
             self.code,
             Severity.WARNING,
-            f"{found.height} {'saves start' if found.height > 1 else 'save starts'} while the previous upload runs or "
+            f"{rows.height} {'saves start' if rows.height > 1 else 'save starts'} while the previous upload runs or "
             f"has just ended: the upload takes {units.duration(row['previous_written_ns'])}, and saves come every "
             f"{units.duration(between)} ({row['save']}).",
             "Save at longer intervals than an upload takes, or make the upload faster (local disk first, more "
@@ -239,12 +239,12 @@ class BlockingBackgroundSave(Rule):
             cost_ns=round(lost_ns / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.7,
             ranks=run.ranks,
-            steps=distinct(found, "step"),
+            steps=distinct(rows, "step"),
             evidence=_evidence(run, row["save"]),
             subject="upload",
         )
 
 
 def _evidence(run: Run, save: str) -> pl.DataFrame:
-    own = run.run_table(saves.stages).filter(pl.col("save") == save)
-    return own.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)
+    save_stages = run.run_table(saves.stages).filter(pl.col("save") == save)
+    return save_stages.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)

@@ -93,65 +93,65 @@ class BlockingCheckpoint(Rule):
         after_steps = saves.by_training_step(blocking, run.run_table(saves.by_rank))
         median_save = median_row(after_steps, "blocked_ns", "start_ns")
         (quoted,) = longest.filter(pl.col("checkpoint") == median_save["save"]).iter_rows(named=True)
-        own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
-        path = stalls.critical_path(own)
+        quoted_stages = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
+        path = stalls.critical_path(quoted_stages)
         critical = path.row(0, named=True) if path.height else {}
         blocked_ns, steps = median_save["blocked_ns"], median_save["interval_steps"]
-        known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
-        over = f", {units.share(overhead)} of training time" if known else ""
+        is_known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
+        over = f", {units.share(overhead)} of training time" if is_known else ""
         costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, own)}"
-            f"{_io(run, critical.get('rank', quoted['rank']), own)}",
+            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, quoted_stages)}"
+            f"{_io(run, critical.get('rank', quoted['rank']), quoted_stages)}",
             _fix(run, quoted["checkpoint"], critical),
             impact=overhead,
             is_of_training=True,
             cost_ns=int(blocked_ns / steps) if steps else 0,
-            confidence=0.9 if known else 0.6,
+            confidence=0.9 if is_known else 0.6,
             ranks=(critical["rank"],) if critical else (quoted["rank"],),
             steps=distinct(longest, "step"),
-            evidence=_evidence(stages, own, quoted, critical),
+            evidence=_evidence(stages, quoted_stages, quoted, critical),
         )
 
     def _by_spans(self, run: Run) -> Finding:
         spans, costs = run.table(save_stages.save_spans), run.run_table(save_costs.save_costs)
         by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
         of_rank = pl.col("rank") == by_rank["rank"][0]
-        own = spans.filter(of_rank).sort("start_ns")
-        longest = largest_first(own, "dur_ns").row(0, named=True)
+        rank_spans = spans.filter(of_rank).sort("start_ns")
+        longest = largest_first(rank_spans, "dur_ns").row(0, named=True)
         lost_ns, window_ns, steps = (int(costs[name].sum()) for name in ("lost_ns", "window_ns", "steps"))
         share = min(1.0, lost_ns / window_ns) if window_ns else 0.0
-        one = own.height == 1
-        counted = "1 save" if one else f"{own.height} saves"
-        of_steps = f" and take{'s' * one} {units.share(share)} of the {steps} profiled steps" if share else ""
+        is_single = rank_spans.height == 1
+        counted = "1 save" if is_single else f"{rank_spans.height} saves"
+        of_steps = f" and take{'s' * is_single} {units.share(share)} of the {steps} profiled steps" if share else ""
         # One save does not show how often the run saves: the window may have been placed around it.
-        often = own["step"].count() > 1
+        often = rank_spans["step"].count() > 1
         return Finding(
             self.code,
             Severity.WARNING if share >= self.min_window_ratio else Severity.INFO,
-            f"{counted} in the trace of rank {longest['rank']} block{'s' * one} training for "
-            f"{units.duration(int(own['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
-            f"{_inside_spans(own)}"
+            f"{counted} in the trace of rank {longest['rank']} block{'s' * is_single} training for "
+            f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
+            f"{_inside_spans(rank_spans)}"
             + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")
-            + io_evidence.sentence(run, longest["rank"], intervals.from_table(own), "that time"),
+            + io_evidence.sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,
             confidence=0.6 if often else 0.4,
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
-            evidence=pl.concat([own, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
-            what_if=WhatIf("checkpoint", 0.0) if own["idle_ns"].is_not_null().any() else None,
+            evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
+            what_if=WhatIf("checkpoint", 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
         )
 
 
 def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
-    """Return what shortens a save: of one that `dcp.async_save` made already, only its longest stage."""
-    own = run.run_table(saves.stages).filter(pl.col("save") == save)
-    is_background = own.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
+    """Advice that shortens a save: of one that `dcp.async_save` made already, only its longest stage."""
+    stages = run.run_table(saves.stages).filter(pl.col("save") == save)
+    is_background = stages.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
     parts = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
     return " ".join(parts) or "Wait for the future of dcp.async_save only before the next save."
 
@@ -173,18 +173,18 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
 
 
 def _quoted_save(median_save: dict[str, Any], count: int) -> str:
-    others = median_save["saves"] - 1
-    more = f" and {others} more after that step" if others else ""
+    other_saves = median_save["saves"] - 1
+    more = f" and {other_saves} more after that step" if other_saves else ""
     return f"{median_save['save']}{more}" + (f", the {median_name(count)} of {count} saves" if count > 1 else "")
 
 
 def _inside_spans(spans: pl.DataFrame) -> str:
     """Return the parts of the spans that the trace contains, and those that it does not."""
     parts = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items()}  # 0 if the trace has none
-    shown = [f"{units.duration(ns)} {name}" for name, ns in parts.items() if ns]
+    part_texts = [f"{units.duration(ns)} {name}" for name, ns in parts.items() if ns]
     stacks = spans["fsync_ns"].is_not_null().any()
     hidden = "serializing is" if stacks else "serializing, writing and syncing are"
-    inside = f", of which {', '.join(shown)}" if shown else ""
+    inside = f", of which {', '.join(part_texts)}" if part_texts else ""
     return f"{inside} ({hidden} not in the trace)"
 
 
@@ -196,34 +196,34 @@ _SPAN_PARTS = {
 }
 
 
-def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
+def _slowest_stage(critical: dict[str, Any], stages: pl.DataFrame) -> str:
     if not critical:
         return "."
     stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
-    of = f" ({units.share(stage_ns / leg_ns)} of its work)" if leg_ns > stage_ns else ""
-    waits = own.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
+    share = f" ({units.share(stage_ns / leg_ns)} of its work)" if leg_ns > stage_ns else ""
+    waits = stages.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
     longest = largest_first(waits, "dur_ns", "rank").head(1)
     waiting = [f"; rank {r} waits {units.duration(ns)} in total" for r, ns in longest.select("rank", "dur_ns").rows()]
     return (
         f". The longest stage is {critical['stage']} on rank {critical['rank']}, "
-        f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
+        f"{units.duration(stage_ns)}{share}{''.join(waiting)}."
     )
 
 
-def _io(run: Run, rank: int, own: pl.DataFrame) -> str:
+def _io(run: Run, rank: int, stages: pl.DataFrame) -> str:
     """Return a sentence on the file system calls of a rank during its save, where they were logged."""
-    whole = own.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
-    return io_evidence.sentence(run, rank, intervals.from_table(whole), "the save")
+    totals = stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
+    return io_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
 
 
 def _evidence(
-    stages: pl.DataFrame, own: pl.DataFrame, quoted: dict[str, Any], critical: dict[str, Any]
+    stages: pl.DataFrame, quoted_stages: pl.DataFrame, quoted: dict[str, Any], critical: dict[str, Any]
 ) -> pl.DataFrame:
     """Return the quoted total, the longest stage, the rest of that save, then the other saves."""
     is_total = (pl.col("rank") == quoted["rank"]) & (pl.col("stage") == conventions.TOTAL)
     slowest = (pl.col("rank") == critical.get("rank", -1)) & (pl.col("stage") == critical.get("stage", ""))
     first = pl.when(is_total).then(0).when(slowest).then(1).otherwise(2)
-    others = stages.filter(pl.col("checkpoint") != quoted["checkpoint"])
+    other_stages = stages.filter(pl.col("checkpoint") != quoted["checkpoint"])
     order = ("rank", "start_ns", "stage")
-    shown = pl.concat([own.sort(first, *order), others.sort("checkpoint", *order)])
-    return shown.head(_EVIDENCE_ROWS)
+    rows = pl.concat([quoted_stages.sort(first, *order), other_stages.sort("checkpoint", *order)])
+    return rows.head(_EVIDENCE_ROWS)

@@ -42,10 +42,10 @@ class AmplifiedRestore(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such loads."""
-        found = run.run_table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
-        if found.is_empty():
+        amplified = run.run_table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
+        if amplified.is_empty():
             return
-        slowest = largest_first(found, "dur_ns", "checkpoint")
+        slowest = largest_first(amplified, "dur_ns", "checkpoint")
         row = slowest.row(0, named=True)
         yield Finding(
             self.code,
@@ -58,7 +58,7 @@ class AmplifiedRestore(Rule):
             "torch.load(…, mmap=True) reads only the tensors that are used.",
             confidence=0.9,
             ranks=run.ranks,
-            steps=distinct(found, "step"),
+            steps=distinct(amplified, "step"),
             evidence=slowest.head(_EVIDENCE_ROWS),
         )
 
@@ -98,18 +98,18 @@ class SuboptimalInterval(Rule):
         best_s = plan.daly_s(blocked_s, self.mtbf_s)
         if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
             return
-        waste, least = (plan.waste_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
+        waste, best_waste = (plan.waste_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
         often = "frequent" if interval_s < best_s else "rare"
         yield Finding(
             self.code,
             Severity.WARNING,
             f"Checkpoints are too {often}: one every {units.duration(row['interval_ns'])} loses {units.share(waste)} "
-            f"of the time, and one every {units.duration(best_s * 1e9)} would lose {units.share(least)} (with "
+            f"of the time, and one every {units.duration(best_s * 1e9)} would lose {units.share(best_waste)} (with "
             f"{units.duration(row['blocked_ns'])} per save and a failure every {units.duration(self.mtbf_s * 1e9)}).",
             f"Save every {units.duration(best_s * 1e9)}. Shorter saves shorten the optimal interval.",
-            impact=min(1.0, max(0.0, waste - least)),
+            impact=min(1.0, max(0.0, waste - best_waste)),
             is_of_training=True,
-            cost_ns=round(max(0.0, waste - least) * row["interval_ns"] / (row["interval_steps"] or 1)),
+            cost_ns=round(max(0.0, waste - best_waste) * row["interval_ns"] / (row["interval_steps"] or 1)),
             confidence=0.7,
             ranks=run.ranks,
             steps=distinct(all_saves, "step"),
@@ -141,25 +141,25 @@ class LostOnPowerFailure(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
         by_rank = run.run_table(saves.by_rank)
-        found = by_rank.filter(~pl.col("durable"))
-        if found.is_empty():
+        risky = by_rank.filter(~pl.col("durable"))
+        if risky.is_empty():
             return
-        first = found.row(0, named=True)
+        first = risky.row(0, named=True)
         synced = first["storage_bytes_per_s"] is not None
         reason = "the metadata file is synced before it is flushed" if synced else "no file is synced"
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{found['save'].n_unique()} of {by_rank['save'].n_unique()} saves may be lost on a power failure, because "
+            f"{risky['save'].n_unique()} of {by_rank['save'].n_unique()} saves may be lost on a power failure, because "
             f"{reason} ({first['save']}, rank {first['rank']}).",
             "After the save, os.fsync the metadata file and the folder."
             if synced
             else "Write to an open file, flush and os.fsync it, then os.replace it and os.fsync the folder. dcp.save "
             "syncs its shards.",
             confidence=0.9,
-            ranks=distinct(found, "rank"),
-            steps=distinct(found, "step"),
-            evidence=found.with_columns(pl.col("written_ns").alias("dur_ns")).head(_EVIDENCE_ROWS),
+            ranks=distinct(risky, "rank"),
+            steps=distinct(risky, "step"),
+            evidence=risky.with_columns(pl.col("written_ns").alias("dur_ns")).head(_EVIDENCE_ROWS),
         )
 
 
@@ -228,10 +228,10 @@ class SeveralWriters(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such files."""
-        found = run.run_table(saves.duplicate_files)
-        if found.is_empty():
+        duplicates = run.run_table(saves.duplicate_files)
+        if duplicates.is_empty():
             return
-        row = largest_first(found, "repeated_bytes", "path").row(0, named=True)
+        row = largest_first(duplicates, "repeated_bytes", "path").row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -241,6 +241,6 @@ class SeveralWriters(Rule):
             "tensors once.",
             confidence=0.7,
             ranks=run.ranks,
-            steps=distinct(found, "step"),
-            evidence=found.head(_EVIDENCE_ROWS),
+            steps=distinct(duplicates, "step"),
+            evidence=duplicates.head(_EVIDENCE_ROWS),
         )

@@ -116,7 +116,7 @@ class _RecordedClock(NamedTuple):
 
 
 def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
-    """Return what the counters of the GPU say about a drop."""
+    """The GPU's clock around a drop, as its counters recorded it."""
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
     rows = run.table(clock_drops.recorded_clocks).filter(is_own)
     if rows.is_empty():

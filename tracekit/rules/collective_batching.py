@@ -66,18 +66,18 @@ class SmallCollectives(Rule):
         loss = step_losses.worst(steps_without_saves.losses(run, small, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
-        own = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
-        most = own.row(0, named=True)
-        assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
+        step_calls = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
+        largest = step_calls.row(0, named=True)
+        assumed = "" if largest["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
         yield loss.finding(
             self,
             Severity.WARNING,
-            f"{int(own['count'].sum()):,} small collectives, such as {most['op'].replace('_', '-')} of "
-            f"{units.size(int(most['bytes']))}, lose {loss} to latency, about "
-            f"{units.duration(int(most['latency_ns']))} each{assumed}. Batching them into "
-            f"{int(own['joined'].sum()):,} saves that time.",
-            _batch_fix(strategy.of_run(run), most["op"]),
-            confidence=0.7 if most["is_fitted"] else 0.5,
+            f"{int(step_calls['count'].sum()):,} small collectives, such as {largest['op'].replace('_', '-')} of "
+            f"{units.size(int(largest['bytes']))}, lose {loss} to latency, about "
+            f"{units.duration(int(largest['latency_ns']))} each{assumed}. Batching them into "
+            f"{int(step_calls['joined'].sum()):,} saves that time.",
+            _batch_fix(strategy.of_run(run), largest["op"]),
+            confidence=0.7 if largest["is_fitted"] else 0.5,
             what_if=WhatIf("small-collectives"),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
@@ -85,7 +85,7 @@ class SmallCollectives(Rule):
         )
 
     def _lost(self, run: Run) -> pl.DataFrame:
-        """Return what each burst, and each pool of gradients, loses to latency: joined, latency_ns, lost_ns."""
+        """Loss of each burst, and of each pool of gradients, to latency: joined, latency_ns, lost_ns."""
         lines = run.run_table(latency.by_group).drop("sizes")
         # Where ranks have no trace, waits for them are part of all times.
         is_known = not collective_instances.ranks_without_peers(run)
@@ -101,12 +101,12 @@ class SmallCollectives(Rule):
             .with_columns(pl.min_horizontal(hop_ns * pl.col("hops"), "dur_ns").alias("latency_ns"))
         )
         together = calls.filter(pl.col("count") >= self.min_count)
-        alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
+        single = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
         is_measured = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) | (is_undersized & (pl.col("overhead_ns") > 0))
         mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & is_measured
         return pl.concat([
-            _batched(together, _BURST, gaps=True),
-            _batched(alone.filter(mostly), _POOL, gaps=False),
+            _batch_sums(together, _BURST, gaps=True),
+            _batch_sums(single.filter(mostly), _POOL, gaps=False),
         ]).sort("window", "rank", "start_ns")  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _batch_fix(used: str | None, op: str) -> str:
     return _LARGER_FIXES[used] if used is not None and op in _OWN_OPS.get(used, ()) else _BATCH_FIX
 
 
-def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
+def _batch_sums(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
     """Return one row per set of collectives: how many batched ones replace it, and how much time that saves."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     sums = calls.sort("start_ns").group_by(by, maintain_order=True).agg(
@@ -194,7 +194,7 @@ class ReducedEveryMicroBatch(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why micro-batches cannot be distinguished from steps where no steps are marked."""
-        repeated = _repeated(run.table(backward_passes.gradient_reductions))
+        repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions))
         losses = steps_without_saves.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
         if step_losses.worst(losses, self.min_lost_ratio) is None:
             return None
@@ -207,18 +207,18 @@ class ReducedEveryMicroBatch(Rule):
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         if strategy.of_run(run) == YAFSDP:
             return
-        repeated = _repeated(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
+        repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
         loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
         if loss is None:
             return
-        own = loss.rows(repeated)
-        passes = int(own["backward_count"].max())  # type: ignore[arg-type]
+        step_rows = loss.rows(repeated)
+        passes = int(step_rows["backward_count"].max())  # type: ignore[arg-type]
         yield loss.finding(
             self,
             Severity.WARNING,
             f"Gradients are reduced in each of {passes} backward passes per step, and the last pass repeats "
-            f"{own.height} earlier reductions. Their exposed time is {loss}.",
-            _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
+            f"{step_rows.height} earlier reductions. Their exposed time is {loss}.",
+            _sync_once_fix(run, int(step_rows.filter(pl.col("backward") == 0)["bytes"].sum())),
             confidence=0.8,
             what_if=WhatIf("micro-batch-reductions"),
             evidence=quoted_step.evidence(repeated, loss.row, "exposed_ns").select(
@@ -231,7 +231,7 @@ class ReducedEveryMicroBatch(Rule):
 _SAME = ("window", "rank", "device", "step", "updates", "op", "group", "unit", "bytes")
 
 
-def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:
+def _repeated_reductions(reductions: pl.DataFrame) -> pl.DataFrame:
     """Return the reductions of earlier backward passes that the last pass of the step repeats."""
     last = reductions.filter(pl.col("backward") == pl.col("backward_count") - 1)
     earlier = reductions.filter(pl.col("backward") < pl.col("backward_count") - 1)

@@ -72,7 +72,7 @@ class ExposedCommunication(Rule):
     code: ClassVar[str] = "COMM001"
     facts: ClassVar[tuple[Fact, ...]] = (
         *steps_without_saves.FACTS,
-        exposed_communication.exposed,
+        exposed_communication.exposed_calls,
         breakdown.spans,
         exposed_communication.save_collectives,
         strategy.marks,
@@ -100,7 +100,7 @@ class ExposedCommunication(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
-        steps = _exposed(run)
+        steps = _exposed_steps(run)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(
             pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
         )
@@ -207,7 +207,7 @@ def _preparation_chains(run: Run) -> pl.DataFrame:
     return run.table(compute_gap_causes.chains).with_columns(lost_ns.alias("lost_ns")).filter(pl.col("lost_ns") > 0)
 
 
-def _exposed(run: Run) -> pl.DataFrame:
+def _exposed_steps(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
@@ -217,12 +217,12 @@ def _exposed(run: Run) -> pl.DataFrame:
 
 def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
-    judged = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
+    steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
         run.run_table(pipeline_waits.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
-        .join(judged, on=judged.columns, how="semi", nulls_equal=True)
+        .join(steps, on=steps.columns, how="semi", nulls_equal=True)
         .pipe(largest_first, "exposed_ns", "rank", "start_ns")
     )
 
@@ -236,8 +236,8 @@ def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
     )
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
         return message
-    others = f"late ranks{' or other stages of the pipeline' if of_pipeline else ''}"
-    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for {others}."
+    awaited = f"late ranks{' or other stages of the pipeline' if of_pipeline else ''}"
+    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
 
 
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
@@ -286,15 +286,17 @@ def _whole_transfers(run: Run, least_bytes: int) -> pl.DataFrame:
 
 
 def _slowest(large: pl.DataFrame, slow_bytes_per_ns: float) -> str:
-    """Return how fast the op with the longest transfers below a bandwidth is; empty where there is none."""
+    """Sentence on the speed of the op with the longest transfers below a bandwidth; empty where there is none."""
     bus_bytes = (pl.col("bytes") * collective_instances.bus_factor()).sum().alias("bus_bytes")
     sums = large.group_by("op").agg(bus_bytes, pl.col("transfer_ns").sum(), pl.len().alias("calls"))
     slow = sums.filter(pl.col("bus_bytes") < slow_bytes_per_ns * pl.col("transfer_ns"))
     if slow.is_empty():
         return ""
-    most = largest_first(slow, "transfer_ns", "op").row(0, named=True)
-    speed = units.rate(most["bus_bytes"] * collective_instances.SECOND_NS / most["transfer_ns"])
-    return f" Its {most['calls']:,} large {most['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}"
+    slowest = largest_first(slow, "transfer_ns", "op").row(0, named=True)
+    speed = units.rate(slowest["bus_bytes"] * collective_instances.SECOND_NS / slowest["transfer_ns"])
+    return (
+        f" Its {slowest['calls']:,} large {slowest['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}"
+    )
 
 
 def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
@@ -308,9 +310,9 @@ def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
         ],
         schema_overrides={name: collectives.schema[name] for name in quoted_step.KEY},
     )
-    own = quoted_step.rows_of(collectives, worst)
-    others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
-    parts = [own.head(_EVIDENCE_ROWS), step_row, others.head(_EVIDENCE_ROWS)]
+    step_calls = quoted_step.rows_of(collectives, worst)
+    other_calls = collectives.join(step_calls, on=["window", "rank", "lane", "start_ns"], how="anti")
+    parts = [step_calls.head(_EVIDENCE_ROWS), step_row, other_calls.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
 
 
@@ -331,18 +333,18 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
     if not stated["axis"].is_in([TP, *_DATA_AXES]).any():
         return None
     key = ["window", "rank", "activity_id"]
-    named = run.run_table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
-    own = quoted_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
-    sums = own.join(named.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
-    most = sums.filter(pl.col("exposed_ns") * 2 > own["exposed_ns"].sum())
-    return None if most.is_empty() else str(most["axis"][0])
+    axes = run.run_table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
+    step_calls = quoted_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
+    sums = step_calls.join(axes.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
+    dominant = sums.filter(pl.col("exposed_ns") * 2 > step_calls["exposed_ns"].sum())
+    return None if dominant.is_empty() else str(dominant["axis"][0])
 
 
-def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame, axis: str | None) -> str:
-    time = largest_first(own.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
+def _fix(run: Run, worst: dict[str, Any], step_calls: pl.DataFrame, axis: str | None) -> str:
+    time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
     op = time["op"][0] if time.height else None
-    gloo = bool(own["name"].str.starts_with("gloo:").any())
-    costliest = own.filter(pl.col("op").eq_missing(pl.lit(op)))
+    gloo = bool(step_calls["name"].str.starts_with("gloo:").any())
+    costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
     backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
     return communication_fixes.fix_for(
         strategy=strategy.of_run(run) or (strategy.DDP if axis in _DATA_AXES and op == "all_reduce" else None),

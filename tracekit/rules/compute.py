@@ -45,25 +45,25 @@ class MisalignedProducts(Rule):
     """
 
     code: ClassVar[str] = "COMP001"
-    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.misaligned, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.misaligned_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
     min_time_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
-        rows = run.table(product_kernels.misaligned)
+        rows = run.table(product_kernels.misaligned_kernels)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
-            yield from self._unpriced(run, rows)
+            yield from self._without_price(run, rows)
             return
-        own = loss.rows(rows).drop_nulls("padding")
+        calls = loss.rows(rows).drop_nulls("padding")
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
-            f"Matrix products with misaligned dimensions take {_duration(own)}; aligned ones would save {loss}. "
-            f"Most of it: {_largest(own)}.",
-            f"Pad {_pads(own)}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
+            f"Matrix products with misaligned dimensions take {_duration(calls)}; aligned ones would save {loss}. "
+            f"Most of it: {_largest(calls)}.",
+            f"Pad {_pads(calls)}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
             "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
             "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
             confidence=0.7,
@@ -71,7 +71,7 @@ class MisalignedProducts(Rule):
             what_if=WhatIf("misaligned-products"),
         )
 
-    def _unpriced(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
+    def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
         if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
             return
@@ -124,12 +124,12 @@ class IdleTensorCores(Rule):
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
-        own = loss.rows(rows)
-        kernel = largest_first(own, "dur_ns", "start_ns")["name"][0]
+        calls = loss.rows(rows)
+        kernel = largest_first(calls, "dur_ns", "start_ns")["name"][0]
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
-            f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(own)}, most of it in "
+            f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(calls)}, most of it in "
             f"kernels such as {_short(kernel)}; TF32 would save {loss}.",
             'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
             "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or train under "
@@ -163,24 +163,24 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
-    facts: ClassVar[tuple[Fact, ...]] = (optimizer_kernels.unfused, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (optimizer_kernels.unfused_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(optimizer_kernels.unfused)
+        rows = run.table(optimizer_kernels.unfused_kernels)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
-        own = loss.rows(rows)
-        most = own.group_by("optimizer", "implementation").agg(pl.len(), pl.col("dur_ns").sum())
-        row = largest_first(most, "dur_ns", "optimizer", "implementation").row(0, named=True)
+        kernels = loss.rows(rows)
+        by_optimizer = kernels.group_by("optimizer", "implementation").agg(pl.len(), pl.col("dur_ns").sum())
+        row = largest_first(by_optimizer, "dur_ns", "optimizer", "implementation").row(0, named=True)
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
-            f"The optimizer is not fused: {row['optimizer']} ({row['implementation']}) launches {own.height:,} "
-            f"elementwise kernels, {_duration(own)} in all; fused ones would save {loss}.",
+            f"The optimizer is not fused: {row['optimizer']} ({row['implementation']}) launches {kernels.height:,} "
+            f"elementwise kernels, {_duration(kernels)} in all; fused ones would save {loss}.",
             f"Use torch.optim.{row['optimizer']}(…, fused=True): one kernel per group of tensors reads and writes "
             "parameters, gradients and state once.",
             confidence=0.7,
@@ -223,20 +223,20 @@ class UnfusedKernels(Rule):
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
-        own = loss.rows(rows)
-        each = own.group_by("chain", maintain_order=True).agg(
+        kernels = loss.rows(rows)
+        chains = kernels.group_by("chain", maintain_order=True).agg(
             pl.col("op").str.strip_prefix("aten::").str.join(" → ").alias("ops"),
             pl.col("shapes").last(),
             pl.col("saved_ns").sum(),
         )
-        alike = each.group_by("ops").agg(pl.len(), pl.col("saved_ns").sum())
-        most = largest_first(alike, "saved_ns", "ops").row(0, named=True)
+        alike = chains.group_by("ops").agg(pl.len(), pl.col("saved_ns").sum())
+        largest = largest_first(alike, "saved_ns", "ops").row(0, named=True)
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
-            f"Elementwise kernels in a row are not fused: {own.height:,} kernels in {each.height:,} chains read again "
-            f"what the kernel before wrote, {loss}. {most['len']:,} chains are {most['ops']} "
-            f"({units.duration(most['saved_ns'])} of that).",
+            f"Elementwise kernels in a row are not fused: {kernels.height:,} kernels in {chains.height:,} chains read "
+            f"again what the kernel before wrote, {loss}. {largest['len']:,} chains are {largest['ops']} "
+            f"({units.duration(largest['saved_ns'])} of that).",
             _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
             confidence=0.6,
             evidence=_evidence(rows, loss),
@@ -278,16 +278,16 @@ class PartialWaves(Rule):
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
-        own = loss.rows(rows)
-        most = largest_first(own, "saved_ns", "start_ns").row(0, named=True)
+        calls = loss.rows(rows)
+        largest = largest_first(calls, "saved_ns", "start_ns").row(0, named=True)
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
-            f"The last wave of blocks leaves the device idle in {own.height:,} matrix products of {_duration(own)}: "
-            f"{loss}. Most of it: {most['op']} {most['shapes']}, whose {most['blocks']:,} tiles take "
-            f"{most['wave_count']} waves on {most['multiprocessors']} multiprocessors.",
-            f"Change a size such that the tiles fill their waves: of {_sizes(most, 'rows')}, or of "
-            f"{_sizes(most, 'columns')}. Or let the library choose another tile "
+            f"The last wave of blocks leaves the device idle in {calls.height:,} matrix products of {_duration(calls)}"
+            f": {loss}. Most of it: {largest['op']} {largest['shapes']}, whose {largest['blocks']:,} tiles take "
+            f"{largest['wave_count']} waves on {largest['multiprocessors']} multiprocessors.",
+            f"Change a size such that the tiles fill their waves: of {_sizes(largest, 'rows')}, or of "
+            f"{_sizes(largest, 'columns')}. Or let the library choose another tile "
             '(torch.compile(mode="max-autotune"), a newer cuBLAS).',
             confidence=0.5,
             evidence=_evidence(rows, loss),
@@ -305,8 +305,8 @@ _LEFT_OUT = (
 )
 
 
-def _duration(own: pl.DataFrame) -> str:
-    return units.duration(int(own["dur_ns"].sum()))
+def _duration(rows: pl.DataFrame) -> str:
+    return units.duration(int(rows["dur_ns"].sum()))
 
 
 def _severity(loss: step_losses.StepLoss, max_ratio: float) -> Severity:
@@ -314,24 +314,24 @@ def _severity(loss: step_losses.StepLoss, max_ratio: float) -> Severity:
 
 
 def _evidence(rows: pl.DataFrame, loss: step_losses.StepLoss) -> pl.DataFrame:
-    found = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
+    evidence = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
     first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
-    return found.select(*first, *(name for name in ("shapes", "padding") if name in found.columns))
+    return evidence.select(*first, *(name for name in ("shapes", "padding") if name in evidence.columns))
 
 
-def _largest(own: pl.DataFrame) -> str:
-    sums = own.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
+def _largest(rows: pl.DataFrame) -> str:
+    sums = rows.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
     row = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
     return f"{row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])})"
 
 
-def _pads(own: pl.DataFrame) -> str:
+def _pads(rows: pl.DataFrame) -> str:
     """Return "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving."""
-    sums = own.group_by("padding").agg(pl.col("saved_ns").sum())
+    sums = rows.group_by("padding").agg(pl.col("saved_ns").sum())
     ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
     dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
-    shown = list(dims.items())[::-1][:_MAX_NAMED]
-    return " and ".join(f"{size} to {to}" for size, to in shown)
+    pairs = list(dims.items())[::-1][:_MAX_NAMED]
+    return " and ".join(f"{size} to {to}" for size, to in pairs)
 
 
 def _sizes(row: dict[str, Any], name: str) -> str:

@@ -63,9 +63,9 @@ class ContendedCompute(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
         slow = _slowed_devices(_compute(run), self.min_slowdown)
-        judged = _compute(run).join(slow, on=["rank", "device"])
+        slow_compute = _compute(run).join(slow, on=["rank", "device"])
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
-        lost = judged.select(*quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
+        lost = slow_compute.select(*quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
@@ -125,14 +125,14 @@ class StarvedCollectives(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        found = run.run_table(collective_contention.by_step)
-        return _why_unjudged(run, found, "collectives ran concurrently with compute")
+        by_step = run.run_table(collective_contention.by_step)
+        return _why_unjudged(run, by_step, "collectives ran concurrently with compute")
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
-        found = run.run_table(collective_contention.by_step)
-        slow = _slowed_devices(found, self.min_slowdown)
-        lost = found.join(slow, on=["rank", "device"]).select(
+        by_step = run.run_table(collective_contention.by_step)
+        slow = _slowed_devices(by_step, self.min_slowdown)
+        lost = by_step.join(slow, on=["rank", "device"]).select(
             *quoted_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
         steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
@@ -224,16 +224,16 @@ def _cost(loss: StepLoss) -> str:
 def _bandwidth(run: Run) -> str:
     """Return the bus bandwidth, alone and during compute, of the collective that takes most time."""
     speeds = ("alone_bus_bytes_per_s", "concurrent_bus_bytes_per_s")
-    found = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
-    if found.is_empty():
+    bandwidths = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
+    if bandwidths.is_empty():
         return ""
-    first = found.row(0, named=True)
-    alone, concurrent = (units.size(round(first[name])) for name in speeds)
-    return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {concurrent}/s instead of {alone}/s)"
+    first = bandwidths.row(0, named=True)
+    solo, concurrent = (units.size(round(first[name])) for name in speeds)
+    return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {concurrent}/s instead of {solo}/s)"
 
 
-def _why_unjudged(run: Run, found: pl.DataFrame, what: str) -> str | None:
-    unknown = found.filter((pl.col("judged_ns").sum() == 0).over("rank", "device"))
+def _why_unjudged(run: Run, by_step: pl.DataFrame, what: str) -> str | None:
+    unknown = by_step.filter((pl.col("judged_ns").sum() == 0).over("rank", "device"))
     unknown = unknown.with_columns(pl.col("overlapped_ns").alias("lost_ns"))
     steps = step_losses.by_step(run, unknown.select(*quoted_step.KEY, "lost_ns"))
     loss = step_losses.worst(steps, _MIN_OVERLAP_RATIO)

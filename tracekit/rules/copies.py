@@ -51,47 +51,49 @@ class ExposedCopy(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        found = run.table(copies.exposed_copies)
-        lost = found.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
+        exposed = run.table(copies.exposed_copies)
+        lost = exposed.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
         steps = step_losses.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))
         loss = step_losses.worst(steps_without_saves.without_saves(run, steps), self.info_exposed_ratio)
         if loss is None:
             return
-        own = loss.rows(found)
-        sums = own.group_by(_OWNER).agg(pl.len().alias("count"), pl.col("bytes", "dur_ns", "exposed_ns").sum())
-        most = largest_first(sums, "exposed_ns", *_OWNER).row(0, named=True)
+        rows = loss.rows(exposed)
+        sums = rows.group_by(_OWNER).agg(pl.len().alias("count"), pl.col("bytes", "dur_ns", "exposed_ns").sum())
+        largest = largest_first(sums, "exposed_ns", *_OWNER).row(0, named=True)
         yield loss.finding(
             self,
             Severity.WARNING if loss.row["lost_ratio"] >= self.max_exposed_ratio else Severity.INFO,
-            f"Copies between host and device are exposed: {loss}, in {_counted(own.height)}. {self._largest(most)}",
-            _fix(most),
+            f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
+            f"{self._describe(largest)}",
+            _fix(largest),
             confidence=0.8,
-            evidence=quoted_step.evidence(found, loss.row, "exposed_ns"),
+            evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
         )
 
-    def _largest(self, most: dict[str, Any]) -> str:
+    def _describe(self, largest: dict[str, Any]) -> str:
         """Return a sentence on the op with most of the exposed time: how many copies, how large, how fast, where."""
-        count, moved = most["count"], most["bytes"] or 0
-        memory = f", {most['memory']} memory" if most["memory"] else ""
-        where = f" at {most['stack']}" if most["stack"] else ""
+        count, moved = largest["count"], largest["bytes"] or 0
+        memory = f", {largest['memory']} memory" if largest["memory"] else ""
+        where = f" at {largest['stack']}" if largest["stack"] else ""
         speed = f", {units.size(moved)} in total" if moved else ""
-        if moved >= _LARGE_BYTES * count and most["dur_ns"]:
-            per_ns = moved / most["dur_ns"]
+        if moved >= _LARGE_BYTES * count and largest["dur_ns"]:
+            per_ns = moved / largest["dur_ns"]
             slow = ", far below the bandwidth of any PCIe link" if per_ns < self.slow_bytes_per_ns else ""
             speed += f" at {per_ns:.1f} GB/s{slow}"
         return (
-            f"{units.duration(most['exposed_ns'])} of that is {_counted(count)} ({most['direction']}) by "
-            f"{most['op'] or 'an unknown op'}{where} ({units.duration(most['dur_ns'] // count)} each{memory}{speed})."
+            f"{units.duration(largest['exposed_ns'])} of that is {_count_text(count)} ({largest['direction']}) by "
+            f"{largest['op'] or 'an unknown op'}{where} ({units.duration(largest['dur_ns'] // count)} each"
+            f"{memory}{speed})."
         )
 
 
-def _counted(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count:,} {'copy' if count == 1 else 'copies'}"
 
 
-def _fix(most: dict[str, Any]) -> str:
-    pinned = " Pageable memory blocks the host during the copy." if most["memory"] == copies.PAGEABLE else ""
-    if most["direction"] == copies.TO_HOST:
+def _fix(largest: dict[str, Any]) -> str:
+    pinned = " Pageable memory blocks the host during the copy." if largest["memory"] == copies.PAGEABLE else ""
+    if largest["direction"] == copies.TO_HOST:
         return (
             "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps "
             f"with non_blocking=True into pinned memory.{pinned}"

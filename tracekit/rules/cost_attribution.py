@@ -68,23 +68,25 @@ def attribute_costs(report: Report) -> Report:
     information, or is left out if it already was information, or if the rule did not measure more either. In all other
     cases the cost that the rule measured stays. Findings are sorted again.
     """
-    named = tuple(finding.ranks for finding in report.findings if finding.what_if)
-    run = representative_ranks.run_of(report.run, named) if named else report.run
-    replayable = bool(named) and _can_be_replayed(run)
-    priced = [each for finding in report.findings for each in _priced_stalls(report.run, run, finding, replayable)]
-    stalls = single_stalls.reported(report.run, priced) if replayable else pl.DataFrame()
+    finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
+    run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
+    replayable = bool(finding_ranks) and _can_be_replayed(run)
+    priced = [part for finding in report.findings for part in _priced_stalls(report.run, run, finding, replayable)]
+    stalls = single_stalls.reported_stalls(report.run, priced) if replayable else pl.DataFrame()
     stalled = stalled_collectives.removal(report.run, priced) if replayable else None
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_order):
-        own = _removal(report.run, finding, stalls)
-        repriced = list(_with_replayed_cost(run, finding, own, removed, stalled)) if replayable else _measured(finding)
+        removal = _removal(report.run, finding, stalls)
+        repriced = (
+            list(_with_replayed_cost(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
+        )
         findings += repriced
-        if own and _is_confirmed(finding, repriced):
-            removed.append(own)
+        if removal and _is_confirmed(finding, repriced):
+            removed.append(removal)
     if removed:
-        findings = [_beyond(run, each, removed) if each.code == _UNEVEN else each for each in findings]
-        findings = [single_stalls.once(each, findings, stalls) for each in findings]
+        findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
+        findings = [single_stalls.once(finding, findings, stalls) for finding in findings]
     notes = (*report.notes, _replayed_ranks(report.run, run)) if replayable and run is not report.run else report.notes
     return replace(report, findings=sort_findings(findings), notes=notes)
 
@@ -95,26 +97,26 @@ def _replayed_ranks(run: Run, replayed: Run) -> str:
 
 
 def saved_by(report: Report, removals: Sequence[Removal]) -> int:
-    """Return what the last of some removals saves per step of a report's run, after the others, in ns.
+    """Saving per step of a report's run by the last of some removals, after the others, in ns.
 
     These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
     report states stay if they stayed there, too. 0 without a replay.
     """
-    stalls = single_stalls.reported(report.run, report.findings)
-    *first, own = (replace(each, stalls=_staying_in_both(report.run, stalls, each)) for each in removals)
-    run = representative_ranks.run_of(report.run, tuple(each.ranks for each in removals if each.ranks))
+    stalls = single_stalls.reported_stalls(report.run, report.findings)
+    *first, last = (replace(removal, stalls=_staying_in_both(report.run, stalls, removal)) for removal in removals)
+    run = representative_ranks.run_of(report.run, tuple(removal.ranks for removal in removals if removal.ranks))
     stalled = stalled_collectives.removal(report.run, report.findings)
-    alone, after = _savings(run, own, (*_stalled_before(own, stalled), *first))
-    return max(0, min(each.saved_ns for each in (alone, after) if each)) if alone else 0
+    solo, after = _savings(run, last, (*_stalled_before(last, stalled), *first))
+    return max(0, min(step.saved_ns for step in (solo, after) if step)) if solo else 0
 
 
 def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[HostSpan, ...]:
-    """Return when the hosts of a run are in `stalls` that stay where a cause is removed, and stayed in a removal.
+    """Host spans of a run in `stalls` that stay where a cause is removed, and stayed in a removal.
 
     Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
     """
-    known = {each.stall for each in removal.stalls}
-    return tuple(each for each in single_stalls.staying(run, stalls, removal.cause) if each.stall in known)
+    names = {span.stall for span in removal.stalls}
+    return tuple(span for span in single_stalls.staying(run, stalls, removal.cause) if span.stall in names)
 
 
 def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
@@ -123,20 +125,20 @@ def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) 
     `replayed` is the run of the ranks that are replayed.
     """
     if finding.code == stalled_collectives.StalledCollective.code:
-        own = stalled_collectives.removal(run, (finding,))
+        removal = stalled_collectives.removal(run, (finding,))
     else:
-        own = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
-    if finding.code not in _OF_STALLS or not replayable or own is None:
+        removal = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
+    if finding.code not in _OF_STALLS or not replayable or removal is None:
         return (finding,)
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(each, removals=()) for each in _with_replayed_cost(replayed, finding, own, [], None)]
+    return [replace(part, removals=()) for part in _with_replayed_cost(replayed, finding, removal, [], None)]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     """Return a finding on waiting for late ranks with the waiting that remains without the causes in `removed`."""
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    codes = " and ".join(dict.fromkeys(_code(each) for each in removed))
+    codes = " and ".join(dict.fromkeys(_code(removal) for removal in removed))
     is_consequence = ratio < _MIN_OWN_RATIO
     return replace(
         finding,
@@ -167,13 +169,15 @@ def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal
         return tuple(removed)
     if cause != _STRAGGLER:
         return ()
-    direct = (each for each in removed if each.cause != _STRAGGLER)
-    return tuple(replace(each, ranks=finding.ranks) for each in direct if _makes_late(run, finding, each.cause))
+    direct = (removal for removal in removed if removal.cause != _STRAGGLER)
+    return tuple(
+        replace(removal, ranks=finding.ranks) for removal in direct if _makes_late(run, finding, removal.cause)
+    )
 
 
-def _stalled_before(own: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
+def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
     """Return the removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
-    return (stalled,) if stalled and own.cause in _OF_TRANSFERS else ()
+    return (stalled,) if stalled and removal.cause in _OF_TRANSFERS else ()
 
 
 def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
@@ -183,8 +187,8 @@ def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
     """
     removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
     late = [ns for rank, ns in removed_ns.items() if rank in finding.ranks]
-    others = [ns for rank, ns in removed_ns.items() if rank not in finding.ranks]
-    longer_ns = statistics.median(late or [0]) - statistics.median(others or [0])
+    other_ns = [ns for rank, ns in removed_ns.items() if rank not in finding.ranks]
+    longer_ns = statistics.median(late or [0]) - statistics.median(other_ns or [0])
     lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
     largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == _IDLE_PART.get(cause, ""))
     is_exposed = bool((largest["extra_ns"] >= _MIN_OWN_RATIO * max(finding.cost_ns, 1)).any())
@@ -203,7 +207,7 @@ def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
     if finding.severity == Severity.INFO or cause not in (*_DIRECT, *_CONSEQUENCES):
         return False
     confirmed = repriced if cause == _STRAGGLER else warnings(repriced)
-    return any(_SAVING in each.message and each.cost_ns > 0 for each in confirmed)
+    return any(_SAVING in priced.message and priced.cost_ns > 0 for priced in confirmed)
 
 
 def _can_be_replayed(run: Run) -> bool:
@@ -221,18 +225,18 @@ def _has_dependencies(graph: Graph) -> bool:
     work = launched if graph.on_device else launched | graph.matches("kind", "compute")
     if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
         return False
-    judged = launched & ~graph.is_queued_before
-    return bool((graph.launch[: graph.count][judged] >= 0).sum() >= _MIN_LAUNCHED_RATIO * judged.sum())
+    in_window = launched & ~graph.is_queued_before
+    return bool((graph.launch[: graph.count][in_window] >= 0).sum() >= _MIN_LAUNCHED_RATIO * in_window.sum())
 
 
-def _measured(finding: Finding) -> list[Finding]:
+def _if_costly(finding: Finding) -> list[Finding]:
     """Return the finding with the cost that its rule measured, unless that is too small."""
     is_costly = finding.what_if is None or finding.impact >= finding.what_if.min_saved_ratio
     return [finding] if is_costly else []
 
 
 def _with_replayed_cost(
-    run: Run, finding: Finding, own: Removal | None, removed: list[Removal], stalled: Removal | None
+    run: Run, finding: Finding, removal: Removal | None, removed: list[Removal], stalled: Removal | None
 ) -> Iterator[Finding]:
     """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small.
 
@@ -240,26 +244,26 @@ def _with_replayed_cost(
     finding's.
     """
     what_if = finding.what_if
-    if what_if is None or own is None:
+    if what_if is None or removal is None:
         yield finding
         return
     if finding.ranks and not set(finding.ranks) & set(run.ranks):
-        yield from _measured(finding)
+        yield from _if_costly(finding)
         return
     causing = _before(run, finding, removed)
-    first = (*_stalled_before(own, stalled), *causing)
-    alone, after = _savings(run, own, first)
-    if alone is None:
-        yield from _measured(finding)
+    first = (*_stalled_before(removal, stalled), *causing)
+    solo, after = _savings(run, removal, first)
+    if solo is None:
+        yield from _if_costly(finding)
         return
-    least = min(alone, after, key=lambda each: each.saved_ns) if after else alone
-    priced = replace(_reprice(finding, what_if, first, least), removals=(*causing, own))
+    smallest = min(solo, after, key=lambda step: step.saved_ns) if after else solo
+    priced = replace(_reprice(finding, what_if, first, smallest), removals=(*causing, removal))
     repriced = _with_other_ranks(run, priced, what_if.cause)
-    if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * alone.saved_ns:
+    if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the fault that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
         yield repriced
-    elif _measured(finding) and finding.severity > Severity.INFO:
+    elif _if_costly(finding) and finding.severity > Severity.INFO:
         yield replace(repriced, severity=Severity.INFO)
 
 
@@ -273,11 +277,11 @@ def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
         return finding
     removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
     named_ns = max(removed_ns.get(rank, 0) for rank in finding.ranks)
-    others = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
-    if not others:
+    other_ranks = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
+    if not other_ranks:
         return finding
-    where = f"Most of the host's time for it is on {units.numbered('rank', others)}."
-    return replace(finding, ranks=tuple(sorted({*finding.ranks, *others})), message=f"{finding.message} {where}")
+    where = f"Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
+    return replace(finding, ranks=tuple(sorted({*finding.ranks, *other_ranks})), message=f"{finding.message} {where}")
 
 
 _ON_HOST = (_DATA, "blocking-sync", "allocator")
@@ -301,7 +305,7 @@ class _MeanStep:
 def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean: _MeanStep) -> Finding:
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     share = min(1.0, saved_ns / mean.step_ns)
-    after = f" after {' and '.join(dict.fromkeys(_code(each) for each in first))}" if first else ""
+    after = f" after {' and '.join(dict.fromkeys(_code(removal) for removal in first))}" if first else ""
     per = "in the window" if finding.is_of_window else "per step"
     before_ns = min(saved_ns, mean.before_steps_ns)
     before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
@@ -318,22 +322,22 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
     )
 
 
-def _savings(run: Run, own: Removal, first: tuple[Removal, ...]) -> tuple[_MeanStep | None, _MeanStep | None]:
+def _savings(run: Run, removal: Removal, first: tuple[Removal, ...]) -> tuple[_MeanStep | None, _MeanStep | None]:
     """Return the saving of a removal alone, and after those in `first`; None for each without a replay."""
-    return _saving_per_step(run, own), _saving_per_step(run, own, first=first) if first else None
+    return _saving_per_step(run, removal), _saving_per_step(run, removal, first=first) if first else None
 
 
 def _total_saved_ns(table: pl.DataFrame) -> int:
     return steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")
 
 
-def _saving_per_step(run: Run, own: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
+def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
     """Return the mean saving over steps, each on the slowest rank, without a cause, in addition to those in `first`.
 
     None if there is no replay.
     """
-    is_stall = own.cause in causes.OF_FINDINGS
-    without = savings.stall_saving(run, own) if is_stall else savings.saving_of(run, (*first, own))
+    is_stall = removal.cause in causes.OF_FINDINGS
+    without = savings.stall_saving(run, removal) if is_stall else savings.saving_of(run, (*first, removal))
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()

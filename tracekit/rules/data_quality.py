@@ -171,7 +171,7 @@ class DoubtfulTrace(Rule):
     code: ClassVar[str] = "DATA001"
     facts: ClassVar[tuple[Fact, ...]] = (
         trace_quality.data_quality, trace_quality.versions, trace_quality.recorded_times, breakdown.by_step,
-        collective_matching.calls, undecided_kernels.undecided, *OccasionalStraggler.facts,
+        collective_matching.calls, undecided_kernels.undecided_kernels, *OccasionalStraggler.facts,
     )  # fmt: skip
     min_affected_ratio: float = 0.01
     error_affected_ratio: float = 0.5
@@ -180,7 +180,7 @@ class DoubtfulTrace(Rule):
         """Yield one finding per kind of data-quality issue."""
         issues = pl.concat([
             RUN_DATA_QUALITY.conform(run.data_quality),
-            RUN_DATA_QUALITY.conform(_measured(run)),
+            RUN_DATA_QUALITY.conform(_measured_quality(run)),
             _mixed_versions(run.table(trace_quality.versions)),
             alignment.data_quality(run),
             _copied_ranks(run.table(trace_quality.recorded_times)),
@@ -193,24 +193,24 @@ class DoubtfulTrace(Rule):
             yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
     def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
-        known = _KINDS.get(kind, _OTHER)
+        issue_kind = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
         more = f" There are {rows.height:,} issues of this kind." if rows.height > 1 else ""
         message = str(rows["message"][0])
         affected = f" Affected: {units.share(ratio)}." if ratio and units.share(ratio) not in message else ""
         return Finding(
             self.code,
-            _ERROR if known.can_be_error and ratio > self.error_affected_ratio else known.severity,
+            _ERROR if issue_kind.can_be_error and ratio > self.error_affected_ratio else issue_kind.severity,
             message + affected + more,
-            known.fix,
+            issue_kind.fix,
             ranks=distinct(rows, "rank"),
             evidence=rows,
             subject=kind,
         )
 
 
-def _measured(run: Run) -> pl.DataFrame:
-    """Return what traces show of their quality, without warm-up in windows whose first step is long for other reasons.
+def _measured_quality(run: Run) -> pl.DataFrame:
+    """Issues that traces show of their quality, without warm-up in windows whose first step is long for other reasons.
 
     STEP001 reports stalls that are no first use, RANK005 the additional work of one rank, such as an evaluation.
     """
@@ -228,10 +228,10 @@ def _measured(run: Run) -> pl.DataFrame:
         stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step")
     ])  # fmt: skip
     stalls = firsts.join(events, on=["window", "step"])
-    judged = stalls.group_by("window").agg(
+    by_window = stalls.group_by("window").agg(
         pl.col("duration_ns").first(), pl.col("lost_ns").sum(), pl.col("reference_ns").max()
     )
-    compared = judged.join(medians, on="window", how="left")
+    compared = by_window.join(medians, on="window", how="left")
     rest_ns = pl.col("duration_ns") - pl.col("lost_ns")
     usual_ns = pl.max_horizontal("reference_ns", "median_ns")
     explained = compared.filter(rest_ns <= trace_quality.WARM_UP_RATIO * usual_ns)["window"]
@@ -259,9 +259,9 @@ def _unequal_iterations(run: Run) -> pl.DataFrame:
 
 def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
     """Return an issue for each set of ranks of a window that have the same activities at the same times."""
-    known = times.filter(pl.col("activities") >= _LEAST_COPIED)
+    comparable = times.filter(pl.col("activities") >= _LEAST_COPIED)
     copies = (
-        known.group_by("window", "activities", "times_hash")
+        comparable.group_by("window", "activities", "times_hash")
         .agg(pl.col("rank").sort())
         .filter(pl.col("rank").list.len() > 1)
     )

@@ -77,10 +77,12 @@ class DeviceEvidence:
         if compared is None:
             return ""
         subject = "Their GPUs run" if several else "Its GPU runs"
-        others = f"{compared.others_clock_mhz:,.0f} MHz"
+        peer_clock = f"{compared.others_clock_mhz:,.0f} MHz"
         if not compared.is_slower:
-            return f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {others}: the hardware is not slower."
-        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {others}: {_why(compared)}."
+            return (
+                f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {peer_clock}: the hardware is not slower."
+            )
+        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {peer_clock}: {_why(compared)}."
 
     def _errors(self, *, several: bool) -> str:
         count = self.errors.uncorrected
@@ -95,10 +97,10 @@ def _why(compared: DeviceComparison) -> str:
         if compared.cause
         else "no throttle reason is reported"
     ]
-    own, others = compared.temperature_c, compared.others_temperature_c
-    if own is not None and others is not None:
-        parts.append(f"{own:.0f} °C against {others:.0f} °C")
-    own, others = compared.power_limit_w, compared.others_power_limit_w
-    if own is not None and others is not None and own < others:
-        parts.append(f"power limit {own:,.0f} W against {others:,.0f} W")
+    hot_c, peer_c = compared.temperature_c, compared.others_temperature_c
+    if hot_c is not None and peer_c is not None:
+        parts.append(f"{hot_c:.0f} °C against {peer_c:.0f} °C")
+    limit_w, peer_limit_w = compared.power_limit_w, compared.others_power_limit_w
+    if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
+        parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
     return ", ".join(parts)

@@ -69,10 +69,10 @@ class DeviceStall(Rule):
         stalls = run.run_table(paused_kernels.stalls)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
-            yield _finding(self.code, Severity.WARNING, _stalled(recurring), _SHARED, recurring)
+            yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)
         unknown = _worst_device(run, stalls.filter(~pl.col("is_recurring")), self.min_unexplained_ratio)
         if unknown is not None:
-            yield _finding(self.code, Severity.INFO, _unexplained(unknown), _UNKNOWN, unknown)
+            yield _finding(self.code, Severity.INFO, _unexplained_message(unknown), _UNKNOWN, unknown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,13 +112,13 @@ def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | N
     if losing.is_empty():
         return None
     worst = largest_first(losing, "ratio", *device).row(0, named=True)
-    own = (pl.col("rank") == worst["rank"]) & pl.col("device").eq_missing(worst["device"])
+    is_worst = (pl.col("rank") == worst["rank"]) & pl.col("device").eq_missing(worst["device"])
     return _Loss(
         worst["rank"],
         worst["lost_ns"],
         worst["duration_ns"],
         steps.join(losing, on=device, how="semi", nulls_equal=True),
-        largest_first(stalls.filter(own), "dur_ns", "start_ns"),
+        largest_first(stalls.filter(is_worst), "dur_ns", "start_ns"),
     )
 
 
@@ -141,7 +141,7 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
     )
 
 
-def _stalled(loss: _Loss) -> str:
+def _stall_message(loss: _Loss) -> str:
     idle, paused = (loss.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
     ranks = distinct(loss.steps, "rank")
     return (
@@ -152,7 +152,7 @@ def _stalled(loss: _Loss) -> str:
     )
 
 
-def _unexplained(loss: _Loss) -> str:
+def _unexplained_message(loss: _Loss) -> str:
     return (
         f"The device is idle for {loss} although work is queued, {loss.stalls.height} times, typically for "
         f"{units.duration(_median(loss.stalls))}. The idle times recur before the same kernels, lie in CUDA graphs or "

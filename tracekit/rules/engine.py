@@ -49,42 +49,42 @@ def check(
         TypeError: `run` is not a run (such as a path, which `load` reads), or `rules` are not instances of rules.
     """
     require_run(run)
-    chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    for each in chosen:
-        if isinstance(each, type) or not isinstance(each, Rule):
+    selected = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
+    for rule in selected:
+        if isinstance(rule, type) or not isinstance(rule, Rule):
             raise TypeError(
-                f"rules must be instances of Rule, as [rule() for rule in tracekit.RULES], not {each!r:.80}"
+                f"rules must be instances of Rule, as [rule() for rule in tracekit.RULES], not {rule!r:.80}"
             )
     are_many = len(run.sources) > _MANY_TRACES
     of_replays = representative_ranks.FACTS if representative_ranks.are_needed(run) else dependency_graph.FACTS
     replayed = of_replays if are_many else ()
     run.measure(
-        [*(fact for rule in chosen for fact in rule.facts), *judgeability.FACTS, *facts, *replayed], on_progress
+        [*(fact for rule in selected for fact in rule.facts), *judgeability.FACTS, *facts, *replayed], on_progress
     )
     findings: list[Finding] = []
-    unrecorded = judgeability.blind_spots(run, chosen)
+    unrecorded = judgeability.blind_spots(run, selected)
     blind_spots = dict(unrecorded)
-    for rule in chosen:
+    for rule in selected:
         if rule.code in unrecorded:
             continue
         try:
-            blind, found = _judged(rule, run)
+            blind, rule_findings = _judge(rule, run)
         except RuleError as error:
             if on_crash is None:
                 raise
             on_crash(rule.code, error)
-            blind, found = f"the rule crashed, which is a bug of the rule: {error.__cause__!r}", ()
-        findings += found
+            blind, rule_findings = f"the rule crashed, which is a bug of the rule: {error.__cause__!r}", ()
+        findings += rule_findings
         blind_spots |= {rule.code: blind} if blind else {}
     files = {source.path: source for source in run.sources}  # a file may have the traces of several ranks
     inputs = tuple(_input(source) for source in files.values())
     notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
-    report = Report(run, sort_findings(judgeability.limited(run, findings)), notes, inputs, VERSION)
-    report = replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
-    return found_iterations.named(cost_attribution.attribute_costs(report))
+    report = Report(run, sort_findings(judgeability.limit_findings(run, findings)), notes, inputs, VERSION)
+    report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
+    return found_iterations.name_iterations(cost_attribution.attribute_costs(report))
 
 
-def _judged(rule: Rule, run: Run) -> tuple[str, Sequence[Finding]]:
+def _judge(rule: Rule, run: Run) -> tuple[str, Sequence[Finding]]:
     """Return why a rule cannot judge all of a run, or '', and its findings."""
     try:
         return rule.blind_spot(run) or "", tuple(rule.check(run))
@@ -97,7 +97,7 @@ def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:
     codes: dict[str, list[str]] = {}
     for code, blind in blind_spots.items():
         codes.setdefault(blind, []).append(code)
-    return {blind: ", ".join(own) for blind, own in codes.items()}
+    return {blind: ", ".join(rule_codes) for blind, rule_codes in codes.items()}
 
 
 def _input(source: Source) -> Input:

@@ -59,14 +59,14 @@ class OverloadedExperts(Rule):
         if worst["lost_ratio"] < self.min_lost_ratio:
             return
         ranks = distinct(hot, "rank")
-        most = largest_first(hot, "load_ratio", "rank").row(0, named=True)
+        hottest = largest_first(hot, "load_ratio", "rank").row(0, named=True)
         yield Finding(
             self.code,
             Severity.WARNING,
             f"The experts of {units.numbered('rank', ranks)} are overloaded: those of "
-            f"rank {most['rank']} get {most['load_ratio']:.2f} times the mean of their group. The other ranks wait "
-            f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['lost_ratio'])}) for rank {most['rank']} in {quoted_step.place(worst['step'])}.",
+            f"rank {hottest['rank']} get {hottest['load_ratio']:.2f} times the mean of their group. The other ranks "
+            f"wait {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(worst['lost_ratio'])}) for rank {hottest['rank']} in {quoted_step.place(worst['step'])}.",
             "Balance the experts: a larger coefficient of the load-balancing loss, a bias per expert (loss-free "
             "balancing), a capacity factor; or place busy experts with idle ones, or on several ranks.",
             impact=min(1.0, worst["lost_ratio"]),
@@ -88,7 +88,7 @@ def overloaded_ranks(run: Run) -> frozenset[int]:
 
 
 def _losses(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
-    """Return what each step loses to the rank with the highest load in each pair, in the group that loses most."""
+    """Loss of each step to the rank with the highest load in each pair, in the group that loses most."""
     of_layer = ["window", "step", "group", "members", "layer"]
     hottest = loads.sort("load_ratio", descending=True).group_by(of_layer, maintain_order=True).first()
     lost_ns = (pl.col("expert_ns") - pl.col("balanced_ns")).sum().alias("lost_ns")

@@ -18,14 +18,14 @@ def has_found_iterations(run: Run) -> bool:
     return _KIND in run.table(trace_quality.data_quality)["kind"]
 
 
-def named(report: Report) -> Report:
+def name_iterations(report: Report) -> Report:
     """Return the report with findings that speak of iterations, where its steps are iterations that were found."""
     if not has_found_iterations(report.run):
         return report
-    return replace(report, findings=tuple(map(_named, report.findings)))
+    return replace(report, findings=tuple(map(_name_iteration, report.findings)))
 
 
-def _named(finding: Finding) -> Finding:
+def _name_iteration(finding: Finding) -> Finding:
     if finding.is_of_window or finding.subject == _KIND:
         return finding
     message = _NUMBERED.sub(r"iteration (\1, found by repetition)", finding.message)

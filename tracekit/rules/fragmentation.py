@@ -61,8 +61,8 @@ class FragmentedMemory(Rule):
         if grown.is_empty():
             return
         by_rank = run.table(allocations.churn).group_by("window", "rank")
-        known = by_rank.agg(first_step=pl.col("step").min(), steps=pl.col("step").n_unique())
-        grown = grown.join(known, on=["window", "rank"], how="left")
+        rank_steps = by_rank.agg(first_step=pl.col("step").min(), steps=pl.col("step").n_unique())
+        grown = grown.join(rank_steps, on=["window", "rank"], how="left")
         warm = pl.col("step") >= pl.col("first_step") + self.warmup_steps
         steady = grown.filter(pl.col("step").is_null() | (pl.col("steps") <= self.warmup_steps) | warm)
         reserved = run.table(allocations.peaks).select(*DEVICE, "peak_reserved_bytes")
@@ -81,7 +81,7 @@ class FragmentedMemory(Rule):
         rank_rows = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in DEVICE))
         # A window with no later step than the first ones does not show whether memory grows in steady state.
         is_steady = (worst["steps"] or 0) > self.warmup_steps
-        shown = rank_rows.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
+        growths = rank_rows.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
         yield Finding(
             self.code,
             Severity.WARNING if is_steady else Severity.INFO,
@@ -101,7 +101,7 @@ class FragmentedMemory(Rule):
             confidence=0.7 if is_steady else 0.4,
             ranks=distinct(bad, "rank"),
             steps=distinct(rank_rows, "step"),
-            evidence=shown.head(_EVIDENCE_ROWS),
+            evidence=growths.head(_EVIDENCE_ROWS),
             subject="growth",
         )
 

@@ -88,13 +88,13 @@ class LateLaunch(Rule):
             f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
         )
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
-        most = largest_first(doing, "dur_ns", "detail").row(0, named=True)
+        longest = largest_first(doing, "dur_ns", "detail").row(0, named=True)
         yield loss.finding(
             self,
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
-            f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[most['detail']]}.{pause}{cold}{_line(loss.rows(late))}",
+            f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
+            f"{_ACTIVITIES[longest['detail']]}.{pause}{cold}{_line(loss.rows(late))}",
             _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
@@ -117,11 +117,11 @@ class LateLaunch(Rule):
         a window need not have it. Where no steps are marked: pauses before the same compute that occur several times in
         the window.
         """
-        judged = steps_without_saves.steps(run)
-        every = judged.group_by(DEVICE).agg(pl.len().alias("steps"), pl.col("step").max().alias("last_step"))
+        steps = steps_without_saves.steps(run)
+        counts = steps.group_by(DEVICE).agg(pl.len().alias("steps"), pl.col("step").max().alias("last_step"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
-        pauses = pauses.join(judged, on=KEY, how="semi", nulls_equal=True)
-        counted = pauses.join(every, on=DEVICE, nulls_equal=True, maintain_order="left")
+        pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
+        counted = pauses.join(counts, on=DEVICE, nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
         )

@@ -11,21 +11,21 @@ from tracekit.model.run import Run
 _MAX_PATH = 80
 
 
-def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collection[str] = ()) -> str:
+def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds: Collection[str] = ()) -> str:
     """Return a sentence on the file system calls of a rank during the spans, shape (n, 2) in ns.
 
-    It names the function and file with most of that time, which `of` calls by its name, such as "the save". `kinds`
-    limits it to calls of these kinds, if there are any during the spans. Empty where no I/O log has a call in them.
+    It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
+    `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
     """
-    found = run.run_table(io_calls.of_run).filter(pl.col("rank") == rank)
-    if found.is_empty():
+    rank_calls = run.run_table(io_calls.of_run).filter(pl.col("rank") == rank)
+    if rank_calls.is_empty():
         return ""
-    overlapping = io_calls.during(found, spans)
+    overlapping = io_calls.during(rank_calls, spans)
     of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
     overlapping = overlapping if of_kinds.is_empty() else of_kinds
     if overlapping.is_empty():
         return ""
-    most = (
+    longest = (
         overlapping.group_by("name", "file", maintain_order=True)
         .agg(pl.len().alias("calls"), pl.col("overlap_ns", "dur_ns", "bytes").sum())
         .sort("overlap_ns", descending=True, maintain_order=True)
@@ -33,12 +33,12 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, of: str, kinds: Collec
     )
     took = units.duration(io_calls.covered_ns(overlapping, spans))
     what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
-    return f" File system {what} take {took} of {of}, most of that {_of_file(most)}."
+    return f" File system {what} take {took} of {span_name}, most of that {_of_file(longest)}."
 
 
-def _of_file(most: dict[str, object]) -> str:
-    count, moved, dur_ns = (int(str(most[name])) for name in ("calls", "bytes", "dur_ns"))
-    calls = units.count(count, f"{most['name']} call")
-    path = "an unknown file" if most["file"] is None else escaping.inert(str(most["file"]), _MAX_PATH)
+def _of_file(longest: dict[str, object]) -> str:
+    count, moved, dur_ns = (int(str(longest[name])) for name in ("calls", "bytes", "dur_ns"))
+    calls = units.count(count, f"{longest['name']} call")
+    path = "an unknown file" if longest["file"] is None else escaping.inert(str(longest["file"]), _MAX_PATH)
     rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
     return f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"

@@ -41,13 +41,13 @@ def blind_spots(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
     return {rule.code: reason for rule in rules for families, reason in reasons if family(rule.code) in families}
 
 
-def limited(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
+def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the findings; those on time that rest on lost events, or on cut steps alone, as information that says so.
 
     A finding on some ranks rests on lost events if one of these ranks has lost some, others if any rank has.
     """
     lost = dict(_lost(run))
-    cut, whole = _cut_steps(run)
+    cut, uncut = _cut_steps(run)
     for finding in findings:
         is_on_time = family(finding.code) in _IDLE_FAMILIES or finding.code in _IDLE_CODES
         if finding.severity == Severity.INFO or not is_on_time:
@@ -55,7 +55,7 @@ def limited(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
             continue
         reason = next((lost[rank] for rank in _ranks(finding, lost) if rank in lost), None)
         of_steps = {(rank, step) for rank in finding.ranks or run.ranks for step in finding.steps or (None,)}
-        if reason is None and of_steps & cut and not of_steps & whole:
+        if reason is None and of_steps & cut and not of_steps & uncut:
             reason = _CUT
         yield finding if reason is None else _as_information(finding, reason)
 

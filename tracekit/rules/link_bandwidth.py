@@ -106,7 +106,7 @@ class SlowLink(Rule):
         """Return the median slow step of a group that became slow and stays slow; else None."""
         steps = group.sort("step")
         first = group_bandwidth.first_slow_step(
-            steps["ratio"].to_list(), least=self.min_slowdown, share=self.min_steps_ratio
+            steps["ratio"].to_list(), min_ratio=self.min_slowdown, share=self.min_steps_ratio
         )
         if first is None:
             return None
@@ -137,8 +137,8 @@ class SlowLink(Rule):
         place = "the window" if is_of_window else f"step {worst['step']}"
         message = (
             f"The group {worst['axis'] or worst['group'] or 'of all ranks'} of {ranks} takes {worst['ratio']:.1f} "
-            f"times as long as {reference} for the same collectives: {_speed(worst, 'transfer_ns')} instead of "
-            f"{_speed(worst, 'usual_ns')}, {'in the window' if is_of_window else over}. The exposed "
+            f"times as long as {reference} for the same collectives: {_bandwidth(worst, 'transfer_ns')} instead of "
+            f"{_bandwidth(worst, 'usual_ns')}, {'in the window' if is_of_window else over}. The exposed "
             f"part is {describe_loss(worst, 'extra_ns')} in {place}."
         )
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
@@ -180,26 +180,26 @@ def _judged_groups(run: Run, groups: pl.DataFrame) -> pl.DataFrame:
 
 
 def _by_group(table: pl.DataFrame, durations: pl.DataFrame) -> list[pl.DataFrame]:
-    known = table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
-    return known.partition_by(_GROUP, maintain_order=True)
+    timed = table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
+    return timed.partition_by(_GROUP, maintain_order=True)
 
 
 def _ranks(worst: dict[str, Any]) -> str:
     ranks = worst["ranks"] if worst["group_ranks"] is None else worst["group_ranks"]
-    shown = ", ".join(map(str, ranks)) if len(ranks) <= _MAX_NAMED else units.ranges(ranks)
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+    rank_text = ", ".join(map(str, ranks)) if len(ranks) <= _MAX_NAMED else units.ranges(ranks)
+    return f"rank{'' if len(ranks) == 1 else 's'} {rank_text}"
 
 
-def _speed(worst: dict[str, Any], name: str) -> str:
+def _bandwidth(worst: dict[str, Any], name: str) -> str:
     return units.rate(worst["bus_bytes"] * 1_000_000_000 / worst[name]) if worst[name] else "no time"
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
-    here = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
-    group_rows = run.run_table(group_bandwidth.transfers).filter(here)
+    is_group = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
+    group_rows = run.run_table(group_bandwidth.transfers).filter(is_group)
     is_quoted = pl.col("step").eq_missing(pl.lit(worst["step"], pl.Int64))
-    own = group_rows.filter(is_quoted).sort("transfer_ns", descending=True)
-    others = group_rows.filter(~is_quoted).sort("step", "start_ns")
-    return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(
+    quoted_rows = group_rows.filter(is_quoted).sort("transfer_ns", descending=True)
+    other_rows = group_rows.filter(~is_quoted).sort("step", "start_ns")
+    return pl.concat([quoted_rows.head(_EVIDENCE_ROWS), other_rows.head(_EVIDENCE_ROWS)]).select(
         "window", "rank", "step", "unit", "op", "group", "bytes", "nth", "start_ns", "dur_ns", "transfer_ns"
     )

@@ -108,9 +108,9 @@ class LittleHeadroom(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the least headroom."""
-        known = run.table(allocations.peaks).drop_nulls("headroom_bytes").filter(pl.col("memory_bytes") > 0)
+        peaks = run.table(allocations.peaks).drop_nulls("headroom_bytes").filter(pl.col("memory_bytes") > 0)
         ratio = pl.col("headroom_bytes") / pl.col("memory_bytes")
-        low = known.with_columns(headroom_ratio=ratio).filter(pl.col("headroom_ratio") < self.min_headroom_ratio)
+        low = peaks.with_columns(headroom_ratio=ratio).filter(pl.col("headroom_ratio") < self.min_headroom_ratio)
         if low.is_empty():
             return
         worst = low.sort("headroom_ratio", *_WHERE).row(0, named=True)
@@ -157,8 +157,8 @@ class IdleReserve(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the most unused memory."""
         peaks = _with_peak(run, run.table(allocations.peaks))
-        known = peaks.drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
-        unused = known.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
+        with_slack = peaks.drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
+        unused = with_slack.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
             pl.col("slack_ratio") >= self.min_slack_ratio, pl.col("slack_bytes") >= self.min_slack_bytes
         )
         if unused.is_empty():
@@ -236,14 +236,14 @@ def _with_peak(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of ranks whose recording has more than the optimizer: the peak of a step is before it."""
     is_optimizer = pl.col("part") == cut_steps.OPTIMIZER
     only = run.table(cut_steps.cut_steps).filter(is_optimizer).select(*_WHERE, "step")
-    others = run.table(breakdown.by_step).join(only, on=[*_WHERE, "step"], how="anti", nulls_equal=True)
-    cut = only.join(others, on=_WHERE, how="anti")
+    other_steps = run.table(breakdown.by_step).join(only, on=[*_WHERE, "step"], how="anti", nulls_equal=True)
+    cut = only.join(other_steps, on=_WHERE, how="anti")
     return table.join(cut, on=_WHERE, how="anti", maintain_order="left")
 
 
 def _allocation_site(module: str | None, stack: str | None) -> str:
-    known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
-    return f", most of it for {', '.join(map(str, known))}" if known else ""
+    parts = [text for text in (f"module {module}" if module is not None else None, stack) if text is not None]
+    return f", most of it for {', '.join(parts)}" if parts else ""
 
 
 def _fix(op: str, *, infers: bool) -> str:

@@ -60,36 +60,36 @@ class OccasionalStraggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per late rank, or group of ranks that are late together."""
-        found = run.run_table(occasional_stragglers.occasional_stragglers)
-        overloaded = overloaded_ranks(run) if found.height else frozenset()
-        for _, own in found.group_by("late_rank", maintain_order=True):
-            if overloaded.issuperset(own["late_ranks"][0]):
+        events = run.run_table(occasional_stragglers.occasional_stragglers)
+        overloaded = overloaded_ranks(run) if events.height else frozenset()
+        for _, rank_events in events.group_by("late_rank", maintain_order=True):
+            if overloaded.issuperset(rank_events["late_ranks"][0]):
                 continue
-            windows = own.unique("window")
-            lost_ratio = int(own["lost_ns"].sum()) / max(1, int(windows["window_ns"].sum()))
+            windows = rank_events.unique("window")
+            lost_ratio = int(rank_events["lost_ns"].sum()) / max(1, int(windows["window_ns"].sum()))
             if lost_ratio >= self.min_lost_ratio:
-                yield self._finding(run, own, lost_ratio, int(windows["steps"].sum()))
+                yield self._finding(run, rank_events, lost_ratio, int(windows["steps"].sum()))
 
-    def _finding(self, run: Run, own: pl.DataFrame, lost_ratio: float, steps: int) -> Finding:
-        event = largest_first(own, "lost_ns", "window", "step").row(0, named=True)
+    def _finding(self, run: Run, events: pl.DataFrame, lost_ratio: float, steps: int) -> Finding:
+        event = largest_first(events, "lost_ns", "window", "step").row(0, named=True)
         ranks = tuple(event["late_ranks"])
         name = units.numbered("rank", ranks)
-        times = "once in" if own.height == 1 else f"in {own.height} of"
+        times = "once in" if events.height == 1 else f"in {events.height} of"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
-        in_steps = waits.join(own.select("window", "step"), on=["window", "step"], how="semi")
+        in_steps = waits.join(events.select("window", "step"), on=["window", "step"], how="semi")
         return Finding(
             self.code,
             Severity.WARNING if has_more_ops or breakdown.is_on_device(run) else Severity.INFO,
             f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
             f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, so it may be rare; it "
-            f"takes {units.duration(int(own['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time).",
+            f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time).",
             (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
             impact=min(1.0, lost_ratio),
-            cost_ns=int(own["lost_ns"].sum()) // max(1, steps),
+            cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
             confidence=0.8 if has_more_ops else 0.6,
             ranks=ranks,
-            steps=distinct(own, "step"),
+            steps=distinct(events, "step"),
             evidence=largest_first(in_steps, "wait_ns", "start_ns")
             .head(_EVIDENCE_ROWS)
             .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
@@ -98,7 +98,7 @@ class OccasionalStraggler(Rule):
 
 
 def _work(event: dict[str, Any]) -> str:
-    """Return what the late rank does more of than in its other steps and than the other ranks."""
+    """Clause on what the late rank does more of than in its other steps and than the other ranks."""
     longer_ns = (event["compute_ns"] or 0) - (event["usual_compute_ns"] or 0)
     parts = []
     if longer_ns >= event["lost_ns"] / 2:

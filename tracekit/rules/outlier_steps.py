@@ -119,21 +119,21 @@ class OutlierStep(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each cause and set of ranks, the costliest first."""
         events = run.run_table(outlier_steps.outlier_steps).filter(~is_cold())
-        of = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
-        for _, own in largest_first(events, "lost_ns", "start_ns").group_by("cause", of, maintain_order=True):
+        ranks = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
+        for _, similar in largest_first(events, "lost_ns", "start_ns").group_by("cause", ranks, maintain_order=True):
             on_device = breakdown.is_on_device(run)
             # A replay shows what a stall costs with others in the same step; the step's length shows only the sum.
             cost = "stall_ns" if on_device else "lost_ns"
-            cost_ns, window_ns = int(own[cost].sum()), int(own.unique("window")["window_ns"].sum())
-            longest = own.row(0, named=True)
+            cost_ns, window_ns = int(similar[cost].sum()), int(similar.unique("window")["window_ns"].sum())
+            longest = similar.row(0, named=True)
             if not self._is_clear(run, longest):
                 continue
             step_ns = longest["reference_ns"] or window_ns
             least_ns = step_ns * (self.min_step_ratio if on_device else self.min_cpu_step_ratio)
             if cost_ns >= self.min_lost_ratio * window_ns and longest[cost] >= least_ns / 2:
-                yield self._finding(run, own, self._severity(longest), self.min_lost_ratio)
+                yield self._finding(run, similar, self._severity(longest), self.min_lost_ratio)
             elif longest[cost] >= least_ns:
-                yield self._finding(run, own, Severity.INFO, least_ns / window_ns)
+                yield self._finding(run, similar, Severity.INFO, least_ns / window_ns)
 
     def _is_clear(self, run: Run, event: dict[str, Any]) -> bool:
         """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
@@ -148,10 +148,10 @@ class OutlierStep(Rule):
         is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
         return Severity.WARNING if is_proven and event["cause"] != host_stalls.PROFILER else Severity.INFO
 
-    def _finding(self, run: Run, own: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
-        event, windows = own.row(0, named=True), own.unique("window")
+    def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
+        event, windows = events.row(0, named=True), events.unique("window")
         lost_ns, window_ns, steps = (
-            int(own["lost_ns"].sum()),
+            int(events["lost_ns"].sum()),
             int(windows["window_ns"].sum()),
             int(windows["steps"].sum()),
         )
@@ -162,14 +162,14 @@ class OutlierStep(Rule):
             severity,
             f"{where(event, event['stall_ns'])}{_who(event)} for {units.duration(event['stall_ns'])}, "
             f"while it {_what(event)}"
-            f"{_waits(event, run)}. {_how_often(own, window_ns, steps)}",
+            f"{_waits(event, run)}. {_how_often(events, window_ns, steps)}",
             _fix(event, run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
             ranks=() if everyone else tuple(event["ranks"]),
-            steps=distinct(own, "step"),
-            evidence=_evidence(run, own),
+            steps=distinct(events, "step"),
+            evidence=_evidence(run, events),
             # After the last work there is nothing that a replay could show.
             what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio)
             if breakdown.is_on_device(run) and not event["is_last"]
@@ -246,7 +246,7 @@ def _fix(event: dict[str, Any], run: Run) -> str:
 
 
 def where(event: dict[str, Any], lost_ns: int) -> str:
-    """Return how a sentence about an event begins: by how much its step is longer, if that shows half of `lost_ns`.
+    """Begin of a sentence about an event: by how much its step is longer, if that shows half of `lost_ns`.
 
     `event` has step, step_ns and reference_ns (of the step, and usually). '' where no step is marked.
     """
@@ -284,11 +284,11 @@ def _waits(event: dict[str, Any], run: Run) -> str:
     return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
 
 
-def _how_often(own: pl.DataFrame, window_ns: int, steps: int) -> str:
-    stall_ns = int(own["stall_ns"].sum())
+def _how_often(events: pl.DataFrame, window_ns: int, steps: int) -> str:
+    stall_ns = int(events["stall_ns"].sum())
     if steps < 2:
         return f"It takes {units.duration(stall_ns)} ({units.share(stall_ns / max(window_ns, 1))}) of the window."
-    count = own.select(pl.struct("window", "step").n_unique()).item()
+    count = events.select(pl.struct("window", "step").n_unique()).item()
     often = "once" if count == 1 else f"in {count} steps"
     return (
         f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
@@ -298,8 +298,8 @@ def _how_often(own: pl.DataFrame, window_ns: int, steps: int) -> str:
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:
     stalls = run.run_table(outlier_steps.outlier_stalls)
-    own = stalls.join(
+    event_stalls = stalls.join(
         events.select("window", "step", "cause").unique(), on=["window", "step", "cause"], how="semi", nulls_equal=True
     )
     columns = ("window", "rank", "step", "device", "cause", "detail", "name", "start_ns", "dur_ns", "expected_ns")
-    return largest_first(own, "excess_ns", "rank", "start_ns").select(columns).head(_EVIDENCE_ROWS)
+    return largest_first(event_stalls, "excess_ns", "rank", "start_ns").select(columns).head(_EVIDENCE_ROWS)

@@ -107,10 +107,10 @@ class PipelineBubble(Rule):
     def _slow_rate(self, run: Run) -> float | None:
         """Return the bandwidth of transfers between stages where it is slow for such links, in bytes/s; else None."""
         rates = pipeline_links.transfer_rates(run)
-        least = {False: self.slow_network_bytes_per_ns * 1e9}
+        min_rates = {False: self.slow_network_bytes_per_ns * 1e9}
         if link := tensor_parallel.link_bandwidth(run, 2):
-            least[True] = self.min_link_ratio * link
-        return min((rate for inside, rate in rates.items() if rate < least.get(inside, 0.0)), default=None)
+            min_rates[True] = self.min_link_ratio * link
+        return min((rate for inside, rate in rates.items() if rate < min_rates.get(inside, 0.0)), default=None)
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,15 @@ class UnbalancedStages(Rule):
             return
         rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
-        of_rank = [at for at in balance.of_same_rank(stage) if balance.slowdown(at) >= self.min_slowdown]
+        of_rank = [other for other in balance.of_same_rank(stage) if balance.slowdown(other) >= self.min_slowdown]
         stages = sorted({stage, *of_rank}) if is_slow else [stage]
-        named = units.numbered("Stage", stages)
+        stage_text = units.numbered("Stage", stages)
         is_alone = bool(collective_instances.ranks_without_peers(run))
         is_warning = lost_ratio >= self.warning_lost_ratio and not is_alone
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
-            f"{named} ({units.numbered('rank', ranks)}) "
+            f"{stage_text} ({units.numbered('rank', ranks)}) "
             f"{'take up to' if len(stages) > 1 else 'takes'} {balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
@@ -329,8 +329,8 @@ def _rows_of(run: Run, row: dict[str, Any]) -> pl.DataFrame:
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
-    shown = _rows_of(run, row).rename({"duration_ns": "dur_ns"})
-    ordered = largest_first(shown, "bubble_ns", "rank", "stage").head(_EVIDENCE_ROWS)
+    rows = _rows_of(run, row).rename({"duration_ns": "dur_ns"})
+    ordered = largest_first(rows, "bubble_ns", "rank", "stage").head(_EVIDENCE_ROWS)
     return ordered.select(
         "window", "rank", "step", "stage", "start_ns", "dur_ns", "bubble_ns", "ideal_bubble_ns", "warmup_ns",
         "steady_ns", "cooldown_ns", "communication_ns", "host_ns",
@@ -372,12 +372,12 @@ def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> 
         )
         return f"{check}{rest}"
     moved = [b - n for b, n in zip(balance.better_layers, balance.layers, strict=True)]
-    to = [at for at, count in enumerate(moved) if count > 0]
+    to = [number for number, count in enumerate(moved) if count > 0]
     listed = mesh.pipeline_of(run.manifest).stage_layers
     last = [
-        layers[count:] if at < max(to) else layers[:-count]
-        for at, layers in enumerate(listed)
-        if (count := moved[at]) < 0
+        layers[count:] if number < max(to) else layers[:-count]
+        for number, layers in enumerate(listed)
+        if (count := moved[number]) < 0
     ]
     names = units.ranges(layer for layers in last for layer in layers)
     return (

@@ -65,12 +65,12 @@ class ShardedMicroBatches(Rule):
         costly = median_row(passes, "lost_ns", "duration_ns")
         lost_ns, duration_ns = costly["lost_ns"], costly["duration_ns"]
         ratio = lost_ns / max(1, duration_ns)
-        named = "s and ".join(worst["op"]).replace("_", "-").capitalize()
+        names = "s and ".join(worst["op"]).replace("_", "-").capitalize()
         stage = 3 if "all_gather" in worst["op"] else 2
         yield Finding(
             self.code,
             Severity.WARNING if ratio >= self.min_lost_ratio else Severity.INFO,
-            f"{named}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} micro-batches, as "
+            f"{names}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} micro-batches, as "
             f"with ZeRO stage {stage}: {units.size(worst['bytes'])} per step on rank {worst['rank']}. The pipeline "
             f"takes {units.duration(lost_ns)} of {units.duration(duration_ns)} ({units.share(ratio)}) longer than if "
             "they ran for one.",

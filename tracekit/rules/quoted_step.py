@@ -52,7 +52,7 @@ def place(step: int | None) -> str:
 
 
 def noun(row: dict[str, Any]) -> str:
-    """Return what `row` is a row of, "step", or "window" where no steps are marked."""
+    """Noun for `row`: "step", or "window" where no steps are marked."""
     return "window" if row["step"] is None else "step"
 
 
@@ -69,8 +69,8 @@ def rows_of(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:
 
 def evidence(table: pl.DataFrame, row: dict[str, Any], by: str, count: int = 40) -> pl.DataFrame:
     """Return the rows of the step `row`, then those of other steps, the largest `by` first, at most `count` of each."""
-    ordered, own = largest_first(table, by, "start_ns"), _is_in_step(table, row)
-    return pl.concat([ordered.filter(own).head(count), ordered.filter(~own).head(count)])
+    ordered, is_quoted = largest_first(table, by, "start_ns"), _is_in_step(table, row)
+    return pl.concat([ordered.filter(is_quoted).head(count), ordered.filter(~is_quoted).head(count)])
 
 
 def _is_in_step(table: pl.DataFrame, row: dict[str, Any]) -> pl.Expr:

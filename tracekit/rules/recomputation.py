@@ -68,31 +68,31 @@ class NeedlessRecomputation(Rule):
         loss = step_losses.worst(steps, self.min_saved_ratio)
         if loss is None:
             return
-        own = loss.rows(parts)
-        passes = int(own["backward"].n_unique())
-        layers, count = own.height // passes, loss.rows(affordable).height // passes
+        step_parts = loss.rows(parts)
+        passes = int(step_parts["backward"].n_unique())
+        layers, count = step_parts.height // passes, loss.rows(affordable).height // passes
         yield replace(loss, steps=steps.filter(pl.col("lost_ns") > 0)).finding(
             self,
             Severity.WARNING,
             f"Backward recomputes {layers} parts of the model, although memory could store the activations of {count} "
-            f"({units.size(int(own['activation_bytes'].max()))} each; {units.size(free_bytes)} are free with "  # type: ignore[arg-type]
+            f"({units.size(int(step_parts['activation_bytes'].max()))} each; {units.size(free_bytes)} are free with "  # type: ignore[arg-type]
             f"{units.share(self.keep_free_ratio)} in reserve). Recomputing those takes {loss}.",
             f"Checkpoint only {layers - count} of the {layers} parts (torch.utils.checkpoint on the first layers, or a "
             "check_fn for apply_activation_checkpointing), or save costly outputs with "
             "create_selective_checkpoint_contexts.",
-            confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
+            confidence=0.8 if step_parts["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
             what_if=WhatIf("recomputation", is_partial=True),
-            evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
+            evidence=step_parts.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 
     def _free_bytes(self, run: Run) -> int | None:
         """Return the free memory of the fullest device; None if no trace contains it."""
         regions = run.table(recomputation.regions).filter(pl.col("activation_bytes") > 0)
-        known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
-        if known.is_empty() or regions.is_empty():
+        peaks = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
+        if peaks.is_empty() or regions.is_empty():
             return None
         free_bytes = pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")
-        return max(0, int(known.select(free_bytes.min()).item()))
+        return max(0, int(peaks.select(free_bytes.min()).item()))
 
 
 def _affordable(parts: pl.DataFrame, free_bytes: int) -> pl.DataFrame:

@@ -112,7 +112,7 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def warnings(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the findings that are more than information: warnings and errors."""
-    return (found for found in findings if found.severity > Severity.INFO)
+    return (finding for finding in findings if finding.severity > Severity.INFO)
 
 
 def cost_order(finding: Finding) -> tuple[bool, float, int, int, int]:
@@ -126,7 +126,7 @@ def cost_order(finding: Finding) -> tuple[bool, float, int, int, int]:
 
 def costliest(findings: Iterable[Finding]) -> Finding | None:
     """Return the finding with the highest measured or replayed cost; None if there is none, or only upper bounds."""
-    return max((found for found in findings if not found.is_upper_bound), key=cost_order, default=None)
+    return max((finding for finding in findings if not finding.is_upper_bound), key=cost_order, default=None)
 
 
 def is_data_quality(code: str) -> bool:
@@ -137,8 +137,8 @@ def is_data_quality(code: str) -> bool:
 def doubtful_data_issue(findings: Iterable[Finding]) -> Finding | None:
     """Return the issue of most of the data of a run, if nothing but data quality was found above info; else None."""
     severe = list(warnings(findings))
-    issues = [found for found in severe if is_data_quality(found.code)]
-    return next((found for found in issues if _is_of_most_data(found)), None) if len(issues) == len(severe) else None
+    issues = [finding for finding in severe if is_data_quality(finding.code)]
+    return next((issue for issue in issues if _is_of_most_data(issue)), None) if len(issues) == len(severe) else None
 
 
 _MOST_DATA = 0.5
@@ -180,7 +180,7 @@ def median_row(table: pl.DataFrame, *by: str) -> dict[str, Any]:
 
 
 def median_name(count: int) -> str:
-    """Return what the row of `median_row` is: of an even number of rows it is not their median.
+    """Name of the row of `median_row`: of an even number of rows it is not their median.
 
     >>> median_name(2), median_name(3)
     ('lower median', 'median')

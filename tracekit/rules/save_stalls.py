@@ -45,8 +45,8 @@ class StalledSave(Rule):
         )
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
-        judged = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
-        stalled = parts.join(judged.drop("bytes"), on="save")
+        costly_saves = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
+        stalled = parts.join(costly_saves.drop("bytes"), on="save")
         if stalled.is_empty():
             return
         row = median_row(stalled, "blocked_ns", "save")
@@ -85,17 +85,17 @@ def _rate(before: str, row: dict[str, Any]) -> str:
 def _io(run: Run, row: dict[str, Any]) -> str:
     """Return a sentence on the file system calls of that rank during the save, where they were logged."""
     of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
-    whole = run.run_table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
+    totals = run.run_table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
     kinds = _IO_KINDS.get(row["stage"], ())
-    return io_evidence.sentence(run, row["rank"], intervals.from_table(whole), "the save", kinds)
+    return io_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
     """Return the rows of that save, those of the longest stage and its rank first."""
-    own = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
+    stages = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
     slowest = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
-    shown = own.sort(~slowest, "rank", "start_ns", "stage").head(_EVIDENCE_ROWS)
-    return shown.select("save", pl.exclude("save", "whole_bytes"))
+    rows = stages.sort(~slowest, "rank", "start_ns", "stage").head(_EVIDENCE_ROWS)
+    return rows.select("save", pl.exclude("save", "whole_bytes"))
 
 
 @dataclass(frozen=True)

@@ -34,21 +34,21 @@ def of_finding(run: Run, finding: Finding) -> Iterator[HostSpan]:
     return _spans(run, rows.filter(_is_of(finding)))
 
 
-def reported(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
+def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     """Return the single stalls that are reported by a warning of STEP001, or as first uses.
 
     Columns of `outlier_steps.outlier_steps`, and removed_by, the cause whose replay removes them.
     """
     stalls = run.run_table(outlier_steps.outlier_steps)
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
-    for finding in (each for each in warnings(findings) if each.code == CODE):
+    for finding in (warning for warning in warnings(findings) if warning.code == CODE):
         is_reported |= _is_of(finding)
     removed_by = pl.col("cause").replace_strict(_REMOVED_BY, default=_LATE_LAUNCH, return_dtype=pl.String)
     return stalls.filter(is_reported).with_columns(removed_by.alias("removed_by"))
 
 
 def staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
-    """Return when the hosts are in `reported` stalls that stay where a cause is removed.
+    """Host spans in `reported_stalls` that stay where a cause is removed.
 
     None in a window of one step, whose stalls may be steady or single. A blocking call in a stall of the allocator,
     say, is not part of it: the host is in another state then.
@@ -60,16 +60,16 @@ def staying(run: Run, stalls: pl.DataFrame, cause: str) -> tuple[HostSpan, ...]:
 
 
 def once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
-    """Return a finding on outlier steps as information if the rule of its cause warns of the same `reported` stall.
+    """Return a finding on outlier steps as information if the rule of its cause warns of the same of some `stalls`.
 
     That is so in a window of one step, whose stalls may be steady or single. Other findings are returned as they are.
     """
     if finding.code != CODE or finding.severity <= Severity.INFO:
         return finding
-    own = stalls.filter(_is_of(finding))
-    codes = {CAUSES[cause].code for cause in own["removed_by"].unique()}
-    is_only_step = bool((own["steps"] <= 1).all()) and own.height > 0
-    is_reported = codes <= {each.code for each in warnings(findings)}
+    matching = stalls.filter(_is_of(finding))
+    codes = {CAUSES[cause].code for cause in matching["removed_by"].unique()}
+    is_only_step = bool((matching["steps"] <= 1).all()) and matching.height > 0
+    is_reported = codes <= {warning.code for warning in warnings(findings)}
     return replace(finding, severity=Severity.INFO) if is_only_step and is_reported else finding
 
 
@@ -81,18 +81,18 @@ def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
     pieces = run.run_table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
     for stall in stalls.iter_rows(named=True):
         events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
-        every = events.select("run_start_ns", "end_ns").rows()
+        all_spans = events.select("run_start_ns", "end_ns").rows()
         by_rank: dict[int, list[tuple[int, int]]] = {}
-        for rank, span in zip(events["rank"].to_list(), every, strict=True):
+        for rank, span in zip(events["rank"].to_list(), all_spans, strict=True):
             by_rank.setdefault(rank, []).append(span)
         for rank in run.ranks if stall["is_everyone"] else dict.fromkeys(stall["ranks"]):
-            for start_ns, end_ns in by_rank.get(rank, every):
+            for start_ns, end_ns in by_rank.get(rank, all_spans):
                 yield HostSpan(stall["window"], rank, start_ns, end_ns, f"{stall['cause']} in step {stall['step']}")
 
 
 def _is_of(outliers: Finding) -> pl.Expr:
     """Return whether a row of `outlier_steps.outlier_steps` belongs to a finding on outlier steps."""
-    others = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
-    of = (others == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
+    differing = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
+    same_ranks = (differing == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
     in_steps = pl.col("step").is_in(outliers.steps) if outliers.steps else pl.col("step").is_null()
-    return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & of & ~is_cold()
+    return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & same_ranks & ~is_cold()

@@ -75,34 +75,34 @@ class StalledCollective(Rule):
         """Yield one finding for each set of ranks that stopped, and one for the collectives without such ranks."""
         events = run.run_table(stalled_collectives.stalled_collectives)
         key = ["silent_ranks", "is_whole"]
-        for _, own in largest_first(events, "lost_ns", "start_ns").group_by(key, maintain_order=True):
-            longest = own.row(0, named=True)
+        for _, similar in largest_first(events, "lost_ns", "start_ns").group_by(key, maintain_order=True):
+            longest = similar.row(0, named=True)
             step_ns = longest["reference_ns"] or longest["window_ns"]
             if step_ns is None:  # no step has work, so nothing is known of how long one takes
                 continue
             least_ns = step_ns * (self.min_step_ratio if breakdown.is_on_device(run) else self.min_cpu_step_ratio)
             if longest["lost_ns"] < least_ns / 2:
                 continue
-            ratio = _lost_ratio(own)
+            ratio = _lost_ratio(similar)
             if ratio >= self.min_lost_ratio:
-                yield self._finding(run, own, Severity.WARNING, self.min_lost_ratio)
+                yield self._finding(run, similar, Severity.WARNING, self.min_lost_ratio)
             elif longest["lost_ns"] >= least_ns:
-                yield self._finding(run, own, Severity.INFO, least_ns / longest["window_ns"])
+                yield self._finding(run, similar, Severity.INFO, least_ns / longest["window_ns"])
 
-    def _finding(self, run: Run, own: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
-        event, windows = own.row(0, named=True), own.unique("window")
+    def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
+        event, windows = events.row(0, named=True), events.unique("window")
         stopped = tuple(event["silent_ranks"])
         return Finding(
             self.code,
             severity,
-            f"{_what(event)}. {_cause(event)} {_how_often(own)}",
+            f"{_what(event)}. {_cause(event)} {_how_often(events)}",
             _fix(event),
-            impact=min(1.0, _lost_ratio(own)),
-            cost_ns=int(own["lost_ns"].sum()) // max(1, int(windows["steps"].sum())),
+            impact=min(1.0, _lost_ratio(events)),
+            cost_ns=int(events["lost_ns"].sum()) // max(1, int(windows["steps"].sum())),
             confidence=_confidence(event),
-            ranks=stopped or tuple(own["ranks"].explode().unique().sort().to_list()),
-            steps=distinct(own, "step"),
-            evidence=_evidence(run, own),
+            ranks=stopped or tuple(events["ranks"].explode().unique().sort().to_list()),
+            steps=distinct(events, "step"),
+            evidence=_evidence(run, events),
             what_if=WhatIf(causes.STALLED_COLLECTIVE.name, min_saved_ratio),
             subject=_subject(event),
             is_of_window=event["step"] is None,
@@ -110,23 +110,23 @@ class StalledCollective(Rule):
 
 
 def removal(run: Run, findings: Iterable[Finding]) -> Removal | None:
-    """Return what a replay removes for findings of this rule: the excess of their collectives; None without such."""
+    """Removal in a replay for findings of this rule: the excess of their collectives; None without such."""
     events = run.run_table(stalled_collectives.stalled_collectives)
-    steps_of = {each.subject: each.steps for each in findings if each.code == StalledCollective.code}
-    own = [
+    steps_of = {finding.subject: finding.steps for finding in findings if finding.code == StalledCollective.code}
+    stalled = [
         row
         for row in events.iter_rows(named=True)
         if (steps := steps_of.get(_subject(row))) is not None and (row["step"] is None or row["step"] in steps)
     ]
     calls = run.run_table(stalled_collectives.stalled_calls).filter(
-        pl.col("event").is_in([row["event"] for row in own])
+        pl.col("event").is_in([row["event"] for row in stalled])
     )
     rows = calls.select(
         "window", "rank", "excess_start_ns", end_ns=pl.col("excess_start_ns") + pl.col("excess_ns")
     ).rows()
     stopped = [
         HostSpan(row["window"], rank, row["start_ns"], row["end_ns"], STOPPED)
-        for row in own
+        for row in stalled
         for rank in row["silent_ranks"]
     ]
     spans = (*(HostSpan(*row) for row in rows), *stopped)
@@ -139,24 +139,24 @@ def _subject(event: dict[str, Any]) -> str:
     return "" if event["is_whole"] else "untraced ranks"
 
 
-def _lost_ratio(own: pl.DataFrame) -> float:
-    return int(own["lost_ns"].sum()) / max(1, int(own.unique("window")["window_ns"].sum()))
+def _lost_ratio(events: pl.DataFrame) -> float:
+    return int(events["lost_ns"].sum()) / max(1, int(events.unique("window")["window_ns"].sum()))
 
 
 def _what(event: dict[str, Any]) -> str:
-    """Return which collective took how long, of which group, and how long it usually takes."""
+    """Clause on the collective that took long, its group, and the time that it usually takes."""
     size = f" of {units.size(event['bytes'])}" if event["bytes"] else ""
     group = f" of the group {event['group']}" if event["group"] else ""
     more = event["collectives"] - 1
-    others = f", and {units.count(more, 'other')} at the same time" if more else ""
+    more_text = f", and {units.count(more, 'other')} at the same time" if more else ""
     return (
         f"{outlier_steps.where(event, event['lost_ns'])}one {event['op'].replace('_', '-')}{size}{group} takes "
-        f"{units.duration(event['transfer_ns'])} instead of {units.duration(event['usual_ns'])}{others}"
+        f"{units.duration(event['transfer_ns'])} instead of {units.duration(event['usual_ns'])}{more_text}"
     )
 
 
 def _cause(event: dict[str, Any]) -> str:
-    """Return what stalled, as far as the traces show it."""
+    """Sentence on what stalled, as far as the traces show it."""
     if event["silent_ranks"]:
         several = len(event["silent_ranks"]) > 1
         where = f", inside {event['name']}" if event["name"] else ""
@@ -175,15 +175,15 @@ def _cause(event: dict[str, Any]) -> str:
     )
 
 
-def _how_often(own: pl.DataFrame) -> str:
-    steps = int(own.unique("window")["steps"].sum())
-    excess_ns = int((own["end_ns"] - own["start_ns"]).sum())
+def _how_often(events: pl.DataFrame) -> str:
+    steps = int(events.unique("window")["steps"].sum())
+    excess_ns = int((events["end_ns"] - events["start_ns"]).sum())
     if steps < 2:
-        return f"It costs {units.duration(excess_ns)} ({units.share(_lost_ratio(own))}) of the window."
-    often = "once" if own.height == 1 else f"{own.height} times"
+        return f"It costs {units.duration(excess_ns)} ({units.share(_lost_ratio(events))}) of the window."
+    often = "once" if events.height == 1 else f"{events.height} times"
     return (
         f"It happens {often} in {steps} profiled steps, so it may be rare; it takes {units.duration(excess_ns)} in "
-        f"total ({units.share(_lost_ratio(own))} of the time)."
+        f"total ({units.share(_lost_ratio(events))} of the time)."
     )
 
 
@@ -202,7 +202,7 @@ def _confidence(event: dict[str, Any]) -> float:
     return 0.9 if event["silent_ranks"] else 0.8
 
 
-def _evidence(run: Run, own: pl.DataFrame) -> pl.DataFrame:
-    calls = run.run_table(stalled_collectives.stalled_calls).join(own.select("event"), on="event", how="semi")
+def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:
+    calls = run.run_table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")
     columns = ("window", "rank", "step", "op", "group", "bytes", "start_ns", "dur_ns", "transfer_ns", "usual_ns")
     return largest_first(calls, "excess_ns", "rank", "start_ns").select(*columns).head(_EVIDENCE_ROWS)

@@ -78,9 +78,9 @@ class Straggler(Rule):
         """Yield one finding per straggling rank."""
         yield from self._findings(run, pl.col("late_ranks").list.len() == 1)
 
-    def _findings(self, run: Run, judged: pl.Expr) -> Iterator[Finding]:
-        """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that are `judged`."""
-        costs = run.run_table(stragglers.straggler_costs).filter(judged)
+    def _findings(self, run: Run, is_judged: pl.Expr) -> Iterator[Finding]:
+        """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that `is_judged`."""
+        costs = run.run_table(stragglers.straggler_costs).filter(is_judged)
         overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
             late = rank_steps["late_ranks"][0]
@@ -126,9 +126,9 @@ class Straggler(Rule):
         ranks = tuple(worst["late_ranks"])
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
         in_step = _in_step(worst)
-        shown = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
+        wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
-        name = f"rank{'s' * several} {units.ranges(ranks)}"
+        name = units.numbered("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
         cause, fix = _cause(run, ranks, worst)
@@ -136,17 +136,17 @@ class Straggler(Rule):
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
             f"{_verdict(name, place)}: the other ranks lose {describe_loss(worst)} to waiting for "
-            f"{'them' if several else 'it'} in {_when(worst)}.{_idle(worst)} "
+            f"{'them' if several else 'it'} in {_late_steps(worst)}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at {_worst_collective(shown[0])}.{cause}",
+            f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}",
             fix.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
-            confidence=(0.8 if worst["is_whole"] else 0.7) - 0.1 * is_of_window,
+            confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
             ranks=ranks,
             steps=distinct(late, "step"),
             what_if=WhatIf("straggler", self.min_cost_ratio) if is_latest else None,
-            evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in shown).select(
+            evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in wait_tables).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
             subject=name,
@@ -155,7 +155,7 @@ class Straggler(Rule):
 
 
 def _idle(worst: dict[str, Any]) -> str:
-    """Return how long the other ranks idle for late ranks, which pages show, where it is not the time lost; else ''."""
+    """Sentence on the idle time of other ranks for late ranks, which pages show, if not the time lost; else ''."""
     idle, lost = units.duration(worst["idle_ns"]), units.duration(worst["lost_ns"])
     if idle == lost:
         return ""
@@ -166,7 +166,7 @@ def _idle(worst: dict[str, Any]) -> str:
 
 
 def _verdict(name: str, place: str | None) -> str:
-    """Return which ranks straggle, and what they share.
+    """Clause on the ranks that straggle, and what they share.
 
     >>> _verdict("ranks 24–31", "node 3")
     'Node 3 (ranks 24–31) straggles'
@@ -183,7 +183,7 @@ def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     return run.run_table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
 
 
-def _when(worst: dict[str, Any]) -> str:
+def _late_steps(worst: dict[str, Any]) -> str:
     """Return the step that a finding quotes, and in how many steps, or parts of a window, the rank is late."""
     if worst["step"] is None:
         return (
@@ -222,7 +222,7 @@ _MIN_LAUNCHED_LATE = 0.25
 
 
 def _cause(run: Run, ranks: tuple[int, ...], worst: dict[str, Any]) -> tuple[str, str]:
-    """Return what the late ranks take longer for and what their GPUs report, and the fix."""
+    """Sentences on what the late ranks take longer for and what their GPUs report, and the fix."""
     part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
     late: pl.DataFrame = worst["late"]
     compared = device_comparison.compare(run, ranks, late.select(_STEP))
@@ -247,11 +247,11 @@ def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | N
 def _worst_collective(quoted: pl.DataFrame) -> str:
     """Return the collective with the longest waits: its op, and unit or phase."""
     sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
-    most = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
-    what = f"the {(most['op'] or 'collective').replace('_', '-')}"
-    if most["unit"]:
-        return f"{what} of {most['unit']}" + (f" in {most['phase']}" if most["phase"] else "")
-    return f"{what} in {most['phase']}" if most["phase"] else what
+    longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
+    what = f"the {(longest['op'] or 'collective').replace('_', '-')}"
+    if longest["unit"]:
+        return f"{what} of {longest['unit']}" + (f" in {longest['phase']}" if longest["phase"] else "")
+    return f"{what} in {longest['phase']}" if longest["phase"] else what
 
 
 @dataclass(frozen=True)
@@ -320,9 +320,9 @@ def _is_one_straggler(run: Run) -> bool:
     accounts = run.run_table(stragglers.straggler_costs)
     if accounts["step"].is_null().all():
         return _led_throughout(run, Straggler.min_steps_ratio).height > 0
-    most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
+    leaders = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
     steps = accounts["order"].n_unique()
-    return steps > 1 and bool((most["len"] * 2 > steps).any())
+    return steps > 1 and bool((leaders["len"] * 2 > steps).any())
 
 
 def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
@@ -339,8 +339,8 @@ def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
     """Return the ranks waited for most, with their share of the waiting, highest first."""
     total = int(pieces["dur_ns"].sum())
     by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
-    most = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
-    return [(rank, waited_ns / total) for rank, waited_ns in most.select("peer_rank", "dur_ns").iter_rows()]
+    latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
+    return [(rank, waited_ns / total) for rank, waited_ns in latest.select("peer_rank", "dur_ns").iter_rows()]
 
 
 def _describe(shares: list[tuple[int, float]]) -> str:

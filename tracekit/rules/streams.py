@@ -82,13 +82,13 @@ class GiveWay(Rule):
         loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
-        own = loss.rows(chains)
+        quoted_chains = loss.rows(chains)
         yield loss.finding(
             self,
             Severity.WARNING,
-            _give_way_message(loss, own),
+            _give_way_message(loss, quoted_chains),
             _PREPARE_EARLIER.get(strategy.of_run(run) or "", _PREPARE_ANY_EARLIER),
-            confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
+            confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
             what_if=WhatIf("give-way", self.min_cost_ratio),
         )
@@ -222,10 +222,10 @@ _PREPARE_EARLIER = {
 }
 
 
-def _give_way_message(loss: StepLoss, own: pl.DataFrame) -> str:
-    slowdown = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+def _give_way_message(loss: StepLoss, chains: pl.DataFrame) -> str:
+    slowdown = chains.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
     by_unit = (
-        own.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
+        chains.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
     )
     unit = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
     return (
@@ -235,8 +235,8 @@ def _give_way_message(loss: StepLoss, own: pl.DataFrame) -> str:
 
 
 def _queue_message(loss: StepLoss, order: pl.DataFrame) -> str:
-    own = loss.rows(order)
-    chances, overtaken, blocked = (int(own[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
+    rows = loss.rows(order)
+    chances, overtaken, blocked = (int(rows[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
     return (
         f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of {chances} kernels "
         f"overtook an earlier launch on another stream, and {blocked} started only with it."
@@ -244,8 +244,8 @@ def _queue_message(loss: StepLoss, order: pl.DataFrame) -> str:
 
 
 def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
-    own = loss.rows(delayed)
+    rows = loss.rows(delayed)
     return (
-        f"{own.height} collectives wait {units.duration(int(own['delay_ns'].sum()))} for another one of the same "
+        f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one of the same "
         f"process group on another stream. Up to {loss} is exposed."
     )

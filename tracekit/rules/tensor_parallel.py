@@ -54,8 +54,8 @@ class TensorParallelAcrossNodes(Rule):
         steps = run.run_table(tensor_parallel.exposed_by_step).filter(pl.col("rank").is_in(members))
         if steps.is_empty():
             return
-        named = tensor_parallel.named_groups(run)["ranks"].to_list()
-        speed = tensor_parallel.bus_bandwidth(run, [each for each in groups if each in named], inside=False)
+        axis_groups = tensor_parallel.named_groups(run)["ranks"].to_list()
+        speed = tensor_parallel.bus_bandwidth(run, [ranks for ranks in groups if ranks in axis_groups], inside=False)
         inside = tensor_parallel.bus_bandwidth(run, groups, inside=True)
         saved = 1 - min(1.0, speed / inside) if speed and inside and inside > speed else 1 - 1 / _NODE_SPEEDUP
         worst = median_row(steps, "transfer_ns", "rank", "step")
@@ -63,14 +63,14 @@ class TensorParallelAcrossNodes(Rule):
         ratio = cost_ns / worst["duration_ns"]
         if ratio < self.min_lost_ratio:
             return
-        at = f" Their bus bandwidth is {units.rate(speed)}." if speed else ""
+        bandwidth = f" Their bus bandwidth is {units.rate(speed)}." if speed else ""
         yield Finding(
             self.code,
             Severity.WARNING,
             f"{len(groups)} tensor-parallel groups, such as ranks {units.ranges(groups[0])}, are on several nodes: "
             f"{units.duration(worst['transfer_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['transfer_ns'] / worst['duration_ns'])}) of {quoted_step.place(worst['step'])} is "
-            f"their exposed transfer time; links inside a node would save about {units.duration(cost_ns)}.{at}",
+            f"their exposed transfer time; links inside a node would save about {units.duration(cost_ns)}.{bandwidth}",
             "Keep each tensor-parallel group inside one node: tp at most the GPUs of a node and the innermost axis of "
             "the mesh; use pipeline or data parallelism between nodes.",
             impact=min(1.0, ratio),
@@ -124,9 +124,9 @@ class ExposedTensorParallel(Rule):
         steps = run.run_table(tensor_parallel.exposed_by_step)
         if steps.is_empty() or tensor_parallel.groups_across_nodes(run):
             return
-        alone = collective_instances.ranks_without_peers(run)
-        known = steps.filter(~pl.col("rank").is_in(alone))
-        steps = steps if known.is_empty() else known
+        without_peers = collective_instances.ranks_without_peers(run)
+        complete = steps.filter(~pl.col("rank").is_in(without_peers))
+        steps = steps if complete.is_empty() else complete
         worst = median_row(steps, "exposed_ratio", "rank", "step")
         transfer_ratio = worst["transfer_ns"] / worst["duration_ns"]
         groups = tensor_parallel.named_groups(run)["ranks"].to_list()
@@ -135,8 +135,9 @@ class ExposedTensorParallel(Rule):
         source, confidence = _source(run)
         if worst["exposed_ratio"] <= self.max_exposed_ratio and not is_slow:
             return
-        is_known = not known.is_empty()
+        is_known = not complete.is_empty()
         is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
+        advice = _OVERLAP if is_warning else _WAITING
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
@@ -146,7 +147,7 @@ class ExposedTensorParallel(Rule):
             f"{units.duration(worst['transfer_ns'])} {'transfer' if is_known else _UNKNOWN} and "
             f"{units.duration(worst['waited_ns'])} waiting for late ranks{_per_pass(worst)}."
             + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
-            _SLOW if is_slow else _OVERLAP if is_warning else _WAITING,
+            _SLOW if is_slow else advice,
             impact=min(1.0, transfer_ratio),
             cost_ns=worst["transfer_ns"],
             confidence=min(0.9, confidence),
@@ -159,8 +160,8 @@ class ExposedTensorParallel(Rule):
     def _is_slow(self, run: Run, groups: list[list[int]], speed: float | None) -> bool:
         """Return whether the links are slow by themselves, or for the kind of device."""
         link = tensor_parallel.link_bandwidth(run, max(map(len, groups), default=0))
-        least = min(self.slow_bytes_per_ns * 1e9, link / 2 if link else math.inf)
-        if speed and speed < least:
+        min_speed = min(self.slow_bytes_per_ns * 1e9, link / 2 if link else math.inf)
+        if speed and speed < min_speed:
             return True
         full_bytes = tensor_parallel.FULL_RATE_BYTES
         full_speed = tensor_parallel.bus_bandwidth(run, groups, inside=False, least_bytes=full_bytes)
@@ -182,10 +183,10 @@ _WAITING = "Most of it is waiting for late ranks: see RANK001, RANK003 and HOST0
 
 
 def _source(run: Run) -> tuple[str, float]:
-    """Return how it is known that collectives are of tensor parallelism, and how sure that is."""
-    named = tensor_parallel.named_groups(run)
-    known = axis_communication.sources(run).filter(pl.col("axis") == TP) if named.is_empty() else named
-    row = known.sort("confidence").row(0, named=True)
+    """Evidence that collectives are of tensor parallelism, and how sure that is."""
+    groups = tensor_parallel.named_groups(run)
+    sources = axis_communication.sources(run).filter(pl.col("axis") == TP) if groups.is_empty() else groups
+    row = sources.sort("confidence").row(0, named=True)
     if row["source"] == group_axes.INFERRED:
         return f"inferred, confidence {row['confidence']:.0%}", row["confidence"]
     by = "group description" if row["source"] == group_axes.DESCRIPTION else "manifest"
@@ -200,8 +201,8 @@ def _per_pass(row: dict[str, Any]) -> str:
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     calls = run.run_table(tensor_parallel.exposed_calls).filter(pl.col("rank") == worst["rank"])
-    shown = calls.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
-    ordered = largest_first(shown, "all_exposed_ns", "start_ns").head(_EVIDENCE_ROWS)
+    with_durations = calls.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
+    ordered = largest_first(with_durations, "all_exposed_ns", "start_ns").head(_EVIDENCE_ROWS)
     return ordered.select(
         "window", "rank", "step", "phase", "op", "bytes", "start_ns", "dur_ns", "all_exposed_ns", "exposed_ns"
     )

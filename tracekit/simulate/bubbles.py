@@ -31,23 +31,23 @@ def bubbles(job: Job, recording: Recording) -> list[Bubble]:
     """Return the bubbles of all ranks and steps; none without a pipeline."""
     if job.hybrid is None or job.hybrid.layout.pp == 1:
         return []
-    return list(_each(job, recording))
+    return list(_rank_bubbles(job, recording))
 
 
-def _each(job: Job, recording: Recording) -> Iterator[Bubble]:
+def _rank_bubbles(job: Job, recording: Recording) -> Iterator[Bubble]:
     assert job.hybrid is not None
     pipelines = job.hybrid.layout.groups(PP)
     for step, ranks in product(range(job.steps), pipelines):
         spans = {rank: _spans(recording.ranks[rank].actions, step) for rank in ranks}
-        first = min(start for own in spans.values() for start, _ in own)
-        last = max(end for own in spans.values() for _, end in own)
-        for rank, own in spans.items():
-            bubble_ns = last - first - _covered_ns(own)
+        first = min(start for rank_spans in spans.values() for start, _ in rank_spans)
+        last = max(end for rank_spans in spans.values() for _, end in rank_spans)
+        for rank, rank_spans in spans.items():
+            bubble_ns = last - first - _covered_ns(rank_spans)
             yield Bubble(rank, job.hybrid.stages_of(rank), step, bubble_ns, bubble_ns / (last - first))
 
 
 def _spans(actions: dict[tuple[int, Action], tuple[int, int]], step: int) -> list[tuple[int, int]]:
-    return sorted(span for (of, _), span in actions.items() if of == step)
+    return sorted(span for (action_step, _), span in actions.items() if action_step == step)
 
 
 def _covered_ns(spans: Sequence[tuple[int, int]]) -> int:

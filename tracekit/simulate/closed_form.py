@@ -28,15 +28,15 @@ class Setting:
     batch: int = 1
 
 
-def step_s(strategy: str, of: Setting, rates: Rates) -> Quantity:
+def step_s(strategy: str, setting: Setting, rates: Rates) -> Quantity:
     """Return the time of a training step under ``fsdp1`` or ``yafsdp-v1``, in seconds."""
-    parts = costs.parts(of.model, rates, batch=of.batch, seq=of.seq, shards=of.gpus)
-    return _STEPS[strategy](of, rates, parts)
+    parts = costs.parts(setting.model, rates, batch=setting.batch, seq=setting.seq, shards=setting.gpus)
+    return _STEPS[strategy](setting, rates, parts)
 
 
-def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
-    layer, root, layers = of.model.layer_parameters, 2 * of.model.outer_parameters, of.model.layers
-    ring = partial(costs.ring_s, of=rates, ranks=of.gpus)
+def _fsdp1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
+    layer, root, layers = setting.model.layer_parameters, 2 * setting.model.outer_parameters, setting.model.layers
+    ring = partial(costs.ring_s, speeds=rates, ranks=setting.gpus)
     gather, reduce = ring(GATHERED_BYTES * layer), ring(REDUCED_BYTES * layer)
     prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
     slowdown = rates.give_way * costs.pieces(layer)
@@ -49,7 +49,7 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     gathered = np.maximum(carried, head) + gather  # the last layer's; the one below follows at once
     carried, end = gathered, head + parts.head_backward_s
     for index in reversed(range(layers)):
-        takes = _backward_s(of, parts, index) + costs.moved_s(costs.COPY_BYTES, layer, rates)
+        takes = _backward_s(setting, parts, index) + costs.moved_s(costs.COPY_BYTES, layer, rates)
         start = np.maximum(end, gathered)
         end = start + takes
         if index < layers - 1:  # the preparation of the layer above begins with this one's compute
@@ -64,9 +64,9 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     return carried + parts.optimizer_s
 
 
-def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
-    layer, outer, layers = of.model.layer_parameters, of.model.outer_parameters, of.model.layers
-    ring = partial(costs.ring_s, of=rates, ranks=of.gpus)
+def _yafsdp_v1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
+    layer, outer, layers = setting.model.layer_parameters, setting.model.outer_parameters, setting.model.layers
+    ring = partial(costs.ring_s, speeds=rates, ranks=setting.gpus)
     gather, gather_outer = ring(GATHERED_BYTES * layer), ring(GATHERED_BYTES * outer)
     carried = gather_outer
     end, before = carried, 0.0 * carried
@@ -75,39 +75,39 @@ def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
         end, before = np.maximum(end, carried) + parts.layer_forward_s, end
     carried = np.maximum(carried, before) + gather_outer
     head = np.maximum(end, carried) + parts.head_forward_s + parts.head_backward_s
-    end, before = head + _backward_s(of, parts, layers - 1), head
+    end, before = head + _backward_s(setting, parts, layers - 1), head
     for index in reversed(range(layers - 1)):
         # Cast and reduce the unit two above (concurrently with the compute of the one above), then gather.
         unit = outer if index == layers - 2 else layer
-        carried, end_above = _cast_and_reduce(of, rates, unit, carried, before, end)
+        carried, end_above = _cast_and_reduce(setting, rates, unit, carried, before, end)
         carried = carried + gather
-        end, before = np.maximum(end_above, carried) + _backward_s(of, parts, index), end_above
-    carried, end = _cast_and_reduce(of, rates, layer, carried, before, end)
-    carried, _ = _cast_and_reduce(of, rates, layer, carried, end, end)
-    carried, _ = _cast_and_reduce(of, rates, outer, carried, end, end)
+        end, before = np.maximum(end_above, carried) + _backward_s(setting, parts, index), end_above
+    carried, end = _cast_and_reduce(setting, rates, layer, carried, before, end)
+    carried, _ = _cast_and_reduce(setting, rates, layer, carried, end, end)
+    carried, _ = _cast_and_reduce(setting, rates, outer, carried, end, end)
     return carried + parts.optimizer_s
 
 
 def _cast_and_reduce(
-    of: Setting, rates: Rates, parameters: int, carried: Quantity, whole: Quantity, end: Quantity
+    setting: Setting, rates: Rates, parameters: int, carried: Quantity, ready: Quantity, end: Quantity
 ) -> tuple[Quantity, Quantity]:
-    """Return when gradients that are `whole` are reduced, and when the compute that would end at `end` now does."""
+    """Return the times at which gradients complete at `ready` are reduced, and compute planned until `end` ends."""
     cast = costs.moved_s(costs.CAST_BYTES, parameters, rates)
     slowdown = rates.give_way_high_priority * costs.pieces(parameters)
-    start = np.maximum(carried, whole)
+    start = np.maximum(carried, ready)
     concurrent = np.maximum(end - start, 0.0)
     reduced = start + cast + np.minimum(slowdown * cast, concurrent)
     end = end + _compute_delay(cast, concurrent, slowdown)
-    return reduced + costs.ring_s(REDUCED_BYTES * parameters, rates, of.gpus), end
+    return reduced + costs.ring_s(REDUCED_BYTES * parameters, rates, setting.gpus), end
 
 
 def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:
-    """Return how much later compute of length `concurrent` ends because `work` runs at the same time."""
+    """Return the delay of compute of length `concurrent` because `work` runs at the same time."""
     return np.minimum(work, concurrent / np.maximum(slowdown, 1e-9))
 
 
-def _backward_s(of: Setting, parts: Parts, layer: int) -> Quantity:
-    recomputed = parts.layer_forward_s if layer < of.checkpoint_layers else 0.0
+def _backward_s(setting: Setting, parts: Parts, layer: int) -> Quantity:
+    recomputed = parts.layer_forward_s if layer < setting.checkpoint_layers else 0.0
     return parts.layer_backward_s + recomputed
 
 

@@ -93,7 +93,7 @@ def rates(hardware: Hardware, *, spans_nodes: bool, overhead_s: float = 0.0) -> 
     )
 
 
-def parts(model: Model, of: Rates, *, batch: int, seq: int, shards: int) -> Parts:
+def parts(model: Model, speeds: Rates, *, batch: int, seq: int, shards: int) -> Parts:
     """Return the compute of a step: `batch` sequences of `seq` tokens a GPU, the optimizer's work over `shards`.
 
     A product of n parameters and t tokens takes 2nt operations; causal attention 2bs²h. What is neither moves
@@ -101,30 +101,30 @@ def parts(model: Model, of: Rates, *, batch: int, seq: int, shards: int) -> Part
     """
     tokens = batch * seq
     return Parts(
-        matrices_s=2 * model.layer_parameters * tokens / of.flops_per_s,
-        attention_s=2 * batch * seq * seq * model.width / of.flops_per_s,
-        elementwise_s=of.elementwise_bytes * tokens * model.width / of.memory_bytes_per_s,
-        head_s=2 * model.outer_parameters * tokens / of.flops_per_s,
-        loss_s=_LOSS_BYTES * tokens * model.vocabulary / of.memory_bytes_per_s,
-        optimizer_s=of.overhead_s + OPTIMIZER_BYTES * model.parameters / shards / of.memory_bytes_per_s,
+        matrices_s=2 * model.layer_parameters * tokens / speeds.flops_per_s,
+        attention_s=2 * batch * seq * seq * model.width / speeds.flops_per_s,
+        elementwise_s=speeds.elementwise_bytes * tokens * model.width / speeds.memory_bytes_per_s,
+        head_s=2 * model.outer_parameters * tokens / speeds.flops_per_s,
+        loss_s=_LOSS_BYTES * tokens * model.vocabulary / speeds.memory_bytes_per_s,
+        optimizer_s=speeds.overhead_s + OPTIMIZER_BYTES * model.parameters / shards / speeds.memory_bytes_per_s,
     )
 
 
 def parts_of(job: Job) -> Parts:
     """Return the compute of a job's step."""
-    of = rates(job.hardware, spans_nodes=False, overhead_s=job.step_overhead_ns / 1e9)
-    return parts(job.model, of, batch=job.batch, seq=job.seq, shards=job.shards)
+    speeds = rates(job.hardware, spans_nodes=False, overhead_s=job.step_overhead_ns / 1e9)
+    return parts(job.model, speeds, batch=job.batch, seq=job.seq, shards=job.shards)
 
 
-def ring_s(size_bytes: Quantity, of: Rates, ranks: Quantity) -> Quantity:
-    """Return how long a ring of `ranks` takes to gather or reduce-scatter `size_bytes` in all (nccl-tests' formula)."""
+def ring_s(size_bytes: Quantity, speeds: Rates, ranks: Quantity) -> Quantity:
+    """Return the time of a ring of `ranks` to gather or reduce-scatter `size_bytes` in all (nccl-tests' formula)."""
     hops = ring_hops(ALL_GATHER, ranks)
-    return hops / ranks * size_bytes / of.bus_bytes_per_s + hops * of.hop_s
+    return hops / ranks * size_bytes / speeds.bus_bytes_per_s + hops * speeds.hop_s
 
 
-def moved_s(bytes_per_parameter: float, parameters: Quantity, of: Rates) -> Quantity:
-    """Return how long a kernel that only moves data takes."""
-    return bytes_per_parameter * parameters / of.memory_bytes_per_s
+def moved_s(bytes_per_parameter: float, parameters: Quantity, speeds: Rates) -> Quantity:
+    """Return the time of a kernel that only moves data."""
+    return bytes_per_parameter * parameters / speeds.memory_bytes_per_s
 
 
 def pieces(parameters: int) -> int:

@@ -139,7 +139,7 @@ class Device:
         )
 
     def rates(self) -> list[tuple[Work, float]]:
-        """Return how fast each resident kernel now goes, 1 being as if alone; collectives depend on links.
+        """Return the speed of each resident kernel now, 1 being as if alone; collectives depend on links.
 
         The give-way effect: during the main compute, a kernel on a side stream takes 1 + give_way × pieces times as
         long, and its share is missing from the main compute. A resident collective occupies multiprocessors.
@@ -173,7 +173,7 @@ class Transfer(Progress):
         return len(self.arrived) == self.expected
 
     def current_rate(self, compute_slows: float) -> float:
-        """Return how fast it goes: links are shared evenly, and compute on a member may slow it."""
+        """Return its speed: links are shared evenly, and compute on a member may slow it."""
         shared = max(len(device.transferring[self.group.link]) for device, _ in self.arrived)
         slowed = 1 + compute_slows if compute_slows and any(device.computes for device, _ in self.arrived) else 1.0
         return 1 / (shared * slowed)

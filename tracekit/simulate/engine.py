@@ -40,7 +40,7 @@ def simulate(job: Job) -> Recording:
 
 
 def total_ns(job: Job) -> int:
-    """Return how long all steps of a job take: `Recording.total_ns` of its simulation, in a part of the time."""
+    """Return the time of all steps of a job: `Recording.total_ns` of its simulation, computed in a part of the time."""
     with gc_paused():
         return Engine(job, _programs(job), is_recorded=False).run().total_ns
 
@@ -67,7 +67,7 @@ class Engine:
         self.world = groups.world(job)
         programs = program if isinstance(program, Mapping) else dict.fromkeys(job.simulated_ranks, program)
         if not is_recorded:
-            programs = _timed(job, programs)
+            programs = _timed_programs(job, programs)
         self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
         self._count = 0
         self._jitter = _jitter(job)
@@ -107,7 +107,7 @@ class Engine:
             self.at(max(ready_ns, stream.free_ns), self._advance, stream)
 
     def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
-        """Return how long a kernel takes alone on a device in a step, jitter included."""
+        """Return the time of a kernel alone on a device in a step, jitter included."""
         factor, since = self.job.impairments.slow_ranks.get(device.rank, (1.0, 0))
         jitter = self._jitter[(key + 7919 * device.rank) % _JITTERS]
         return kernel.work_ns * float(jitter) * (factor if step >= since else 1.0)
@@ -121,11 +121,11 @@ class Engine:
         assert kernel.collective is not None
         group = self.world.group(kernel.collective.group, device.rank)
         turns = device.issue_order.setdefault(group.name, deque())
-        number = self.hosts[device.rank].issued(group.name)
+        number = self.hosts[device.rank].count_issued(group.name)
         transfer = self._transfers.get((group.name, number))
         if transfer is None:
             expected = len(self._members.intersection(group.ranks))
-            transfer_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
+            transfer_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowdown(group, step)
             transfer_ns *= self.jitter(key + 104_729)
             transfer_ns += self._collective_stall_ns(kernel.collective, step)
             transfer = Transfer(group, number, kernel.collective, expected, remaining_ns=transfer_ns)
@@ -134,7 +134,7 @@ class Engine:
         return transfer
 
     def _collective_stall_ns(self, collective: Collective, step: int) -> int:
-        """Return how much longer a new collective takes: only the first one of the step that stalls does."""
+        """Return the extra time of a new collective: only the first one of the step that stalls has any."""
         stalled = self.job.impairments.stalled_collective
         if stalled is None or stalled[0] != step or self._has_stalled or collective.peer is not None:
             return 0
@@ -270,11 +270,11 @@ def _is_next(stream: Stream, turns: "deque[Transfer]") -> bool:
     return bool(turns) and isinstance(item, Work) and item.transfer is turns[0]
 
 
-def _timed(job: Job, programs: Mapping[int, list[Instruction]]) -> Mapping[int, list[Instruction]]:
+def _timed_programs(job: Job, programs: Mapping[int, list[Instruction]]) -> Mapping[int, list[Instruction]]:
     space_ns = 0 if job.impairments.ideal_host else SPACE_NS
-    of = {id(each): each for each in programs.values()}  # ranks share programs
-    timed = {key: timed_program(each, space_ns) for key, each in of.items()}
-    return {rank: timed[id(each)] for rank, each in programs.items()}
+    by_id = {id(instructions): instructions for instructions in programs.values()}  # ranks share programs
+    timed = {key: timed_program(instructions, space_ns) for key, instructions in by_id.items()}
+    return {rank: timed[id(instructions)] for rank, instructions in programs.items()}
 
 
 def _jitter(job: Job) -> "np.ndarray[Any, np.dtype[np.float64]]":

@@ -23,7 +23,7 @@ class Router:
         self._routes = lru_cache(maxsize=None)(self._drawn)
 
     def routing(self, step: int, micro_batch: int, layer: int, rank: int) -> Routing | None:
-        """Return where the tokens of a rank go, and what its experts receive; None without experts."""
+        """Return the destinations of a rank's tokens, and what its experts receive; None without experts."""
         if self._job.model.experts is None:
             return None
         group, index = self._place[rank]

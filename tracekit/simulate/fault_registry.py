@@ -60,17 +60,17 @@ def register(
 
 
 def switch(**changes: bool) -> Inject:
-    """Return what injects a fault without arguments: it sets these fields of `Impairments`."""
+    """Return an injector of a fault without arguments: it sets these fields of `Impairments`."""
 
-    def inject(job: Job, given: Sequence[str]) -> Job:
-        if given:
+    def inject(job: Job, args: Sequence[str]) -> Job:
+        if args:
             raise ValueError("it takes no arguments")
-        return impaired(job, **changes)
+        return impair(job, **changes)
 
     return inject
 
 
-def impaired(job: Job, **changes: object) -> Job:
+def impair(job: Job, **changes: object) -> Job:
     """Return the job with these fields of its impairments changed."""
     return replace(job, impairments=replace(job.impairments, **changes))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from tracekit.errors import InputError
 from tracekit.simulate import engine, fault_arguments, hybrid_faults, memory
-from tracekit.simulate.fault_registry import Fault, FaultRequest, impaired, on_hardware, register, switch
+from tracekit.simulate.fault_registry import Fault, FaultRequest, impair, on_hardware, register, switch
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Impairments, Job
 
 _STALL = 1.3  # times a step: the host runs ahead, so only a longer delay makes the device wait
@@ -49,17 +49,17 @@ def _require_layout(job: Job, fault: Fault) -> None:
     if job.hybrid is None and not fault.plain:
         raise InputError(f"{fault.name} needs a layout: --pp, --tp or --ep; usage: {fault.usage}")
     if job.hybrid is not None and not fault.hybrid:
-        possible = ", ".join(each.name for each in FAULTS.values() if each.hybrid)
+        possible = ", ".join(other.name for other in FAULTS.values() if other.hybrid)
         raise InputError(f"{fault.name} is not simulated with --pp, --tp or --ep; use one of: {possible}")
 
 
 def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -> Job:
     """Return the job with all `requests` but one: `job` has none of them yet."""
-    for each in requests:
-        job = each.fault.prepare(job)
+    for request in requests:
+        job = request.fault.prepare(job)
     if removed.fault.remove is not None:
         return removed.fault.remove(inject(job, requests))
-    return inject(job, [each for each in requests if each is not removed])
+    return inject(job, [request for request in requests if request is not removed])
 
 
 def without_give_way(job: Job) -> Job:
@@ -81,7 +81,7 @@ def _steps_since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, 
 
 
 def _step_ns(job: Job) -> int:
-    """Return how long a step of the job takes without faults."""
+    """Return the time of a step of the job without faults."""
     healthy = replace(job, impairments=Impairments(), ranks_written=1, steps=2)
     return engine.total_ns(healthy) // 2
 
@@ -98,9 +98,9 @@ def _stall_ns(job: Job) -> int:
     ranks=lambda job: tuple(job.impairments.slow_ranks),
     hybrid=True,
 )
-def _slow_rank(job: Job, given: Sequence[str]) -> Job:
-    rank, factor = fault_arguments.rank(job, given, 0), fault_arguments.factor(given, 1, 1.3)
-    return impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
+def _slow_rank(job: Job, args: Sequence[str]) -> Job:
+    rank, factor = fault_arguments.rank(job, args, 0), fault_arguments.factor(args, 1, 1.3)
+    return impair(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
 
 
 @_fault(
@@ -113,9 +113,9 @@ def _slow_rank(job: Job, given: Sequence[str]) -> Job:
     hybrid=True,
     traces_of="slow-rank",
 )
-def _throttled_gpu(job: Job, given: Sequence[str]) -> Job:
-    slow, rank = _slow_rank(job, given), fault_arguments.rank(job, given, 0)
-    return impaired(slow, throttled_ranks=(*job.impairments.throttled_ranks, rank))
+def _throttled_gpu(job: Job, args: Sequence[str]) -> Job:
+    slow, rank = _slow_rank(job, args), fault_arguments.rank(job, args, 0)
+    return impair(slow, throttled_ranks=(*job.impairments.throttled_ranks, rank))
 
 
 @_fault(
@@ -126,10 +126,10 @@ def _throttled_gpu(job: Job, given: Sequence[str]) -> Job:
     steps=lambda job: _steps_since(job, job.impairments.slow_ranks),
     ranks=lambda job: tuple(job.impairments.slow_ranks),
 )
-def _straggler_from_step(job: Job, given: Sequence[str]) -> Job:
-    since = fault_arguments.step(job, given, 0, job.steps // 2)
-    rank, factor = fault_arguments.rank(job, given, 1), fault_arguments.factor(given, 2, 1.3)
-    return impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
+def _straggler_from_step(job: Job, args: Sequence[str]) -> Job:
+    since = fault_arguments.step(job, args, 0, job.steps // 2)
+    rank, factor = fault_arguments.rank(job, args, 1), fault_arguments.factor(args, 2, 1.3)
+    return impair(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
 
 
 @_fault(
@@ -141,14 +141,14 @@ def _straggler_from_step(job: Job, given: Sequence[str]) -> Job:
     steps=lambda job: _steps_since(job, job.impairments.slow_links),
     ranks=lambda job: tuple(job.impairments.slow_links),
 )
-def _slow_link(job: Job, given: Sequence[str]) -> Job:
+def _slow_link(job: Job, args: Sequence[str]) -> Job:
     usual = 0 if job.strategy == HSDP else job.steps // 2
     rank, factor, since = (
-        fault_arguments.rank(job, given, 0),
-        fault_arguments.factor(given, 1, 2.5),
-        fault_arguments.step(job, given, 2, usual),
+        fault_arguments.rank(job, args, 0),
+        fault_arguments.factor(args, 1, 2.5),
+        fault_arguments.step(job, args, 2, usual),
     )
-    return impaired(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
+    return impair(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
 
 
 @_fault(
@@ -158,11 +158,9 @@ def _slow_link(job: Job, given: Sequence[str]) -> Job:
     "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
     hybrid=True,
 )
-def _late_launch(job: Job, given: Sequence[str]) -> Job:
+def _late_launch(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return impaired(
-        job, launch_delay_ns=fault_arguments.duration(given, lambda: round(_STALL * _step_ns(job) / passes))
-    )
+    return impair(job, launch_delay_ns=fault_arguments.duration(args, lambda: round(_STALL * _step_ns(job) / passes)))
 
 
 @_fault(
@@ -172,9 +170,9 @@ def _late_launch(job: Job, given: Sequence[str]) -> Job:
     "each layer's output is read on the host (.item()), which waits for the device and then processes it for "
     "DURATION (a tenth of a step over all layers)",
 )
-def _host_sync(job: Job, given: Sequence[str]) -> Job:
+def _host_sync(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return impaired(job, host_read_ns=fault_arguments.duration(given, lambda: _step_ns(job) // (10 * passes)))
+    return impair(job, host_read_ns=fault_arguments.duration(args, lambda: _step_ns(job) // (10 * passes)))
 
 
 @_fault(
@@ -185,8 +183,8 @@ def _host_sync(job: Job, given: Sequence[str]) -> Job:
     steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
     hybrid=True,
 )
-def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
-    return impaired(job, data_stall_ns=fault_arguments.duration(given, lambda: round(_STALL * _step_ns(job))))
+def _dataloader_stall(job: Job, args: Sequence[str]) -> Job:
+    return impair(job, data_stall_ns=fault_arguments.duration(args, lambda: round(_STALL * _step_ns(job))))
 
 
 @_fault(
@@ -198,10 +196,10 @@ def _dataloader_stall(job: Job, given: Sequence[str]) -> Job:
     steps=lambda job: tuple(sorted({step for step, _ in job.impairments.host_stalls.values()})),
     ranks=lambda job: tuple(job.impairments.host_stalls),
 )
-def _host_stall(job: Job, given: Sequence[str]) -> Job:
-    rank, step = fault_arguments.rank(job, given, 0), fault_arguments.step(job, given, 2, job.steps // 2)
-    took_ns = fault_arguments.duration(given[1:], lambda: (step + 1) * _stall_ns(job))
-    return impaired(job, host_stalls={**job.impairments.host_stalls, rank: (step, took_ns)})
+def _host_stall(job: Job, args: Sequence[str]) -> Job:
+    rank, step = fault_arguments.rank(job, args, 0), fault_arguments.step(job, args, 2, job.steps // 2)
+    took_ns = fault_arguments.duration(args[1:], lambda: (step + 1) * _stall_ns(job))
+    return impair(job, host_stalls={**job.impairments.host_stalls, rank: (step, took_ns)})
 
 
 @_fault(
@@ -212,11 +210,11 @@ def _host_stall(job: Job, given: Sequence[str]) -> Job:
     steps=lambda job: (job.impairments.stalled_collective or (0, 0))[:1],
     hybrid=True,
 )
-def _stalled_collective(job: Job, given: Sequence[str]) -> Job:
+def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: other steps show how long the collective usually takes")
-    took_ns = fault_arguments.duration(given, lambda: _stall_ns(job))
-    return impaired(job, stalled_collective=(fault_arguments.step(job, given, 1, job.steps // 2), took_ns))
+    took_ns = fault_arguments.duration(args, lambda: _stall_ns(job))
+    return impair(job, stalled_collective=(fault_arguments.step(job, args, 1, job.steps // 2), took_ns))
 
 
 @_fault(
@@ -226,11 +224,11 @@ def _stalled_collective(job: Job, given: Sequence[str]) -> Job:
     "a save blocks training for DURATION (one step, at least half a second) after a step",
     steps=lambda job: (job.impairments.save_step,),
 )
-def _checkpoint_stall(job: Job, given: Sequence[str]) -> Job:
+def _checkpoint_stall(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: a save lies between two steps")
-    took_ns = fault_arguments.duration(given, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
-    return impaired(job, save_ns=took_ns, save_step=fault_arguments.step(job, given, 1, (job.steps - 1) // 2))
+    took_ns = fault_arguments.duration(args, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
+    return impair(job, save_ns=took_ns, save_step=fault_arguments.step(job, args, 1, (job.steps - 1) // 2))
 
 
 @_fault(
@@ -241,11 +239,11 @@ def _checkpoint_stall(job: Job, given: Sequence[str]) -> Job:
     "allocates as many segments again",
     steps=lambda job: job.impairments.retry_steps,
 )
-def _allocator_retry(job: Job, given: Sequence[str]) -> Job:
+def _allocator_retry(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
-    calls = fault_arguments.count(given, lambda: max(8, _step_ns(job) // 10_000_000))
-    return impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
+    calls = fault_arguments.count(args, lambda: max(8, _step_ns(job) // 10_000_000))
+    return impair(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
 
 
 _fault(
@@ -273,13 +271,13 @@ _fault(
     "compute takes FACTOR times as long (1.6) while a collective is resident",
     remove=lambda job: on_hardware(job, collective_slows_compute=0.0),
 )
-def _sm_contention(job: Job, given: Sequence[str]) -> Job:
-    return on_hardware(job, collective_slows_compute=fault_arguments.factor(given, 0, 1.6) - 1)
+def _sm_contention(job: Job, args: Sequence[str]) -> Job:
+    return on_hardware(job, collective_slows_compute=fault_arguments.factor(args, 0, 1.6) - 1)
 
 
 @_fault("starved-collectives", "STREAM004", "[:FACTOR]", "collectives take FACTOR times as long (2) while compute runs")
-def _starved_collectives(job: Job, given: Sequence[str]) -> Job:
-    return on_hardware(job, compute_slows_collective=fault_arguments.factor(given, 0, 2.0) - 1)
+def _starved_collectives(job: Job, args: Sequence[str]) -> Job:
+    return on_hardware(job, compute_slows_collective=fault_arguments.factor(args, 0, 2.0) - 1)
 
 
 _fault(
@@ -292,15 +290,15 @@ _fault(
 
 
 @_fault("slow-network", "COMM001", "[:FACTOR]", "all links have 1/FACTOR of their bandwidth (4)")
-def _slow_network(job: Job, given: Sequence[str]) -> Job:
-    factor, hardware = fault_arguments.factor(given, 0, 4.0), job.hardware
+def _slow_network(job: Job, args: Sequence[str]) -> Job:
+    factor, hardware = fault_arguments.factor(args, 0, 4.0), job.hardware
     node, network = hardware.node_bytes_per_s / factor, hardware.network_bytes_per_s / factor
     return on_hardware(job, node_bytes_per_s=node, network_bytes_per_s=network)
 
 
 @_fault("small-collectives", "COMM002", "[:COUNT]", "each unit is gathered and reduced in COUNT collectives (32)")
-def _small_collectives(job: Job, given: Sequence[str]) -> Job:
-    return impaired(job, collectives_per_unit=fault_arguments.count(given, lambda: 32))
+def _small_collectives(job: Job, args: Sequence[str]) -> Job:
+    return impair(job, collectives_per_unit=fault_arguments.count(args, lambda: 32))
 
 
 _fault(
@@ -319,13 +317,13 @@ _fault(
     "[:LAYERS]",
     "LAYERS more layers (all) recompute activations that would fit into memory",
 )
-def _needless_recomputation(job: Job, given: Sequence[str]) -> Job:
-    most = job.model.layers - job.checkpoint_layers
-    if not most:
+def _needless_recomputation(job: Job, args: Sequence[str]) -> Job:
+    max_layers = job.model.layers - job.checkpoint_layers
+    if not max_layers:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
     if memory.peak_bytes(job) > job.hardware.memory_bytes:
         raise ValueError("the activations do not fit into memory, so recomputation would not be needless")
-    return impaired(job, extra_checkpointed_layers=min(most, fault_arguments.count(given, lambda: most)))
+    return impair(job, extra_checkpointed_layers=min(max_layers, fault_arguments.count(args, lambda: max_layers)))
 
 
 FAULTS |= hybrid_faults.FAULTS

@@ -18,10 +18,10 @@ class Groups(Protocol):
         """Return the kinds of groups that the job has."""
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return how long a collective takes once all its ranks have arrived, if nothing else uses the link."""
+        """Return the time of a collective once all its ranks have arrived, if nothing else uses the link."""
 
-    def slowed(self, group: Group, step: int) -> float:
-        """Return how many times as long the group's transfers take in a step because of a slow link."""
+    def slowdown(self, group: Group, step: int) -> float:
+        """Return the factor by which a slow link lengthens the group's transfers in a step."""
 
 
 def world(job: Job) -> Groups:

@@ -30,7 +30,7 @@ class Scheduler(Protocol):
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
 
     def duration_ns(self, device: Device, kernel: program.Kernel, key: int, step: int) -> float:
-        """Return how long a kernel takes alone on a device in a step, jitter included."""
+        """Return the time of a kernel alone on a device in a step, jitter included."""
 
     def jitter(self, key: int) -> float:
         """Return a factor around 1 that is the same for the same key."""
@@ -104,7 +104,7 @@ class HostState:
             self._engine.at(now_ns, self._again)
             self._waiting = False
 
-    def issued(self, group: str) -> int:
+    def count_issued(self, group: str) -> int:
         """Count the collectives that the host issues to a group, and return this one's number, from 1."""
         self._issued[group] = self._issued.get(group, 0) + 1
         return self._issued[group]

@@ -10,7 +10,7 @@ from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
 from tracekit.plan.models import Model
 
-STRATEGIES = tuple(each.name for each in (strategies.DDP, strategies.ZERO1, strategies.FSDP2))
+STRATEGIES = tuple(strategy.name for strategy in (strategies.DDP, strategies.ZERO1, strategies.FSDP2))
 """Data parallelism of each stage."""
 EXPERT_DATA = "dp_shard_of_experts"
 """The axis of the ranks that hold the same experts."""
@@ -70,11 +70,11 @@ class Hybrid:
 
     def slot(self, rank: int) -> int:
         """Return the number of a rank's GPU, nodes having consecutive ones."""
-        found, stride, places = 0, 1, self.layout.coordinate(rank)
+        number, stride, places = 0, 1, self.layout.coordinate(rank)
         for axis in dict.fromkeys((*self.rank_order, *reversed(AXES))):
-            found += stride * places[axis]
+            number += stride * places[axis]
             stride *= self.layout.sizes[axis]
-        return found
+        return number
 
     def _place_of(self, stage: int) -> int:
         return pipeline_schedules.place_of(self.schedule, stage, self.layout.pp)
@@ -85,12 +85,12 @@ class Hybrid:
 
 
 def equal_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage gets: the first stages one more where they cannot be equal.
+    """Return the number of layers of each stage: the first stages have one more where they cannot be equal.
 
     >>> equal_stages(10, 4)
     (3, 3, 2, 2)
     """
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    return tuple(layers // stages + int(stage < layers % stages) for stage in range(stages))
 
 
 def laid_out(
@@ -164,24 +164,24 @@ def require_possible(
 def groups_of(hybrid: Hybrid) -> dict[str, list[list[int]]]:
     """Return the ranks of each group with more than one rank, by axis, those that share experts included."""
     layout = hybrid.layout
-    found = {axis: layout.groups(axis) for axis in (*AXES, EP)}
+    by_axis = {axis: layout.groups(axis) for axis in (*AXES, EP)}
     if layout.ep > 1:
-        found[EXPERT_DATA] = _same_experts(layout)
-    return {axis: groups for axis, groups in found.items() if len(groups[0]) > 1}
+        by_axis[EXPERT_DATA] = _same_experts(layout)
+    return {axis: groups for axis, groups in by_axis.items() if len(groups[0]) > 1}
 
 
 def _same_experts(layout: Layout) -> list[list[int]]:
     """Return the ranks that hold the same experts: at the same place of their groups of experts."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    by_place: dict[tuple[int, ...], list[int]] = {}
     for members in layout.groups(EP):
         for index, rank in enumerate(members):
             place = layout.coordinate(rank)
-            found.setdefault((place[PP], place[DP_REPLICATE], place[TP], index), []).append(rank)
-    return list(found.values())
+            by_place.setdefault((place[PP], place[DP_REPLICATE], place[TP], index), []).append(rank)
+    return list(by_place.values())
 
 
 def manifest(hybrid: Hybrid, micro_batches: int) -> dict[str, Any]:
-    """Return what run.json states about a layout, as the trainers write it."""
+    """Return the fields of run.json about a layout, as the trainers write it."""
     layout = hybrid.layout
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1} or {DP_REPLICATE: 1}
     stated: dict[str, Any] = {
@@ -201,14 +201,14 @@ def manifest(hybrid: Hybrid, micro_batches: int) -> dict[str, Any]:
     return stated
 
 
-def moved(hybrid: Hybrid, *, stage: int, layers: int) -> Hybrid:
+def move_layers(hybrid: Hybrid, *, stage: int, layers: int) -> Hybrid:
     """Return the layout with `layers` more layers in a stage, one from each of the others in turn, the last first.
 
     Raises ValueError where the others have not as many to give.
     """
     counts = list(hybrid.stage_layers)
     for _ in range(layers):
-        giver = max((each for each in range(len(counts)) if each != stage), key=lambda each: (counts[each], each))
+        giver = max((other for other in range(len(counts)) if other != stage), key=lambda other: (counts[other], other))
         if counts[giver] < 2:
             raise ValueError(f"no stage has a layer to give to stage {stage}")
         counts[giver] -= 1

@@ -7,7 +7,7 @@ from functools import partial
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
 from tracekit.simulate import engine, fault_arguments, hybrid
-from tracekit.simulate.fault_registry import Fault, impaired, on_hardware, register
+from tracekit.simulate.fault_registry import Fault, impair, on_hardware, register
 from tracekit.simulate.hybrid import Hybrid
 from tracekit.simulate.job import Impairments, Job
 
@@ -37,9 +37,9 @@ def _largest_stage(job: Job) -> tuple[int, ...]:
     ranks=_slow_ranks,
     stages=_slow_stages,
 )
-def _slow_stage(job: Job, given: Sequence[str]) -> Job:
-    ranks = _layout(job).ranks_of(_stage(job, given, 1))
-    return _slowed(job, ranks, fault_arguments.factor(given, 1, 1.5))
+def _slow_stage(job: Job, args: Sequence[str]) -> Job:
+    ranks = _layout(job).ranks_of(_stage(job, args, 1))
+    return _slow_down(job, ranks, fault_arguments.factor(args, 1, 1.5))
 
 
 @_fault(
@@ -51,9 +51,9 @@ def _slow_stage(job: Job, given: Sequence[str]) -> Job:
     ranks=lambda job: tuple(_layout(job).ranks_of(_largest_stage(job)[0])),
     stages=_largest_stage,
 )
-def _unbalanced_stages(job: Job, given: Sequence[str]) -> Job:
-    layers = int(fault_arguments.argument(given, 1, 1))
-    return replace(job, hybrid=hybrid.moved(_layout(job), stage=_stage(job, given, 1), layers=layers))
+def _unbalanced_stages(job: Job, args: Sequence[str]) -> Job:
+    layers = int(fault_arguments.argument(args, 1, 1))
+    return replace(job, hybrid=hybrid.move_layers(_layout(job), stage=_stage(job, args, 1), layers=layers))
 
 
 @_fault(
@@ -63,8 +63,8 @@ def _unbalanced_stages(job: Job, given: Sequence[str]) -> Job:
     "the tokens of a step are divided into COUNT micro-batches (as many as --pp)",
     axis=PP,
 )
-def _few_micro_batches(job: Job, given: Sequence[str]) -> Job:
-    count = fault_arguments.count(given, lambda: _layout(job).layout.pp)
+def _few_micro_batches(job: Job, args: Sequence[str]) -> Job:
+    count = fault_arguments.count(args, lambda: _layout(job).layout.pp)
     _require_pipeline(job)
     if count >= job.micro_batches or job.micro_batches % count:
         raise ValueError(f"{count} is not a smaller number that divides --micro-batches {job.micro_batches}")
@@ -78,13 +78,13 @@ def _few_micro_batches(job: Job, given: Sequence[str]) -> Job:
     "fsdp2 gathers weights for each action and reduces gradients for each micro-batch, as ZeRO stage 3",
     axis=DP_SHARD,
 )
-def _sharded_micro_batches(job: Job, given: Sequence[str]) -> Job:
-    if given:
+def _sharded_micro_batches(job: Job, args: Sequence[str]) -> Job:
+    if args:
         raise ValueError("it takes no arguments")
     _require_pipeline(job)
     if not job.gathers_weights:
         raise ValueError("it needs --strategy fsdp2 and 2 or more ranks of data parallelism")
-    return impaired(job, gathers_every_micro_batch=True, reduces_every_micro_batch=True)
+    return impair(job, gathers_every_micro_batch=True, reduces_every_micro_batch=True)
 
 
 @_fault(
@@ -96,11 +96,11 @@ def _sharded_micro_batches(job: Job, given: Sequence[str]) -> Job:
     ranks=lambda job: tuple(_ranks_at_boundary(job)),
     stages=lambda job: _boundary(job),
 )
-def _slow_pipeline_link(job: Job, given: Sequence[str]) -> Job:
-    stage = _stage(job, given, 0)
+def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
+    stage = _stage(job, args, 0)
     if stage >= _layout(job).layout.pp - 1:
         raise ValueError(f"{stage} is not a stage with a next one on other ranks")
-    return impaired(job, slow_boundaries={stage: fault_arguments.factor(given, 1, 20.0)})
+    return impair(job, slow_boundaries={stage: fault_arguments.factor(args, 1, 20.0)})
 
 
 @_fault(
@@ -110,10 +110,10 @@ def _slow_pipeline_link(job: Job, given: Sequence[str]) -> Job:
     "transfers between all stages take FACTOR times as long (20), as without RDMA",
     axis=PP,
 )
-def _slow_pipeline_links(job: Job, given: Sequence[str]) -> Job:
+def _slow_pipeline_links(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
-    factor = fault_arguments.factor(given, 0, 20.0)
-    return impaired(job, slow_boundaries=dict.fromkeys(range(_layout(job).layout.pp), factor))
+    factor = fault_arguments.factor(args, 0, 20.0)
+    return impair(job, slow_boundaries=dict.fromkeys(range(_layout(job).layout.pp), factor))
 
 
 @_fault(
@@ -124,9 +124,9 @@ def _slow_pipeline_links(job: Job, given: Sequence[str]) -> Job:
     "for DURATION (a quarter of a step over its actions) before it launches the next one",
     axis=PP,
 )
-def _read_each_action(job: Job, given: Sequence[str]) -> Job:
+def _read_each_action(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
-    return impaired(job, action_read_ns=fault_arguments.duration(given, lambda: _mean_action_ns(job) // 4))
+    return impair(job, action_read_ns=fault_arguments.duration(args, lambda: _mean_action_ns(job) // 4))
 
 
 @_fault(
@@ -136,14 +136,14 @@ def _read_each_action(job: Job, given: Sequence[str]) -> Job:
     "collectives of tensor parallelism take FACTOR times as long (6)",
     axis=TP,
 )
-def _slow_tensor_link(job: Job, given: Sequence[str]) -> Job:
+def _slow_tensor_link(job: Job, args: Sequence[str]) -> Job:
     _require_ranks(_layout(job).layout.tp, "--tp")
-    return impaired(job, slow_axes={TP: fault_arguments.factor(given, 0, 6.0)})
+    return impair(job, slow_axes={TP: fault_arguments.factor(args, 0, 6.0)})
 
 
 @_fault("tp-across-nodes", "TP001", "", "nodes have half as many GPUs as --tp, so its groups span two nodes", axis=TP)
-def _tp_across_nodes(job: Job, given: Sequence[str]) -> Job:
-    if given:
+def _tp_across_nodes(job: Job, args: Sequence[str]) -> Job:
+    if args:
         raise ValueError("it takes no arguments")
     ranks = _layout(job).layout.tp
     _require_ranks(ranks, "--tp")
@@ -162,13 +162,13 @@ def _tp_across_nodes(job: Job, given: Sequence[str]) -> Job:
     axis=EP,
     ranks=lambda job: _ranks_of_hot_expert(job),
 )
-def _hot_expert(job: Job, given: Sequence[str]) -> Job:
+def _hot_expert(job: Job, args: Sequence[str]) -> Job:
     _require_ranks(_layout(job).layout.ep, "--ep")
     assert job.model.experts is not None
-    expert = int(fault_arguments.argument(given, 0, 0))
+    expert = int(fault_arguments.argument(args, 0, 0))
     if not 0 <= expert < job.model.experts.count:
         raise ValueError(f"{expert} is not one of {job.model.experts.count} experts")
-    return impaired(job, hot_expert=(expert, fault_arguments.factor(given, 1, 4.0)))
+    return impair(job, hot_expert=(expert, fault_arguments.factor(args, 1, 4.0)))
 
 
 @_fault(
@@ -178,11 +178,11 @@ def _hot_expert(job: Job, given: Sequence[str]) -> Job:
     "kernels of all ranks of a node (the second) take FACTOR times as long (1.3)",
     ranks=_slow_ranks,
 )
-def _late_node(job: Job, given: Sequence[str]) -> Job:
+def _late_node(job: Job, args: Sequence[str]) -> Job:
     nodes = job.gpus // job.node
     _require_ranks(nodes, "nodes")
-    node = _numbered(given, 1, nodes, "node")
-    return _slowed(job, range(node * job.node, (node + 1) * job.node), fault_arguments.factor(given, 1, 1.3))
+    node = _number_argument(args, 1, nodes, "node")
+    return _slow_down(job, range(node * job.node, (node + 1) * job.node), fault_arguments.factor(args, 1, 1.3))
 
 
 @_fault(
@@ -193,16 +193,16 @@ def _late_node(job: Job, given: Sequence[str]) -> Job:
     axis=DP_REPLICATE,
     ranks=_slow_ranks,
 )
-def _late_replica(job: Job, given: Sequence[str]) -> Job:
+def _late_replica(job: Job, args: Sequence[str]) -> Job:
     layout = _layout(job).layout
     _require_ranks(layout.data_ranks, "data parallelism")
-    replica = _numbered(given, 1, layout.data_ranks, "replica")
+    replica = _number_argument(args, 1, layout.data_ranks, "replica")
     ranks = [rank for rank in range(job.gpus) if layout.data_rank(rank) == replica]
-    return _slowed(job, ranks, fault_arguments.factor(given, 1, 1.3))
+    return _slow_down(job, ranks, fault_arguments.factor(args, 1, 1.3))
 
 
-def _slowed(job: Job, ranks: Sequence[int], factor: float) -> Job:
-    return impaired(job, slow_ranks={**job.impairments.slow_ranks, **dict.fromkeys(ranks, (factor, 0))})
+def _slow_down(job: Job, ranks: Sequence[int], factor: float) -> Job:
+    return impair(job, slow_ranks={**job.impairments.slow_ranks, **dict.fromkeys(ranks, (factor, 0))})
 
 
 def _layout(job: Job) -> Hybrid:
@@ -210,13 +210,13 @@ def _layout(job: Job) -> Hybrid:
     return job.hybrid
 
 
-def _stage(job: Job, given: Sequence[str], default: int) -> int:
+def _stage(job: Job, args: Sequence[str], default: int) -> int:
     _require_pipeline(job)
-    return _numbered(given, default, _layout(job).stages, "stage")
+    return _number_argument(args, default, _layout(job).stages, "stage")
 
 
-def _numbered(given: Sequence[str], default: int, count: int, what: str) -> int:
-    text = fault_arguments.argument(given, 0, default)
+def _number_argument(args: Sequence[str], default: int, count: int, what: str) -> int:
+    text = fault_arguments.argument(args, 0, default)
     if not text.isdecimal() or int(text) >= count:
         raise ValueError(f"{text!r} is not a {what} of {count}")
     return int(text)
@@ -232,7 +232,7 @@ def _require_ranks(count: int, what: str) -> None:
 
 
 def _mean_action_ns(job: Job) -> int:
-    """Return what one action of the schedule is of a step, without faults."""
+    """Return the mean time of an action of the schedule, without faults."""
     healthy = replace(job, impairments=Impairments(), steps=1)
     actions = pipeline_schedules.order(_layout(job).schedule, _layout(job).shape(job.micro_batches), 0)
     return engine.total_ns(healthy) // len(actions)

@@ -147,12 +147,12 @@ class Layers:
     def _experts(self, routing: Routing) -> Iterator[Item]:
         yield self._router()
         yield from self._exchange(routing, back=False)
-        yield from self._grouped(routing, "", "SiluMulFunctor<c10::BFloat16>")
+        yield from self._expert_products(routing, "", "SiluMulFunctor<c10::BFloat16>")
         yield from self._exchange(routing, back=True)
 
     def _experts_backward(self, routing: Routing) -> Iterator[Item]:
         yield from self._exchange(routing, back=False)
-        products = list(self._grouped(routing, "MmBackward0", "SiluMulBackwardFunctor<c10::BFloat16>"))
+        products = list(self._expert_products(routing, "MmBackward0", "SiluMulBackwardFunctor<c10::BFloat16>"))
         for op in reversed(products):
             yield op
             if op.name == "aten::_grouped_mm":
@@ -160,7 +160,7 @@ class Layers:
         yield from self._exchange(routing, back=True)
         yield self._router("MmBackward0")
 
-    def _grouped(self, routing: Routing, node: str, gate: str) -> Iterator[Op]:
+    def _expert_products(self, routing: Routing, node: str, gate: str) -> Iterator[Op]:
         """Yield the experts' products, as long as the tokens that the rank received."""
         experts = self.job.model.experts
         assert experts is not None
@@ -232,8 +232,8 @@ def layer_parameters(job: Job) -> tuple[int, int]:
     attention = sum(model.attention_parameters) // hybrid.layout.tp
     if model.experts is None:
         return attention + sum(model.feed_forward_parameters) // hybrid.layout.tp, 0
-    own = model.experts.count // hybrid.layout.ep
-    return attention + model.width * model.experts.count, own * model.expert_parameters // hybrid.layout.tp
+    rank_experts = model.experts.count // hybrid.layout.ep
+    return attention + model.width * model.experts.count, rank_experts * model.expert_parameters // hybrid.layout.tp
 
 
 def transferred_elements(job: Job) -> int:

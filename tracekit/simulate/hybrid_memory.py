@@ -13,7 +13,7 @@ _STORED_BYTES, _UNDIVIDED = 40.5, 10 / 34
 
 
 def activation_bytes(job: Job, stage: int) -> int:
-    """Return what one micro-batch's activations of a stage take on a rank."""
+    """Return the bytes of one micro-batch's activations of a stage on a rank."""
     assert job.hybrid is not None
     ranks = job.hybrid.layout.tp
     undivided = 0 if job.hybrid.sequence_parallel else _UNDIVIDED
@@ -27,12 +27,12 @@ def peak_activation_bytes(job: Job, rank: int) -> int:
     """Return the most that the activations of a rank's micro-batches in flight take."""
     assert job.hybrid is not None
     place = job.hybrid.layout.coordinate(rank)[PP]
-    taken = most = 0
+    used_bytes = peak_bytes = 0
     for action in pipeline_schedules.order(job.hybrid.schedule, job.hybrid.shape(job.micro_batches), place):
         size = activation_bytes(job, action.stage)
-        taken += size if action.kind == FORWARD else 0 if action.kind == INPUT_GRADIENT else -size
-        most = max(most, taken)
-    return most
+        used_bytes += size if action.kind == FORWARD else 0 if action.kind == INPUT_GRADIENT else -size
+        peak_bytes = max(peak_bytes, used_bytes)
+    return peak_bytes
 
 
 def static_bytes(job: Job, rank: int) -> int:

@@ -35,11 +35,11 @@ def programs(job: Job) -> dict[int, list[Instruction]]:
     world, router = HybridWorld(job), Router(job)
     stages = {rank: job.hybrid.stages_of(rank) for rank in job.simulated_ranks}
     written: dict[Hashable, list[Instruction]] = {}
-    for rank, own in stages.items():
-        key: Hashable = own if job.model.experts is None else rank
+    for rank, rank_stages in stages.items():
+        key: Hashable = rank_stages if job.model.experts is None else rank
         if key not in written:
-            written[key] = RankProgram(job, rank, world, router).written()
-    return {rank: written[own if job.model.experts is None else rank] for rank, own in stages.items()}
+            written[key] = RankProgram(job, rank, world, router).write()
+    return {rank: written[rank_stages if job.model.experts is None else rank] for rank, rank_stages in stages.items()}
 
 
 class RankProgram:
@@ -59,7 +59,7 @@ class RankProgram:
         self._actions = pipeline_schedules.order(self.hybrid.schedule, self.hybrid.shape(job.micro_batches), place)
         self._last_of_stage = {action.stage: action for action in self._actions if action.kind in _ADD_GRADIENTS}
 
-    def written(self) -> list[Instruction]:
+    def write(self) -> list[Instruction]:
         """Return the program of all steps."""
         for number in range(self.job.steps):
             self._step(number)
@@ -133,7 +133,7 @@ class RankProgram:
         host.follow(MAIN_STREAM, program.REDUCE_STREAM)
         with host.span(conventions.span_name(conventions.CLIP)):
             norm = kernels.collective(
-                "all_reduce", WORLD, program.WORLD_STREAM, whole=1, ranks=self.job.gpus, dtype="Float"
+                "all_reduce", WORLD, program.WORLD_STREAM, elements=1, ranks=self.job.gpus, dtype="Float"
             )
             self._collective(norm)
         with (
@@ -201,8 +201,8 @@ class RankProgram:
 
     def _run_part(self, items: Iterable[Item], action: Action) -> None:
         """Run a backward pass, or only what gives the input's gradient, or only what gives the weights'."""
-        wanted = {BACKWARD: (True, False), INPUT_GRADIENT: (False,), WEIGHT_GRADIENT: (True,)}[action.kind]
-        self._run(item for item in items if isinstance(item, WeightGradient) in wanted)
+        accepted = {BACKWARD: (True, False), INPUT_GRADIENT: (False,), WEIGHT_GRADIENT: (True,)}[action.kind]
+        self._run(item for item in items if isinstance(item, WeightGradient) in accepted)
 
     def _run(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -242,12 +242,12 @@ class RankProgram:
         if message.splits is None:
             ranks = len(self._world.group(message.axis, self.rank).ranks)
             kernel = kernels.collective(
-                message.op, message.axis, stream, whole=message.elements, ranks=ranks, dtype="BFloat16"
+                message.op, message.axis, stream, elements=message.elements, ranks=ranks, dtype="BFloat16"
             )
         else:
             sent, received = (sum(rows) * self.job.model.width for rows in message.splits)
-            of = Collective(message.op, message.axis, "BFloat16", sent, received, message.splits, message.slowest)
-            kernel = kernels.send_receive(of, stream)
+            exchange = Collective(message.op, message.axis, "BFloat16", sent, received, message.splits, message.slowest)
+            kernel = kernels.send_receive(exchange, stream)
         self._collective(kernel)
 
     def _collective(self, kernel: program.Kernel) -> None:
@@ -303,16 +303,16 @@ class RankProgram:
         is_second = self.hybrid.schedule in pipeline_schedules.V_SHAPED and action.stage >= self.hybrid.layout.pp
         stream = (program.SEND_STREAMS if sends else program.RECEIVE_STREAMS)[kind]
         stream += program.SECOND_CHUNK if is_second else 0
-        own, place = (self._world.group(PP, self.rank).ranks.index(rank) for rank in (self.rank, peer))
-        between = channel(own, place, kind) if sends else channel(place, own, kind)
-        elements = self._transferred
+        rank_place, place = (self._world.group(PP, self.rank).ranks.index(rank) for rank in (self.rank, peer))
+        between = channel(rank_place, place, kind) if sends else channel(place, rank_place, kind)
+        elements = self._transfer_elements
         self.host.follow(stream, MAIN_STREAM)
         message = Collective(op, between, "BFloat16", elements, elements, peer=place)
         self._issue(kernels.send_receive(message, stream))
         return stream
 
     @cached_property
-    def _transferred(self) -> int:
+    def _transfer_elements(self) -> int:
         return transferred_elements(self.job)
 
     def _reduce(self, number: int, stage: int) -> None:

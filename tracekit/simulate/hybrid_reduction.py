@@ -34,12 +34,10 @@ def reduces(job: Job) -> bool:
 def of_layer(job: Job, layer: int | None) -> list[Kernel]:
     """Return the reductions of a layer's gradients, its experts' among the ranks that share them; None: the root's."""
     assert job.hybrid is not None
-    ops = [
-        each.op for each in STRATEGIES[job.strategy].collectives if each.when == BACKWARD and each.tensor == GRADIENTS
-    ]
+    ops = [c.op for c in STRATEGIES[job.strategy].collectives if c.when == BACKWARD and c.tensor == GRADIENTS]
     return [
-        kernels.collective(op, axis, program.REDUCE_STREAM, whole=max(1, count), ranks=ranks, dtype="Float")
-        for axis, count, ranks in _shared(job, layer)
+        kernels.collective(op, axis, program.REDUCE_STREAM, elements=max(1, count), ranks=ranks, dtype="Float")
+        for axis, count, ranks in _shared_weights(job, layer)
         for op in ops
     ]
 
@@ -47,25 +45,27 @@ def of_layer(job: Job, layer: int | None) -> list[Kernel]:
 def gathers(job: Job, layer: int | None) -> list[Kernel]:
     """Return the collectives that make a layer's weights whole where they are sharded; None: the root's."""
     return [
-        kernels.collective(ALL_GATHER, axis, program.GATHER_STREAM, whole=max(1, count), ranks=ranks, dtype="BFloat16")
-        for axis, count, ranks in _shared(job, layer)
+        kernels.collective(
+            ALL_GATHER, axis, program.GATHER_STREAM, elements=max(1, count), ranks=ranks, dtype="BFloat16"
+        )
+        for axis, count, ranks in _shared_weights(job, layer)
     ]
 
 
 def gathered_bytes(job: Job, layer: int | None) -> int:
     """Return the bytes of a layer's gathered weights; None: the root's."""
-    return GATHERED_BYTES * sum(count for _, count, _ in _shared(job, layer))
+    return GATHERED_BYTES * sum(count for _, count, _ in _shared_weights(job, layer))
 
 
-def _shared(job: Job, layer: int | None) -> list[tuple[str, int, int]]:
+def _shared_weights(job: Job, layer: int | None) -> list[tuple[str, int, int]]:
     """Return the axis, number and ranks of the weights of a layer that several ranks hold."""
     assert job.hybrid is not None
     dense, experts = _root_parameters(job) if layer is None else layer_parameters(job)
-    found = [(job.hybrid.data_axis, dense, job.hybrid.data_ranks)]
+    groups = [(job.hybrid.data_axis, dense, job.hybrid.data_ranks)]
     sharing = job.hybrid.data_ranks // job.hybrid.layout.ep
     if experts and sharing > 1:
-        found.append((EXPERT_DATA if job.hybrid.layout.ep > 1 else job.hybrid.data_axis, experts, sharing))
-    return found
+        groups.append((EXPERT_DATA if job.hybrid.layout.ep > 1 else job.hybrid.data_axis, experts, sharing))
+    return groups
 
 
 def optimizer(job: Job, rank: int) -> list[Op]:
@@ -79,14 +79,14 @@ def optimizer(job: Job, rank: int) -> list[Op]:
 
 
 def after_optimizer(job: Job, rank: int) -> list[Kernel]:
-    """Return what hands the stepped weights to the ranks that need them: under zero1 each rank broadcasts its part."""
+    """Return the kernels that hand on the stepped weights: under zero1 each rank broadcasts its part."""
     assert job.hybrid is not None
     listed = STRATEGIES[job.strategy].collectives
     ranks, total = job.hybrid.data_ranks, parameters(job, rank)
-    if ranks == 1 or not any(each.when == AFTER_OPTIMIZER and each.op == BROADCAST for each in listed):
+    if ranks == 1 or not any(c.when == AFTER_OPTIMIZER and c.op == BROADCAST for c in listed):
         return []
     part = kernels.collective(
-        BROADCAST, job.hybrid.data_axis, program.REDUCE_STREAM, whole=total // ranks, ranks=ranks, dtype="BFloat16"
+        BROADCAST, job.hybrid.data_axis, program.REDUCE_STREAM, elements=total // ranks, ranks=ranks, dtype="BFloat16"
     )
     return [part] * ranks
 
@@ -107,11 +107,11 @@ def state_bytes(job: Job, rank: int) -> int:
     if job.gathers_weights:
         weights = 0 if job.impairments.gathers_every_micro_batch else GATHERED_BYTES
         gradients = 0 if job.impairments.reduces_every_micro_batch else REDUCED_BYTES
-        each = strategies.FP32_SHARDS_ADAM
-        return count * (weights + gradients) + count * (each.parameters + each.gradients + each.optimizer) // ranks
-    each = strategies.MIXED_ADAM
+        size = strategies.FP32_SHARDS_ADAM
+        return count * (weights + gradients) + count * (size.parameters + size.gradients + size.optimizer) // ranks
+    size = strategies.MIXED_ADAM
     shared = ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
-    return count * (each.parameters + 2 * GATHERED_BYTES) + count * each.optimizer // shared
+    return count * (size.parameters + 2 * GATHERED_BYTES) + count * size.optimizer // shared
 
 
 def _root_parameters(job: Job) -> tuple[int, int]:

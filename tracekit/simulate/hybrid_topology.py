@@ -45,25 +45,25 @@ class HybridWorld:
         return tuple(self._groups)
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return how long a collective takes once all its ranks have arrived, if nothing else uses the link.
+        """Return the time of a collective once all its ranks have arrived, if nothing else uses the link.
 
         A ring carries most; ranks of an all-to-all send to all others at once, so its busiest rank decides.
         """
         if self._job.impairments.ideal_links:
             return 1
         size_bytes = ITEM_BYTES[collective.dtype] * max(collective.sent, collective.received)
-        of, ranks = self._rates_of(group), len(group.ranks)
+        speeds, ranks = self._rates_of(group), len(group.ranks)
         if group.parent is not None:
-            took_s = float(size_bytes / of.bus_bytes_per_s + of.hop_s)
+            took_s = float(size_bytes / speeds.bus_bytes_per_s + speeds.hop_s)
         elif collective.splits is not None:
             slowest_bytes = ITEM_BYTES[collective.dtype] * collective.slowest
-            took_s = float(slowest_bytes / of.bus_bytes_per_s + of.hop_s * (ranks - 1))
+            took_s = float(slowest_bytes / speeds.bus_bytes_per_s + speeds.hop_s * (ranks - 1))
         else:
-            took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, of, ranks))
+            took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, speeds, ranks))
         return max(1, round(1e9 * took_s))
 
-    def slowed(self, group: Group, step: int) -> float:
-        """Return how many times as long the group's transfers take because of a slow link."""
+    def slowdown(self, group: Group, step: int) -> float:
+        """Return the factor by which a slow link lengthens the group's transfers."""
         impairments = self._job.impairments
         if group.parent is not None:
             return impairments.slow_boundaries.get(self._boundary_of(group), 1.0)
@@ -92,23 +92,23 @@ class HybridWorld:
     def _rates(self, group: Group) -> Rates:
         if group.link.startswith(NODE):
             return rates(self._job.hardware, spans_nodes=False)
-        of = rates(self._job.hardware, spans_nodes=True)
+        speeds = rates(self._job.hardware, spans_nodes=True)
         # A node's network is shared evenly by its GPUs, a ring has the shares of its ranks there.
         nodes = Counter(self._hybrid.slot(rank) // self._job.node for rank in group.ranks)
-        most = max(nodes.values())
-        share = 1 if group.parent is not None else most
-        return replace(of, bus_bytes_per_s=of.bus_bytes_per_s * share / self._job.node)
+        max_ranks = max(nodes.values())
+        share = 1 if group.parent is not None else max_ranks
+        return replace(speeds, bus_bytes_per_s=speeds.bus_bytes_per_s * share / self._job.node)
 
 
 def _all_groups(hybrid: Hybrid, node: int) -> dict[str, list[Group]]:
     world = [list(range(hybrid.layout.world_size))]
-    found: dict[str, list[Group]] = {}
+    groups: dict[str, list[Group]] = {}
     number = 0
     for kind, listed in {WORLD: world, **groups_of(hybrid)}.items():
         description = "default_pg" if kind == WORLD else f"mesh_{kind}"
-        found[kind] = []
+        groups[kind] = []
         for ranks in listed:
             link = NODE if len({hybrid.slot(rank) // node for rank in ranks}) == 1 else NETWORK
-            found[kind].append(Group(str(number), description, tuple(ranks), link))
+            groups[kind].append(Group(str(number), description, tuple(ranks), link))
             number += 1
-    return found
+    return groups

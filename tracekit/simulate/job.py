@@ -136,7 +136,7 @@ class Job:
 
     @property
     def node(self) -> int:
-        """Return how many GPUs of a node the job uses."""
+        """Return the number of GPUs of a node that the job uses."""
         return min(self.hardware.gpus_per_node, self.gpus)
 
     @property
@@ -155,7 +155,7 @@ class Job:
 
     @property
     def recomputed_layers(self) -> int:
-        """Return how many layers recompute their activations, counted from the first."""
+        """Return the number of layers that recompute their activations, counted from the first."""
         return min(self.checkpoint_layers + self.impairments.extra_checkpointed_layers, self.model.layers)
 
     @property

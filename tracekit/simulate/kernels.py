@@ -29,13 +29,13 @@ class Op(NamedTuple):
 
 def layer_forward(job: Job, parts: Parts) -> Iterator[Op]:
     """Yield the ops of one layer's forward pass, in order."""
-    model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
+    model, total, tokens = job.model, job.model.layer_parameters, job.tokens
     width, hidden = model.width, model.hidden_width
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
     inputs, wide = ((tokens, width),), ((tokens, hidden), (tokens, hidden))
 
     def product(parameters: int, narrow: int) -> Op:
-        return _product(job, parts.matrices_s * parameters / whole, "", (tokens, narrow, parameters // narrow))
+        return _product(job, parts.matrices_s * parameters / total, "", (tokens, narrow, parameters // narrow))
 
     yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.25, NORM.format("rms_norm_kernel")), inputs)
     yield product(qkv, width)
@@ -50,12 +50,12 @@ def layer_forward(job: Job, parts: Parts) -> Iterator[Op]:
 
 def layer_backward(job: Job, parts: Parts) -> Iterator[Op]:
     """Yield the ops of one layer's backward pass, in order, recomputation left out."""
-    model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
+    model, total, tokens = job.model, job.model.layer_parameters, job.tokens
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
     inputs, wide = ((tokens, model.width),), ((tokens, model.hidden_width), (tokens, model.hidden_width))
 
     def products(parameters: int, narrow: int) -> list[Op]:
-        return _gradients(job, parts.matrices_s * parameters / whole, narrow, parameters // narrow)
+        return _gradients(job, parts.matrices_s * parameters / total, narrow, parameters // narrow)
 
     silu = ELEMENTWISE.format("SiluMulBackwardFunctor<c10::BFloat16>")
     back = _elementwise(parts, 0.6, NORM.format("back"))
@@ -112,8 +112,8 @@ def optimizer(parts: Parts) -> list[Op]:
     return [Op("aten::_fused_adamw_", "", compute(adam, parts.optimizer_s / count, blocks=640))] * count
 
 
-def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtype: str) -> Kernel:
-    """Return a collective on `whole` elements over `ranks`.
+def collective(op: str, group: str, stream: int, *, elements: int, ranks: int, dtype: str) -> Kernel:
+    """Return a collective on `elements` elements over `ranks`.
 
     op is all_gather, reduce_scatter, all_reduce or broadcast.
     """
@@ -124,8 +124,8 @@ def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtyp
         "all_reduce": f"ncclDevKernel_AllReduce_Sum_{short}_RING_LL",
         "broadcast": "ncclDevKernel_Broadcast_RING_LL",
     }[op]
-    part = -(-whole // ranks)
-    sent, received = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(op, (whole, whole))
+    part = -(-elements // ranks)
+    sent, received = {"all_gather": (part, elements), "reduce_scatter": (elements, part)}.get(op, (elements, elements))
     return Kernel(
         f"{name}(ncclDevKernelArgsStorage<4096ul>)",
         COMMUNICATION,

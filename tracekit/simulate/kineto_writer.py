@@ -153,12 +153,12 @@ def _collective_args(collective: Collective, group: Group, number: int) -> dict[
 
 
 def _group_args(group: Group) -> dict[str, Any]:
-    shown = ", ".join(map(str, group.ranks[:_NAMED_RANKS]))
+    ranks = ", ".join(map(str, group.ranks[:_NAMED_RANKS]))
     return {
         "Group size": len(group.ranks),
         "Process Group Name": group.name,
         "Process Group Description": group.description,
-        "Process Group Ranks": f"[{shown}{', ...' if len(group.ranks) > _NAMED_RANKS else ''}]",
+        "Process Group Ranks": f"[{ranks}{', ...' if len(group.ranks) > _NAMED_RANKS else ''}]",
     }
 
 
@@ -190,20 +190,20 @@ def _waits(record: RankRecord, device: int) -> Iterator[_Event]:
 
 
 def _memory(record: RankRecord, process: int, device: int) -> Iterator[_Event]:
-    for each in record.allocations:
+    for allocation in record.allocations:
         yield {
             "ph": "i",
             "cat": "cpu_instant_event",
             "s": "t",
             "name": "[memory]",
             "pid": process,
-            "tid": each.thread,
-            "ts": _us(each.at_ns),
+            "tid": allocation.thread,
+            "ts": _us(allocation.at_ns),
             "args": {
-                "Total Reserved": each.reserved_bytes,
-                "Total Allocated": each.allocated_bytes,
-                "Bytes": each.delta_bytes,
-                "Addr": each.address,
+                "Total Reserved": allocation.reserved_bytes,
+                "Total Allocated": allocation.allocated_bytes,
+                "Bytes": allocation.delta_bytes,
+                "Addr": allocation.address,
                 "Device Id": device,
                 "Device Type": _CUDA,
             },
@@ -211,15 +211,15 @@ def _memory(record: RankRecord, process: int, device: int) -> Iterator[_Event]:
 
 
 def _names(record: RankRecord, process: int, device: int) -> Iterator[_Event]:
-    named = {"ph": "M", "ts": 0, "tid": 0}
+    metadata = {"ph": "M", "ts": 0, "tid": 0}
     for pid in (process, device):
-        yield {**named, "name": "process_name", "pid": pid, "args": {"name": "python (simulated)"}}
-    yield {**named, "name": "process_labels", "pid": device, "args": {"labels": f"GPU {device} (simulated)"}}
+        yield {**metadata, "name": "process_name", "pid": pid, "args": {"name": "python (simulated)"}}
+    yield {**metadata, "name": "process_labels", "pid": device, "args": {"labels": f"GPU {device} (simulated)"}}
     threads = {MAIN_THREAD: "thread main", AUTOGRAD_THREAD: "thread pt_autograd_0"}
     for thread, name in threads.items():
-        yield {**named, "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+        yield {**metadata, "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
     for stream in sorted({activity.kernel.stream for activity in record.activities}):
-        yield {**named, "name": "thread_name", "pid": device, "tid": stream, "args": {"name": f"stream {stream}"}}
+        yield {**metadata, "name": "thread_name", "pid": device, "tid": stream, "args": {"name": f"stream {stream}"}}
 
 
 def _slice(category: str, name: str, pid: int, tid: int, span: tuple[int, int], args: Mapping[str, Any]) -> _Event:

@@ -20,13 +20,13 @@ class Memory:
     def __init__(self, job: Job, record: RankRecord) -> None:
         self._record = record
         self._allocated = static_bytes(job, record.rank)
-        self._full = self._reserved = rounded(peak_bytes(job, record.rank))
+        self._full = self._reserved = round_up(peak_bytes(job, record.rank))
         self._buffers: dict[str, tuple[int, int]] = {}
         self._addresses = 0x7F00_0000_0000
 
     def allocate(self, buffer: str, size_bytes: int, thread: int, at_ns: int) -> None:
         """Allocate a buffer."""
-        size = rounded(size_bytes)
+        size = round_up(size_bytes)
         self._addresses += size
         self._buffers[buffer] = (self._addresses, size)
         self._note(thread, at_ns, self._addresses, size)
@@ -40,7 +40,7 @@ class Memory:
 
     def flush(self, *, empties: bool) -> None:
         """Return the cache to the device, or allocate it again."""
-        self._reserved = rounded(self._allocated) if empties else self._full
+        self._reserved = round_up(self._allocated) if empties else self._full
 
     def _note(self, thread: int, at_ns: int, address: int, delta_bytes: int) -> None:
         self._allocated += delta_bytes
@@ -53,13 +53,13 @@ class Memory:
 def static_bytes(job: Job, rank: int = 0) -> int:
     """Return the bytes that a rank always uses: its shard of the training state, and persistent buffers."""
     if job.hybrid is not None:
-        return rounded(hybrid_memory.static_bytes(job, rank))
+        return round_up(hybrid_memory.static_bytes(job, rank))
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
     if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
         root_bytes = (GATHERED_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
         state_bytes += buffer_bytes * model.layer_parameters + root_bytes
-    return rounded(state_bytes)
+    return round_up(state_bytes)
 
 
 def peak_bytes(job: Job, rank: int | None = None) -> int:
@@ -68,8 +68,8 @@ def peak_bytes(job: Job, rank: int | None = None) -> int:
     Without a rank, of the one that needs most.
     """
     if job.hybrid is not None:
-        of = hybrid_memory.fullest_rank(job) if rank is None else rank
-        return static_bytes(job, of) + hybrid_memory.peak_activation_bytes(job, of)
+        peak_rank = hybrid_memory.fullest_rank(job) if rank is None else rank
+        return static_bytes(job, peak_rank) + hybrid_memory.peak_activation_bytes(job, peak_rank)
     model, width_tokens = job.model, job.model.width * job.tokens
     stored_layers = job.model.layers - job.recomputed_layers
     activations = (ACTIVATION_BYTES * stored_layers + INPUT_BYTES * job.recomputed_layers) * width_tokens
@@ -84,14 +84,14 @@ def peak_bytes(job: Job, rank: int | None = None) -> int:
 
 def require_fit(job: Job) -> None:
     """Raise InputError if a job does not fit into its GPUs' memory, with a suggestion."""
-    needed, there = peak_bytes(job), job.hardware.memory_bytes
-    if needed > there:
+    needed, available = peak_bytes(job), job.hardware.memory_bytes
+    if needed > available:
         raise InputError(
             f"{job.model.name} needs about {needed / GIB:.0f} GiB on each of {job.gpus} GPUs, {job.hardware.name} has "
-            f"{there / GIB:.0f}: use more GPUs, a smaller --batch or --seq, or more --checkpoint-layers"
+            f"{available / GIB:.0f}: use more GPUs, a smaller --batch or --seq, or more --checkpoint-layers"
         )
 
 
-def rounded(size_bytes: float) -> int:
+def round_up(size_bytes: float) -> int:
     """Return a size rounded up to what the allocator takes from the device at once."""
     return -(-round(size_bytes) // _SEGMENT_BYTES) * _SEGMENT_BYTES

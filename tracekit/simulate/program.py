@@ -188,19 +188,19 @@ def timed_program(program: Iterable[Instruction], space_ns: int) -> list[Instruc
 
     A slice passes its own host time, and `space_ns` where it begins and where it ends.
     """
-    found: list[Instruction] = []
+    timed: list[Instruction] = []
     passed_ns = 0
-    for each in program:
-        if isinstance(each, OpenSlice):
-            passed_ns += space_ns + each.cost_ns
-        elif isinstance(each, CloseSlice):
+    for instruction in program:
+        if isinstance(instruction, OpenSlice):
+            passed_ns += space_ns + instruction.cost_ns
+        elif isinstance(instruction, CloseSlice):
             passed_ns += space_ns
-        elif isinstance(each, PassTime):
-            passed_ns += each.ns
-        elif not isinstance(each, SwitchThread | Act | Allocate | Free | Flush):
-            found += [PassTime(passed_ns), each] if passed_ns else [each]
+        elif isinstance(instruction, PassTime):
+            passed_ns += instruction.ns
+        elif not isinstance(instruction, SwitchThread | Act | Allocate | Free | Flush):
+            timed += [PassTime(passed_ns), instruction] if passed_ns else [instruction]
             passed_ns = 0
-    return found
+    return timed
 
 
 @dataclass

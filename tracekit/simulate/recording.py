@@ -142,15 +142,15 @@ class Recording:
     ranks: dict[int, RankRecord]
 
     def start_ns(self, step: int) -> int:
-        """Return when the first rank began a step on its device."""
+        """Return the time at which the first rank began a step on its device."""
         return min(record.account.windows[step][0] for record in self.ranks.values())
 
     def end_ns(self, step: int) -> int:
-        """Return when the last rank ended a step on its device."""
+        """Return the time at which the last rank ended a step on its device."""
         return max(record.account.windows[step][1] for record in self.ranks.values())
 
     @property
     def total_ns(self) -> int:
         """Return the time from the first step's start to the last one's end, of the rank that takes longest."""
         windows = [record.account.windows for record in self.ranks.values()]
-        return max(max(end for _, end in own.values()) - min(start for start, _ in own.values()) for own in windows)
+        return max(max(end for _, end in w.values()) - min(start for start, _ in w.values()) for w in windows)

@@ -28,7 +28,7 @@ class Simulated:
 
     job: Job
     recording: Recording
-    known: list[KnownFault]
+    known_faults: list[KnownFault]
 
 
 def simulate(
@@ -51,7 +51,7 @@ def simulate(
         raise InputError("a job with another order of ranks is simulated, but not written")
     _make_room(out, force=force)
     recording = engine.simulate(job)
-    known = truth.known_faults(healthy, requests, job, recording)
+    known_faults = truth.known_faults(healthy, requests, job, recording)
     written = [rank for rank in job.written_ranks if rank in recording.ranks]
     for done, rank in enumerate(written, 1):
         record = recording.ranks[rank]
@@ -63,15 +63,15 @@ def simulate(
         if on_progress:
             on_progress(done, len(written))
     ground_truth: dict[str, Any] = {"simulated": True, "arguments": dict(arguments)}
-    ground_truth["faults"] = [truth.document(each, job, requests) for each in known]
+    ground_truth["faults"] = [truth.document(fault, job, requests) for fault in known_faults]
     if job.hybrid is not None:
-        ground_truth["bubbles"] = [asdict(each) for each in bubbles.bubbles(job, recording)]
+        ground_truth["bubbles"] = [asdict(bubble) for bubble in bubbles.bubbles(job, recording)]
     for name, content in (
         (conventions.MANIFEST_FILE, _manifest(job, arguments)),
         (conventions.TRUTH_FILE, ground_truth),
     ):
         kineto_writer.replace_file(out / name, f"{json.dumps(content, indent=2)}\n".encode())
-    return Simulated(job, recording, known)
+    return Simulated(job, recording, known_faults)
 
 
 def _make_room(out: Path, *, force: bool) -> None:
@@ -109,7 +109,7 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
             "step": step,
             conventions.STEP_TIME_METRIC: end_ns - start_ns,
             conventions.TOKENS_METRIC: 1e9 * job.step_tokens / max(1, end_ns - start_ns),
-            conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job, rank)),
+            conventions.RESERVED_METRIC: memory.round_up(memory.peak_bytes(job, rank)),
             conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
             **(counters.counters(job, rank, step, start_ns=start_ns, end_ns=end_ns) if job.device_metrics else {}),
         }

@@ -94,9 +94,9 @@ class Schedule:
 
     def collective(self, op: str, stream: int, parameters: int, *, group: str = program.SHARD, ranks: int = 0) -> None:
         """Run a collective on a unit's weights or gradients: in several where the unit is cut up."""
-        whole = -(-parameters // self.job.impairments.collectives_per_unit)
+        elements = -(-parameters // self.job.impairments.collectives_per_unit)
         kind = "BFloat16" if op == "all_gather" else "Float"
-        kernel = kernels.collective(op, group, stream, whole=whole, ranks=ranks or self.job.shards, dtype=kind)
+        kernel = kernels.collective(op, group, stream, elements=elements, ranks=ranks or self.job.shards, dtype=kind)
         outer, backend, collective_name = _COLLECTIVE_NAMES[op]
         message = kernel.collective
         assert message is not None
@@ -107,7 +107,7 @@ class Schedule:
                 self.host.launch(kernel)
 
     def unit(self, layer: int | None) -> str:
-        """Return how spans call a unit: `` (layers.0)``; nothing for the root."""
+        """Return a unit's suffix in the names of spans: `` (layers.0)``; nothing for the root."""
         return "" if layer is None else f" (layers.{layer})"
 
     # Its parts -------------------------------------------------------------------------------------------------------

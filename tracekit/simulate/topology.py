@@ -48,7 +48,7 @@ class World:
         return (SHARD, REPLICATE) if self._job.strategy == HSDP else (SHARD,)
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return how long a collective takes once all its ranks have arrived, if nothing else uses the link."""
+        """Return the time of a collective once all its ranks have arrived, if nothing else uses the link."""
         if self._job.impairments.ideal_links:
             return 1
         elements = max(collective.sent, collective.received)
@@ -56,14 +56,14 @@ class World:
         took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, self._rates[group.link], len(group.ranks)))
         return max(1, round(1e9 * took_s))
 
-    def slowed(self, group: Group, step: int) -> float:
-        """Return how many times as long the group's collectives take in a step because a link in its ring is slow."""
+    def slowdown(self, group: Group, step: int) -> float:
+        """Return the factor by which a slow link in its ring lengthens the group's collectives in a step."""
         links = self._job.impairments.slow_links
         hit = [factor for rank, (factor, since) in links.items() if rank in group.ranks and step >= since]
         return max(hit, default=1.0) if group.link == NETWORK or self._job.gpus <= self._job.node else 1.0
 
     def _rates_of(self, link: str) -> Rates:
-        of = rates(self._job.hardware, spans_nodes=link == NETWORK)
+        speeds = rates(self._job.hardware, spans_nodes=link == NETWORK)
         if self._job.strategy == HSDP and link == NETWORK:  # one ring per GPU of a node shares the node's network
-            return replace(of, bus_bytes_per_s=of.bus_bytes_per_s / self._job.node)
-        return of
+            return replace(speeds, bus_bytes_per_s=speeds.bus_bytes_per_s / self._job.node)
+        return speeds

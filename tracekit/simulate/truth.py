@@ -32,24 +32,24 @@ def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recor
     (`slow-network`: found by links that take no time) and a host that is too slow (`late-launch`: by one that takes
     none), where that is at least 1% of the run. The cost is the time the run takes longer, over the fault's steps.
     """
-    known = [_known(each, job, recording, faults.without(healthy, requests, each)) for each in requests]
-    codes = {each.fault.code for each in requests}
+    result = [_known(request, job, recording, faults.without(healthy, requests, request)) for request in requests]
+    codes = {request.fault.code for request in requests}
     if job.hybrid is not None:  # its layout decides what communication costs
-        return known
+        return result
     for name, without in _inherent_faults(job):
         fault = faults.FAULTS[name]
         if fault.code not in codes:
-            found = _known(FaultRequest(replace(fault, steps=_every_step), ()), job, recording, without(job))
-            if found.cost_ns * job.steps >= _LEAST_RATIO * recording.total_ns:
-                known.append(found)
-    return known
+            inherent = _known(FaultRequest(replace(fault, steps=_every_step), ()), job, recording, without(job))
+            if inherent.cost_ns * job.steps >= _LEAST_RATIO * recording.total_ns:
+                result.append(inherent)
+    return result
 
 
-def document(known: KnownFault, job: Job, requests: Sequence[FaultRequest]) -> dict[str, object]:
-    """Return what truth.json states about a fault: in a job with a layout its axis and stages, too."""
-    stated = dict(vars(known))
+def document(entry: KnownFault, job: Job, requests: Sequence[FaultRequest]) -> dict[str, object]:
+    """Return the fields of truth.json about a fault: in a job with a layout its axis and stages, too."""
+    stated = dict(vars(entry))
     if job.hybrid is not None:
-        fault = next(each.fault for each in requests if each.fault.name == known.fault)
+        fault = next(request.fault for request in requests if request.fault.name == entry.fault)
         stated |= {"axis": fault.axis, "stages": fault.stages(job)}
     return stated
 

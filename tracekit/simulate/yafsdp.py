@@ -160,7 +160,7 @@ class YafsdpV1(Sharded):
         return self.job.model.layer_parameters if layer in range(self.layers) else self.job.model.outer_parameters
 
     def unit(self, layer: int | None) -> str:
-        """Return how spans call a unit."""
+        """Return a unit's suffix in the names of spans."""
         names: dict[int | None, str] = {-1: " (embedding)", self.layers: " (head)"}
         return names.get(layer, super().unit(layer))
 

@@ -200,8 +200,8 @@ class SandboxedQuery:
 
             code = self._process.wait()
             is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # the process ran out of memory
-            kind = sandbox.TIMED_OUT if self._is_timed_out else sandbox.OUT_OF_MEMORY if is_killed else ""
-            raise self._failure(kind, str(code)) from None
+            kind = sandbox.OUT_OF_MEMORY if is_killed else ""
+            raise self._failure(sandbox.TIMED_OUT if self._is_timed_out else kind, str(code)) from None
 
     def _failure(self, kind: str, message: str) -> InputError:
         from tracekit.sql import sandbox  # with DuckDB, which only the other process needs for queries that succeed
@@ -227,41 +227,41 @@ def _environment() -> dict[str, str]:
     return python_child.environment(variables) | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
-def _rows(run: Run, named: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:
+def _rows(run: Run, table_names: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:
     """Yield the named tables; those that are read are built in one pass over the traces."""
-    run.measure([TraceTable(name) for name in named if name in READ], on_progress)
-    for name in named:
+    run.measure([TraceTable(name) for name in table_names if name in READ], on_progress)
+    for name in table_names:
         if name in READ:
             yield name, run.parts(TraceTable(name)) or run.table(TraceTable(name))
         else:
             from tracekit.sql import run_tables  # with the facts of all derived tables
 
-            yield name, run_tables.derived(run, name)
+            yield name, run_tables.derive(run, name)
 
 
 def _narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
     """Return integers as Int64 if they fit: DuckDB sums them in 128 bits, which few programs can read."""
-    whole = [name for name, dtype in rows.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
-    whole += [name for name, dtype in rows.schema.items() if dtype == pl.Int128]
-    narrow = rows.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in whole)
-    wide = [name for name in whole if narrow[name].null_count() != rows[name].null_count()]
+    integers = [name for name, dtype in rows.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
+    integers += [name for name, dtype in rows.schema.items() if dtype == pl.Int128]
+    narrow = rows.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in integers)
+    wide = [name for name in integers if narrow[name].null_count() != rows[name].null_count()]
     return narrow.with_columns(rows[name] for name in wide)
 
 
-def _explain_error(kind: str, message: str, sql: str, known: Mapping[str, TableDocument]) -> str:
+def _explain_error(kind: str, message: str, sql: str, documents: Mapping[str, TableDocument]) -> str:
     """Return DuckDB's error on one line, with a suggestion."""
     first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", message)[0].split())
     reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
     table = re.search(r"Table with name (\S+) does not exist", message)
     if table:
-        similar = errors.did_you_mean(table[1], known)
-        return f"query: no table {table[1]}{similar}; the tables are {', '.join(known)}"
+        similar = errors.did_you_mean(table[1], documents)
+        return f"query: no table {table[1]}{similar}; the tables are {', '.join(documents)}"
     if kind == "ParserException" and _RESERVED.search(sql):
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
     near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", message)
     if near:
         return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
     column = re.search(r'column named "(\w+)"', message)
-    columns = sorted({column.name for table in known.values() for column in table.columns})
+    columns = sorted({column.name for table in documents.values() for column in table.columns})
     hint = errors.did_you_mean(column[1], columns) if column else ""
     return f"query: {reason}{hint}; tracekit schema lists tables and columns"

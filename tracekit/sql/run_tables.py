@@ -124,7 +124,7 @@ def plugin_tables() -> dict[str, DerivedTable]:
     return added
 
 
-def derived(run: Run, name: str) -> pl.DataFrame:
+def derive(run: Run, name: str) -> pl.DataFrame:
     """Return one of the tables that are derived from a run: of DERIVED, or of a plug-in."""
     if name in DERIVED:
         return DERIVED[name](run)

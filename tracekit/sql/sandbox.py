@@ -56,12 +56,12 @@ def main() -> None:
     memory_bytes: int = request["memory_bytes"]
     try:
         with connect(memory_bytes) as connection:
-            known: list[str] = request["tables"]
-            _register(connection, dict.fromkeys(known, ()), source)
+            table_names: list[str] = request["tables"]
+            _register(connection, dict.fromkeys(table_names, ()), source)
             _limit_process(memory_bytes)
             with _deadline(connection, request["timeout_s"]):
-                statement, named = validated(connection, request["sql"], known)
-            _send(sink, {"named": named})
+                statement, read_tables = validate(connection, request["sql"], table_names)
+            _send(sink, {"named": read_tables})
             line = source.readline()
             if not line:
                 return
@@ -82,45 +82,45 @@ def connect(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
         yield connection
 
 
-def validated(connection: duckdb.DuckDBPyConnection, sql: str, known: Sequence[str]) -> tuple[str, list[str]]:
-    """Return `sql` as one SELECT, and the `known` tables that it may read.
+def validate(connection: duckdb.DuckDBPyConnection, sql: str, table_names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return `sql` as one SELECT, and those of `table_names` that it may read.
 
     Raises RefusedError or duckdb.Error if it is no SELECT or names an unknown table or column.
     """
     statement = _only_statement(sql)
-    named = _named_tables(statement, known)
+    read_tables = _named_tables(statement, table_names)
     connection.execute("EXPLAIN " + statement)
-    return statement, named
+    return statement, read_tables
 
 
 def _only_statement(sql: str) -> str:
     statements = duckdb.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-        kinds = ", ".join(str(each.type).rsplit(".", 1)[-1] for each in statements) or "nothing"
+        kinds = ", ".join(str(parsed.type).rsplit(".", 1)[-1] for parsed in statements) or "nothing"
         hint = ": list the values of a PIVOT, ON … IN (…)" if "MULTI" in kinds else ""
         raise RefusedError(f"{kinds} given; a query must be one SELECT{hint}")
     return statements[0].query.strip().rstrip(";")
 
 
-def _named_tables(statement: str, known: Sequence[str]) -> list[str]:
+def _named_tables(statement: str, table_names: Sequence[str]) -> list[str]:
     # A table name inside a string counts too: that costs time but changes no result.
-    nodes = list(_nodes(_parsed(statement)))
-    own = {entry["key"].lower() for node in nodes if isinstance(node, dict) for entry in _ctes(node)}
+    nodes = list(_nodes(_parse(statement)))
+    cte_names = {entry["key"].lower() for node in nodes if isinstance(node, dict) for entry in _ctes(node)}
     texts: set[str] = set()
     for node in nodes:
         if isinstance(node, str):
             texts.add(node.lower())
         else:
-            _check(node, {*known, *own}, known)
-    return [name for name in known if name in texts]
+            _check(node, {*table_names, *cte_names}, table_names)
+    return [name for name in table_names if name in texts]
 
 
-def _check(node: dict[str, Any], readable: set[str], known: Sequence[str]) -> None:
+def _check(node: dict[str, Any], readable: set[str], table_names: Sequence[str]) -> None:
     kind = node.get("type")
     if kind == "TABLE_FUNCTION":
         function = node.get("function", {}).get("function_name", "?")
         if function not in _TABLE_FUNCTIONS:
-            tables = ", ".join(known)
+            tables = ", ".join(table_names)
             raise RefusedError(f"{function}() is not allowed; a query can read only the run's tables ({tables})")
     elif kind == "FUNCTION" and str(node.get("function_name", "")).lower() in _FORBIDDEN_FUNCTIONS:
         raise RefusedError(f"{node['function_name']}() is not allowed; a query can read only the run's tables")
@@ -132,11 +132,11 @@ def _check(node: dict[str, Any], readable: set[str], known: Sequence[str]) -> No
 
 
 def _ctes(node: dict[str, Any]) -> list[dict[str, Any]]:
-    found = node.get("cte_map")
-    return found.get("map", []) if isinstance(found, dict) else []
+    cte_map = node.get("cte_map")
+    return cte_map.get("map", []) if isinstance(cte_map, dict) else []
 
 
-def _parsed(statement: str) -> dict[str, Any]:
+def _parse(statement: str) -> dict[str, Any]:
     try:
         with duckdb.connect(":memory:") as connection:
             row = connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
@@ -276,15 +276,15 @@ def _as_plain_types(
     connection: duckdb.DuckDBPyConnection, relation: duckdb.DuckDBPyRelation, statement: str
 ) -> duckdb.DuckDBPyRelation:
     """Return the rows with columns of uncommon types as text."""
-    exotic = [bool(_EXOTIC.search(str(each))) for each in relation.types]
+    exotic = [bool(_EXOTIC.search(str(column_type))) for column_type in relation.types]
     if not any(exotic):
         return relation
     places = [f"c{i}" for i in range(len(exotic))]
-    shown = [
+    columns = [
         f"""{f"{place}::VARCHAR" if text else place} AS "{name.replace('"', '""')}\""""
         for place, text, name in zip(places, exotic, relation.columns, strict=True)
     ]
-    return connection.sql(f"SELECT {', '.join(shown)} FROM ({statement}\n) AS t({', '.join(places)})")  # noqa: S608
+    return connection.sql(f"SELECT {', '.join(columns)} FROM ({statement}\n) AS t({', '.join(places)})")  # noqa: S608
 
 
 def _send(sink: BinaryIO, message: dict[str, Any]) -> None:

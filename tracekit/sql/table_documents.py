@@ -35,10 +35,10 @@ def all_documents() -> tuple[TableDocument, ...]:
 
 def find(name: str, documents: Iterable[TableDocument]) -> TableDocument:
     """Return the document of a table. Raises InputError with similar names if there is none."""
-    known = {document.name: document for document in documents}
-    if name.lower() in known:
-        return known[name.lower()]
-    raise InputError(f"{name}: no such table{errors.did_you_mean(name, known)}; the tables are {', '.join(known)}")
+    by_name = {document.name: document for document in documents}
+    if name.lower() in by_name:
+        return by_name[name.lower()]
+    raise InputError(f"{name}: no such table{errors.did_you_mean(name, by_name)}; the tables are {', '.join(by_name)}")
 
 
 def as_json() -> str:

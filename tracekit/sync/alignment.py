@@ -46,10 +46,10 @@ def offsets(run: Run) -> pl.DataFrame:
     for (window,), window_ranks in places.group_by("window", maintain_order=True):
         of_window = calls.filter(pl.col("window") == window)
         rough = of_window.group_by("rank").agg(pl.col("rough_ns", "message_error_ns", "clock_domain").first())
-        known = window_ranks.join(rough, on="rank", how="left", maintain_order="left").with_columns(
+        rank_clocks = window_ranks.join(rough, on="rank", how="left", maintain_order="left").with_columns(
             pl.col("rough_ns").fill_null(0), pl.col("clock_domain").fill_null(pl.col("rank"))
         )
-        parts.append(_solve_window(known, _ends(of_window)))
+        parts.append(_solve_window(rank_clocks, _ends(of_window)))
     return pl.concat(parts) if parts else OFFSETS.empty()
 
 
@@ -73,9 +73,9 @@ def on_trace_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[st
     joined = table.join(place, on=["window", "rank"], how="left", maintain_order="left")
     drift = pl.col("drift") / (1 + pl.col("drift"))
     moved = [
-        (own - (drift * (own - pl.col("at_ns"))).round().fill_null(0).cast(pl.Int64)).cast(pl.Int64).alias(name)
+        (time_ns - (drift * (time_ns - pl.col("at_ns"))).round().fill_null(0).cast(pl.Int64)).cast(pl.Int64).alias(name)
         for name in columns
-        for own in [pl.col(name) - pl.col("offset_ns")]
+        for time_ns in [pl.col(name) - pl.col("offset_ns")]
     ]
     return joined.with_columns(moved).drop("offset_ns", "drift", "at_ns")
 
@@ -109,26 +109,26 @@ def _ends(calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
+def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     """Return rows of OFFSETS for the ranks of one window, from initial offsets and shared ends."""
-    ranks = known["rank"].to_numpy()
+    ranks = rank_clocks["rank"].to_numpy()
     # Relative to the first end: float64 represents ns within a run exactly, but not Unix time in ns.
     origin = int(ends["end_ns"].min() or 0)  # type: ignore[arg-type]
     rank = np.searchsorted(ranks, ends["rank"].to_numpy())
     _, instance = np.unique(ends["instance"].to_numpy(), return_inverse=True)
-    own = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
-    calls = _Calls(rank, instance, (ends["start_ns"].to_numpy() - origin).astype(np.float64), own)
-    rough = known["rough_ns"].to_numpy().astype(np.float64)
+    end_ns = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
+    calls = _Calls(rank, instance, (ends["start_ns"].to_numpy() - origin).astype(np.float64), end_ns)
+    rough = rank_clocks["rough_ns"].to_numpy().astype(np.float64)
     ends_of_rank = np.bincount(rank, minlength=len(ranks))
     is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
-    offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, own), rough)
+    offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, end_ns), rough)
     offset = np.where(is_aligned, _possible_offsets(offset, calls), offset)
-    drift, at = _drifts(len(ranks), offset, rank, instance, own)
-    correction = offset[rank] + drift[rank] * (own - at[rank])
-    common = own + correction
+    drift, at_ns = _drifts(len(ranks), offset, rank, instance, end_ns)
+    correction = offset[rank] + drift[rank] * (end_ns - at_ns[rank])
+    common = end_ns + correction
     deviation = _deviation_from_others(instance, common)
-    limit = _limits(calls.shifted(correction), len(ranks))
-    domain, message_error = known["clock_domain"].to_numpy(), known["message_error_ns"].to_list()
+    limit = _limits(calls.shift(correction), len(ranks))
+    domain, message_error = rank_clocks["clock_domain"].to_numpy(), rank_clocks["message_error_ns"].to_list()
     by_ends = [0] * len(ranks)
     for i in np.flatnonzero(is_aligned).tolist():
         scatter_ns = np.quantile(np.abs(deviation[rank == i]), RESIDUAL_QUANTILE)
@@ -145,14 +145,14 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
                 "offset_ns": round(offset[i] - offset[first]) if is_linked else 0,
                 "residual_ns": _error_ns(i, by_ends, message_error, domain) if is_linked else None,
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
-                "at_ns": round(at[i]) + origin if drift[i] or drift[first] else None,
+                "at_ns": round(at_ns[i]) + origin if drift[i] or drift[first] else None,
                 "pairs": int(ends_of_rank[i]),
                 "clock_domain": int(domain[i]),
                 "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else _without_ends(error),
             }
         )
     # Conformed per window: where no rank is aligned, residual_ns has only nulls and no type that concat accepts.
-    return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"]))
+    return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None).with_columns(rank_clocks["window"]))
 
 
 def _error_ns(i: int, by_ends: list[int], by_messages: list[int | None], domain: _Ints) -> int:
@@ -160,18 +160,18 @@ def _error_ns(i: int, by_ends: list[int], by_messages: list[int | None], domain:
     error = by_messages[i]
     if not error:
         return by_ends[i]
-    others = [by_ends[j] for j in range(len(by_ends)) if domain[j] == domain[i] and not by_messages[j]]
-    return max(by_ends[i], error + max(others, default=0))
+    peer_errors = [by_ends[j] for j in range(len(by_ends)) if domain[j] == domain[i] and not by_messages[j]]
+    return max(by_ends[i], error + max(peer_errors, default=0))
 
 
 def _without_ends(message_error_ns: int | None) -> str:
     return collective_matching.NONE if message_error_ns is None else collective_matching.MESSAGES
 
 
-def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats) -> _Floats:
+def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, end_ns: _Floats) -> _Floats:
     """Minimise the absolute differences of ends within instances: alternately estimate instance ends and offsets."""
-    for _ in range(_ROUNDS if len(own) else 0):
-        common = own + offset[rank]
+    for _ in range(_ROUNDS if len(end_ns) else 0):
+        common = end_ns + offset[rank]
         late = _median_by(instance, common)[instance] - common
         step = _median_by(rank, late, len(offset))
         offset = offset + step
@@ -189,7 +189,7 @@ class _Calls:
     start: _Floats
     end: _Floats
 
-    def shifted(self, by_ns: _Floats) -> "_Calls":
+    def shift(self, by_ns: _Floats) -> "_Calls":
         return replace(self, start=self.start + by_ns, end=self.end + by_ns)
 
 
@@ -197,7 +197,7 @@ def _possible_offsets(offset: _Floats, calls: _Calls) -> _Floats:
     """Return the offsets, moved until no rank leaves a collective before all have arrived; unmoved if that fails."""
     moved = offset
     for _ in range(_ROUNDS):
-        earlier, later = _room(calls.shifted(moved[calls.rank]))
+        earlier, later = _room(calls.shift(moved[calls.rank]))
         earliest, latest = (_least_by(calls.rank, room, len(offset)) for room in (earlier, later))
         if min(earliest.min(initial=0), latest.min(initial=0)) >= 0:
             return moved
@@ -208,7 +208,7 @@ def _possible_offsets(offset: _Floats, calls: _Calls) -> _Floats:
 
 
 def _room(calls: _Calls) -> tuple[_Floats, _Floats]:
-    """Return how much earlier and later the clock of each call's rank could be: (n,), (n,); below 0: impossible.
+    """Room to set the clock of each call's rank earlier and later: (n,), (n,); below 0: impossible.
 
     Earlier until it left before the last of the others arrived, later until it arrived after the first of them left.
     """
@@ -217,7 +217,7 @@ def _room(calls: _Calls) -> tuple[_Floats, _Floats]:
 
 
 def _limits(calls: _Calls, count: int) -> _Floats:
-    """Return how far each rank's clock can be off at most, shape (count,); infinity where calls give no limit.
+    """Largest possible error of each rank's clock, shape (count,); infinity where calls give no limit.
 
     Each set of ranks that share collectives limits its members relative to each other only, so the widest limit counts.
     """
@@ -225,10 +225,10 @@ def _limits(calls: _Calls, count: int) -> _Floats:
     members = pl.col("rank").sort().cast(pl.String).str.join(",")
     rooms = pl.DataFrame({"rank": calls.rank, "instance": calls.instance, "earlier": earlier, "later": later})
     sets = rooms.group_by("instance").agg(members.alias("ranks"))
-    least = pl.min_horizontal("earlier", "later") >= 0
-    known = pl.when(least).then(pl.max_horizontal("earlier", "later")).otherwise(np.inf)
+    is_possible = pl.min_horizontal("earlier", "later") >= 0
+    limit_ns = pl.when(is_possible).then(pl.max_horizontal("earlier", "later")).otherwise(np.inf)
     of_set = rooms.join(sets, on="instance").group_by("rank", "ranks").agg(pl.col("earlier", "later").min())
-    widest = of_set.with_columns(known.alias("limit")).group_by("rank").agg(pl.col("limit").max())
+    widest = of_set.with_columns(limit_ns.alias("limit")).group_by("rank").agg(pl.col("limit").max())
     limit = np.full(count, np.inf)
     limit[widest["rank"].to_numpy()] = widest["limit"].to_numpy()
     return limit
@@ -237,34 +237,34 @@ def _limits(calls: _Calls, count: int) -> _Floats:
 def _least_of_others(instance: _Ints, value: _Floats) -> _Floats:
     """Return the least value of the other ranks in each instance, shape (n,); each instance has two ranks or more."""
     order = np.lexsort((value, instance))
-    ordered, of = value[order], instance[order]
-    first = np.searchsorted(of, of, side="left")
-    least = np.empty(len(value))
-    least[order] = ordered[first + (np.arange(len(of)) == first)]
-    return least
+    ordered, instances = value[order], instance[order]
+    first = np.searchsorted(instances, instances, side="left")
+    minima = np.empty(len(value))
+    minima[order] = ordered[first + (np.arange(len(instances)) == first)]
+    return minima
 
 
 def _least_by(key: _Ints, value: _Floats, count: int) -> _Floats:
-    least = np.full(count, np.inf)
-    np.minimum.at(least, key, value)
-    return least
+    minima = np.full(count, np.inf)
+    np.minimum.at(minima, key, value)
+    return minima
 
 
-def _drifts(count: int, offset: _Floats, rank: _Ints, instance: _Ints, own: _Floats) -> tuple[_Floats, _Floats]:
+def _drifts(count: int, offset: _Floats, rank: _Ints, instance: _Ints, end_ns: _Floats) -> tuple[_Floats, _Floats]:
     """Return each rank's drift relative to the others (a median of slopes) and the time at which its offset holds."""
-    drift, at = np.zeros(count), np.zeros(count)
-    common = own + offset[rank]
+    drift, at_ns = np.zeros(count), np.zeros(count)
+    common = end_ns + offset[rank]
     late = _median_by(instance, common)[instance] - common
     for i in range(count):
         is_rank = rank == i
-        if is_rank.sum() < _MIN_DRIFT_PAIRS or np.ptp(own[is_rank]) < MIN_DRIFT_SPAN_NS:
+        if is_rank.sum() < _MIN_DRIFT_PAIRS or np.ptp(end_ns[is_rank]) < MIN_DRIFT_SPAN_NS:
             continue
-        order = np.argsort(own[is_rank], kind="stable")
-        time, behind = own[is_rank][order], late[is_rank][order]
+        order = np.argsort(end_ns[is_rank], kind="stable")
+        time, behind = end_ns[is_rank][order], late[is_rank][order]
         half = len(time) // 2
         slopes = (behind[-half:] - behind[:half]) / np.maximum(time[-half:] - time[:half], 1)
-        drift[i], at[i] = np.median(slopes), np.median(time)
-    return drift, at
+        drift[i], at_ns[i] = np.median(slopes), np.median(time)
+    return drift, at_ns
 
 
 def _median_by(key: _Ints, value: _Floats, count: int | None = None) -> _Floats:
@@ -278,15 +278,15 @@ def _median_by(key: _Ints, value: _Floats, count: int | None = None) -> _Floats:
 def _deviation_from_others(instance: _Ints, common: _Floats) -> _Floats:
     """Return the distance of each end from the median of the other ranks' ends of the same instance."""
     order = np.lexsort((common, instance))
-    sorted_ends, of = common[order], instance[order]
-    first = np.searchsorted(of, of, side="left")
-    others = np.searchsorted(of, of, side="right") - first - 1
-    place = np.arange(len(of)) - first
+    sorted_ends, instances = common[order], instance[order]
+    first = np.searchsorted(instances, instances, side="left")
+    peer_count = np.searchsorted(instances, instances, side="right") - first - 1
+    place = np.arange(len(instances)) - first
 
     def without_own(k: _Ints) -> _Floats:
         return np.asarray(sorted_ends[first + k + (k >= place)])
 
-    median = (without_own((others - 1) // 2) + without_own(others // 2)) / 2
+    median = (without_own((peer_count - 1) // 2) + without_own(peer_count // 2)) / 2
     deviation = np.empty(len(common))
     deviation[order] = sorted_ends - median
     return deviation
@@ -337,11 +337,11 @@ def _rate_issues(run: Run) -> list[dict[str, object]]:
         pl.col("instance").sort_by("end_ns").last().alias("last"),
         (pl.col("end_ns").max() - pl.col("end_ns").min()).alias("own_ns"),
     )
-    others = shared.filter(pl.int_range(pl.len()).over("window", "instance", order_by="rank") < _MOST_OTHERS)
-    others = others.rename({"rank": "other"})
+    peers = shared.filter(pl.int_range(pl.len()).over("window", "instance", order_by="rank") < _MOST_OTHERS)
+    peers = peers.rename({"rank": "other"})
     between = (
-        spans.join(others, left_on=["window", "first"], right_on=["window", "instance"])
-        .join(others, left_on=["window", "last", "other"], right_on=["window", "instance", "other"], suffix="_last")
+        spans.join(peers, left_on=["window", "first"], right_on=["window", "instance"])
+        .join(peers, left_on=["window", "last", "other"], right_on=["window", "instance", "other"], suffix="_last")
         .filter(pl.col("other") != pl.col("rank"))
         .group_by("window", "rank", "own_ns")
         .agg((pl.col("end_ns_last") - pl.col("end_ns")).abs().median().alias("others_ns"))

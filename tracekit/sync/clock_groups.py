@@ -53,7 +53,7 @@ class ClockGroups:
             self._link(link.other, link.rank, self.offset_ns[link.rank] - link.offset_ns)
 
     def error_between_ns(self, rank: int, other: int) -> int | None:
-        """Return how far the offset between two ranks can be wrong where only messages link them, else None."""
+        """Largest error of the offset between two ranks where only messages link them, else None."""
         errors = (self.error_ns[rank], self.error_ns[other])
         return None if self.part[rank] != self.part[other] or None in errors else sum(error or 0 for error in errors)
 
@@ -70,4 +70,4 @@ class ClockGroups:
         return [(rank, last.offset_ns[rank], last.error_ns[rank], last.part[rank]) for rank in last.part]
 
     def _members(self, part: int) -> list[int]:
-        return [rank for rank, of in self.part.items() if of == part]
+        return [rank for rank, rank_part in self.part.items() if rank_part == part]

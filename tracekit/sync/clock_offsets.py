@@ -60,7 +60,7 @@ class RankCalls(_Calls):
         ordered = rows.select("rank", "together", pl.col(_FIELDS.values()).fill_null(UNKNOWN).cast(pl.Int64)).sort(
             "rank", "end_ns", "start_ns", maintain_order=True
         )
-        fields = {name: ordered[of].to_numpy() for name, of in _FIELDS.items()}
+        fields = {name: ordered[column].to_numpy() for name, column in _FIELDS.items()}
         fields["synchronizing"] = ordered["together"].to_numpy()
         ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)
         ends = [*firsts[1:].tolist(), ordered.height]
@@ -88,14 +88,14 @@ class Instances(_Calls):
     def with_rank(self, calls: RankCalls, fit: "RankMatch") -> "Instances":
         """Return the instances with a rank's calls: matched calls narrow an instance, others become new instances."""
         is_new = fit.instance_rows < 0
-        own, rows = Instances.of(calls, fit.offset_ns, fit.instance), fit.instance_rows[~is_new]
+        rank_calls, rows = Instances.of(calls, fit.offset_ns, fit.instance), fit.instance_rows[~is_new]
         start, end = self.start.copy(), self.end.copy()
-        start[rows] = np.maximum(start[rows], own.start[~is_new])
-        end[rows] = np.minimum(end[rows], own.end[~is_new])
-        known = vars(self) | {"start": start, "end": end}
-        every = {name: np.concatenate((known[name], values[is_new])) for name, values in vars(own).items()}
-        by_time = np.argsort(every["end_time"], kind="stable")
-        return Instances(**{name: values[by_time] for name, values in every.items()})
+        start[rows] = np.maximum(start[rows], rank_calls.start[~is_new])
+        end[rows] = np.minimum(end[rows], rank_calls.end[~is_new])
+        fields = vars(self) | {"start": start, "end": end}
+        merged = {name: np.concatenate((fields[name], values[is_new])) for name, values in vars(rank_calls).items()}
+        by_time = np.argsort(merged["end_time"], kind="stable")
+        return Instances(**{name: values[by_time] for name, values in merged.items()})
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def match_rank(
         agreed = voted if is_possible and voted is not None else offset_ns
     pairs = _match_by_time(calls, instances, agreed) if agreed is not None else np.full(len(calls.end), UNKNOWN)
     common = _calls_in_common(calls, instances, agreed or 0)
-    if (pairs >= 0).sum() < _MIN_EXPLAINED * common and (whole := _align_sequences(calls, instances, offset_ns)):
-        agreed, pairs = whole
+    if (pairs >= 0).sum() < _MIN_EXPLAINED * common and (aligned := _align_sequences(calls, instances, offset_ns)):
+        agreed, pairs = aligned
     elif agreed is None or (pairs >= 0).sum() < max(MIN_PAIRS, common // 3):
         return None
     return RankMatch(agreed, pairs, _instance_ids(instances, pairs), links_clocks=True)
@@ -143,10 +143,10 @@ def match_by_sequence_number(calls: RankCalls, instances: Instances) -> _Ints:
     """Return for each call the instance row with the same op and sequence number, -1 if there is none."""
     order = np.lexsort((instances.op, instances.seq))
     keys = (instances.seq * 64 + instances.op)[order]  # fewer than 64 kinds of collectives
-    wanted = calls.seq * 64 + calls.op
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    rows = order[at]
-    return np.where((keys[at] == wanted) & _compatible(calls.bytes, instances.bytes[rows]), rows, UNKNOWN)
+    call_keys = calls.seq * 64 + calls.op
+    index = np.minimum(np.searchsorted(keys, call_keys), len(keys) - 1)
+    rows = order[index]
+    return np.where((keys[index] == call_keys) & _compatible(calls.bytes, instances.bytes[rows]), rows, UNKNOWN)
 
 
 def _compatible(a: _Ints, b: _Ints) -> npt.NDArray[np.bool_]:
@@ -154,8 +154,8 @@ def _compatible(a: _Ints, b: _Ints) -> npt.NDArray[np.bool_]:
 
 
 def _median_offset(calls: RankCalls, instances: Instances, pairs: _Ints) -> int | None:
-    at = (pairs >= 0) & calls.synchronizing
-    return int(np.median(instances.end_time[pairs[at]] - calls.end[at])) if at.sum() >= MIN_PAIRS else None
+    sync = (pairs >= 0) & calls.synchronizing
+    return int(np.median(instances.end_time[pairs[sync]] - calls.end[sync])) if sync.sum() >= MIN_PAIRS else None
 
 
 # Without sequence numbers: by the ends of calls ---------------------------------------------------------------------
@@ -196,7 +196,7 @@ def _differences(calls: RankCalls, instances: Instances) -> _Ints:
 
 
 def _peaks(differences: _Ints) -> list[int]:
-    """Return where sorted differences are densest, at several scales: precise (NCCL) to imprecise (busy host)."""
+    """Find the densest sorted differences, at several scales: precise (NCCL) to imprecise (busy host)."""
     peaks = []
     for scale in _SCALES_NS:
         past = np.searchsorted(differences, differences + scale, side="right")
@@ -212,29 +212,29 @@ def _peaks(differences: _Ints) -> list[int]:
 
 
 def _score(calls: RankCalls, instances: Instances, offset_ns: int) -> tuple[float, int]:
-    """Return how well an offset explains the ends, and the offset refined by the resulting pairs."""
+    """Score how well an offset explains the ends, and refine the offset by the resulting pairs."""
     pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
     has_enough = ((pairs >= 0) & calls.synchronizing).sum() >= MIN_PAIRS
     return _precision(calls, instances, pairs) if has_enough else (0.0, offset_ns)
 
 
 def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[float, int]:
-    """Return how precisely the ends of pairs coincide, and the offset at which they do best.
+    """Score how precisely the ends of pairs coincide, and find the offset at which they do best.
 
     Each pair scores the logarithm of its precision; half of that if the step numbers differ.
     """
-    at = (pairs >= 0) & calls.synchronizing
-    difference = instances.end_time[pairs[at]] - calls.end[at]
+    sync = (pairs >= 0) & calls.synchronizing
+    difference = instances.end_time[pairs[sync]] - calls.end[sync]
     refined = int(np.median(difference))
-    weight = np.where(_compatible(calls.step[at], instances.step[pairs[at]]), 1.0, 0.5)
+    weight = np.where(_compatible(calls.step[sync], instances.step[pairs[sync]]), 1.0, 0.5)
     sharpness = np.log(_FAR_NS / np.clip(np.abs(difference - refined), _NEAR_NS, _FAR_NS))
     return float((weight * sharpness).sum()), refined
 
 
 def _tolerance(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
     pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
-    at = (pairs >= 0) & calls.synchronizing
-    difference = np.abs(instances.end_time[pairs[at]] - calls.end[at] - offset_ns)
+    sync = (pairs >= 0) & calls.synchronizing
+    difference = np.abs(instances.end_time[pairs[sync]] - calls.end[sync] - offset_ns)
     return int(np.clip(10 * np.median(difference), 50_000, _FAR_NS)) if len(difference) else 50_000
 
 
@@ -265,12 +265,12 @@ def _nearest(calls: RankCalls, instances: Instances, offset_ns: int, tolerance_n
         return np.full(len(ends), UNKNOWN, np.int64)  # years apart
     a, b = calls.kind * apart_ns + ends - low, instances.kind * apart_ns + instances.end_time - low
     a_order, b_order = np.argsort(a, kind="stable"), np.argsort(b, kind="stable")
-    there, lead = _closest(b[b_order], a)
-    back, lead_back = _closest(a[a_order], b)
-    there = b_order[there]
-    mutual = (a_order[back[there]] == np.arange(len(a))) & (np.abs(b[there] - a) <= tolerance_ns)
-    mutual &= (lead >= min_lead) & (lead_back[there] >= min_lead)
-    return np.where(mutual, there, UNKNOWN).astype(np.int64)
+    match, lead = _closest(b[b_order], a)
+    match_back, lead_back = _closest(a[a_order], b)
+    match = b_order[match]
+    mutual = (a_order[match_back[match]] == np.arange(len(a))) & (np.abs(b[match] - a) <= tolerance_ns)
+    mutual &= (lead >= min_lead) & (lead_back[match] >= min_lead)
+    return np.where(mutual, match, UNKNOWN).astype(np.int64)
 
 
 def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
@@ -286,11 +286,11 @@ def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
 
 
 def _calls_in_common(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
-    """Return how many calls both sides recorded, judged by their ends."""
+    """Count the calls that both sides recorded, judged by their ends."""
     ends = calls.end + offset_ns
     low, high = max(ends[0], instances.end_time[0]) - _FAR_NS, min(ends[-1], instances.end_time[-1]) + _FAR_NS
-    own, others = (ends >= low) & (ends <= high), (instances.end_time >= low) & (instances.end_time <= high)
-    return int(min(own.sum(), others.sum()))
+    call_count = ((ends >= low) & (ends <= high)).sum()
+    return int(min(call_count, ((instances.end_time >= low) & (instances.end_time <= high)).sum()))
 
 
 def _match_by_order(
@@ -326,23 +326,23 @@ def _match_between(calls: RankCalls, instances: Instances, pairs: _Ints, *, othe
     show which belong together. But a group runs its calls in one order. Where both sides have as many of a kind between
     two pairs, they are matched in order; other calls as in `otherwise`.
     """
-    apart = ~calls.synchronizing
-    if not apart.any():
+    is_apart = ~calls.synchronizing
+    if not is_apart.any():
         return otherwise
     mark = _in_order(pairs, np.zeros(len(pairs), np.int64))
     on_instances = np.zeros(len(instances.end_time), bool)
     on_instances[pairs[mark]] = True
-    own = _number_between(calls.kind, calls.start, mark, apart, "a")
-    others = _number_between(instances.kind, instances.start, on_instances, ~instances.synchronizing, "b")
-    both = own.join(others, on=["kind", "gap", "i", "n"])
-    matched, filled = both["a"].to_numpy(), np.where(apart, UNKNOWN, otherwise)
+    call_numbers = _number_between(calls.kind, calls.start, mark, is_apart, "a")
+    instance_numbers = _number_between(instances.kind, instances.start, on_instances, ~instances.synchronizing, "b")
+    both = call_numbers.join(instance_numbers, on=["kind", "gap", "i", "n"])
+    matched, filled = both["a"].to_numpy(), np.where(is_apart, UNKNOWN, otherwise)
     filled[matched] = both["b"].to_numpy()
-    left = (filled < 0) & ~np.isin(otherwise, filled)
-    return np.where(left, otherwise, filled)
+    is_unmatched = (filled < 0) & ~np.isin(otherwise, filled)
+    return np.where(is_unmatched, otherwise, filled)
 
 
 def _number_between(
-    kind: _Ints, start: _Ints, mark: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_], name: str
+    kind: _Ints, start: _Ints, mark: npt.NDArray[np.bool_], is_chosen: npt.NDArray[np.bool_], name: str
 ) -> pl.DataFrame:
     """Return the chosen calls, numbered by start within their kind and the gap between two marks, with their count.
 
@@ -350,7 +350,7 @@ def _number_between(
     """
     index, count = pl.int_range(pl.len()).over("kind", "gap"), pl.len().over("kind", "gap").cast(pl.Int64)
     return (
-        pl.DataFrame({"kind": kind, "start": start, "mark": mark, "chosen": chosen})
+        pl.DataFrame({"kind": kind, "start": start, "mark": mark, "chosen": is_chosen})
         .with_row_index(name)
         .sort("start", name)
         .with_columns(gap=pl.col("mark").cum_sum())
@@ -360,7 +360,7 @@ def _number_between(
 
 
 def _in_order(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:
-    """Return which pairs are in the same order on both sides, within their kind."""
+    """Mark the pairs that are in the same order on both sides, within their kind."""
     pair = pl.col("pair")
     is_in_order = (pair >= 0) & (pair >= pair.cum_max().over("kind"))
     return pl.DataFrame({"pair": pairs, "kind": kind}).select(is_in_order).to_series().to_numpy()
@@ -403,15 +403,15 @@ def _align_sequences(calls: RankCalls, instances: Instances, offset_ns: int | No
     call with one of the same op and size. It may be found where ends scatter by more than collectives take, as on GPUs
     that several processes share in turns. All ranks have to be inside together, with `offset_ns` if that is known.
     """
-    own, other = np.lexsort((calls.end, calls.start)), np.lexsort((instances.end, instances.start))
+    order, other_order = np.lexsort((calls.end, calls.start)), np.lexsort((instances.end, instances.start))
     best: tuple[float, int, _Ints] | None = None
-    for shift in _possible_shifts(calls.kind[own], instances.kind[other]):
-        low, high = max(0, -shift), min(len(own), len(other) - shift)
-        i, j = own[low:high], other[low + shift : high + shift]
-        is_long = len(i) >= min(len(own), len(other)) // 2 and calls.synchronizing[i].sum() >= MIN_PAIRS
+    for shift in _possible_shifts(calls.kind[order], instances.kind[other_order]):
+        low, high = max(0, -shift), min(len(order), len(other_order) - shift)
+        i, j = order[low:high], other_order[low + shift : high + shift]
+        is_long = len(i) >= min(len(order), len(other_order)) // 2 and calls.synchronizing[i].sum() >= MIN_PAIRS
         if not is_long or not _are_same(calls, instances, i, j):
             continue
-        pairs = np.full(len(own), UNKNOWN, np.int64)
+        pairs = np.full(len(order), UNKNOWN, np.int64)
         pairs[i] = j
         score, offset = _precision(calls, instances, pairs)
         offset = _possible_offset(calls, instances, pairs, offset) if offset_ns is None else offset_ns
@@ -420,24 +420,24 @@ def _align_sequences(calls: RankCalls, instances: Instances, offset_ns: int | No
     return best and best[1:]
 
 
-def _possible_shifts(own: _Ints, other: _Ints) -> list[int]:
+def _possible_shifts(call_kind: _Ints, instance_kind: _Ints) -> list[int]:
     """Return the shifts, smallest first, that pair calls of the kind that gives fewest; none if those are too many."""
-    kinds, counts = np.unique(own, return_counts=True)
-    others = np.array([(other == kind).sum() for kind in kinds], np.int64)
-    shared = counts * others > 0
+    kinds, counts = np.unique(call_kind, return_counts=True)
+    instance_counts = np.array([(instance_kind == kind).sum() for kind in kinds], np.int64)
+    shared = counts * instance_counts > 0
     if not shared.any():
         return []
-    kind = kinds[shared][np.argmin((counts * others)[shared])]
-    at, at_other = np.flatnonzero(own == kind), np.flatnonzero(other == kind)
-    if len(at) * len(at_other) > _MAX_PAIRS:
+    kind = kinds[shared][np.argmin((counts * instance_counts)[shared])]
+    rows, other_rows = np.flatnonzero(call_kind == kind), np.flatnonzero(instance_kind == kind)
+    if len(rows) * len(other_rows) > _MAX_PAIRS:
         return []
-    shifts = distinct(at_other[None, :] - at[:, None])
+    shifts = distinct(other_rows[None, :] - rows[:, None])
     return sorted(shifts.tolist(), key=abs)[:_MAX_SHIFTS]
 
 
 def _are_same(calls: RankCalls, instances: Instances, i: _Ints, j: _Ints) -> bool:
-    for some in (slice(_FEW), slice(_FEW, None)):  # most shifts differ within the first few calls
-        a, b = i[some], j[some]
+    for part in (slice(_FEW), slice(_FEW, None)):  # most shifts differ within the first few calls
+        a, b = i[part], j[part]
         if not ((calls.op[a] == instances.op[b]) & _compatible(calls.bytes[a], instances.bytes[b])).all():
             return False
     return True
@@ -449,9 +449,9 @@ def _possible_offset(calls: RankCalls, instances: Instances, pairs: _Ints, offse
     Ends scatter where ranks finish a collective at different times, as in an uneven all-to-all; this bound is exact.
     """
     i = np.flatnonzero((pairs >= 0) & calls.synchronizing)
-    least = int((instances.start[pairs[i]] - calls.end[i]).max())
-    most = int((instances.end[pairs[i]] - calls.start[i]).min())
-    return min(max(offset_ns, least), most) if least <= most else offset_ns
+    low_ns = int((instances.start[pairs[i]] - calls.end[i]).max())
+    high_ns = int((instances.end[pairs[i]] - calls.start[i]).min())
+    return min(max(offset_ns, low_ns), high_ns) if low_ns <= high_ns else offset_ns
 
 
 def _share_together(calls: RankCalls, instances: Instances, pairs: _Ints, offset_ns: int) -> float:

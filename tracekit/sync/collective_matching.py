@@ -42,7 +42,7 @@ def calls(trace: Trace) -> pl.DataFrame:
     with members "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
-    found = (
+    collectives = (
         with_groups(trace, trace.collectives)
         .join(activities, left_on="activity_id", right_on="id", maintain_order="left")
         .with_columns(
@@ -51,7 +51,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         )
         .sort("start_ns", "activity_id")
     )
-    return _with_send_receive_pairs(found, trace.rank).pipe(schema.select, CALLS)
+    return _with_send_receive_pairs(collectives, trace.rank).pipe(schema.select, CALLS)
 
 
 def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -59,24 +59,24 @@ def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
 
     Adds members (ranks as text; null if unknown). If the trace lists only one group, all its collectives belong to it.
     """
-    own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
-    groups = trace.groups.filter(pl.col("ranks").list.len() > 1, own)
+    is_own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
+    groups = trace.groups.filter(pl.col("ranks").list.len() > 1, is_own)
     only = groups.row(0, named=True)["group"] if groups.height == 1 else None
-    known = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
+    listed = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
     return (
         collectives.with_columns(pl.col("group").fill_null(pl.lit(only, pl.String)))
-        .join(known.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+        .join(listed.unique("group", keep="first"), on="group", how="left", maintain_order="left")
         .with_columns(pl.coalesce("listed_size", "group_size").alias("group_size"))
         .drop("listed_size")
     )
 
 
-def _with_send_receive_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
+def _with_send_receive_pairs(collectives: pl.DataFrame, rank: int) -> pl.DataFrame:
     sends = pl.col("op") == "send"
     paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
     to_peer, from_peer = pl.format(f"{rank}>{{}}", "peer"), pl.format(f"{{}}>{rank}", "peer")
     between = pl.when(sends).then(to_peer).otherwise(from_peer)
-    return found.with_columns(
+    return collectives.with_columns(
         pl.when(paired).then(between).otherwise("members").alias("members"),
         pl.when(paired).then(2).otherwise("group_size").alias("group_size"),
         pl.when(paired).then(None).otherwise("seq").alias("seq"),  # of the group, not of the pair
@@ -145,42 +145,42 @@ def _members() -> pl.Expr:
 def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
     clocks = ClockGroups(rows["rank"].unique().to_list())
     pairs = rows.filter(_is_paired())
-    named, unnamed, paired = _sorted_groups(rows)
-    found = [_match_group(group, clocks) for group in named]
+    known_groups, unknown_groups, paired = _sorted_groups(rows)
+    matches = [_match_group(group, clocks) for group in known_groups]
     parts = len(set(clocks.part.values()))
     # Before calls of which the group is not known: those of different groups would align clocks wrongly.
     clocks.link_by_messages(pairs)
     if len(set(clocks.part.values())) < parts:
-        found = [_match_group(group, clocks) for group in named]
-    found += [part for group in unnamed for part in _match_unnamed(group, clocks)]
-    found += [_match_group(group, clocks) for group in paired]
+        matches = [_match_group(group, clocks) for group in known_groups]
+    matches += [part for group in unknown_groups for part in _match_unnamed(group, clocks)]
+    matches += [_match_group(group, clocks) for group in paired]
     instance = np.full(rows.height, UNKNOWN, np.int64)
     by_seq = np.zeros(rows.height, bool)
     first = 0
-    for at, of_group, sequenced in found:
-        instance[at[of_group >= 0]] = of_group[of_group >= 0] + first
-        by_seq[at] = sequenced
-        first += int(of_group.max(initial=-1)) + 1
+    for row, group_instance, sequenced in matches:
+        instance[row[group_instance >= 0]] = group_instance[group_instance >= 0] + first
+        by_seq[row] = sequenced
+        first += int(group_instance.max(initial=-1)) + 1
     columns = schema.columns("rank rough_ns message_error_ns clock_domain")
     place = pl.DataFrame(clocks.rows(pairs), schema=columns, orient="row")
-    known = pl.Series("instance", instance)
+    instances = pl.Series("instance", instance)
     matched_by = pl.when(pl.Series(by_seq)).then(pl.lit(SEQ)).otherwise(pl.lit(ORDER))
     return rows.with_columns(
-        known.replace(UNKNOWN, None), pl.when(known != UNKNOWN).then(matched_by).alias("matched_by")
+        instances.replace(UNKNOWN, None), pl.when(instances != UNKNOWN).then(matched_by).alias("matched_by")
     ).join(place, on="rank", how="left", maintain_order="left")
 
 
 def _sorted_groups(rows: pl.DataFrame) -> tuple[list[pl.DataFrame], list[pl.DataFrame], list[pl.DataFrame]]:
     """Return the calls of groups whose ranks are known, of groups whose ranks are not known, and of each pair."""
-    named: list[pl.DataFrame] = []
-    unnamed: list[pl.DataFrame] = []
+    known_groups: list[pl.DataFrame] = []
+    unknown_groups: list[pl.DataFrame] = []
     paired: list[pl.DataFrame] = []
     for group in _groups(rows):
         if group["op"][0] == PAIRED and ">" in (group["members"][0] or ""):
             paired.append(group)
         else:
-            (named if group["members"][0] is not None else unnamed).append(group)
-    return named, unnamed, paired
+            (known_groups if group["members"][0] is not None else unknown_groups).append(group)
+    return known_groups, unknown_groups, paired
 
 
 def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -223,9 +223,9 @@ def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
     without instances of which calls are of different groups.
     """
     before, smaller = clocks.copy(), dict[int, list[list[int]]]()
-    found = _match_smaller(group, smaller, clocks)
+    matches = _match_smaller(group, smaller, clocks)
     for _ in range(_ROUNDS):
-        more = _smaller_groups(group, found, clocks, before=before, known=smaller)
+        more = _smaller_groups(group, matches, clocks, before=before, known_tokens=smaller)
         if not more and smaller and len(set(clocks.part.values())) == 1:
             as_one = _smaller_groups(group, _match_all(group, clocks.copy()), clocks, before=before)
             more = {token: groups for token, groups in as_one.items() if smaller.get(token) != groups}
@@ -233,81 +233,81 @@ def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
             break
         smaller |= more
         clocks.replace(before)
-        found = _match_smaller(group, smaller, clocks)
+        matches = _match_smaller(group, smaller, clocks)
     if not _has_too_many(group):
-        return found
+        return matches
     if not smaller:
         clocks.replace(before)
-    return _of_known_size(group, found)
+    return _drop_oversized(group, matches)
 
 
 def _match_all(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
     """Return the matches of a group. Ranks whose calls fit none of the first ranks' are matched among themselves."""
-    found: list[_Match] = []
+    matches: list[_Match] = []
     while True:
-        at, instance, sequenced = _match_group(group, clocks)
-        left = group.filter(instance == UNKNOWN)
-        if left["rank"].n_unique() < 2:
-            return [*found, (at, instance, sequenced)]
-        found.append((at[instance != UNKNOWN], instance[instance != UNKNOWN], sequenced))
-        group = left
+        row, instance, sequenced = _match_group(group, clocks)
+        unmatched = group.filter(instance == UNKNOWN)
+        if unmatched["rank"].n_unique() < 2:
+            return [*matches, (row, instance, sequenced)]
+        matches.append((row[instance != UNKNOWN], instance[instance != UNKNOWN], sequenced))
+        group = unmatched
 
 
 def _smaller_groups(
     group: pl.DataFrame,
-    found: list[_Match],
+    matches: list[_Match],
     clocks: ClockGroups,
     *,
     before: ClockGroups,
-    known: Container[int] = (),
+    known_tokens: Container[int] = (),
 ) -> dict[int, list[list[int]]]:
-    """Return the kinds of calls that belong to smaller groups than `found` assumes, each with its groups of ranks.
+    """Return the kinds of calls that belong to smaller groups than `matches` assume, each with its groups of ranks.
 
-    Without the kinds of which that is `known`. `before` are the clocks before they were aligned by these calls.
+    The kinds in `known_tokens`, of which that is known, are left out. `before` are the clocks before they were aligned by these calls.
     """
-    if any(sequenced for *_, sequenced in found) and not _has_too_many(group):
+    if any(sequenced for *_, sequenced in matches) and not _has_too_many(group):
         return {}
     offset_ns = pl.col("rank").replace_strict(clocks.offset_ns, return_dtype=pl.Int64)
     shifts = {rank: offset - before.offset_ns[rank] for rank, offset in clocks.offset_ns.items()}
-    matched = _described(group).join(_numbered(found), on="at")
-    is_open = ~pl.col("token").is_in([token for token in matched["token"].unique() if token in known])
+    matched = _describe_calls(group).join(_row_instances(matches), on="at")
+    is_open = ~pl.col("token").is_in([token for token in matched["token"].unique() if token in known_tokens])
     together = matched.filter("together", is_open, pl.col("instance") != UNKNOWN)
     return subgroups.subgroups(together.with_columns(pl.col("start_ns", "end_ns") + offset_ns), shifts)
 
 
-def _numbered(found: list[_Match]) -> pl.DataFrame:
+def _row_instances(matches: list[_Match]) -> pl.DataFrame:
     """Return the instance of each row, unique over all matches. Columns at, instance."""
     parts, first = [], 0
-    for at, instance, _ in found:
+    for row, instance, _ in matches:
         number = np.where(instance >= 0, instance + first, UNKNOWN)
-        parts.append(pl.DataFrame({"at": at.astype(np.uint32), "instance": number}))
+        parts.append(pl.DataFrame({"at": row.astype(np.uint32), "instance": number}))
         first += int(instance.max(initial=-1)) + 1
     return pl.concat(parts)
 
 
 def _match_smaller(group: pl.DataFrame, smaller: dict[int, list[list[int]]], clocks: ClockGroups) -> list[_Match]:
     """Return the matches within smaller groups, and of the other kinds of calls within the whole group."""
-    token = _described(group)["token"]
+    token = _describe_calls(group)["token"]
     tokens_of: dict[str, list[int]] = {}
-    for of, groups in smaller.items():
-        tokens_of.setdefault(str(groups), []).append(of)
-    found: list[_Match] = []
+    for kind, groups in smaller.items():
+        tokens_of.setdefault(str(groups), []).append(kind)
+    matches: list[_Match] = []
     for tokens in tokens_of.values():
         calls = group.filter(token.is_in(tokens))
         for ranks in smaller[tokens[0]]:
             if len(ranks) > 1:  # the peers of a rank alone have no trace
-                found += _match_all(calls.filter(pl.col("rank").is_in(ranks)), clocks)
+                matches += _match_all(calls.filter(pl.col("rank").is_in(ranks)), clocks)
     rest = group.filter(~token.is_in(list(smaller)))
-    return found + (_match_all(rest, clocks) if rest["rank"].n_unique() > 1 else [])
+    return matches + (_match_all(rest, clocks) if rest["rank"].n_unique() > 1 else [])
 
 
-def _of_known_size(group: pl.DataFrame, found: list[_Match]) -> list[_Match]:
+def _drop_oversized(group: pl.DataFrame, matches: list[_Match]) -> list[_Match]:
     """Return the matches without instances of more ranks than the group has: of several groups with one name."""
     sizes = group.select(pl.col("at"), pl.col("group_size").fill_null(len(group)))
-    counted = _numbered(found).join(sizes, on="at", maintain_order="left")
+    counted = _row_instances(matches).join(sizes, on="at", maintain_order="left")
     too_many = (pl.len().over("instance") > pl.col("group_size")) | (pl.col("instance") == UNKNOWN)
     unknown = counted.filter(too_many)["at"].to_numpy()
-    return [(at, np.where(np.isin(at, unknown), UNKNOWN, instance), how) for at, instance, how in found]
+    return [(row, np.where(np.isin(row, unknown), UNKNOWN, instance), by_seq) for row, instance, by_seq in matches]
 
 
 def _has_too_many(group: pl.DataFrame) -> bool:
@@ -316,15 +316,15 @@ def _has_too_many(group: pl.DataFrame) -> bool:
 
 
 def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
-    described = _described(group)
+    described = _describe_calls(group)
     sequenced = _has_seq(group)
     instance = np.full(group.height, UNKNOWN, np.int64)
-    numbered = described.drop("at").with_row_index("row")
-    calls_of = RankCalls.by_rank(numbered)
-    first, *others = sorted(calls_of, key=lambda rank: (-len(calls_of[rank].end), rank))
+    rows = described.drop("at").with_row_index("row")
+    calls_of = RankCalls.by_rank(rows)
+    first, *other_ranks = sorted(calls_of, key=lambda rank: (-len(calls_of[rank].end), rank))
     instances = Instances.of(calls_of[first], clocks.offset_ns[first])
     instance[calls_of[first].row] = instances.instance
-    for rank in others:
+    for rank in other_ranks:
         calls = calls_of[rank]
         is_tied = clocks.part[rank] == clocks.part[first]
         match = match_rank(
@@ -343,7 +343,7 @@ def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
     return group["at"].to_numpy().astype(np.int64), instance, sequenced
 
 
-def _described(group: pl.DataFrame) -> pl.DataFrame:
+def _describe_calls(group: pl.DataFrame) -> pl.DataFrame:
     """Return the calls of a group with their kind (token), the op's number, and whether ranks leave it together."""
     return group.with_columns(
         pl.when(~pl.col("op").is_in(UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
@@ -355,7 +355,7 @@ def _described(group: pl.DataFrame) -> pl.DataFrame:
 
 def _kind() -> pl.Expr:
     equal = ~pl.col("op").is_in(UNEQUAL_SIZES)
-    attributes = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
+    attributes = (pl.when(equal).then(pl.col(column).cast(pl.String)).fill_null("?") for column in ("dtype", "bytes"))
     key = pl.concat_str("op", *attributes, separator="|")
     return key.rank("dense").cast(pl.Int64).alias("token")
 

@@ -33,16 +33,16 @@ def links(pairs: pl.DataFrame) -> list[Link]:
     Bounds that contradict each other give no link.
     """
     quickest = {(row["sender"], row["receiver"]): row for row in _quickest(pairs).iter_rows(named=True)}
-    found = []
-    for (rank, other), there in quickest.items():
+    clock_links = []
+    for (rank, other), forth in quickest.items():
         back = quickest.get((other, rank))
-        if rank > other or back is None or min(there["messages"], back["messages"]) < MIN_MESSAGES:
+        if rank > other or back is None or min(forth["messages"], back["messages"]) < MIN_MESSAGES:
             continue
-        distance_ns = there["delay_ns"] + back["delay_ns"]
+        distance_ns = forth["delay_ns"] + back["delay_ns"]
         if distance_ns >= 0:
-            offset_ns = (there["delay_ns"] - back["delay_ns"]) // 2
-            found.append(Link(rank, other, offset_ns, -(-distance_ns // 2)))
-    return sorted(found, key=lambda link: (link.error_ns, link.rank, link.other))
+            offset_ns = (forth["delay_ns"] - back["delay_ns"]) // 2
+            clock_links.append(Link(rank, other, offset_ns, -(-distance_ns // 2)))
+    return sorted(clock_links, key=lambda link: (link.error_ns, link.rank, link.other))
 
 
 def _quickest(pairs: pl.DataFrame) -> pl.DataFrame:
@@ -51,14 +51,14 @@ def _quickest(pairs: pl.DataFrame) -> pl.DataFrame:
     A delay is from the start of the send to the end of the receive, each on its own clock.
     """
     ends = pl.col("members").str.split_exact(">", 1).struct.rename_fields(["sender", "receiver"]).struct
-    placed = (
+    messages = (
         pairs.sort("start_ns")
         .with_columns(ends.unnest().cast(pl.Int64, strict=False))
         .with_columns(number=pl.int_range(pl.len()).over(_SIDE), sent=pl.len().over(_SIDE))
     )
     columns = (*_MESSAGE, "sent", "bytes")
-    sends = placed.filter(pl.col("rank") == pl.col("sender")).select(*columns, "start_ns")
-    receives = placed.filter(pl.col("rank") == pl.col("receiver")).select(*columns, "end_ns")
+    sends = messages.filter(pl.col("rank") == pl.col("sender")).select(*columns, "start_ns")
+    receives = messages.filter(pl.col("rank") == pl.col("receiver")).select(*columns, "end_ns")
     both = sends.join(receives, on=_MESSAGE, nulls_equal=True)
     agrees = (pl.col("sent") == pl.col("sent_right")) & pl.col("bytes").eq(pl.col("bytes_right")).fill_null(value=True)
     return (

@@ -46,7 +46,7 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
     are left out whose calls agree, that would leave a rank alone by little evidence, or that have more than 512 ranks.
     A rank is alone where its peers have no trace.
     """
-    found = {}
+    groups_by_token = {}
     offset_ns = offset_ns or {}
     shifts_ns = list(offset_ns.values()) or [0]
     for token in _doubtful(matched, has_shifts=max(shifts_ns) - min(shifts_ns) > _MIN_SHIFT_NS):
@@ -61,8 +61,8 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
             is_far = rarely_meet | (gaps >= np.maximum(_MIN_COUNT, _MIN_ALONE_SHARE * common))
             np.fill_diagonal(is_far, val=True)
             if all(len(group) > 1 or is_far[group].all() for group in groups):  # otherwise calls show no groups
-                found[token] = [[ranks[at] for at in group] for group in groups]
-    return found
+                groups_by_token[token] = [[ranks[index] for index in group] for group in groups]
+    return groups_by_token
 
 
 def _doubtful(matched: pl.DataFrame, *, has_shifts: bool) -> list[int]:
@@ -79,8 +79,8 @@ def _doubtful(matched: pl.DataFrame, *, has_shifts: bool) -> list[int]:
     )
     scatters = (pl.col("spread_ns") > _MIN_SCATTER_NS) & has_shifts
     is_doubtful = (pl.col("gap_ns") > _MIN_GAP_NS) | (pl.col("of") * pl.col("ranks") > _MAX_INSTANCES * pl.col("calls"))
-    found = of_token.join(ranks, on="token").filter(is_doubtful | scatters, pl.col("ranks") <= _MAX_RANKS)
-    return sorted(found["token"].to_list())
+    doubtful = of_token.join(ranks, on="token").filter(is_doubtful | scatters, pl.col("ranks") <= _MAX_RANKS)
+    return sorted(doubtful["token"].to_list())
 
 
 def _by_instance(calls: pl.DataFrame) -> tuple[list[int], _Floats, _Floats]:
@@ -98,25 +98,25 @@ def _by_instance(calls: pl.DataFrame) -> tuple[list[int], _Floats, _Floats]:
 
 
 def _gaps(start_ns: _Floats, end_ns: _Floats) -> tuple[_Counts, _Counts]:
-    """Return in how many instances one of two ranks ended its call before the other began, and of how many common."""
+    """Count the instances in which one of two ranks ended its call before the other began, and the common ones."""
     last_ns = np.maximum(start_ns[:, :, None], start_ns[:, None, :])
     first_ns = np.minimum(end_ns[:, :, None], end_ns[:, None, :])
     return (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0), np.isfinite(last_ns).sum(axis=0)  # NaN compares as false
 
 
 def _rarely_meet(start_ns: _Floats, end_ns: _Floats) -> _Flags:
-    """Return which two ranks share less than half of the instances of the time that both recorded."""
+    """Mark each two ranks that share less than half of the instances of the time that both recorded."""
     is_there = np.isfinite(end_ns)
     common = is_there.T.astype(np.int64) @ is_there.astype(np.int64)
     first_ns, last_ns = np.nanmin(start_ns, axis=0), np.nanmax(end_ns, axis=0)
     within = (start_ns[:, :, None] >= first_ns[None, None, :]) & (end_ns[:, :, None] <= last_ns[None, None, :])
     calls = within.sum(axis=0)  # of the first rank, while the second recorded
-    least = np.minimum(calls, calls.T)
-    return np.asarray((least >= _MIN_CALLS) & (common < _MIN_SHARE * least))
+    call_count = np.minimum(calls, calls.T)
+    return np.asarray((call_count >= _MIN_CALLS) & (common < _MIN_SHARE * call_count))
 
 
 def _scatter(offset_ns: list[int], end_ns: _Floats) -> _Flags:
-    """Return which two ranks, of clocks that their calls shifted, have ends that scatter."""
+    """Mark each two ranks, of clocks that their calls shifted, whose ends scatter."""
     shift_ns = np.abs(np.subtract.outer(offset_ns, offset_ns))
     if shift_ns.max() <= _MIN_SHIFT_NS:
         return np.zeros(shift_ns.shape, np.bool_)
@@ -142,11 +142,11 @@ def _distance_ns(end_ns: _Floats) -> _Floats:
 
 def _nearest_groups(is_apart: _Flags, distance_ns: _Floats) -> list[list[int]]:
     """Return groups in which no two are apart: those whose calls end nearest to each other are joined first."""
-    group_of = [[at] for at in range(len(is_apart))]
+    group_of = [[index] for index in range(len(is_apart))]
     for first, second in sorted(combinations(range(len(is_apart)), 2), key=lambda pair: distance_ns[pair]):
-        one, other = group_of[first], group_of[second]
-        if one is not other and np.isfinite(distance_ns[first, second]) and not is_apart[np.ix_(one, other)].any():
-            one.extend(other)
-            for at in other:
-                group_of[at] = one
-    return [sorted(group) for at, group in enumerate(group_of) if at == min(group)]
+        near, far = group_of[first], group_of[second]
+        if near is not far and np.isfinite(distance_ns[first, second]) and not is_apart[np.ix_(near, far)].any():
+            near.extend(far)
+            for rank in far:
+                group_of[rank] = near
+    return [sorted(group) for index, group in enumerate(group_of) if index == min(group)]

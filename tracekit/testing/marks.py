@@ -28,20 +28,20 @@ class TraceBudget:
 
 
 def parse_marks(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> TraceBudget:
-    """Return what marks ask for together, the nearest to the test last. Raises ConfigError or ValueError."""
-    given: dict[str, Any] = {}
-    for positional, named in marks:
+    """Budget that marks ask for together, the nearest to the test last. Raises ConfigError or ValueError."""
+    settings_by_name: dict[str, Any] = {}
+    for positional, keywords in marks:
         if positional:
             raise ConfigError(f'{positional[0]!r} has no name: write budgets as step_time="50ms"')
-        given |= named
-    steps = given.pop(_STEPS, DEFAULT_STEPS)
+        settings_by_name |= keywords
+    steps = settings_by_name.pop(_STEPS, DEFAULT_STEPS)
     if isinstance(steps, str):
         steps = parse_steps(steps)
     elif steps != DEFAULT_STEPS:
         raise ConfigError(f'{_STEPS}: expected text such as "3:8", not {steps!r}')
-    fail_on = settings.parse_fail_on(str(given.pop(_FAIL_ON, settings.NEVER)))
+    fail_on = settings.parse_fail_on(str(settings_by_name.pop(_FAIL_ON, settings.NEVER)))
     try:
-        return TraceBudget(steps, budget.parse(given), fail_on)
+        return TraceBudget(steps, budget.parse(settings_by_name), fail_on)
     except ConfigError as error:
         if " is not a metric" not in str(error):
             raise

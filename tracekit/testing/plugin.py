@@ -53,11 +53,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Read the marks of tests: what is wrong with one is an error of collection."""
-    made = yield
-    for item in made if isinstance(made, list) else [made]:
+    collected = yield
+    for item in collected if isinstance(collected, list) else [collected]:
         if isinstance(item, pytest.Item) and item.get_closest_marker(MARK):
             item.stash[_BUDGET] = _trace_budget(item)
-    return made
+    return collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,10 +92,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if budget is not None:
         from tracekit.testing import verdict
 
-        judged = verdict.judge(recording, budget, item.nodeid, settings_from=item.path.parent)
-        item.stash[_JUDGED] = judged.row
-        if judged.failure:
-            pytest.fail(judged.failure, pytrace=False)
+        budget_verdict = verdict.judge(recording, budget, item.nodeid, settings_from=item.path.parent)
+        item.stash[_JUDGED] = budget_verdict.row
+        if budget_verdict.failure:
+            pytest.fail(budget_verdict.failure, pytrace=False)
     return result
 
 

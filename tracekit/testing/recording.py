@@ -40,12 +40,12 @@ class TraceRun:
 
     @property
     def steps_done(self) -> int:
-        """Return how many steps were seen since the recording began."""
+        """Number of steps seen since the recording began."""
         return self._recorder.steps_done if self._recorder is not None else self._steps_done
 
     @property
     def run(self) -> Run:
-        """Return what was recorded, loaded; this ends the recording.
+        """Recorded run, loaded; this ends the recording.
 
         Raises InputError where the steps that were to be recorded were not all seen, and ConfigError where the settings
         file states devices that cannot be used.
@@ -151,11 +151,11 @@ class TraceRun:
     def _require_steps(self) -> None:
         """Raise InputError, with the likely reason, unless all steps that were to be recorded are recorded."""
         first, end = self.steps
-        wanted = f"steps {first}:{end} were to be recorded"
+        demand = f"steps {first}:{end} were to be recorded"
         has_traces = any(_traces(self.folder))
         if self._of_ranks and not has_traces:
             raise InputError(
-                f"{wanted} in processes that the test starts, and none was: their optimizers made "
+                f"{demand} in processes that the test starts, and none was: their optimizers made "
                 "fewer steps, or they were not started by subprocess or spawn"
             )
         if has_traces and (self._of_ranks or self._steps_done >= end):
@@ -163,7 +163,7 @@ class TraceRun:
         if conventions.RECORD_VARIABLE in os.environ and not has_traces:
             raise InputError("pytest itself is recorded by tracekit record, and torch has one profiler only")
         if self._steps_done >= end:
-            raise InputError(f"{wanted}, and were not: stderr says why")
+            raise InputError(f"{demand}, and were not: stderr says why")
         seen = f"the test made {self._steps_done}" if self._steps_done else "the test made none of them"
         hint = "trace_run.step() ends a step where no torch optimizer does"
         if self._watched is not None and (unseen := self._watched.unseen):
@@ -172,7 +172,7 @@ class TraceRun:
             )
         elif not self._steps_done:
             hint += ", and processes that the test starts are recorded in a block: with trace_run.ranks()"
-        raise InputError(f"{wanted}, but {seen}: {hint}")
+        raise InputError(f"{demand}, but {seen}: {hint}")
 
 
 def _traces(folder: Path) -> Iterator[Path]:

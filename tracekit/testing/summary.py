@@ -42,8 +42,8 @@ def lines(rows: "Sequence[SummaryRow]", width: int) -> list[str]:
 
 def _cells(row: "SummaryRow") -> tuple[str, ...]:
     numbers = [_number(column, row[column]) for column in _COLUMNS]  # type: ignore[literal-required]  # its own
-    shown = (row["test"].rpartition("/")[2], *numbers, row["outcome"], row["finding"])
-    return tuple(map(escaping.inert, shown))
+    cells = (row["test"].rpartition("/")[2], *numbers, row["outcome"], row["finding"])
+    return tuple(map(escaping.inert, cells))
 
 
 def _number(column: str, value: float | None) -> str:
@@ -51,10 +51,10 @@ def _number(column: str, value: float | None) -> str:
 
 
 def _line(cells: "Sequence[str]", widths: "Sequence[int]") -> str:
-    shown = [_ending(cells[0], widths[0]).ljust(widths[0])]
-    shown += [cell.rjust(width) for cell, width in zip(cells[1:5], widths[1:5], strict=True)]
-    shown += [escaping.inert(cell, width).ljust(width) for cell, width in zip(cells[5:], widths[5:], strict=True)]
-    return _GAP.join(shown).rstrip()
+    padded = [_ending(cells[0], widths[0]).ljust(widths[0])]
+    padded += [cell.rjust(width) for cell, width in zip(cells[1:5], widths[1:5], strict=True)]
+    padded += [escaping.inert(cell, width).ljust(width) for cell, width in zip(cells[5:], widths[5:], strict=True)]
+    return _GAP.join(padded).rstrip()
 
 
 def _ending(text: str, width: int) -> str:

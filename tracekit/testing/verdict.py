@@ -57,11 +57,11 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
         gate = _check(run, budget, settings_from)
     except TracekitError as error:
         return BudgetVerdict(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
-    measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
+    measured = {metric: float(np.median(values)) for metric, values in job_samples(run.table(samples)).items()}
     costliest = _costliest(gate.report.findings)
     top = f"{costliest[0].code} {phrases.rule_name(costliest[0].code)}" if costliest else ""
     outcome = _outcome(gate)
-    failed = gate.failures or _unmeasured(gate)
+    failed = gate.failures or _unmeasured_budgets(gate)
     return BudgetVerdict(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
 
 
@@ -79,37 +79,38 @@ def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
     timed = run.table(samples).filter(pl.col("metric") == "step_time_ns")
     steps = timed["step"].drop_nulls().unique().to_list()
     lines = [f"trace budget broken, by steps {units.ranges(steps)}"]
-    unmeasured = _unmeasured(gate)
-    lines += [
-        f"  {each.budget}: {each.message}" for each in gate.budgets if gate.fails_budget(each) or each in unmeasured
-    ]
-    lines += [f"  {each.finding.id}: fails the test" for each in gate.findings if each.fails]
+    unmeasured = _unmeasured_budgets(gate)
+    lines += [f"  {r.budget}: {r.message}" for r in gate.budgets if gate.fails_budget(r) or r in unmeasured]
+    lines += [f"  {verdict.finding.id}: fails the test" for verdict in gate.findings if verdict.fails]
     findings = _costliest(gate.report.findings)
     if findings:
         lines.append("what costs most:")
-    for each in findings[:MOST_FINDINGS]:
-        lines.append(f"  {each.id} {phrases.rule_name(each.code)}: {each.message}")
-        lines += [f"    fix: {each.fix}"] if each.fix else []
+    for finding in findings[:MOST_FINDINGS]:
+        lines.append(f"  {finding.id} {phrases.rule_name(finding.code)}: {finding.message}")
+        lines += [f"    fix: {finding.fix}"] if finding.fix else []
     return "\n".join([*lines, f"the run: tracekit check {folder}"])
 
 
 def _costliest(findings: Sequence[Finding]) -> list[Finding]:
-    costly = [each for each in findings if each.cost_ns or each.cost_bytes]
+    costly = [finding for finding in findings if finding.cost_ns or finding.cost_bytes]
     return sorted(costly, key=cost_order, reverse=True)
 
 
-def _unmeasured(gate: CheckResult) -> list[BudgetResult]:
-    """Return the budgets of what nothing measured: a test that can never fail is to fail now."""
-    return [each for each in gate.budgets if each.measured is None]
+def _unmeasured_budgets(gate: CheckResult) -> list[BudgetResult]:
+    """Budgets whose metric was not measured: a test that can never fail is to fail now."""
+    return [result for result in gate.budgets if result.measured is None]
 
 
 def _outcome(gate: CheckResult) -> str:
     if gate.failures:
         return "broken: " + ", ".join(gate.failures)
-    if _unmeasured(gate):
-        return "not measured: " + ", ".join(each.budget for each in _unmeasured(gate))
-    unsure = [each.budget for each in gate.budgets if each.outcome is BudgetOutcome.INCONCLUSIVE]
-    return f"inconclusive: {', '.join(unsure)}" if unsure else "met" if gate.budgets else ""
+    unmeasured = _unmeasured_budgets(gate)
+    if unmeasured:
+        return "not measured: " + ", ".join(result.budget for result in unmeasured)
+    unsure = [result.budget for result in gate.budgets if result.outcome is BudgetOutcome.INCONCLUSIVE]
+    if unsure:
+        return f"inconclusive: {', '.join(unsure)}"
+    return "met" if gate.budgets else ""
 
 
 def _row(test: str, measured: Mapping[str, float], finding: str, outcome: str) -> SummaryRow:

@@ -56,9 +56,9 @@ class Executor(_PipelineScheduleRuntime):
         prepare(*(inputs[0], {}, None, loss_kwargs)[: len(inspect.signature(prepare).parameters)])
         step = _Step(self, inputs, target_mbs, keeps_outputs=return_outputs)
         for action in self.pipeline_order_with_comms[self.rank]:
-            for each in action.sub_actions or (action,):
-                if self._has_backward or each.computation_type in _OF_FORWARD:
-                    step.run(each)
+            for sub_action in action.sub_actions or (action,):
+                if self._has_backward or sub_action.computation_type in _OF_FORWARD:
+                    step.run(sub_action)
         step.finish()
         self._update_losses(self._stages, losses if self._has_backward else None)
 

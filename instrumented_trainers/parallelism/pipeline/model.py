@@ -94,15 +94,15 @@ class PipelineModel(nn.Module):
         Every rank of the pipeline calls it with the same batch, and gets the loss.
         """
         losses: list[Tensor] = []
-        own = (tokens,) if self._has_first else ()
-        self._schedule.step(*own, target=targets if self._has_last else None, losses=losses, return_outputs=False)
+        inputs = (tokens,) if self._has_first else ()
+        self._schedule.step(*inputs, target=targets if self._has_last else None, losses=losses, return_outputs=False)
         loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=tokens.device)
         return self._of_last_stage(loss.double())
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits of all micro-batches' tokens on the rank of the last stage, None on the others."""
-        own = (tokens,) if self._has_first else ()
-        logits: Tensor | None = self._schedule.eval(*own, return_outputs=True)
+        inputs = (tokens,) if self._has_first else ()
+        logits: Tensor | None = self._schedule.eval(*inputs, return_outputs=True)
         return logits
 
     def _of_last_stage(self, value: Tensor) -> Tensor:

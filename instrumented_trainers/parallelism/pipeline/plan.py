@@ -20,7 +20,7 @@ class PipelinePlan:
 
     @property
     def stages(self) -> int:
-        """Return how many stages there are."""
+        """Number of stages."""
         return self.ranks * self.stages_per_rank
 
     def layers_of(self, stage: int) -> range:
@@ -29,9 +29,9 @@ class PipelinePlan:
         >>> [len(PipelinePlan("1f1b", 4, 1, layers=10, micro_batches=8).layers_of(stage)) for stage in range(4)]
         [2, 3, 3, 2]
         """
-        size, left = divmod(self.layers, self.stages)
+        size, remainder = divmod(self.layers, self.stages)
         last = self.stages - 1
-        larger = sorted(range(self.stages), key=lambda each: (each == last, each == 0, each))[:left]
+        larger = sorted(range(self.stages), key=lambda index: (index == last, index == 0, index))[:remainder]
         begins = [0]
         for each in range(self.stages):
             begins.append(begins[-1] + size + (each in larger))
@@ -46,7 +46,7 @@ class PipelinePlan:
         return pipeline_schedules.stages_at(self.schedule, self.stages, self.ranks, place)
 
     def as_manifest(self, layout: Layout) -> Mapping[str, Any]:
-        """Return what `run.json` says under ``pipeline``: by stage the ranks that run it, and its layers."""
+        """Entry ``pipeline`` of `run.json`: by stage the ranks that run it, and its layers."""
         places = {stage: place for place in range(self.ranks) for stage in self.stages_on(place)}
         ranks = range(layout.world_size)
         return {

@@ -67,7 +67,7 @@ class ReplicatedPart(nn.Module):
             self._average_experts()
         for work, flat, gradients in self._reductions:
             work.wait()
-            for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
         self._average_experts, self._reductions = None, []
 

@@ -65,15 +65,15 @@ class DualPipeV(Executor, ScheduleDualPipeV):
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[_Action | None]:
-    """Return what a rank with one stage computes under 1F1B."""
-    ahead = min(ranks - 1 - rank, micro_batches)
+    """Actions of a rank with one stage under 1F1B."""
+    warm_up = min(ranks - 1 - rank, micro_batches)
     forwards, backwards = _actions(rank, F, micro_batches), _actions(rank, B, micro_batches)
-    steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return [*forwards[:ahead], *steady, *backwards[micro_batches - ahead :]]
+    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return [*forwards[:warm_up], *steady, *backwards[micro_batches - warm_up :]]
 
 
 def gpipe(rank: int, micro_batches: int) -> list[_Action | None]:
-    """Return what a rank with one stage computes under GPipe."""
+    """Actions of a rank with one stage under GPipe."""
     return [*_actions(rank, F, micro_batches), *_actions(rank, B, micro_batches)]
 
 

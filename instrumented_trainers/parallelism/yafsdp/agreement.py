@@ -73,8 +73,8 @@ class RankAgreement:
         if self._lane.host_waits:
             self.compare()
 
-    def unused(self, units: Sequence[Unit]) -> dict[Unit, set[UnitParameter]]:
-        """Return which trainable parameters of the units got a gradient on no rank."""
+    def unused_parameters(self, units: Sequence[Unit]) -> dict[Unit, set[UnitParameter]]:
+        """Trainable parameters of the units that got a gradient on no rank."""
         unused = {unit: unit.without_gradient for unit in units}
         if self._pending is None or not any(unused.values()):
             return unused

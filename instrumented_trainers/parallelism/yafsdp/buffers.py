@@ -22,11 +22,11 @@ class BufferUser(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Return how large a buffer the unsharded weights need."""
+        """Size of the buffer for the unsharded weights."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Return how large a buffer the unsharded gradients need."""
+        """Size of the buffer for the unsharded gradients."""
 
 
 U = TypeVar("U", bound=BufferUser)
@@ -65,13 +65,13 @@ class Slots(Generic[U]):
 
 
 def regions(sizes: Sequence[int]) -> list[slice]:
-    """Return where parts of these sizes lie in a buffer, one after the other, in bytes."""
-    found, end = [], 0
+    """Slices of a buffer for parts of these sizes, one after the other, in bytes."""
+    slices, end = [], 0
     for size in sizes:
         start = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
         end = start + size
-        found.append(slice(start, end))
-    return found
+        slices.append(slice(start, end))
+    return slices
 
 
 def allocate(units: Sequence[U], count: int) -> tuple[Slots[U], ...]:

@@ -26,7 +26,7 @@ _hooked: WeakSet[Optimizer] = WeakSet()
 
 
 def places(units: Iterable[Unit]) -> Places:
-    """Return where the shards of the units lie."""
+    """Places of the units' shards, by id."""
     return {
         id(parameter.shard): (
             parameter,
@@ -56,20 +56,20 @@ def hook_model(module: YaFSDPModule) -> None:
 
 def _give_places(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     outer = module._yafsdp_unit.outer_unit
-    known = places((*units_in(module), *((outer,) if outer is not None else ())))
-    for name, parameter in _named(module, prefix):
-        if name in state and not isinstance(state[name], FlatShard) and id(parameter) in known:
-            state[name] = FlatShard(parameter.detach(), known[id(parameter)][1])
+    shard_places = places((*units_in(module), *((outer,) if outer is not None else ())))
+    for name, parameter in _prefixed_parameters(module, prefix):
+        if name in state and not isinstance(state[name], FlatShard) and id(parameter) in shard_places:
+            state[name] = FlatShard(parameter.detach(), shard_places[id(parameter)][1])
 
 
 def _take_parts(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    known = places([module._yafsdp_unit])  # each unit's module has this hook
-    for name, parameter in _named(module, prefix):
-        if name in state and id(parameter) in known:
-            state[name] = _part(state[name], *known[id(parameter)], name)
+    shard_places = places([module._yafsdp_unit])  # each unit's module has this hook
+    for name, parameter in _prefixed_parameters(module, prefix):
+        if name in state and id(parameter) in shard_places:
+            state[name] = _part(state[name], *shard_places[id(parameter)], name)
 
 
-def _named(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Parameter]]:
+def _prefixed_parameters(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Parameter]]:
     return ((prefix + name, value) for name, value in module.named_parameters(remove_duplicate=False))
 
 
@@ -85,13 +85,13 @@ def _part(value: Any, parameter: UnitParameter, place: Place, name: str) -> Any:
                 "torch.distributed.checkpoint, which reshards"
             )
         return value.local
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if whole.shape != place.shape:
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if full.shape != place.shape:
         raise ValueError(
-            f"YaFSDP: {name} is {tuple(place.shape)} and cannot be loaded from {tuple(whole.shape)}; load a whole "
+            f"YaFSDP: {name} is {tuple(place.shape)} and cannot be loaded from {tuple(full.shape)}; load a whole "
             "tensor, or through torch.distributed.checkpoint"
         )
-    return place.part_of(whole, parameter.shard.numel())
+    return place.part_of(full, parameter.shard.numel())
 
 
 # Its optimizers ------------------------------------------------------------------------------------------------------
@@ -115,15 +115,15 @@ def _take_parts_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
 
 def _each_state(optimizer: Optimizer, state: dict[str, Any], convert: Any) -> dict[Any, Any]:
     """Return the state of each parameter, converted where it has one value per element of a shard."""
-    known = places(units_of(optimizer))
+    shard_places = places(units_of(optimizer))
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     converted = dict(state["state"])
     for number, values in state["state"].items():
-        if (found := known.get(id(by_number.get(number)))) is not None:
+        if (known_place := shard_places.get(id(by_number.get(number)))) is not None:
             converted[number] = {
-                key: convert(value, *found, key) if isinstance(value, Tensor) and value.dim() else value
+                key: convert(value, *known_place, key) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in values.items()
             }
     return converted

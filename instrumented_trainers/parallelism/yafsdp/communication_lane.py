@@ -83,11 +83,11 @@ class Lane:
         self.world_size = ranks.shards.size()
         self.rank = ranks.shards.rank()
 
-    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+    def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         """Gather every rank's chunk of each tensor in place; this rank's own chunk must lie there already."""
         raise NotImplementedError
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
+    def reduce_scatter(self, buffers: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
         """Sum this rank's chunk of every rank's tensors in place; the rest of them is undefined afterwards."""
         raise NotImplementedError
 
@@ -99,12 +99,12 @@ class Lane:
         """Return a function that returns the integers that the collective leaves in `values`."""
         raise NotImplementedError
 
-    def copy_in(self, whole: Tensor, shard: Tensor) -> None:
-        """Copy this rank's shard, cast, into its chunk of `whole`; the next collective starts after that.
+    def copy_in(self, buffer: Tensor, shard: Tensor) -> None:
+        """Copy this rank's shard, cast, into its chunk of `buffer`; the next collective starts after that.
 
         A shard in host memory must not change before `wait_for_copies`.
         """
-        self.chunk(whole).copy_(shard)
+        self.chunk(buffer).copy_(shard)
 
     def copy_out(self, values: Tensor, host: Tensor) -> None:
         """Copy values to host memory, where they are after `wait_for_copies`."""
@@ -113,9 +113,9 @@ class Lane:
     def wait_for_copies(self) -> None:
         """Make the host wait until all copies from and to host memory have finished."""
 
-    def chunk(self, whole: Tensor) -> Tensor:
+    def chunk(self, buffer: Tensor) -> Tensor:
         """Return this rank's chunk of a flat tensor: one of world_size equal parts."""
-        return whole.view(self.world_size, -1)[self.rank]
+        return buffer.view(self.world_size, -1)[self.rank]
 
 
 class GlooLane(Lane):
@@ -125,16 +125,16 @@ class GlooLane(Lane):
         super().__init__(ranks)
         self._replica_sum: _HybridReduction | None = None
 
-    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+    def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         group = self.ranks.shards
-        return _Works([_all_gather(whole, self.chunk(whole), group=group, async_op=True) for whole in wholes])
+        return _Works([_all_gather(buffer, self.chunk(buffer), group=group, async_op=True) for buffer in buffers])
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
-        chunks, group = [self.chunk(whole) for whole in wholes], self.ranks.shards
+    def reduce_scatter(self, buffers: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
+        chunks, group = [self.chunk(buffer) for buffer in buffers], self.ranks.shards
         works = _Works(
             [
-                _reduce_scatter(chunk, whole, group=group, async_op=True)
-                for chunk, whole in zip(chunks, wholes, strict=True)
+                _reduce_scatter(chunk, buffer, group=group, async_op=True)
+                for chunk, buffer in zip(chunks, buffers, strict=True)
             ]
         )
         if self.ranks.replicas is None or not over_replicas:
@@ -209,19 +209,19 @@ class CudaStreamLane(Lane):
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._copies: torch.cuda.Stream | None = None
 
-    def all_gather(self, wholes: Sequence[Tensor]) -> PendingCollective:
+    def all_gather(self, buffers: Sequence[Tensor]) -> PendingCollective:
         def gather() -> None:
-            for whole in wholes:
-                _all_gather(whole, self.chunk(whole), group=self.ranks.shards)
+            for buffer in buffers:
+                _all_gather(buffer, self.chunk(buffer), group=self.ranks.shards)
 
         return self._issue(gather)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
+    def reduce_scatter(self, buffers: Sequence[Tensor], *, over_replicas: bool = True) -> PendingCollective:
         def sum_up() -> None:
-            for whole in wholes:
-                _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
+            for buffer in buffers:
+                _reduce_scatter(self.chunk(buffer), buffer, group=self.ranks.shards)
                 if self.ranks.replicas is not None and over_replicas:
-                    dist.all_reduce(self.chunk(whole), group=self.ranks.replicas)
+                    dist.all_reduce(self.chunk(buffer), group=self.ranks.replicas)
 
         return self._issue(sum_up)
 
@@ -245,11 +245,11 @@ class CudaStreamLane(Lane):
 
         return read
 
-    def copy_in(self, whole: Tensor, shard: Tensor) -> None:
+    def copy_in(self, buffer: Tensor, shard: Tensor) -> None:
         if shard.is_cuda:
-            super().copy_in(whole, shard)
+            super().copy_in(buffer, shard)
             return
-        chunk, copies = self.chunk(whole), self._copy_stream()
+        chunk, copies = self.chunk(buffer), self._copy_stream()
         copies.wait_stream(torch.cuda.current_stream(copies.device))  # which may use the buffer until here
         with torch.cuda.stream(copies):
             chunk.copy_(shard.to(chunk.device, non_blocking=True))  # the device casts faster than the host

@@ -12,7 +12,7 @@ from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
 def copy_module(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> Any:
-    """Return what `copy.deepcopy` should of a sharded module with these units.
+    """Copy a sharded module with these units as `copy.deepcopy` should.
 
     Raises RuntimeError while the module runs or is unsharded.
     """

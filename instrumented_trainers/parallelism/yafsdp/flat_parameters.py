@@ -43,9 +43,9 @@ class UnitParameter:
         self.shard.__dict__.update(old.__dict__)
 
     @torch.no_grad()
-    def copy_from_whole(self, whole: Tensor) -> None:
+    def copy_from_whole(self, weight: Tensor) -> None:
         """Give the shard its part of the whole parameter, if that has changed."""
-        part = whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()].to(self.shard.device)
+        part = weight.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()].to(self.shard.device)
         if not torch.equal(part, self.shard):
             self.shard.copy_(part)
 
@@ -69,7 +69,7 @@ class ShardMemory:
 
     @classmethod
     def of(cls, policy: OffloadPolicy, device: torch.device) -> Self:
-        """Return where shards lie by FSDP2's policy, with collectives on `device`."""
+        """Memory of shards by FSDP2's policy, with collectives on `device`."""
         if not isinstance(policy, CPUOffloadPolicy):
             return cls(device)
         return cls(torch.device("cpu"), is_offloaded=True, is_pinned=policy.pin_memory and device.type == "cuda")
@@ -120,7 +120,7 @@ class FlatParameters:
         """The unsharded weights, flat: a part of the unit's weight slot."""
 
     @torch.no_grad()
-    def copied(self) -> Self:
+    def duplicate(self) -> Self:
         """Return the same of a copy of the modules, without gradients; the modules do not know its shards yet."""
         other = copy.copy(self)
         other._begin()
@@ -151,12 +151,12 @@ class FlatParameters:
 
     @staticmethod
     def own_part(shard: Tensor, parameter: UnitParameter) -> Tensor:
-        """Return what a shard of the flat tensor, such as `master`, holds of a parameter."""
+        """Part of a shard of the flat tensor, such as `master`, that belongs to a parameter."""
         return shard[parameter.part.start : parameter.part.stop]
 
     @property
     def shard_device(self) -> torch.device:
-        """Return where the shards lie."""
+        """Device of the shards."""
         return self._home.device
 
     @property
@@ -166,12 +166,12 @@ class FlatParameters:
 
     @property
     def weight_bytes(self) -> int:
-        """Return how much the unsharded weights take."""
+        """Size of the unsharded weights."""
         return self.layout.numel * self.weight_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Return how much the unsharded gradients take."""
+        """Size of the unsharded gradients."""
         return self.layout.numel * self.reduce_dtype.itemsize
 
     # Shards ----------------------------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ class FlatParameters:
     def adopt_moved_shards(self) -> None:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
         for parameter in self.parameters:
-            own = self.own_part(self.master, parameter)
-            if not is_same_memory(parameter.shard, own):
-                own.copy_(parameter.shard)
-                parameter.shard.data = own
+            part = self.own_part(self.master, parameter)
+            if not is_same_memory(parameter.shard, part):
+                part.copy_(parameter.shard)
+                parameter.shard.data = part
 
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
@@ -231,11 +231,11 @@ class FlatParameters:
     # Gradients -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write_gradient(self, whole: Tensor, parameter: UnitParameter, gradient: Tensor, *, is_first: bool) -> None:
+    def write_gradient(self, buffer: Tensor, parameter: UnitParameter, gradient: Tensor, *, is_first: bool) -> None:
         """Write or add a parameter's gradient to the unsharded ones, cast to the reduce dtype."""
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()  # a sparse embedding's
-        target = whole[parameter.span].view(parameter.shape)
+        target = buffer[parameter.span].view(parameter.shape)
         if not is_first:
             target.add_(gradient, alpha=1 / self._predivisor)
         elif self._predivisor == 1:
@@ -244,22 +244,22 @@ class FlatParameters:
             torch.mul(gradient, 1 / self._predivisor, out=target)
 
     @torch.no_grad()
-    def zero_missing_gradients(self, whole: Tensor, written: Collection[UnitParameter]) -> None:
+    def zero_missing_gradients(self, buffer: Tensor, written: Collection[UnitParameter]) -> None:
         """Zero what no gradient was written to."""
         for parameter in self.parameters:
             if parameter not in written:
-                whole[parameter.span].zero_()
-        whole[self.layout.used_numel :].zero_()
+                buffer[parameter.span].zero_()
+        buffer[self.layout.used_numel :].zero_()
 
     @torch.no_grad()
-    def accumulate_reduced(self, lane: Lane, whole: Tensor, *, is_first: bool) -> None:
-        """Add the mean over ranks to the gradient shard; this rank's chunk of `whole` is the sum.
+    def accumulate_reduced(self, lane: Lane, buffer: Tensor, *, is_first: bool) -> None:
+        """Add the mean over ranks to the gradient shard; this rank's chunk of `buffer` is the sum.
 
         Before the first one of a backward pass the gradient shard is made what the optimizer sees of it.
         """
         is_zero = self._adopt_gradients() if is_first else False
         assert self.gradient is not None
-        chunk, scale = lane.chunk(whole), self._predivisor / self.ranks.count
+        chunk, scale = lane.chunk(buffer), self._predivisor / self.ranks.count
         if not self._home.is_offloaded:
             self.gradient.add_(chunk, alpha=scale)
             return
@@ -335,8 +335,8 @@ class FlatParameters:
             yield parameter, self.own_part(self.gradient, parameter)
 
 
-def is_same_memory(one: Tensor, other: Tensor) -> bool:
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors begin at the same place of the same storage."""
     # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
-    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
-    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
+    storages = tensor.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and tensor.storage_offset() == other.storage_offset() and tensor.dtype == other.dtype

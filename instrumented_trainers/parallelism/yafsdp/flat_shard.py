@@ -48,7 +48,7 @@ class Place:
 
     @property
     def offsets(self) -> torch.Size:
-        """Return where that part begins in the whole parameter."""
+        """Offset of that part in the whole parameter, along each dim."""
         return torch.Size([0] * len(self.part_shape)) if self.region is None else self.region.offsets
 
     @torch.no_grad()
@@ -60,19 +60,19 @@ class Place:
         sent[: local.numel()] = local
         received = [torch.empty_like(sent) for _ in parts]
         dist.all_gather(received, sent, group=self.ranks)
-        whole = torch.empty(self.shape.numel(), dtype=local.dtype, device=local.device)
+        full = torch.empty(self.shape.numel(), dtype=local.dtype, device=local.device)
         for part, values in zip(parts, received, strict=True):
             length = part.stop - part.start
-            whole[part.origin : part.origin + length] = values[:length]
-        whole = whole.view(self.part_shape)
-        return whole if self.region is None else self.region.gather(whole)
+            full[part.origin : part.origin + length] = values[:length]
+        full = full.view(self.part_shape)
+        return full if self.region is None else self.region.gather(full)
 
     @torch.no_grad()
-    def part_of(self, whole: Tensor, numel: int) -> Tensor:
+    def part_of(self, full: Tensor, numel: int) -> Tensor:
         """Return the `numel` elements of a whole tensor that lie here."""
         if self.region is not None:
-            whole = self.region.part_of(whole)
-        return whole.reshape(-1)[self.origin : self.origin + numel]
+            full = self.region.part_of(full)
+        return full.reshape(-1)[self.origin : self.origin + numel]
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ class Owned:
 
     @property
     def part_shape(self) -> torch.Size:
-        """Return the shape of what is flattened: the whole."""
+        """Shape of the flattened tensor: the whole."""
         return self.shape
 
     @property
     def offsets(self) -> torch.Size:
-        """Return where that begins."""
+        """Offset of that, along each dim: 0."""
         return torch.Size([0] * len(self.shape))
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class ShardPlace(Protocol):
 
     @property
     def offsets(self) -> torch.Size:
-        """Return where the part begins in the whole."""
+        """Offset of the part in the whole, along each dim."""
 
     @property
     def origin(self) -> int:

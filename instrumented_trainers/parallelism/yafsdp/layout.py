@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def used_numel(self) -> int:
-        """Return where the last parameter ends."""
+        """End of the last parameter."""
         return self.offsets[-1] + self.shapes[-1].numel() if self.shapes else 0
 
     @property
@@ -58,11 +58,11 @@ class Layout:
         return self.numel // self.world_size
 
     def span(self, index: int) -> slice:
-        """Return where a parameter lies in the flat tensor."""
+        """Slice of the flat tensor that is a parameter."""
         return slice(self.offsets[index], self.offsets[index] + self.shapes[index].numel())
 
     def part(self, index: int, rank: int) -> Part:
-        """Return what the shard of `rank` holds of a parameter; start equals stop where it holds nothing."""
+        """Part of a parameter that the shard of `rank` holds; start equals stop where it holds nothing."""
         first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
         span = self.span(index)
         start = min(max(span.start, first), last)

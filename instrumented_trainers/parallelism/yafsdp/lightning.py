@@ -40,14 +40,14 @@ class YaFSDPStrategy(ModelParallelStrategy):  # type: ignore[misc]
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=_WHOLE)
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=True):
-            named = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
-            set_optimizer_state_dict(self.model, optimizer, named, options=_WHOLE)
+            by_name = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+            set_optimizer_state_dict(self.model, optimizer, by_name, options=_WHOLE)
         return checkpoint
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         model: pl.LightningModule = self.model
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
-        state |= {f"optimizer_{i}": get_optimizer_state_dict(model, each) for i, each in enumerate(self.optimizers)}
+        state |= {f"optimizer_{i}": get_optimizer_state_dict(model, optimizer) for i, optimizer in enumerate(self.optimizers)}
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["state_dict"])
         for i, optimizer in enumerate(self.optimizers):

@@ -33,14 +33,14 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None] = reset_par
         if unit.is_meta:
             unit.leave_meta()
             waiting |= {id(parameter.shard): parameter for parameter in unit.parameters}
-    drawn: set[UnitParameter] = set()
+    filled: set[UnitParameter] = set()
     for module in model.modules():
-        own = {name: waiting[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in waiting}
+        parameters = {name: waiting[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in waiting}
         buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in buffers:
-            module._buffers[name] = _unfilled(module._buffers[name], units[0].device)
-        if own or buffers:
-            _draw(module, own, reset, drawn)
+            module._buffers[name] = _unfilled_like(module._buffers[name], units[0].device)
+        if parameters or buffers:
+            _draw(module, parameters, reset, filled)
             _refuse_unfilled(module, buffers)
 
 
@@ -48,21 +48,21 @@ def _draw(
     module: nn.Module,
     parameters: dict[str, UnitParameter],
     reset: Callable[[nn.Module], None],
-    drawn: set[UnitParameter],
+    filled: set[UnitParameter],
 ) -> None:
     """Let `reset` fill whole parameters, then keep the shards of them. A tied one is drawn at each of its places."""
     for parameter in parameters.values():
-        whole = torch.empty(parameter.shape, dtype=parameter.shard.dtype, device="meta")
-        whole = _unfilled(whole, parameter.shard.device)
-        parameter.register(nn.Parameter(whole, requires_grad=parameter.shard.requires_grad))
+        weight = torch.empty(parameter.shape, dtype=parameter.shard.dtype, device="meta")
+        weight = _unfilled_like(weight, parameter.shard.device)
+        parameter.register(nn.Parameter(weight, requires_grad=parameter.shard.requires_grad))
     reset(module)
-    _refuse_unfilled(module, [name for name, parameter in parameters.items() if parameter not in drawn])
+    _refuse_unfilled(module, [name for name, parameter in parameters.items() if parameter not in filled])
     for name, parameter in parameters.items():
-        whole = module._parameters[name]
-        assert whole is not None
-        if not whole.isnan().any():
-            parameter.copy_from_whole(whole)
-            drawn.add(parameter)
+        weight = module._parameters[name]
+        assert weight is not None
+        if not weight.isnan().any():
+            parameter.copy_from_whole(weight)
+            filled.add(parameter)
         parameter.register(parameter.shard)
 
 
@@ -72,7 +72,7 @@ def _refuse_unfilled(module: nn.Module, names: Iterable[str]) -> None:
             raise ValueError(f"YaFSDP: {name!r} of {type(module).__name__} was not filled; see to it in `reset`")
 
 
-def _unfilled(like: Tensor | None, device: torch.device) -> Tensor:
+def _unfilled_like(like: Tensor | None, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and dtype on the device, with NaN in it where the dtype has that."""
     assert like is not None
     return torch.full_like(like, torch.nan if like.is_floating_point() else 0, device=device)

@@ -74,8 +74,8 @@ class YaFSDPModule:
 
     def reshard(self) -> None:
         """End what `unshard` began; do nothing where it did not."""
-        if (whole := getattr(self, "_whole_weights", None)) is not None:
-            whole.reshard()
+        if (weights := getattr(self, "_whole_weights", None)) is not None:
+            weights.reshard()
             self._whole_weights = None
 
     @property
@@ -84,12 +84,12 @@ class YaFSDPModule:
         engine = self._yafsdp_unit.engine
         if engine is None:
             raise RuntimeError("YaFSDP: buffers are allocated in the first forward pass; run one first")
-        shared, own = engine.shared_slots, tuple(engine.own_slots.values())
+        shared, own_slots = engine.shared_slots, tuple(engine.own_slots.values())
         return CommunicationBuffers(
             tuple(slots.weights.buffer for slots in shared),
             tuple(slots.gradients.buffer for slots in shared),
-            tuple(slots.weights.buffer for slots in own),
-            tuple(slots.gradients.buffer for slots in own),
+            tuple(slots.weights.buffer for slots in own_slots),
+            tuple(slots.gradients.buffer for slots in own_slots),
         )
 
     def save_pretrained(self, *args: Any, is_main_process: bool | None = None, **options: Any) -> None:

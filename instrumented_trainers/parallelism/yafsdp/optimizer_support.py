@@ -47,8 +47,8 @@ def is_shard(tensor: Tensor) -> bool:
 
 def owner_of(shard: Tensor) -> Any:
     """Return whose shard a tensor is, None if it is not marked or its owner has been deleted."""
-    found = getattr(shard, _MARK, None)
-    return found.owner() if isinstance(found, _Mark) else None
+    owner_mark = getattr(shard, _MARK, None)
+    return owner_mark.owner() if isinstance(owner_mark, _Mark) else None
 
 
 def refuse_whole_tensor_optimizer(optimizer: Optimizer) -> None:
@@ -85,20 +85,20 @@ def _differs_on_shards(kind: type[Optimizer], options: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     matrix, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
     try:
-        whole = _stepped(kind, options, matrix, gradients)
+        expected = _values_after_steps(kind, options, matrix, gradients)
     except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its defaults alone
-        return any(each.__name__.lower() in NEED_WHOLE_TENSORS for each in kind.__mro__)
+        return any(base.__name__.lower() in NEED_WHOLE_TENSORS for base in kind.__mro__)
     try:
         halves = [
-            _stepped(kind, options, matrix.flatten()[half], [gradient.flatten()[half] for gradient in gradients])
+            _values_after_steps(kind, options, matrix.flatten()[half], [gradient.flatten()[half] for gradient in gradients])
             for half in (slice(0, matrix.numel() // 2), slice(matrix.numel() // 2, None))  # as two ranks have them
         ]
     except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
         return True
-    return not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-9, atol=1e-12)
+    return not torch.allclose(expected.flatten(), torch.cat(halves), rtol=1e-9, atol=1e-12)
 
 
-def _stepped(kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]) -> Tensor:
+def _values_after_steps(kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]) -> Tensor:
     """Return the values after a step on each of the gradients."""
     parameter = nn.Parameter(values.clone())
     with torch.random.fork_rng(devices=[]):

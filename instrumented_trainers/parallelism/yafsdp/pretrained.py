@@ -26,10 +26,10 @@ def load_pretrained(model: nn.Module, folder: Path | str, *, strict: bool = True
     weights that only the model or only the files have.
     """
     files = _files_by_name(Path(folder))
-    known = {id(parameter.shard): parameter for unit in units_in(model) for parameter in unit.parameters}
+    by_shard = {id(parameter.shard): parameter for unit in units_in(model) for parameter in unit.parameters}
     names: dict[UnitParameter, list[str]] = {}
     for name, shard in model.named_parameters(remove_duplicate=False):
-        if (parameter := known.get(id(shard))) is not None:
+        if (parameter := by_shard.get(id(shard))) is not None:
             names.setdefault(parameter, []).append(name)
     if strict:
         _refuse_other_names(names, files, {name for name, _ in model.named_buffers()}, Path(folder))
@@ -65,8 +65,8 @@ def _refuse_other_names(
         raise ValueError(
             f"YaFSDP: {folder} has no weight {absent[0]!r}, nor {len(absent) - 1} more; strict=False skips them"
         )
-    known = {name for of_parameter in names.values() for name in of_parameter} | buffers
-    unknown = sorted(set(files) - known)
+    model_names = {name for of_parameter in names.values() for name in of_parameter} | buffers
+    unknown = sorted(set(files) - model_names)
     if unknown:
         raise ValueError(
             f"YaFSDP: the model has no weight {unknown[0]!r} of {folder}, nor {len(unknown) - 1} more; strict=False "

@@ -92,14 +92,14 @@ _OF_AUTOGRAD = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\].* is at version (\d+); 
 
 
 def name_missing_weight(words: str, units: Iterable[Unit]) -> str | None:
-    """Return what to say instead of autograd's words on a tensor's version, None if it is no weight of these units.
+    """Explanation of autograd's words on a tensor's version; None if it is no weight of these units.
 
     A weight is recognised by its shape and by the versions that `FlatParameters.set_weights_present` gives.
     """
-    if (found := _OF_AUTOGRAD.search(words)) is None:
+    if (match := _OF_AUTOGRAD.search(words)) is None:
         return None
-    shape = sorted(int(size) for size in found[1].split(",") if size.strip())
-    version, expected = int(found[2]), int(found[3])
+    shape = sorted(int(size) for size in match[1].split(",") if size.strip())
+    version, expected = int(match[2]), int(match[3])
     if expected % 2 or version <= expected:
         return None
     labels = [unit_label(unit) for unit in units if _has_weight(unit, shape, version)]
@@ -121,5 +121,5 @@ def _has_weight(unit: Unit, shape: list[int], version: int) -> bool:
 
 
 def unit_label(unit: Unit) -> str:
-    """Return what to call the unit in a message."""
+    """Name of the unit in a message."""
     return f"unit {unit.name!r}" if unit.name else "the root unit"

@@ -94,9 +94,9 @@ def _norm_over_ranks(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 by_group.setdefault(group, []).append(gradient)
         if not by_group:
             return local(gradients, norm_type, error_if_nonfinite, foreach)
-        whole = [gradient for gradient in gradients if id(gradient) not in groups]
-        norms = [_sharded_norm(shards, float(norm_type), *others) for others, shards in by_group.items()]
-        norms += [local(whole, norm_type, foreach=foreach).to(norms[0])] if whole else []
+        unsharded = [gradient for gradient in gradients if id(gradient) not in groups]
+        norms = [_sharded_norm(shards, float(norm_type), *ranks) for ranks, shards in by_group.items()]
+        norms += [local(unsharded, norm_type, foreach=foreach).to(norms[0])] if unsharded else []
         return local(norms, norm_type, error_if_nonfinite)
 
     return total_norm
@@ -105,10 +105,10 @@ def _norm_over_ranks(local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _sharded_norm(shards: list[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return the norm of gradients of which this rank has the shards, at least in fp32, where the shards are."""
     dtype = torch.promote_types(shards[0].dtype, torch.float32)
-    own = [shard for shard in shards if shard.numel()]
+    nonempty = [shard for shard in shards if shard.numel()]
     norm = torch.zeros((), dtype=dtype, device=shards[0].device)
-    if own:
-        norms = torch.stack([each.to(norm) for each in torch._foreach_norm(own, norm_type, dtype)])
+    if nonempty:
+        norms = torch.stack([shard_norm.to(norm) for shard_norm in torch._foreach_norm(nonempty, norm_type, dtype)])
         norm = torch.linalg.vector_norm(norms, norm_type)
     over_ranks = norm.to(device)
     if norm_type == torch.inf:
@@ -128,10 +128,10 @@ def _infinities_over_ranks(local: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found_by_device = local(scaler, optimizer, *args, **kwargs)
         for group, device in _groups_of(optimizer):
-            for found in found_by_device.values():
-                over_ranks = found.to(device)
+            for found_inf in found_by_device.values():
+                over_ranks = found_inf.to(device)
                 dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
-                found.copy_(over_ranks)
+                found_inf.copy_(over_ranks)
         return found_by_device
 
     return unscale
@@ -172,7 +172,7 @@ def _refusing_shards(backward_input: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming_units(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs backward passes, with an error of autograd on versions of weights explained."""
+    """Runner of backward passes that explains errors of autograd on versions of weights."""
 
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
-        self._begin([FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _grouped(parameters)])
+        self._begin([FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)])
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
         """Begin with flat tensors that no engine runs."""
@@ -98,7 +98,7 @@ class Unit:
         self.is_unsharded = False
         """Whether whole weights are registered outside of forward, and stay."""
 
-    def copied(self) -> Self:
+    def duplicate(self) -> Self:
         """Return a unit with copies of the shards, which no engine runs; its modules are this one's still."""
         other = copy.copy(self)
         other._begin([flat.copied() for flat in self.flats])
@@ -123,13 +123,13 @@ class Unit:
 
     def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
-        return next((found for flat in self.flats if (found := flat.replaced_parameter()) is not None), None)
+        return next((replaced for flat in self.flats if (replaced := flat.replaced_parameter()) is not None), None)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
     def weight_bytes(self) -> int:
-        """Return how large a buffer the unsharded weights need."""
+        """Size of the buffer for the unsharded weights."""
         return regions([flat.weight_bytes for flat in self.flats])[-1].stop if self.flats else 0
 
     @property
@@ -202,7 +202,7 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """Return how large a buffer the unsharded gradients need: up to the last flat tensor that is trained."""
+        """Size of the buffer for the unsharded gradients: up to the last flat tensor that is trained."""
         stops = (
             region.stop for flat, region in zip(self.flats, self._gradient_regions, strict=True) if flat.is_trained
         )
@@ -238,10 +238,10 @@ class Unit:
         """Zero missing gradients and return the parts of the gradient buffer to reduce-scatter."""
         assert self.slots is not None
         self._reduced = tuple(flat for flat in self.flats if flat.is_trained)
-        wholes = [self._whole_gradients(flat) for flat in self._reduced]
-        for flat, whole in zip(self._reduced, wholes, strict=True):
-            flat.zero_missing_gradients(whole, self.slots.gradients.written)
-        return wholes
+        buffers = [self._whole_gradients(flat) for flat in self._reduced]
+        for flat, buffer in zip(self._reduced, buffers, strict=True):
+            flat.zero_missing_gradients(buffer, self.slots.gradients.written)
+        return buffers
 
     @torch.no_grad()
     def accumulate_reduced(self, lane: Lane) -> None:
@@ -280,7 +280,7 @@ class Unit:
         self.with_gradient.clear()
 
 
-def _grouped(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
+def _group_parameters(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
     """Yield the parameters that are alike in dtype and in whether they are trained, those that are trained first."""
     kinds = dict.fromkeys((not parameter.requires_grad, parameter.dtype) for parameter in parameters)
     for kind in sorted(kinds, key=lambda kind: kind[0]):

@@ -37,20 +37,20 @@ class WholeTensorOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], kind: Callable[..., Optimizer], **options: Any) -> None:
         groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
         if groups and all(group.keys() == {"params"} for group in groups):
-            groups = [{"params": [each for group in groups for each in group["params"]]}]
+            groups = [{"params": [parameter for group in groups for parameter in group["params"]]}]
         groups = [group | {"params": list(group["params"])} for group in groups]
         super().__init__(groups, dict(options))
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._units = units_of(self)
-        known = {
+        shard_places = {
             id(parameter.shard): (unit, flat, parameter)
             for unit in self._units
             for flat in unit.flats
             for parameter in flat.parameters
         }
-        if any(id(parameter) not in known for parameter in self._parameters):
+        if any(id(parameter) not in shard_places for parameter in self._parameters):
             raise ValueError("YaFSDP: WholeTensorOptimizer steps the parameters of a sharded model only")
-        self._places = [known[id(parameter)] for parameter in self._parameters]
+        self._places = [shard_places[id(parameter)] for parameter in self._parameters]
         self._flats = list(dict.fromkeys((unit, flat) for unit, flat, _ in self._places))
         self._owners = self._chosen_owners()
         self._whole = [
@@ -65,7 +65,7 @@ class WholeTensorOptimizer(Optimizer):
         self._described: list[dict[str, Any]] | None = None
 
     def _chosen_owners(self) -> list[int]:
-        """Return which rank of its unit owns each parameter: the one with the fewest elements until then."""
+        """Rank of its unit that owns each parameter: the one with the fewest elements until then."""
         load: dict[Any, list[int]] = {}
         owners = []
         for unit, _, parameter in self._places:
@@ -80,7 +80,7 @@ class WholeTensorOptimizer(Optimizer):
     def _owned_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         owned = iter(self._whole)
         return [
-            group | {"params": [whole for _ in group["params"] if (whole := next(owned)) is not None]}
+            group | {"params": [weight for _ in group["params"] if (weight := next(owned)) is not None]}
             for group in groups
         ]
 
@@ -95,36 +95,36 @@ class WholeTensorOptimizer(Optimizer):
                 loss = closure()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: value for name, value in group.items() if name != "params"})
-        for flat, weights, gradients in self._gathered():
-            for number, whole in self._owned_in(flat):
+        for flat, weights, gradients in self._gather_flats():
+            for number, weight in self._owned_in(flat):
                 span = self._places[number][2].span
                 has_gradient = self._parameters[number].grad is not None
-                whole.copy_(weights[span].view(whole.shape))
-                whole.grad = gradients[span].view(whole.shape).clone() if has_gradient else None
+                weight.copy_(weights[span].view(weight.shape))
+                weight.grad = gradients[span].view(weight.shape).clone() if has_gradient else None
         self._inner.step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update({name: value for name, value in inner.items() if name != "params"})  # some count steps there
         self._scatter()
-        for whole in self._whole:
-            if whole is not None:
-                whole.grad = None
+        for weight in self._whole:
+            if weight is not None:
+                weight.grad = None
         self._describe()
         return loss
 
     def _owned_in(self, flat: FlatParameters) -> Iterator[tuple[int, nn.Parameter]]:
-        for number, (place, whole) in enumerate(zip(self._places, self._whole, strict=True)):
-            if place[1] is flat and whole is not None:
-                yield number, whole
+        for number, (place, weight) in enumerate(zip(self._places, self._whole, strict=True)):
+            if place[1] is flat and weight is not None:
+                yield number, weight
 
-    def _gathered(self) -> Iterator[tuple[FlatParameters, Tensor, Tensor]]:
+    def _gather_flats(self) -> Iterator[tuple[FlatParameters, Tensor, Tensor]]:
         """Yield whole weights and gradients of each flat tensor, while those of the next are gathered."""
         running: list[tuple[FlatParameters, Tensor, Tensor, PendingCollective]] = []
         for unit, flat in self._flats:
             running.append(self._gather(self._lanes[unit], flat))
             if len(running) > 1:
-                yield _finished(*running.pop(0))
+                yield _finish_gather(*running.pop(0))
         for gather in running:
-            yield _finished(*gather)
+            yield _finish_gather(*gather)
 
     def _gather(self, lane: Lane, flat: FlatParameters) -> tuple[FlatParameters, Tensor, Tensor, PendingCollective]:
         weights = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
@@ -138,14 +138,14 @@ class WholeTensorOptimizer(Optimizer):
     def _scatter(self) -> None:
         """Give each rank its shards of what the owners stepped: sums of one owner's values and of zeros."""
         for unit, flat in self._flats:
-            whole = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+            buffer = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             for number, owned in self._owned_in(flat):
-                whole[self._places[number][2].span] = owned.flatten()
+                buffer[self._places[number][2].span] = owned.flatten()
             lane = self._lanes[unit]
-            lane.reduce_scatter([whole], over_replicas=False).wait()
-            for parameter, (_, of, own) in zip(self._parameters, self._places, strict=True):
-                if of is flat and parameter.grad is not None:
-                    parameter.copy_(flat.own_part(lane.chunk(whole), own))
+            lane.reduce_scatter([buffer], over_replicas=False).wait()
+            for parameter, (_, parameter_flat, unit_parameter) in zip(self._parameters, self._places, strict=True):
+                if parameter_flat is flat and parameter.grad is not None:
+                    parameter.copy_(flat.own_part(lane.chunk(buffer), unit_parameter))
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -154,9 +154,9 @@ class WholeTensorOptimizer(Optimizer):
         if self._described is not None:
             return
         own_state = {
-            number: tree_map(_describe_value, dict(self._inner.state[whole]))
-            for number, whole in enumerate(self._whole)
-            if whole is not None and whole in self._inner.state
+            number: tree_map(_describe_value, dict(self._inner.state[weight]))
+            for number, weight in enumerate(self._whole)
+            if weight is not None and weight in self._inner.state
         }
         described: list[dict[str, Any]] = [{} for _ in self._parameters]
         for group in dict.fromkeys(unit.ranks.shards for unit in self._units):
@@ -181,41 +181,41 @@ class WholeTensorOptimizer(Optimizer):
 
     def _state_of(self, number: int, described: dict[str, Any]) -> Any:
         """Return the state of a parameter: any nesting of tensors, of which the owner has the elements."""
-        (unit, _, _), whole = self._places[number], self._whole[number]
+        (unit, _, _), weight = self._places[number], self._whole[number]
         leaves, tree = tree_flatten(described)
-        own = leaves if whole is None else tree_leaves(dict(self._inner.state[whole]))
+        values = leaves if weight is None else tree_leaves(dict(self._inner.state[weight]))
 
         def shard(described: Any, value: Any) -> Any:
             if not isinstance(described, _Value):
                 return described
             place = Owned(described.shape, self._owners[number], unit.ranks.shards, unit.device)
-            if whole is None:
+            if weight is None:
                 return FlatShard(torch.empty(0, dtype=described.dtype, device=described.device), place)
             return FlatShard(torch.as_tensor(value).contiguous().view(-1), place)
 
-        return tree_unflatten([shard(*pair) for pair in zip(leaves, own, strict=True)], tree)
+        return tree_unflatten([shard(*pair) for pair in zip(leaves, values, strict=True)], tree)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, on any number of ranks, or state with whole tensors.
 
         Raises ValueError if the groups have other numbers of parameters.
         """
-        saved, own = state_dict["param_groups"], self.param_groups
-        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+        saved, groups = state_dict["param_groups"], self.param_groups
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
             raise ValueError("YaFSDP: the loaded optimizer's groups have other numbers of parameters")
         self._describe()  # which state there is, and of what type a number was
-        for group, loaded in zip(own, saved, strict=True):
+        for group, loaded in zip(groups, saved, strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
         numbers = [number for group in saved for number in group["params"]]
-        for number, whole, described in zip(numbers, self._whole, self._described or [], strict=True):
-            if whole is not None and number in state_dict["state"]:
-                loaded = functools.partial(_loaded, parameter=whole)
-                self._inner.state[whole] = _mapped(loaded, dict(state_dict["state"][number]), described)
+        for number, weight, described in zip(numbers, self._whole, self._described or [], strict=True):
+            if weight is not None and number in state_dict["state"]:
+                loaded = functools.partial(_load_value, parameter=weight)
+                self._inner.state[weight] = _map_values(loaded, dict(state_dict["state"][number]), described)
         self._described = None
         self._describe()
 
 
-def _finished(
+def _finish_gather(
     flat: FlatParameters, weights: Tensor, gradients: Tensor, pending: PendingCollective
 ) -> tuple[FlatParameters, Tensor, Tensor]:
     pending.wait()
@@ -235,18 +235,18 @@ def _describe_value(value: Any) -> Any:
     return _Value(value) if isinstance(value, Tensor | int | float) else value
 
 
-def _mapped(function: Callable[[Any, Any], Any], values: Any, described: Any) -> Any:
+def _map_values(function: Callable[[Any, Any], Any], values: Any, described: Any) -> Any:
     """Return the values, any nesting, mapped with what is known of each: None of what is new."""
     if isinstance(values, dict):
-        of = described if isinstance(described, dict) else {}
-        return {key: _mapped(function, value, of.get(key)) for key, value in values.items()}
+        by_key = described if isinstance(described, dict) else {}
+        return {key: _map_values(function, value, by_key.get(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        each = described if isinstance(described, list | tuple) else [None] * len(values)
-        return type(values)(_mapped(function, *pair) for pair in zip(values, each, strict=True))
+        descriptions = described if isinstance(described, list | tuple) else [None] * len(values)
+        return type(values)(_map_values(function, *pair) for pair in zip(values, descriptions, strict=True))
     return function(values, described)
 
 
-def _loaded(value: Any, described: Any, parameter: nn.Parameter) -> Any:
+def _load_value(value: Any, described: Any, parameter: nn.Parameter) -> Any:
     """Return a value of the state as the optimizer keeps it: a tensor of its own, or a number."""
     if isinstance(value, FlatShard):
         value = value.local.view(value.shape)

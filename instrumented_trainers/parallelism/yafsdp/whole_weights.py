@@ -26,12 +26,12 @@ class WholeWeights:
         self._weights: dict[UnitParameter, nn.Parameter] = {}
         for unit in self._units:
             for flat in unit.flats:
-                self._register(flat, _gathered(flat))
+                self._register(flat, _gather_weights(flat))
             unit.is_unsharded = True
 
-    def _register(self, flat: FlatParameters, whole: Tensor) -> None:
+    def _register(self, flat: FlatParameters, flat_weights: Tensor) -> None:
         for parameter in flat.parameters:
-            values = whole[parameter.span].view(parameter.shape)
+            values = flat_weights[parameter.span].view(parameter.shape)
             self._weights[parameter] = nn.Parameter(values, requires_grad=parameter.shard.requires_grad)
             parameter.register(self._weights[parameter])
 
@@ -55,9 +55,9 @@ class WholeWeights:
 
 
 @torch.no_grad()
-def _gathered(flat: FlatParameters) -> Tensor:
-    whole = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+def _gather_weights(flat: FlatParameters) -> Tensor:
+    weights = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
     lane = lane_for(flat.device, flat.ranks)
-    lane.chunk(whole).copy_(flat.master)
-    lane.all_gather([whole]).wait()
-    return whole
+    lane.chunk(weights).copy_(flat.master)
+    lane.all_gather([weights]).wait()
+    return weights

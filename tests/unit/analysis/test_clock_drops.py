@@ -47,7 +47,7 @@ def test_kernels_slowed_by_collectives_are_not_compared():
 def test_a_slowdown_within_the_variation_of_the_kernels_is_not_reported():
     trace = slowing(dict.fromkeys("abcdefgh", 11))
     noisy = pl.col("dur_ns") + pl.int_range(pl.len()).shuffle(seed=1) % 5 - 2
-    assert clock_drops(trace.replaced(activities=trace.activities.with_columns(noisy))).is_empty()
+    assert clock_drops(trace.replace(activities=trace.activities.with_columns(noisy))).is_empty()
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")

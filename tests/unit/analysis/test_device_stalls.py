@@ -62,20 +62,20 @@ def test_a_device_that_waits_for_another_one_of_its_process_is_not_stalled():
         dur_ns=pl.lit(end_ns, pl.Int64),
     )
     lane = trace.lanes.head(1).with_columns(lane=pl.lit(9, pl.Int64), device=pl.lit(1, pl.Int64))
-    both = trace.replaced(activities=pl.concat([trace.activities, other]), lanes=pl.concat([trace.lanes, lane]))
+    both = trace.replace(activities=pl.concat([trace.activities, other]), lanes=pl.concat([trace.lanes, lane]))
     assert device_stalls(both).filter(pl.col("device") == 0).is_empty()
 
 
 def test_kernels_launched_before_that_were_not_recorded_may_have_run():
     trace = sliced((5, 10, 15, 24, 31))
     kept = trace.activities.filter(pl.col("id") != 4)
-    assert device_stalls(trace.replaced(activities=kept)).height == 4
+    assert device_stalls(trace.replace(activities=kept)).height == 4
 
 
 def test_an_idle_device_within_a_cuda_graph_is_not_called_stalled():
     trace = sliced((5, 10, 15, 24, 31))
     graph = trace.ops.with_columns(pl.lit("cudaGraphLaunch").alias("name"))
-    stalls = device_stalls(trace.replaced(ops=graph))
+    stalls = device_stalls(trace.replace(ops=graph))
     assert stalls.height == 5
     assert not stalls["is_recurring"].any()
 
@@ -150,7 +150,7 @@ def test_a_copy_that_the_host_waits_for_is_queued_from_its_call():
         .otherwise(0)
         .alias("dur_ns")
     )
-    held = trace.replaced(activities=renamed, ops=ops.select(trace.ops.columns))
+    held = trace.replace(activities=renamed, ops=ops.select(trace.ops.columns))
     assert device_stalls(held)["is_recurring"].sum() == 5
     causes = compute_gap_causes(held)
     assert causes.filter(pl.col("cause") == "device_stall")["dur_ns"].sum() == 100 * drawn_hosts.UNIT_NS

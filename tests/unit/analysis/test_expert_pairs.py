@@ -57,7 +57,7 @@ def trace(rank: int, picture: str) -> Trace:
     groups = [
         {"group": group, "description": text, "ranks": [0, 1, 2]} for group, text in (("0", ""), ("7", "mesh_ep"))
     ]
-    return plain.replaced(
+    return plain.replace(
         collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls, infer_schema_length=None)),
         groups=schema.GROUPS.conform(pl.DataFrame(groups)),
     )

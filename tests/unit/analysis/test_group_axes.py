@@ -24,7 +24,7 @@ def trace(rank: int = 0, groups: list[dict[str, object]] | None = None, **of: di
         for row in drawn.activities.filter(pl.col("kind") == "communication").iter_rows(named=True)
     ]
     described = schema.GROUPS.conform(pl.DataFrame(groups)) if groups else schema.GROUPS.empty()
-    return drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(rows)), groups=described)
+    return drawn.replace(collectives=schema.COLLECTIVES.conform(pl.DataFrame(rows)), groups=described)
 
 
 def axes(run: Run) -> dict[str | None, tuple[str | None, str]]:
@@ -88,7 +88,7 @@ def usage(**counts: int) -> dict[str, object]:
     ids=["sends", "all-to-all", "sequence parallel", "fsdp", "tensor parallel", "ddp", "synchronized batch norm"],
 )
 def test_an_axis_is_inferred_from_the_collectives(found, axis):
-    inferred, confidence = group_axes._inferred(found, 8, has_mesh=False)
+    inferred, confidence = group_axes._infer_axis(found, 8, has_mesh=False)
     assert inferred == axis
     assert 0 < confidence < 1
 
@@ -111,7 +111,7 @@ TENSOR_PARALLEL = {"all_reduces": 8, "all_reduces_of_activations": 8, "of_activa
     ids=["tensor parallel", "one a step", "ddp", "after backward", "zero-1", "unnamed groups", "fsdp2"],
 )
 def test_without_sizes_the_purpose_of_the_collectives_decides(found, axis):
-    assert group_axes._inferred(found, 8, has_mesh=False)[0] == axis
+    assert group_axes._infer_axis(found, 8, has_mesh=False)[0] == axis
 
 
 def test_communication_of_an_axis_is_a_union_and_what_compute_does_not_hide_is_exposed():
@@ -147,7 +147,7 @@ def test_calls_without_group_names_have_an_axis_each_by_op_and_purpose():
     ]
 
     def axis_of(calls: list[dict[str, object]]) -> dict[str, str | None]:
-        run = drawn_traces.run(drawn.replaced(collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls))))
+        run = drawn_traces.run(drawn.replace(collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls))))
         return dict(run.run_table(group_axes.axis_of_calls).select("op", "axis").rows())
 
     # A SendRecv kernel of which nothing else is known may be part of an all-to-all.
@@ -157,8 +157,8 @@ def test_calls_without_group_names_have_an_axis_each_by_op_and_purpose():
 
 def test_all_reduces_of_activations_are_not_of_data_parallelism():
     few = usage(all_reduces=6, all_reduces_of_activations=6, of_activations=6, all_reduces_alike=2)
-    assert group_axes._inferred(few, 4, has_mesh=False) == (None, 0.0)
+    assert group_axes._infer_axis(few, 4, has_mesh=False) == (None, 0.0)
     small = usage(all_reduces=8, all_reduces_in_forward=4, all_reduces_of_activations=8, of_activations=8)
     small |= {"all_reduces_alike": 8, "usual_bytes": 16 << 10}
-    assert group_axes._inferred(small, 4, has_mesh=False)[0] == "tp"
-    assert group_axes._inferred(small | {"usual_bytes": 256}, 4, has_mesh=False)[0] is None
+    assert group_axes._infer_axis(small, 4, has_mesh=False)[0] == "tp"
+    assert group_axes._infer_axis(small | {"usual_bytes": 256}, 4, has_mesh=False)[0] is None

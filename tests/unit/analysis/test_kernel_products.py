@@ -102,7 +102,7 @@ def launched_by_no_operator(*names):
     """Return kernels that a library launches without an operator around them."""
     trace = drawn_kernels.trace(*(Kernel("cuLaunchKernelEx", 100, name=name) for name in names), device=H100)
     kind = pl.when(pl.col("kind") == "cpu_op").then(pl.lit("runtime")).otherwise("kind")
-    return trace.replaced(ops=trace.ops.with_columns(kind.alias("kind")))
+    return trace.replace(ops=trace.ops.with_columns(kind.alias("kind")))
 
 
 def test_whole_problems_count_and_the_rest_is_listed_with_what_the_name_lacks():
@@ -137,6 +137,6 @@ def test_an_extension_without_a_formula_is_listed_with_what_its_kernel_lacks():
 
 def test_without_time_no_operator_has_a_share_of_the_compute():
     trace = drawn_kernels.trace(Kernel("sgl_kernel::fp8_gemm", 100, [[8, 7168]], name=BY_1D2D))
-    still = trace.replaced(activities=trace.activities.with_columns(dur_ns=pl.lit(0, pl.Int64)))
+    still = trace.replace(activities=trace.activities.with_columns(dur_ns=pl.lit(0, pl.Int64)))
     for rows in (unknown_work.unknown_work(still), unknown_work.by_operator(drawn_traces.run(still))):
         assert rows["compute_ratio"].to_list() == [None]

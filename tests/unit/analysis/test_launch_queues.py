@@ -62,10 +62,10 @@ def test_a_full_queue_and_work_without_a_launch_are_counted():
     unlinked = trace.activities.with_columns(pl.when(id=0).then("launch_id").alias("launch_id"))
     (row,) = launch_queues.launch_queues(trace).to_dicts()
     assert (row["queue_max"], row["full_ns"], row["short_ratio"]) == (1100, 10 + (1100 - 1024), 0.0)
-    (row,) = launch_queues.launch_queues(trace.replaced(activities=unlinked)).to_dicts()
+    (row,) = launch_queues.launch_queues(trace.replace(activities=unlinked)).to_dicts()
     assert (row["activities"], row["launched"], row["queue_max"]) == (1100, 1, 1)
 
 
 def test_a_cpu_run_has_no_queues():
-    on_cpu = launched([(0, 1, 4)]).replaced(lanes=schema.LANES.empty())
+    on_cpu = launched([(0, 1, 4)]).replace(lanes=schema.LANES.empty())
     assert launch_queues.launch_queues(on_cpu).is_empty()

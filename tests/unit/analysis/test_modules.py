@@ -83,7 +83,7 @@ def test_spans_have_paths_of_their_own_and_the_gradient_of_an_op_is_of_its_modul
 def test_without_marks_fsdp_units_are_the_modules():
     trace = operator_traces.trace([("aten::mm", 50), ("aten::add", 5)])
     unit = pl.when(pl.col("name") == "aten::mm").then(pl.lit("layers.0")).otherwise(pl.lit("")).alias("unit")
-    assert by_operator(trace.replaced(ops=trace.ops.with_columns(unit))) == {
+    assert by_operator(trace.replace(ops=trace.ops.with_columns(unit))) == {
         "aten::mm": "layers.0",
         "aten::add": module_paths.ROOT_UNIT,
     }
@@ -138,7 +138,7 @@ def conserved(run: Run) -> pl.DataFrame:
         assert own["communication_ns"].sum() == durations.get("communication", 0)
         assert own["copy_ns"].sum() == durations.get("memcpy", 0) + durations.get("memset", 0)
         assert own["host_ns"].sum() == ops.self_times(trace.ops).sum()
-        assert own["flops"].sum() == flops.counted(trace)["flops"].sum()
+        assert own["flops"].sum() == flops.counted_calls(trace)["flops"].sum()
         assert own["sent_bytes"].sum() == trace.collectives["sent_bytes"].sum()
         allocated = trace.allocations.filter(allocations.of_training(trace), pl.col("delta_bytes") > 0)
         assert own["allocated_bytes"].sum() == allocated["delta_bytes"].sum()
@@ -172,7 +172,7 @@ def test_totals_of_recorded_stacks_are_conserved(name: str, root: str, least_ins
 
 
 def test_modules_of_all_ranks_are_a_tree_of_one_measure():
-    run = drawn_traces.run(with_frames(), with_frames().replaced(rank=1))
+    run = drawn_traces.run(with_frames(), with_frames().replace(rank=1))
     table = module_tree.by_module(run)
     tree = module_tree.tree(table, "compute_ns")
     alone = dict(module_tree.modules(with_frames()).select("module", "total_compute_ns").iter_rows())

@@ -136,7 +136,7 @@ def test_replicas_are_pipelines_of_their_own():
 def test_stages_that_spans_do_not_name_come_from_the_manifest():
     traces = drawn_pipelines.traces(GPIPE, spans="loop")
     collectives = pl.DataFrame({"activity_id": [0], "op": ["send"]})
-    traces = [trace.replaced(collectives=schema.COLLECTIVES.conform(collectives)) for trace in traces]
+    traces = [trace.replace(collectives=schema.COLLECTIVES.conform(collectives)) for trace in traces]
     mesh = {"axes": ["pp"], "shape": [2]}
     assert bubbles(drawn_traces.run(*traces, mesh=mesh))["bubble_ns"].to_list() == [3000, 3000]
     stated = {"stage_ranks": [[1], [0]]}
@@ -147,7 +147,7 @@ def test_clocks_that_contradict_the_order_of_stages_are_corrected():
     traces = drawn_pipelines.traces(GPIPE)
     late = traces[1].ops.with_columns(pl.col("start_ns") + 50_000)
     shifted = traces[1].activities.with_columns(pl.col("start_ns") + 50_000)
-    run = drawn_traces.run(traces[0], traces[1].replaced(ops=late, activities=shifted))
+    run = drawn_traces.run(traces[0], traces[1].replace(ops=late, activities=shifted))
     assert bubbles(run)["bubble_ns"].to_list() == [3000, 3000]
 
 

@@ -56,7 +56,7 @@ def with_compute(trace, start_ns, dur_ns):
     """Return a trace with more compute outside of the pipeline's actions."""
     more = {"id": 900, "launch_id": 1, "lane": 0, "name": "adam", "kind": "compute", "step": 0}
     more |= {"start_ns": start_ns, "dur_ns": dur_ns}
-    return trace.replaced(activities=pl.concat([trace.activities, schema.ACTIVITIES.conform(pl.DataFrame([more]))]))
+    return trace.replace(activities=pl.concat([trace.activities, schema.ACTIVITIES.conform(pl.DataFrame([more]))]))
 
 
 # rank 1 waits from 0 to 6; its input is complete at 2

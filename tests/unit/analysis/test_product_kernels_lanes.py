@@ -9,7 +9,7 @@ TRACE = drawn_traces.trace("compute aab.cc\ncomm ..xxx.")
 
 
 def kernels_with(lanes: pl.DataFrame) -> list[int]:
-    return product_kernels.with_calls(TRACE.replaced(lanes=lanes))["activity_id"].to_list()
+    return product_kernels.with_calls(TRACE.replace(lanes=lanes))["activity_id"].to_list()
 
 
 def test_kernels_on_lanes_that_are_not_described_are_of_no_device():

@@ -50,7 +50,7 @@ def trace(rank: int, *, description: str | None) -> Trace:
         {"group": "0", "description": "", "ranks": [0, 1]},
         {"group": "7", "description": description, "ranks": [0, 1]},
     ]
-    return plain.replaced(
+    return plain.replace(
         collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls, infer_schema_length=None)),
         groups=schema.GROUPS.conform(pl.DataFrame(groups)),
     )

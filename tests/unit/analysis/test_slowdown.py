@@ -39,7 +39,7 @@ def quartile(values: list[float], quarter: int) -> float:
 def test_comparison_equals_a_reference(rows):
     key, step, dur = (np.array([row[i] for row in rows], np.int64) for i in range(3))
     alone, concurrent = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "concurrent"))
-    found = slowdown.compare_with_alone(key, step, dur, alone=alone, concurrent=concurrent)
+    found = slowdown.compare_with_alone(key, step, dur, solo=alone, concurrent=concurrent)
     for i, (k, s, ns, how) in enumerate(rows):
         same = [row for row in rows if row[0] == k]
         own = [row[2] for row in same if row[3] == "alone"]
@@ -49,7 +49,7 @@ def test_comparison_equals_a_reference(rows):
         }
         ratios = [row[2] / steps[row[1]] for row in same if row[3] == "alone"]
         alike = own and quartile(ratios, 3) - quartile(ratios, 1) <= slowdown.MAX_SPREAD
-        assert found.judged[i] == bool(alike)
+        assert found.is_judged[i] == bool(alike)
         if not alike:
             assert (found.alone_ns[i], found.excess_ns[i]) == (0, 0)
             continue
@@ -64,7 +64,7 @@ def test_comparison_equals_a_reference(rows):
 def test_a_concurrent_outlier_is_clipped_to_the_fence():
     dur = np.array([10] * 5 + [20] * 8 + [2000])
     which = np.arange(14) < 5
-    found = slowdown.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, alone=which, concurrent=~which)
+    found = slowdown.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, solo=which, concurrent=~which)
     assert found.excess_ns.tolist() == [0] * 5 + [10] * 9
 
 

@@ -117,7 +117,7 @@ def test_a_call_path_has_the_operators_and_annotations_around_a_call_without_the
 
 def test_a_collective_belongs_to_its_own_operator_and_not_to_that_of_the_profiler():
     trace = operator_traces.trace([("c10d::allreduce_", [("record_param_comms::", 4)])])
-    renamed = trace.replaced(ops=trace.ops.with_columns(pl.col("name").str.replace("::$", "")))
+    renamed = trace.replace(ops=trace.ops.with_columns(pl.col("name").str.replace("::$", "")))
     assert step_charges.step_charges(renamed)["operator"].to_list() == ["c10d::allreduce_"]
 
 

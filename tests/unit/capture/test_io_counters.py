@@ -92,7 +92,7 @@ def looked(work: str, steps: list[int]) -> bool:
         if work == "a step":
             steps.append(steps[-1] + 1)
         looks.sample()
-        found.append(looks.blocked())
+        found.append(looks.is_blocked())
 
     thread = threading.Thread(target=save)
     thread.start()
@@ -109,4 +109,4 @@ def test_a_save_blocks_training_only_if_it_waits_and_finishes_no_step() -> None:
     assert looked("a step", [1]) is False
     on_the_training_thread = ThreadSampler(lambda: None)
     on_the_training_thread.sample()
-    assert on_the_training_thread.blocked() is True
+    assert on_the_training_thread.is_blocked() is True

@@ -94,7 +94,7 @@ def test_median_and_spread_are_those_of_the_last_values(values: list[float]) -> 
 
 
 def test_a_curve_of_any_length_keeps_its_shape_in_a_few_points() -> None:
-    curve = DownsampledCurve(most=100)
+    curve = DownsampledCurve(max_points=100)
     for number in range(100_000):
         curve.add(number)
     assert 50 <= len(curve.values) <= 100

@@ -38,7 +38,7 @@ def test_a_figure_has_the_time_of_every_part_and_the_moment_of_each_bar(folder):
 
 def test_long_paths_are_drawn_with_fewer_parts_of_the_same_length(folder):
     found = critical_path(load(folder))
-    few = charts.path_parts(found.parts, found.start_ns, most=found.parts.height - 1)
+    few = charts.path_parts(found.parts, found.start_ns, max_parts=found.parts.height - 1)
     assert few.height < found.parts.height
     assert few["from_ns"].min() == 0
 

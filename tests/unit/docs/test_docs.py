@@ -13,9 +13,12 @@ from tracekit.capture.launcher import command as recording
 from tracekit.cli.application import app
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "sample_traces" / "README.md", *ROOT.glob("docs/*.md")]
+GUIDES = sorted(ROOT.glob("docs/*.md"))
+NOTES = sorted(ROOT.glob("docs/lab/*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "sample_traces" / "README.md", *GUIDES, *NOTES]
 HISTORIC = ROOT / "CHANGELOG.md"
 INDEX = ROOT / "docs" / "README.md"
+INDEX_OF_NOTES = ROOT / "docs" / "lab" / "README.md"
 COMMANDS = typer.main.get_command(app)
 _FENCED = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"^ {4}(.*)$", re.MULTILINE)
@@ -114,7 +117,7 @@ def _unknown(words: list[str]) -> list[str]:
         known = {option for action in recording._parser("")._actions for option in action.option_strings}
     else:
         known = {option for parameter in found.params for option in [*parameter.opts, *parameter.secondary_opts]}
-    own = takewhile(lambda word: word != "--", words)
+    own = takewhile(lambda word: word not in {"--", *_OF_THE_SHELL}, words)
     options = [word.strip("[]…,").partition("=")[0] for word in own if word.startswith(("-", "[-"))]
     return [option for option in options if option and option not in known]
 
@@ -145,9 +148,14 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
 
 
-def test_the_index_leads_to_every_page() -> None:
-    linked = {(INDEX.parent / target.partition("#")[0]).resolve() for target in _LINK.findall(by_itself(INDEX))}
-    assert not [page.name for page in ROOT.glob("docs/*.md") if page != INDEX and page not in linked]
+@pytest.mark.parametrize(("index", "pages"), [(INDEX, GUIDES), (INDEX_OF_NOTES, NOTES)], ids=["guides", "notes"])
+def test_the_index_leads_to_every_page(index: Path, pages: list[Path]) -> None:
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in _LINK.findall(by_itself(index))}
+    assert not [page.name for page in pages if page != index and page not in linked]
+
+
+def test_the_guides_lead_to_the_laboratory_notes() -> None:
+    assert "(lab/README.md)" in INDEX.read_text(encoding="utf-8")
 
 
 def test_no_picture_lies_about_that_no_page_shows() -> None:

@@ -28,15 +28,15 @@ TABLES = {
 def test_a_table_arrives_as_it_was_measured(name):
     table = TABLES[name]
     for _ in range(2):
-        (arrived,) = tasks.measured(SOURCE, tasks.packed([table])).tables
+        (arrived,) = tasks.as_measured(SOURCE, tasks.pack([table])).tables
         assert arrived.schema == table.schema
         assert arrived.equals(table)
 
 
 @pytest.mark.parametrize("name", ["empty", "small"])
 def test_what_one_trace_does_to_its_table_does_not_reach_another(name):
-    stream = tasks.packed([TABLES[name]])
-    (changed,) = tasks.measured(SOURCE, stream).tables
+    stream = tasks.pack([TABLES[name]])
+    (changed,) = tasks.as_measured(SOURCE, stream).tables
     changed.insert_column(0, pl.Series("more", [1] * changed.height))
-    (other,) = tasks.measured(SOURCE, stream).tables
+    (other,) = tasks.as_measured(SOURCE, stream).tables
     assert other.columns == [*COLUMNS]

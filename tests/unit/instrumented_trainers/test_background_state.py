@@ -2,7 +2,7 @@
 
 import torch
 
-from instrumented_trainers.checkpoints.saver import _staged
+from instrumented_trainers.checkpoints.saver import _stage_state
 from instrumented_trainers.parallelism.region_state import RegionPlace
 from instrumented_trainers.parallelism.yafsdp.flat_shard import FlatShard
 from instrumented_trainers.regions import Region
@@ -12,7 +12,7 @@ def test_parts_of_tensors_and_whole_ones_are_copied() -> None:
     part, whole = torch.arange(6.0), torch.ones(2)
     place = RegionPlace(Region(torch.Size((2, 3))))
     state = {"model": {"part": FlatShard(part, place), "whole": whole}, "groups": [{"lr": 0.1, "params": ["part"]}]}
-    staged = _staged(state)
+    staged = _stage_state(state)
     part.zero_()
     whole.zero_()
     copied = staged["model"]["part"]

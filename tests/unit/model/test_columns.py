@@ -18,7 +18,7 @@ def test_rows_of_ids_are_those_of_a_search_one_by_one(ids: list[int], wanted: li
 
 @given(st.lists(st.none() | st.integers(0, 1 << 62), max_size=20))
 def test_filled_replaces_nulls_only_and_keeps_large_numbers_exact(values: list[int | None]) -> None:
-    filled = columns.filled(pl.Series(values, dtype=pl.Int64), -1)
+    filled = columns.to_ints(pl.Series(values, dtype=pl.Int64), -1)
     assert filled.dtype == np.int64
     assert filled.tolist() == [-1 if value is None else value for value in values]
 

@@ -65,4 +65,4 @@ def test_runs_are_those_found_by_trying_all(tokens: list[int], part: int, longes
 
 def test_at_most_so_many_runs_are_chosen():
     tokens = np.tile(np.arange(40), 2)
-    assert len(recurring_runs.find(tokens, np.zeros(80, np.int64), longest=2, most=3)) == 3
+    assert len(recurring_runs.find(tokens, np.zeros(80, np.int64), longest=2, max_runs=3)) == 3

@@ -28,7 +28,7 @@ def wild(random, count):
 
 
 def found_in(values):
-    return change_points.trend(100 * values, least=1.0)
+    return change_points.trend(100 * values, min_change=1.0)
 
 
 def test_the_cheapest_split_equals_that_of_a_brute_force_search():
@@ -106,11 +106,11 @@ def test_exact_counts_change_at_once_and_never_by_less_than_the_least_change():
 
 @pytest.mark.filterwarnings("error")
 def test_numbers_of_any_size_and_all_zeros_raise_no_warning():
-    assert change_points.trend(np.zeros(20), least=0.0) == change_points.Trend()
-    grown = change_points.trend(np.repeat([0.0, 1e12], [12, 6]), least=0.0)
+    assert change_points.trend(np.zeros(20), min_change=0.0) == change_points.Trend()
+    grown = change_points.trend(np.repeat([0.0, 1e12], [12, 6]), min_change=0.0)
     assert [step.index for step in grown.shifts] == [12]
     tiny = np.repeat([0.0, 1e-12], [12, 6])
-    assert change_points.trend(tiny, least=0.01) == change_points.Trend()
+    assert change_points.trend(tiny, min_change=0.01) == change_points.Trend()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

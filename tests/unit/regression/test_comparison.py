@@ -53,7 +53,7 @@ def test_steps_of_two_windows_with_the_same_numbers_are_kept_apart(tmp_path: Pat
     drawn = [drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......"), window=number) for number in (0, 1)]
     log = pl.DataFrame({"step": [0], "name": ["tokens_per_second"], "value": [5.0]})
     # The log of a rank is read with each of its windows.
-    traces = [trace.replaced(metrics=log.cast(trace.metrics.schema)) for trace in drawn]
+    traces = [trace.replace(metrics=log.cast(trace.metrics.schema)) for trace in drawn]
     one, two = (drawn_traces.run(*traces[:count], path="runs/a", **MANIFEST) for count in (1, 2))
     single, both = (job_samples(RunSamples.of(run).samples) for run in (one, two))
     assert len(both["step_time_ns"]) == 2 * len(single["step_time_ns"])
@@ -254,7 +254,7 @@ def test_fewer_operations_on_the_same_shapes_are_better() -> None:
     # Without recomputation, a step has fewer of the same products.
     twice = of_header("before", LARGE)
     (trace,) = twice.traces()
-    double = trace.replaced(ops=pl.concat([trace.ops, trace.ops]))
+    double = trace.replace(ops=pl.concat([trace.ops, trace.ops]))
     before = drawn_traces.run(double, path="runs/before", **MANIFEST)
     comparison = compare(RunSamples.of(before), RunSamples.of(of_header("after", LARGE)))
     assert {change.metric: change.verdict.value for change in comparison.changes}["flops"] == "better"
@@ -315,7 +315,7 @@ def with_clock(name: str, clocks_mhz: tuple[float, float], *, idle: bool = False
         rows = [(step, key, float(value)) for step in range(8) for key, value in reading.items()]
         lanes = [("step", "01234567"), ("compute", "abcdabcd")]
         drawn = drawn_traces.trace("\n".join(f"{lane} {cells}" for lane, cells in lanes), rank=rank)
-        traces.append(drawn.replaced(metrics=pl.DataFrame(rows, schema=drawn.metrics.schema, orient="row")))
+        traces.append(drawn.replace(metrics=pl.DataFrame(rows, schema=drawn.metrics.schema, orient="row")))
     return RunSamples.of(drawn_traces.run(*traces, path=f"runs/{name}", **MANIFEST))
 
 

@@ -296,7 +296,7 @@ def test_a_baseline_collects_five_recordings_and_then_does_not_change() -> None:
     for night in range(2, 8):
         fresh = of_run(created_ns=night)
         gate = judged(before=baseline)
-        baseline, _ = checks.updated(baseline, fresh, gate, thresholds=Thresholds())
+        baseline, _ = checks.update(baseline, fresh, gate, thresholds=Thresholds())
         sizes.append(len(baseline.recordings))
     assert sizes == [2, 3, 4, 5, 5, 5]
 
@@ -305,9 +305,9 @@ def test_a_baseline_is_replaced_if_a_regression_was_accepted_or_a_finding_fixed(
     many = of_run(sample_baselines.known("CKPT001"), recordings=5)
     fresh = of_run()
     mended = judged(before=many)
-    assert checks.updated(many, fresh, mended, thresholds=Thresholds()) == (fresh, "replaced, because CKPT001 changed")
+    assert checks.update(many, fresh, mended, thresholds=Thresholds()) == (fresh, "replaced, because CKPT001 changed")
     worse = judged(sample_baselines.finding("COMM001"), before=of_run(recordings=5))
-    assert checks.updated(of_run(recordings=5), fresh, worse, thresholds=Thresholds())[0] is fresh
+    assert checks.update(of_run(recordings=5), fresh, worse, thresholds=Thresholds())[0] is fresh
 
 
 def test_a_slow_drift_is_detected_because_the_baseline_does_not_change() -> None:

@@ -99,8 +99,8 @@ def test_counts_need_no_repetition(metric: str, before: float, after: float, ver
 
 def test_a_part_of_the_step_must_be_relevant_to_the_step() -> None:
     small, large = [sample_baselines.steps(1e6)] * 5, [sample_baselines.steps(1.5e6)]
-    assert compare_recordings(metric_of("transfer_ns"), small, large, whole=10e6).verdict is Verdict.WORSE
-    assert compare_recordings(metric_of("transfer_ns"), small, large, whole=100e6).verdict is not Verdict.WORSE
+    assert compare_recordings(metric_of("transfer_ns"), small, large, total=10e6).verdict is Verdict.WORSE
+    assert compare_recordings(metric_of("transfer_ns"), small, large, total=100e6).verdict is not Verdict.WORSE
 
 
 def test_few_saves_are_compared() -> None:

@@ -178,7 +178,7 @@ def test_weights_give_the_step_time_that_runs_are_compared_by(rows: list[tuple[i
     cells = pl.DataFrame(rows, schema=schema, orient="row").unique(["rank", "step"], maintain_order=True)
     cells = cells.with_columns(window=pl.lit(0, pl.Int64))
     step_ns = float(np.median(cells.group_by("step").agg(pl.col("duration_ns").max())["duration_ns"].to_numpy()))
-    found = step_weights.weighted(cells, step_ns)
+    found = step_weights.with_weights(cells, step_ns)
     assert found["weight"].sum() == pytest.approx(1)
     assert found["weight"].min() >= 0
     assert (found["weight"] * found["duration_ns"]).sum() == pytest.approx(step_ns, rel=1e-6)
@@ -191,7 +191,7 @@ def test_ranks_that_take_equally_long_weigh_equally_and_the_slowest_and_fastest_
     times = [10, 40, 20, 30, 22, 28, 24, 26]
     rows = [(0, rank, step, time) for step, time in enumerate(times) for rank in range(2)]
     cells = pl.DataFrame(rows, schema=["window", "rank", "step", "duration_ns"], orient="row")
-    weights = step_weights.weighted(cells, 25.0)["weight"].round(3).to_list()
+    weights = step_weights.with_weights(cells, 25.0)["weight"].round(3).to_list()
     assert weights == [0, 0, 0, 0, 0, 0, 0, 0, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125]
 
 
@@ -206,7 +206,7 @@ def sites(*rows: tuple[str, str, str | None, int]) -> pl.DataFrame:
 def test_sites_are_matched_by_all_then_without_shapes_then_without_path_in_order() -> None:
     a = sites(("mm", "x", "[1]", 0), ("mm", "x", "[2]", 5), ("mm", "y", "[3]", 9), ("add", "z", None, 10))
     b = sites(("mm", "x", "[7]", 0), ("mm", "x", "[1]", 4), ("mm", "w", "[3]", 6), ("mul", "z", None, 10))
-    matched = call_matching.matched(a, b, ("operator",), ("path", "shapes"))
+    matched = call_matching.match_calls(a, b, ("operator",), ("path", "shapes"))
     of_a, of_b = (
         {call: (row[1], row[2]) for *row, call in side.select("operator", "path", "shapes", "call").iter_rows()}
         for side in matched
@@ -296,7 +296,7 @@ def test_what_both_runs_call_is_not_counted_to_the_other_library() -> None:
 
 def test_links_to_what_comes_later_make_no_loop() -> None:
     trace = operator_traces.trace(*[[("aten::a", [("aten::b", 100)]), ("aten::c", 100)]] * 3)
-    looped = trace.replaced(ops=trace.ops.with_columns(forward_id=(pl.col("id") + 2) % trace.ops.height))
-    broken = trace.replaced(ops=trace.ops.with_columns(forward_id=pl.lit(10**9, pl.Int64)))
+    looped = trace.replace(ops=trace.ops.with_columns(forward_id=(pl.col("id") + 2) % trace.ops.height))
+    broken = trace.replace(ops=trace.ops.with_columns(forward_id=pl.lit(10**9, pl.Int64)))
     for each in (looped, broken):
         assert change(drawn_traces.run(trace, path="a"), drawn_traces.run(each, path="b")).rows.height

@@ -76,7 +76,7 @@ def test_a_segment_is_of_2_or_20_mib_and_from_10_mib_of_the_requests_own_size(re
     ],
 )
 def test_power_of_two_divisions_round_up_to_a_division(divisions, requested, block_bytes):
-    assert settings(f"roundup_power2_divisions:{divisions}").rounded(requested) == block_bytes
+    assert settings(f"roundup_power2_divisions:{divisions}").round_up(requested) == block_bytes
 
 
 # Splits and best fit --------------------------------------------------------------------------------------------------

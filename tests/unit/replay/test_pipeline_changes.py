@@ -67,7 +67,7 @@ def test_moving_layers_between_stages_is_predicted(job: Job, run: Run) -> None:
 
 
 def test_balanced_stages_have_equal_numbers_of_equal_layers(job: Job, run: Run) -> None:
-    layers = pipeline_timing.recorded(run).balanced_layers()
+    layers = pipeline_timing.recorded_timing(run).balanced_layers()
     assert sorted(layers) == [2, 2, 2, 3]
     found = pipeline_changes.predict(run, PipelineChange(stage_layers="balanced"))
     assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=layers), rel=CLOSE)
@@ -225,7 +225,7 @@ def test_gradients_of_fewer_layers_are_reduced_sooner(tmp_path: Path) -> None:
     job = replace(healthy, hardware=machine, hybrid=unequal, impairments=slow)
     written(job, tmp_path / "run")
     run = tracekit.load(tmp_path / "run", cache=False)
-    timing = pipeline_timing.recorded(run)
+    timing = pipeline_timing.recorded_timing(run)
     assert timing.reduction_ns[1] > 0.1 * engine.simulate(job).total_ns / job.steps
     found = pipeline_changes.predict(run, PipelineChange(stage_layers="2,2"))
     assert found.predicted_ns == pytest.approx(_simulated_ns(job, stage_layers=(2, 2)), rel=CLOSE)

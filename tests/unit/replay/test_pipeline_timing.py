@@ -13,6 +13,6 @@ TIMING = PipelineTiming("dualpipev", Shape(2, 1, 4), (1, 1), (50.0, 50.0), (60.0
     [((BACKWARD,), 50.0), ((INPUT_GRADIENT,), 50.0), ((BACKWARD, INPUT_GRADIENT), 50.0), ((FORWARD,), 60.0)],
 )
 def test_whole_and_divided_backwards_of_a_stage_save_once(kinds: tuple[str, ...], input_ns: float) -> None:
-    changed = TIMING.shortened({(0, kind): 10.0 for kind in kinds})
+    changed = TIMING.shorten({(0, kind): 10.0 for kind in kinds})
     assert changed.input_ns == (input_ns, 60.0)
     assert changed.weight_ns == TIMING.weight_ns

@@ -397,13 +397,13 @@ def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], chec
 
 def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown_escaping.escaped(HOSTILE)))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown_escaping.escape(HOSTILE)))
     shown = page.prose.replace("\u200b", "").strip()
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
 
 
 @pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
-@pytest.mark.parametrize("written", [markdown_escaping.escaped, markdown_escaping.code], ids=["text", "code"])
+@pytest.mark.parametrize("written", [markdown_escaping.escape, markdown_escaping.code], ids=["text", "code"])
 def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
     shown = markdown_escaping.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
     cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(shown))
@@ -413,9 +413,9 @@ def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
 @pytest.mark.parametrize("text", ["- a", "1. a", "# a", "+ a", "---", "=== "])
 def test_no_name_begins_a_list_or_a_heading(text: str) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown_escaping.escaped(text)}"))
+    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown_escaping.escape(text)}"))
     assert page.tags == ["p"]
-    assert markdown_escaping.escaped("+8.1%") == "+8.1%"
+    assert markdown_escaping.escape("+8.1%") == "+8.1%"
 
 
 @pytest.mark.parametrize("runs", [1, 10, 400])

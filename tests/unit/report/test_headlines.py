@@ -44,7 +44,7 @@ def test_waits_outside_of_the_marked_steps_are_not_part_of_a_step():
     traces = {trace.rank: trace for trace in run.traces()}
     marked = [
         replace(
-            source, read=lambda trace=traces[source.rank]: trace.replaced(steps=trace.steps.filter(pl.col("step") < 2))
+            source, read=lambda trace=traces[source.rank]: trace.replace(steps=trace.steps.filter(pl.col("step") < 2))
         )
         for source in run.sources
     ]

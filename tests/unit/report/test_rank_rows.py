@@ -41,7 +41,7 @@ def test_a_rank_that_is_several_things_is_listed_once():
 def test_figures_draw_all_ranks_of_a_few_and_the_notable_ones_of_many(ranks):
     work = ["step 00000\ncompute aa..a", "step 00000\ncompute aaaaa"]
     drawn_run = drawn_traces.run(*(drawn_traces.trace(work[rank == 7], rank=rank) for rank in range(ranks)))
-    drawn = rank_rows.drawn(drawn_run)
+    drawn = rank_rows.drawn_ranks(drawn_run)
     if ranks == 64:
         assert drawn == dict.fromkeys(range(64), "")
         assert rank_rows.selection_note(drawn_run) == ""

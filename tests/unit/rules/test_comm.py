@@ -183,7 +183,7 @@ def gathering_rank(rank, picture, sent_bytes):
     known = plain.collectives.with_columns(
         group=pl.lit("0"), group_size=pl.lit(2, pl.Int64), received_bytes=pl.lit(2 * sent_bytes, pl.Int64)
     )
-    return plain.replaced(collectives=known)
+    return plain.replace(collectives=known)
 
 
 @pytest.mark.parametrize(("sent_bytes", "is_slow"), [(40 << 20, False), (4 << 20, True), (1 << 20, False)])
@@ -214,7 +214,7 @@ def test_bandwidth_far_below_the_links_inside_a_node_is_a_warning(mebibytes, dev
     picture = f"step {'0' * 400}\ncompute {('a' * 170 + '.' * 30) * 2}\ncomm {('.' * 170 + 'x' * 30) * 2}"
     traces = [gathering_rank(rank, picture, int(mebibytes * 2**20)) for rank in range(2)]
     placed = [
-        trace.replaced(
+        trace.replace(
             lanes=trace.lanes.with_columns(pl.when(pl.col("device").is_not_null()).then(index).alias("device")),
             steps=trace.steps.with_columns(pl.lit(index, pl.Int64).alias("device")),
             header={"deviceProperties": [{"name": device}]},

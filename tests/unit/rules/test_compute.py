@@ -56,7 +56,7 @@ class TestMisalignedProducts:
     def test_a_kernel_that_names_no_alignment_is_judged_by_the_contiguous_dimensions(self, strides, count):
         # 4099 is the inner dimension of a and b (rows of memory), or no dimension of rows.
         product = Kernel("aten::mm", 900, [[4096, 4099], [4099, 1024]], "c10::Half", "nvjet_hsh_128x256", strides)
-        rows = product_kernels.misaligned(drawn_kernels.trace(product, device=H100, steps=1))
+        rows = product_kernels.misaligned_kernels(drawn_kernels.trace(product, device=H100, steps=1))
         assert rows.height == count
 
     def test_attention_over_5185_tokens_is_what_a_public_trace_loses(self):
@@ -141,13 +141,13 @@ class TestUnfusedOptimizer:
 
     def test_foreach_adam_of_a_public_trace_costs_nothing_while_the_step_is_launch_bound(self):
         run = others("merged_ddp_mi300_4ranks")
-        rows = run.table(optimizer_kernels.unfused)
+        rows = run.table(optimizer_kernels.unfused_kernels)
         assert set(rows["optimizer"]) == {"Adam"}
         assert set(rows["implementation"]) == {optimizer_kernels.FOREACH}
         assert rows.filter(rows["rank"] == 0)["saved_ns"].sum() == pytest.approx(1.43e6, rel=0.01)
         assert savings.saving(run, "unfused-optimizer").saved_ns == 0
         assert findings(run, UnfusedOptimizer) == ()
-        assert others("hta_dlrm_a100").table(optimizer_kernels.unfused).is_empty()  # Apex' FusedAdam
+        assert others("hta_dlrm_a100").table(optimizer_kernels.unfused_kernels).is_empty()  # Apex' FusedAdam
 
 
 class TestUnfusedKernels:

@@ -48,7 +48,7 @@ def test_collectives_slowed_on_all_ranks_in_few_samples_are_a_suspicion():
     trace = drawn_hosts.trace(
         f"step {'0' * 56}\ncompute {'aaa.b..' * 8}\ncomm {'xxxx.yy' * 8}", {"a": 0, "b": 0}, groups=pl.DataFrame(groups)
     )
-    alone = trace.replaced(collectives=trace.collectives.with_columns(group_size=1))
+    alone = trace.replace(collectives=trace.collectives.with_columns(group_size=1))
     found = judge(drawn_traces.run(alone), StarvedCollectives(min_calls=9))
     assert found.severity == Severity.INFO
     assert judge(drawn_traces.run(alone), StarvedCollectives(min_calls=8)).severity == Severity.WARNING

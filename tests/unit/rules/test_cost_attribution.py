@@ -27,7 +27,7 @@ from tracekit.simulate.truth import KnownFault
 
 def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, KnownFault]:
     found = written(job("fsdp2", steps=4, ranks_written=3, **changes), out, fault)
-    return tracekit.load(str(out), cache=False), found.known[0]
+    return tracekit.load(str(out), cache=False), found.known_faults[0]
 
 
 def uncosted_report(run: tracekit.Run, rule: Rule) -> Report:

@@ -26,7 +26,7 @@ def run(counters: Mapping[int, Mapping[str, float]], *, launched_late: bool = Fa
         drawn_hosts.trace(
             f"step {STEPS}\ncompute {compute * 12}\ncomm {communication * 12}", {"a": 0},
             rank=rank, groups=groups, ops={"y": "all_reduce"},
-        ).replaced(metrics=_metrics(counters.get(rank, {})))
+        ).replace(metrics=_metrics(counters.get(rank, {})))
         for rank, (compute, communication) in enumerate((early, late, early))
     ]  # fmt: skip
     return drawn_traces.run(*traces)
@@ -111,7 +111,7 @@ def slowing(*clocks_mhz: float, reasons: int = 0) -> Finding:
     rows += [(step, names.THROTTLE_REASONS, float(reasons * (step > 2))) for step in range(len(clocks_mhz))]
     schema = {"step": pl.Int64, "name": pl.String, "value": pl.Float64}
     metrics = pl.DataFrame(rows, schema=schema, orient="row")
-    trace = drawn_traces.slowing(dict.fromkeys("abcdefgh", 12)).replaced(metrics=metrics)
+    trace = drawn_traces.slowing(dict.fromkeys("abcdefgh", 12)).replace(metrics=metrics)
     (found,) = check(drawn_traces.run(trace), [ClockDrop()]).findings
     return found
 

@@ -159,7 +159,7 @@ def _on_the_host(run: Run) -> Run:
     no_device = [pl.lit(None, pl.Int64).alias(name) for name in ("device", "stream")]
     return drawn_traces.run(
         *(
-            trace.replaced(
+            trace.replace(
                 lanes=trace.lanes.with_columns(no_device),
                 steps=trace.steps.with_columns(no_device[0]),
                 allocations=trace.allocations.with_columns(no_device[0]),

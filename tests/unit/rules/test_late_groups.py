@@ -36,7 +36,7 @@ def mesh_run(pictures, path="{}", **manifest):
         )
         of_op = pl.when(pl.col("op") == "all_reduce").then(pl.lit(f"r{local}")).otherwise(pl.lit(f"s{node}"))
         collectives = trace.collectives.with_columns(group=of_op)
-        traces.append(trace.replaced(collectives=collectives, path=path.format(rank)))
+        traces.append(trace.replace(collectives=collectives, path=path.format(rank)))
     return drawn_traces.run(*traces, **{"world_size": 4, **manifest})
 
 
@@ -71,7 +71,7 @@ def test_nodes_are_named_by_the_hosts_in_the_names_of_files():
     run = mesh_run(LATE_NODE)
     hosts = ["gpu-a", "gpu-a", "gpu-b", "gpu-b"]
     named = [
-        trace.replaced(path=f"{host}_{trace.rank + 9}.1698955894.pt.trace.json.gz")
+        trace.replace(path=f"{host}_{trace.rank + 9}.1698955894.pt.trace.json.gz")
         for host, trace in zip(hosts, run.traces(), strict=True)
     ]
     assert rank_places.shared_place(drawn_traces.run(*named), (2, 3)) == "node gpu-b"
@@ -79,7 +79,7 @@ def test_nodes_are_named_by_the_hosts_in_the_names_of_files():
 
 def test_nodes_begin_where_device_indices_start_again():
     traces = [
-        trace.replaced(lanes=trace.lanes.with_columns(device=pl.lit(trace.rank % 2, pl.Int64)))
+        trace.replace(lanes=trace.lanes.with_columns(device=pl.lit(trace.rank % 2, pl.Int64)))
         for trace in mesh_run(LATE_NODE).traces()
     ]
     assert rank_places.shared_place(drawn_traces.run(*traces), (2, 3)) == "node 1"
@@ -123,7 +123,7 @@ def test_stages_and_coordinates_are_read_from_the_descriptions_of_groups(descrip
         first, second = 2 * (rank // 2), rank % 2
         rows = [(outer, [second, second + 2]), (inner, [first, first + 1]), (every, [0, 1, 2, 3])]
         groups = [{"group": str(at), "description": text, "ranks": ranks} for at, (text, ranks) in enumerate(rows)]
-        traces.append(trace.replaced(groups=schema.GROUPS.conform(pl.DataFrame(groups))))
+        traces.append(trace.replace(groups=schema.GROUPS.conform(pl.DataFrame(groups))))
     run = drawn_traces.run(*traces)
     assert rank_places.stages(run) == ({0: 0, 1: 0, 2: 1, 3: 1} if stages else {})
     assert [each.name for each in rank_places.places(run) if "coordinate" in each.name] == names

@@ -199,7 +199,7 @@ def test_a_single_group_is_reported_only_if_it_becomes_slower():
     ],
 )
 def test_first_slow_step(levels, first):
-    assert group_bandwidth.first_slow_step([float(level) for level in levels], least=1.5, share=0.75) == first
+    assert group_bandwidth.first_slow_step([float(level) for level in levels], min_ratio=1.5, share=0.75) == first
 
 
 def test_a_group_with_a_large_spread_between_steps_is_not_judged():

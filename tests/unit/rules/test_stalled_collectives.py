@@ -92,7 +92,7 @@ def test_a_host_that_stalls_is_one_fault(tmp_path: Path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "yafsdp"])
 def test_the_price_of_a_simulated_stall_is_what_truth_says(strategy: str, tmp_path: Path):
-    known = written(job(strategy, steps=8, gpus=4, ranks_written=4), tmp_path, "stalled-collective").known[0]
+    known = written(job(strategy, steps=8, gpus=4, ranks_written=4), tmp_path, "stalled-collective").known_faults[0]
     report = check(tracekit.load(str(tmp_path), cache=False))
     (found,) = (each for each in report.findings if each.code == "STEP004")
     assert (found.severity, found.steps) == (Severity.WARNING, known.steps)

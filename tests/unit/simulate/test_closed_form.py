@@ -47,7 +47,7 @@ def test_any_four_rows_predict_the_others_and_only_with_the_give_way_effect() ->
 
 
 def test_the_guide_shows_what_the_fit_predicts() -> None:
-    guide = Path(published_table.__file__).parents[1] / "docs" / "published_table.md"
+    guide = Path(published_table.__file__).parents[1] / "docs" / "lab" / "published_table.md"
     lines = [line.split("|")[1:-1] for line in guide.read_text(encoding="utf-8").splitlines() if " points |" in line]
     shown = np.array([[float(cells[i]) for i in (4, 5, 6, 7)] for cells in lines if len(cells) == 11])
     yafsdp_s, fsdp_s = predict(ROWS, fit(ROWS, np.array([published_table.FITTED])))

@@ -34,7 +34,7 @@ def _kernel(name: str, ms: float, stream: int = MAIN_STREAM, *, pieces: int = 1)
 
 
 def _gather(group: str = SHARD, stream: int = GATHER_STREAM, *, elements: int = 200_000_000) -> Kernel:
-    return collective("all_gather", group, stream, whole=elements, ranks=16, dtype="BFloat16")
+    return collective("all_gather", group, stream, elements=elements, ranks=16, dtype="BFloat16")
 
 
 def _ran(write: Callable[[Host], None], of: Job) -> dict[int, dict[str, Activity]]:
@@ -170,7 +170,7 @@ def test_streams_memory_and_collectives_are_consistent(strategy: str) -> None:
     for record in recording.ranks.values():
         totals = [each.allocated_bytes for each in record.allocations]
         assert totals[-1] == memory.static_bytes(of)  # a step frees all that it allocated
-        assert max(totals) <= memory.rounded(memory.peak_bytes(of)) == record.allocations[0].reserved_bytes
+        assert max(totals) <= memory.round_up(memory.peak_bytes(of)) == record.allocations[0].reserved_bytes
         last: dict[int, int] = {}
         for activity in sorted(record.activities, key=lambda a: a.start_ns):
             stream = activity.kernel.stream

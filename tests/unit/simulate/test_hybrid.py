@@ -19,7 +19,7 @@ from tracekit.rules.engine import check
 from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, hybrid_program, memory
-from tracekit.simulate.hybrid import laid_out, moved
+from tracekit.simulate.hybrid import laid_out, move_layers
 from tracekit.simulate.hybrid_layers import Layers, Message, parts_of, transferred_elements
 from tracekit.simulate.job import Impairments, Job
 from tracekit.simulate.recording import Activity, Recording
@@ -98,7 +98,7 @@ def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_sa
     done = written(job, tmp_path, "sharded-micro-batches")
     found = check(tracekit.load(tmp_path), [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
     assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE004"]
-    assert found[0].cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.25)
+    assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.25)
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_written_run_states_its_mesh_stages_groups_and_bubbles(tmp_path: Path)
     assert {"PP:0F0", "PP:2B1", "PP:0SEND_F1", "PP:2RECV_F0", "PP:2RECV_B0", "PP:2SEND_B1", "PP:0REDUCE_GRAD"} <= spans
     totals = [each.allocated_bytes for each in simulated.recording.ranks[0].allocations]
     assert totals[-1] == memory.static_bytes(of, 0)
-    assert max(totals) <= memory.rounded(memory.peak_bytes(of, 0)) + (64 << 20)
+    assert max(totals) <= memory.round_up(memory.peak_bytes(of, 0)) + (64 << 20)
 
 
 def test_measured_bubbles_are_those_of_the_timeline(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def _splits(job: Job, rank: int) -> Iterator[tuple[tuple[int, ...], tuple[int, .
 def test_a_layer_is_moved_from_the_stage_that_has_most() -> None:
     layout = laid_out(gpus=4, model=models.find("llama2-7b", layers=10), pp=4)
     assert layout.stage_layers == (3, 3, 2, 2)
-    assert moved(layout, stage=2, layers=1).stage_layers == (3, 2, 3, 2)
+    assert move_layers(layout, stage=2, layers=1).stage_layers == (3, 2, 3, 2)
     with pytest.raises(ValueError, match="no stage has a layer to give"):
-        moved(layout, stage=2, layers=9)
+        move_layers(layout, stage=2, layers=9)
 
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -253,7 +253,7 @@ def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(t
     run = tracekit.load(tmp_path)
     found = check(run, [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
     assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE001"]
-    assert found[0].cost_ns == pytest.approx(done.known[0].cost_ns, rel=0.1)
+    assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.1)
     assert "Let the host launch ahead" in found[0].fix
     bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
     assert bubbles["host_ns"].sum() > 5 * bubbles["communication_ns"].sum()

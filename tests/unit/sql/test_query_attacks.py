@@ -133,7 +133,7 @@ def test_nothing_outside_the_run_is_read_and_nothing_is_written(sandboxed, folde
         server.settimeout(0)
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises((sandbox.RefusedError, duckdb.Error)) as raised:
-            sandbox.validated(
+            sandbox.validate(
                 sandboxed, sql.format(folder=folder, port=server.getsockname()[1]), list(run_tables.TABLES)
             )
         with pytest.raises(BlockingIOError):

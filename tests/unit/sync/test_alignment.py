@@ -285,7 +285,7 @@ def test_broadcasts_of_one_size_from_different_roots_are_matched_by_their_order(
             for begin, end in [spans[key % 4 - 1]]
         ]
         times = pl.DataFrame(placed, schema=["start_ns", "dur_ns"], orient="row")
-        traces.append(trace.replaced(activities=trace.activities.with_columns(times)))
+        traces.append(trace.replace(activities=trace.activities.with_columns(times)))
     run = drawn_traces.run(*traces)
     assert is_right(run, of="all")
     assert error_ns(run, {0: 0, 1: CLOCKS[1]}) <= 5 * US
@@ -323,7 +323,7 @@ def test_groups_of_one_name_whose_members_no_trace_lists_are_matched_separately(
         sized = trace.collectives.filter((pl.col("op") != "all_reduce") | (size == 4)).with_columns(
             group_size=pl.lit(size, pl.Int64)
         )
-        traces.append(trace.replaced(groups=trace.groups.clear(), collectives=sized))
+        traces.append(trace.replace(groups=trace.groups.clear(), collectives=sized))
     run = drawn_traces.run(*traces)
     matched = run.run_table(collective_matching.matched_calls)
     assert is_right(run)
@@ -344,7 +344,7 @@ def test_more_ranks_than_a_group_has_are_not_matched_where_calls_do_not_distingu
         start_ns = EPOCH_NS + pl.col("id") // 2 * 20 * MS
         activities = trace.activities.with_columns(start_ns=start_ns, dur_ns=pl.lit(10 * MS, pl.Int64))
         sized = trace.collectives.with_columns(group_size=pl.lit(2, pl.Int64))
-        traces.append(trace.replaced(groups=trace.groups.clear(), collectives=sized, activities=activities))
+        traces.append(trace.replace(groups=trace.groups.clear(), collectives=sized, activities=activities))
     run = drawn_traces.run(*traces)
     assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 24
 

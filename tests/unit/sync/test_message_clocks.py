@@ -80,7 +80,7 @@ def moved(trace: Trace, by_ns: int) -> Trace:
     tables = {
         name: getattr(trace, name).with_columns(pl.col("start_ns") + by_ns) for name in ("activities", "ops", "steps")
     }
-    return trace.replaced(**tables)
+    return trace.replace(**tables)
 
 
 @pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-interleaved", "pipeline-slow-stage"])

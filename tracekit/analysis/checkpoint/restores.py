@@ -41,6 +41,6 @@ def restores(run: Run) -> pl.DataFrame:
         read,
         unique,
     )
-    known = pl.col("unique_bytes") > 0
-    amplification = pl.when(known).then(pl.col("read_bytes") / pl.col("unique_bytes")).alias("amplification")
+    has_size = pl.col("unique_bytes") > 0
+    amplification = pl.when(has_size).then(pl.col("read_bytes") / pl.col("unique_bytes")).alias("amplification")
     return table.with_columns(amplification).pipe(schema.select, COLUMNS).sort("start_ns", "checkpoint")

@@ -11,7 +11,7 @@ COLUMNS = schema.columns("window saves blocked_ns lost_ns window_ns steps refere
 
 
 def save_costs(run: Run) -> pl.DataFrame:
-    """Return what the saves of each window cost, by spans of the trace; use ``run.run_table``.
+    """Costs of the saves of each window, by spans of the trace; use ``run.run_table``.
 
     Columns COLUMNS: saves and blocked_ns (of the rank that saves longest), lost_ns, window_ns and steps (of the
     profiled steps; a window without marked steps is one), reference_ns (a step without a save: the median over ranks
@@ -23,15 +23,15 @@ def save_costs(run: Run) -> pl.DataFrame:
     rows = []
     for (window,), of_window in spans.group_by("window", maintain_order=True):
         lengths = _step_lengths(run, window)
-        own = of_window.filter(pl.col("step").is_not_null() | (None in lengths))
-        if own.is_empty() or not lengths:
+        in_steps = of_window.filter(pl.col("step").is_not_null() | (None in lengths))
+        if in_steps.is_empty() or not lengths:
             continue
-        by_rank = own.group_by("rank").agg(pl.len(), pl.col("dur_ns", "idle_ns").sum()).sort("dur_ns", "rank")
+        by_rank = in_steps.group_by("rank").agg(pl.len(), pl.col("dur_ns", "idle_ns").sum()).sort("dur_ns", "rank")
         _, saves, blocked_ns, idle_ns = by_rank.row(-1)
-        saving = set(own["step"].drop_nulls().to_list())
+        saving = set(in_steps["step"].drop_nulls().to_list())
         reference_ns = _reference_ns(lengths, saving)
         lost_ns = blocked_ns
-        if own["idle_ns"].is_not_null().any():
+        if in_steps["idle_ns"].is_not_null().any():
             after = saving | {step + 1 for step in saving}
             longer = (max(0, ns - (reference_ns or ns)) for step, ns in lengths.items() if step in after)
             lost_ns = min(blocked_ns, max(sum(longer), idle_ns))
@@ -40,7 +40,7 @@ def save_costs(run: Run) -> pl.DataFrame:
 
 
 def _step_lengths(run: Run, window: object) -> dict[int | None, int]:
-    """Return how long each marked step takes, or the window (step null) that has none: the median over ranks."""
+    """Duration of each marked step, or of the window (step null) that has none: the median over ranks."""
     steps = run.table(breakdown.by_step).filter(pl.col("window") == window, pl.col("duration_ns") > 0)
     marked = steps.drop_nulls("step")
     of_rank = (marked if marked.height else steps).group_by("rank", "step").agg(pl.col("duration_ns").max())
@@ -52,7 +52,7 @@ def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | Non
     """Return the median of the steps without saves, if possible without those after saves; never of the first step."""
     marked = {step: ns for step, ns in lengths.items() if step is not None}
     for left_out in (saving | {step + 1 for step in saving}, saving):
-        others = sorted(ns for step, ns in marked.items() if step not in left_out and step != min(marked))
-        if others:
-            return others[(len(others) - 1) // 2]
+        plain_ns = sorted(ns for step, ns in marked.items() if step not in left_out and step != min(marked))
+        if plain_ns:
+            return plain_ns[(len(plain_ns) - 1) // 2]
     return None

@@ -61,13 +61,13 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     rows = np.flatnonzero(save_names.is_save(trace))
     if not len(rows):
         return schema.empty(SPAN_COLUMNS)
-    found = trace.ops[rows].filter(pl.col("dur_ns") > 0).sort("start_ns", "dur_ns", descending=[False, True])
-    merged = intervals.union(intervals.from_table(found))
+    slices = trace.ops[rows].filter(pl.col("dur_ns") > 0).sort("start_ns", "dur_ns", descending=[False, True])
+    merged = intervals.union(intervals.from_table(slices))
     if not len(merged):
         return schema.empty(SPAN_COLUMNS)
-    first = np.searchsorted(found["start_ns"].to_numpy(), merged[:, 0], side="left")
+    first = np.searchsorted(slices["start_ns"].to_numpy(), merged[:, 0], side="left")
     dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
-    return found[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
+    return slices[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
 
 
 def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
@@ -75,24 +75,24 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
     work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
     from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
     pageable = from_device.filter(name.str.contains("Pageable", literal=True))
-    at = np.searchsorted(spans[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
-    within = (at >= 0) & (pageable["start_ns"].to_numpy() < spans[np.maximum(at, 0), 1])
-    sizes = np.bincount(at[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(spans))
+    span_row = np.searchsorted(spans[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
+    within = (span_row >= 0) & (pageable["start_ns"].to_numpy() < spans[np.maximum(span_row, 0), 1])
+    sizes = np.bincount(span_row[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(spans))
     python = trace.ops.filter(kind == "python")
     lengths = spans[:, 1] - spans[:, 0]
     on_device, stacks = trace.on_device, python.height > 0
 
-    def column(label: str, values: npt.NDArray[np.int64], *, known: bool = True) -> pl.Series:
-        return pl.Series(label, values if known else [None] * len(spans), pl.Int64)
+    def column(label: str, values: npt.NDArray[np.int64], *, is_known: bool = True) -> pl.Series:
+        return pl.Series(label, values if is_known else [None] * len(spans), pl.Int64)
 
-    yield column("copied_ns", _covered(spans, from_device), known=on_device)
-    yield column("pageable_bytes", sizes.astype(np.int64), known=on_device)
+    yield column("copied_ns", _coverage_ns(spans, from_device), is_known=on_device)
+    yield column("pageable_bytes", sizes.astype(np.int64), is_known=on_device)
     collectives = work.filter(kind == "communication")
-    yield column("collective_ns", _covered(spans, collectives))
-    yield column("idle_ns", lengths - _covered(spans, work), known=on_device)
+    yield column("collective_ns", _coverage_ns(spans, collectives))
+    yield column("idle_ns", lengths - _coverage_ns(spans, work), is_known=on_device)
     for label, function in (("write_ns", _WRITE_FUNCTION), ("fsync_ns", _FSYNC_FUNCTION)):
-        yield column(label, _covered(spans, python.filter(name.str.contains(function))), known=stacks)
+        yield column(label, _coverage_ns(spans, python.filter(name.str.contains(function))), is_known=stacks)
 
 
-def _covered(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
+def _coverage_ns(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
     return intervals.coverage(spans, intervals.from_table(rows))

@@ -71,16 +71,16 @@ def by_rank(run: Run) -> pl.DataFrame:
         pl.col("call").is_in(_FILE_CALLS).any().alias("of_files"),
     )
     # Training work between the files of a save does not belong to it.
-    apart = pl.col("of_files").fill_null(value=False) & ~pl.col("background")
-    written = pl.when(apart).then("worked_ns").otherwise("span_ns")
+    is_split = pl.col("of_files").fill_null(value=False) & ~pl.col("background")
+    written = pl.when(is_split).then("worked_ns").otherwise("span_ns")
     rate = pl.col("written_bytes") / (pl.col("storage_ns") / 1e9)
-    known = pl.col("synced") & (pl.col("storage_ns") > 0) & (pl.col("written_bytes") > 0)
+    has_rate = pl.col("synced") & (pl.col("storage_ns") > 0) & (pl.col("written_bytes") > 0)
     return (
         table.drop_nulls("start_ns")
         .with_columns(
             written.alias("written_ns"),
             pl.when("durable").then(written).alias("durable_ns"),
-            pl.when(known).then(rate).alias("storage_bytes_per_s"),
+            pl.when(has_rate).then(rate).alias("storage_bytes_per_s"),
         )
         .pipe(schema.select, RANK_COLUMNS)
         .sort("start_ns", "save", "rank")
@@ -154,15 +154,15 @@ def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     """Return the columns of `by_training_step` except those of the interval."""
-    blocked_ns, one = pl.col("blocked_ns"), ["step", "save_without_step"]
+    blocked_ns, key = pl.col("blocked_ns"), ["step", "save_without_step"]
     table = some.with_columns(save_without_step("save"))
     # Independent ranks save at the same time, so their times do not add up.
-    sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *one), on="save")
-    longest = sums.group_by(*one, "rank").agg(blocked_ns.sum()).group_by(one).agg(blocked_ns.max())
+    sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *key), on="save")
+    longest = sums.group_by(*key, "rank").agg(blocked_ns.sum()).group_by(key).agg(blocked_ns.max())
     return (
-        table.group_by(one, maintain_order=True)
+        table.group_by(key, maintain_order=True)
         .agg(pl.col("save").get(blocked_ns.arg_max()), pl.col("start_ns").min(), pl.len().alias("saves"))
-        .join(longest, on=one, nulls_equal=True, maintain_order="left")
+        .join(longest, on=key, nulls_equal=True, maintain_order="left")
         .drop("save_without_step")
     )
 
@@ -178,8 +178,8 @@ def duplicate_files(run: Run) -> pl.DataFrame:
     Columns save, path, step, window, rank (the slowest), start_ns, dur_ns, ranks, bytes (of all) and repeated_bytes (of
     all but one).
     """
-    whole = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
-    written = run.run_table(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
+    is_total = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
+    written = run.run_table(stages).filter(is_total).sort("dur_ns", "rank", descending=[True, False])
     return (
         written.group_by("save", "checkpoint", "path", maintain_order=True)
         .agg(
@@ -248,18 +248,18 @@ def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
     by_rank = times.partition_by("rank", as_dict=True)
     counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
-    parts = [_concurrent_steps_of_rank(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
+    parts = [_concurrent_steps_of_rank(rank_saves, by_rank[rank]) for rank, rank_saves in counted if rank in by_rank]
     return schema.concat(parts, _CONCURRENT_STEP_COLUMNS)
 
 
-def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
     """Return `_concurrent_steps` of one rank, from its background saves and its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
-    saved = own["step"].to_numpy()
+    saved = rank_saves["step"].to_numpy()
     # Step starts are not logged: the next step begins when the save unblocks training.
     begun_ns = np.concatenate(([0.0], np.cumsum(took_ns)))
     first = np.searchsorted(step, saved)
-    until_ns = begun_ns[first] + (own["written_ns"] - own["blocked_ns"]).to_numpy()
+    until_ns = begun_ns[first] + (rank_saves["written_ns"] - rank_saves["blocked_ns"]).to_numpy()
     past = np.maximum(first, np.searchsorted(begun_ns[:-1], until_ns))
     edges = np.zeros(len(begun_ns), np.int64)
     np.add.at(edges, first, 1)
@@ -269,8 +269,8 @@ def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.Data
         return schema.empty(_CONCURRENT_STEP_COLUMNS)
     median_ns, steps = float(np.median(plain_ns)), past - first
     lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
-    found = own.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
-    return found.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
+    concurrent = rank_saves.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
+    return concurrent.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
 
 
 def _step_times(run: Run) -> pl.DataFrame:

@@ -73,12 +73,12 @@ def parts(run: Run) -> pl.DataFrame:
     )
     rows = [
         {"save": save, "clock": clock} | part
-        for (save, clock), own in works.group_by("save", "clock", maintain_order=True)
-        for part in _parts(own)
+        for (save, clock), stages in works.group_by("save", "clock", maintain_order=True)
+        for part in _parts(stages)
     ]
-    made = pl.DataFrame(rows, schema={name: COLUMNS[name] for name in COLUMNS if name != "ratio"})
+    table = pl.DataFrame(rows, schema={name: COLUMNS[name] for name in COLUMNS if name != "ratio"})
     ratio = (pl.col("dur_ns") / pl.col("whole_ns")).alias("ratio")
-    return made.with_columns(ratio).select(*COLUMNS).sort("dur_ns", descending=True, maintain_order=True)
+    return table.with_columns(ratio).select(*COLUMNS).sort("dur_ns", descending=True, maintain_order=True)
 
 
 def dominant(run: Run) -> pl.DataFrame:
@@ -91,16 +91,16 @@ def _known_sum(name: str) -> pl.Expr:
     return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
-def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
+def _parts(stages: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield the kinds of one save on one clock, each with its time, and the rank and stage with most of it."""
-    totals = own.filter(pl.col("stage") == conventions.TOTAL)
+    totals = stages.filter(pl.col("stage") == conventions.TOTAL)
     whole_ns: int = max(totals["dur_ns"].to_list(), default=0)
-    path = critical_path(own)
+    path = critical_path(stages)
     if not whole_ns or path.is_empty():
         return
     rank = path.filter(pl.col("leg") == 1)["rank"].first()
-    straggling_ns = _excess_ns(own, rank)
-    envelope = _envelope_ratio(own, rank)
+    straggling_ns = _excess_ns(stages, rank)
+    envelope = _envelope_ratio(stages, rank)
     spent: dict[str, list[tuple[int, int, str]]] = {}
     for row in path.iter_rows(named=True):
         kind, took_ns = _KIND_OF[row["stage"]], row["dur_ns"]
@@ -119,36 +119,36 @@ def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
         crowded_ns = min(left_ns, delay_ns)
         left_ns -= crowded_ns
         spent[CPU_CONTENTION] = [(crowded_ns, delayed, conventions.WAIT)]
-    waits = own.filter(pl.col("stage") == conventions.WAIT).sort("dur_ns", "rank", descending=[True, False])
+    waits = stages.filter(pl.col("stage") == conventions.WAIT).sort("dur_ns", "rank", descending=[True, False])
     waiting = SERIALIZE if envelope > SMALL_TENSORS_RATIO else PLAN
     spent.setdefault(waiting, []).append((left_ns, next(iter(waits["rank"]), 0), conventions.WAIT))
-    written = own.filter(pl.col("stage") == conventions.WRITE)
+    written = stages.filter(pl.col("stage") == conventions.WRITE)
     for kind, pieces in spent.items():
-        _, most, stage = max(pieces, key=lambda piece: piece[0])
+        _, main_rank, stage = max(pieces, key=lambda piece: piece[0])
         yield {
             "kind": kind,
-            "rank": most,
+            "rank": main_rank,
             "stage": stage,
             "dur_ns": sum(piece[0] for piece in pieces),
             "whole_ns": whole_ns,
             "envelope_ratio": envelope,
-            "bytes": written.filter(pl.col("rank") == most)["bytes"].first(),
+            "bytes": written.filter(pl.col("rank") == main_rank)["bytes"].first(),
         }
 
 
-def critical_path(own: pl.DataFrame) -> pl.DataFrame:
+def critical_path(stages: pl.DataFrame) -> pl.DataFrame:
     """Return the stages on the critical path of one save: in each leg, those of the rank with most work.
 
-    `own` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
+    `stages` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
     """
     leg = pl.col("stage").replace_strict(LEGS, default=None, return_dtype=pl.Int64).alias("leg")
-    work = own.with_columns(leg).drop_nulls("leg")
+    work = stages.with_columns(leg).drop_nulls("leg")
     legs = work.group_by("leg", "rank").agg(pl.col("dur_ns").sum().alias("leg_ns"))
     slowest = legs.sort("leg", "leg_ns", "rank", descending=[False, True, False]).unique("leg", keep="first")
     return work.join(slowest, on=["leg", "rank"]).sort("dur_ns", "rank", descending=[True, False])
 
 
-def _excess_ns(own: pl.DataFrame, rank: Any) -> int:
+def _excess_ns(stages: pl.DataFrame, rank: Any) -> int:
     """Return the slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
 
     Normalized, since ranks may write different amounts: under ZeRO-1 the first data-parallel rank writes a third more.
@@ -156,20 +156,20 @@ def _excess_ns(own: pl.DataFrame, rank: Any) -> int:
     excess_ns = 0.0
     took_ns = 0
     for stage, per in ((conventions.WRITE, "bytes"), (conventions.FSYNC, "files")):
-        rows = own.filter((pl.col("stage") == stage) & (pl.col(per) > 0))
-        rank_rows, others = rows.filter(pl.col("rank") == rank), rows.filter(pl.col("rank") != rank)
-        if rank_rows.is_empty() or others.is_empty():
+        rows = stages.filter((pl.col("stage") == stage) & (pl.col(per) > 0))
+        rank_rows, other_rows = rows.filter(pl.col("rank") == rank), rows.filter(pl.col("rank") != rank)
+        if rank_rows.is_empty() or other_rows.is_empty():
             continue
-        usual = (others["dur_ns"] / others[per]).median()
+        usual = (other_rows["dur_ns"] / other_rows[per]).median()
         took_ns += rank_rows["dur_ns"][0]
         excess_ns += rank_rows["dur_ns"][0] - rank_rows[per][0] * float(str(usual))
-    waits = own.filter((pl.col("stage") == conventions.WAIT) & (pl.col("rank") != rank))
+    waits = stages.filter((pl.col("stage") == conventions.WAIT) & (pl.col("rank") != rank))
     waited_ns = max(waits["dur_ns"].to_list(), default=0)
     straggles = excess_ns > _STRAGGLER_RATIO * took_ns and waited_ns > _WAITED_RATIO * excess_ns
     return round(excess_ns) if straggles else 0
 
 
-def _envelope_ratio(own: pl.DataFrame, rank: Any) -> float:
-    sizes = {stage: size for of, stage, size in own.select("rank", "stage", "bytes").rows() if of == rank}
+def _envelope_ratio(stages: pl.DataFrame, rank: Any) -> float:
+    sizes = {stage: size for row_rank, stage, size in stages.select("rank", "stage", "bytes").rows() if row_rank == rank}
     staged, written = sizes.get(conventions.STAGE), sizes.get(conventions.WRITE)
     return max(0.0, 1 - staged / written) if staged and written else 0.0

@@ -40,27 +40,27 @@ def bursts(trace: Trace) -> pl.DataFrame:
 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
-    work, of = launches.work(trace, device), launches.work_columns(trace, device)
+    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
     trains = ~trace_columns.as_flags(work["phase"] == conventions.CHECKPOINT)
-    at_ns = of.launched_or_start_ns
+    at_ns = arrays.launched_or_start_ns
     # Preparation on the collective's own lane is not compute that it waits for.
-    others = of.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
-    rows = np.flatnonzero(of.communicates)
-    order = np.lexsort((of.id[rows], at_ns[rows]))
+    is_compute = arrays.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
+    rows = np.flatnonzero(arrays.communicates)
+    order = np.lexsort((arrays.id[rows], at_ns[rows]))
     order = order[trains[rows[order]]]
     calls = collective_matching.with_groups(trace, launches.collectives(trace, device)[order]).drop("members")
-    before = np.searchsorted(np.sort(at_ns[others]), at_ns[rows[order]])
+    before = np.searchsorted(np.sort(at_ns[is_compute]), at_ns[rows[order]])
     alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
     burst = alike.to_series().to_numpy().astype(np.int64)
     first, count = np.unique(burst, return_index=True, return_counts=True)[1:]
-    numbered = calls.rename({"id": "activity_id", "message_bytes": "bytes"}).hstack(
+    bursts = calls.rename({"id": "activity_id", "message_bytes": "bytes"}).hstack(
         [
             pl.Series("burst", burst),
             pl.Series("position", np.arange(len(burst)) - first[burst]),
             pl.Series("count", count[burst]),
         ]
     )
-    return columns.where(numbered, trace_columns.in_steps(trace, calls))
+    return columns.where(bursts, trace_columns.in_steps(trace, calls))
 
 
 def _pools(trace: Trace) -> pl.DataFrame:
@@ -76,11 +76,11 @@ def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame
     start, end = np.full(burst.max() + 1, np.iinfo(np.int64).max), np.full(burst.max() + 1, np.iinfo(np.int64).min)
     np.minimum.at(start, burst, spans[:, 0])
     np.maximum.at(end, burst, spans[:, 1])
-    whole = np.stack((start, end), axis=1)[burst]
+    burst_spans = np.stack((start, end), axis=1)[burst]
     return calls.hstack(
         [
             pl.Series("exposed_ns", _exposed_ns(spans, compute)),
-            pl.Series("burst_exposed_ns", _exposed_ns(whole, compute)),
+            pl.Series("burst_exposed_ns", _exposed_ns(burst_spans, compute)),
         ]
     )
 

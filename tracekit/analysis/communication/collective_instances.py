@@ -91,12 +91,12 @@ def instances(run: Run) -> pl.DataFrame:
     kernel, or of the gloo slice. transfer_ns, last_rank and the bandwidths are null where a rank of the group has no
     trace, last_rank also where the last two arrivals, and a bandwidth where the transfer, are within residual_ns.
     """
-    found = run.run_table(waits)
-    if found.is_empty():
+    rank_waits = run.run_table(waits)
+    if rank_waits.is_empty():
         return INSTANCES.empty()
     arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
     median_end_ns = end.min() + (end - end.min()).median().round().cast(pl.Int64)  # a float cannot represent Unix ns
-    table = found.group_by(*_KEY, maintain_order=True).agg(
+    table = rank_waits.group_by(*_KEY, maintain_order=True).agg(
         pl.col("op", "group").first(),
         pl.col("seq", "dtype", "step", "phase", "unit").drop_nulls().first(),
         pl.col("bytes").max(),
@@ -111,14 +111,14 @@ def instances(run: Run) -> pl.DataFrame:
         pl.col("residual_ns").max(),
         pl.col("matched_by").first(),
     )
-    whole = pl.col("ranks").list.len() == pl.col("group_size")
+    is_whole = pl.col("ranks").list.len() == pl.col("group_size")
     transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
     is_significant = pl.col("lead_ns") >= pl.col("residual_ns")
     return (
         table.with_columns(
-            pl.when(whole & is_significant).then("latest").alias("last_rank"),
+            pl.when(is_whole & is_significant).then("latest").alias("last_rank"),
             pl.when(is_significant).then("latest").alias("last_known_rank"),
-            pl.when(whole).then(transfer_ns).alias("transfer_ns"),
+            pl.when(is_whole).then(transfer_ns).alias("transfer_ns"),
         )
         .with_columns(
             pl.when(pl.col("transfer_ns") > pl.col("residual_ns"))
@@ -140,19 +140,19 @@ def waits(run: Run) -> pl.DataFrame:
     """
     calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
-    placed = (
+    aligned = (
         alignment.on_run_clock(calls, run.offsets, ("start_ns", "end_ns"))
         .join(clocks, on=["window", "rank"], maintain_order="left")
         .filter(pl.col("residual_ns").is_not_null())
         .filter(pl.len().over(*_KEY) > 1)
     )
-    most = pl.len().over(*_KEY).max().over("window", "group", "members").cast(pl.Int64)
+    max_joined = pl.len().over(*_KEY).max().over("window", "group", "members").cast(pl.Int64)
     last_ns, residual_ns = pl.col("arrival_ns").max().over(*_KEY), pl.col("residual_ns").max().over(*_KEY)
     wait_ns = (pl.min_horizontal(last_ns, "end_ns") - pl.col("arrival_ns")).clip(0)
     return (
-        placed.rename({"start_ns": "arrival_ns"})
+        aligned.rename({"start_ns": "arrival_ns"})
         # Without recorded groups, all ranks that ever joined one collective count as the group.
-        .with_columns(pl.coalesce("group_size", most).alias("group_size"), residual_ns.alias("residual_ns"))
+        .with_columns(pl.coalesce("group_size", max_joined).alias("group_size"), residual_ns.alias("residual_ns"))
         .with_columns(
             (pl.col("end_ns") - pl.col("arrival_ns")).alias("dur_ns"),
             pl.when(wait_ns >= pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"),
@@ -175,12 +175,12 @@ def ranks_without_peers(run: Run) -> tuple[int, ...]:
     counted = calls.with_columns(traced.alias("traced"))
     size = pl.coalesce("group_size", pl.col("traced").max().over("window", "group", "members", "op"))
     lacks = counted.with_columns((pl.col("traced") < pl.max_horizontal(size, 2)).alias("lacks"))
-    most = lacks.group_by("rank").agg(pl.col("lacks").mean()).filter(pl.col("lacks") > 0.5)
-    return tuple(most["rank"].sort())
+    incomplete = lacks.group_by("rank").agg(pl.col("lacks").mean()).filter(pl.col("lacks") > 0.5)
+    return tuple(incomplete["rank"].sort())
 
 
 def by_collective(run: Run) -> pl.DataFrame:
-    """Return how long each rank waited in each kind of collective.
+    """Waiting time of each rank in each kind of collective.
 
     Columns op, group, rank, calls, communication_ns, wait_ns, arrived_last (how often the others waited for it),
     transfer_ns, bytes, bus_bytes_per_s, residual_ns; one row per op, group and rank. transfer_ns and bytes add up over

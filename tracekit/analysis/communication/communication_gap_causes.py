@@ -48,9 +48,9 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     adjacent (started within 20 µs of the end of the awaited work), lane_order, span, running (the work ran, and the
     collective reduces computed data).
     """
-    found = gaps.communication_gaps(trace)
+    gap_rows = gaps.communication_gaps(trace)
     parts = [
-        _Splitter(trace, device, launches.on_device(trace, found, device)).table()
+        _Splitter(trace, device, launches.on_device(trace, gap_rows, device)).table()
         for device in breakdown.devices(trace)
     ]
     return schema.concat(parts, COLUMNS)
@@ -60,8 +60,8 @@ def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
     """Return cause and evidence of the first condition that holds, as indices into CAUSES, EVIDENCES; else unknown."""
     cause = np.full(len(rules[0][0]), CAUSES.index(UNKNOWN), np.int64)
     evidence = np.full(len(cause), EVIDENCES.index(NONE), np.int64)
-    for holds, of, by in reversed(rules):
-        cause[holds], evidence[holds] = CAUSES.index(of), EVIDENCES.index(by)
+    for holds, cause_name, evidence_name in reversed(rules):
+        cause[holds], evidence[holds] = CAUSES.index(cause_name), EVIDENCES.index(evidence_name)
     return cause, evidence
 
 
@@ -90,18 +90,18 @@ def merge_adjacent(pieces: Pieces, *keys: Ints) -> tuple[Ints, Pieces]:
 
     A merged piece starts with its first one and lasts as long as all of them together.
     """
-    differs = pieces.of[1:] != pieces.of[:-1]
+    differs = pieces.span[1:] != pieces.span[:-1]
     for key in keys:
         differs |= key[1:] != key[:-1]
-    first = np.flatnonzero(np.concatenate((np.ones(min(len(pieces.of), 1), np.bool_), differs)))
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(pieces.span), 1), np.bool_), differs)))
     start = pieces.start_ns[first]
     lengths = np.add.reduceat(pieces.end_ns - pieces.start_ns, first) if len(first) else start
-    return first, Pieces(pieces.of[first], start, start + lengths)
+    return first, Pieces(pieces.span[first], start, start + lengths)
 
 
 def label_pieces(gaps: pl.DataFrame, pieces: Pieces, labels: Labels) -> pl.DataFrame:
     """Return the pieces of `gaps` with their columns, cause, detail, evidence, confidence, start_ns and dur_ns."""
-    return gaps[pieces.of].hstack(
+    return gaps[pieces.span].hstack(
         [
             _CAUSES[labels.cause].alias("cause"),
             _DETAILS[np.where(labels.detail < 0, len(DETAILS), labels.detail)].alias("detail"),
@@ -155,18 +155,18 @@ class _Items:
 class _Splitter:
     """The communication gaps of one device, and the data to find their causes."""
 
-    def __init__(self, trace: Trace, device: int | None, found: pl.DataFrame) -> None:
-        self.trace, self.device, self.found = trace, device, found
-        self.gaps: Spans = intervals.from_table(found)
-        self.closing_id: Ints = found["collective_id"].to_numpy()
+    def __init__(self, trace: Trace, device: int | None, gap_rows: pl.DataFrame) -> None:
+        self.trace, self.device, self.found = trace, device, gap_rows
+        self.gaps: Spans = intervals.from_table(gap_rows)
+        self.closing_id: Ints = gap_rows["collective_id"].to_numpy()
         self.work = launches.work_columns(trace, device)
-        self.prepared = self._prepared()
-        others = ~np.isin(self.work.id, self.prepared["id"].to_numpy())
-        self.compute = ActivitySpans.of(self.work, others & self.work.computes)
-        self.producers = ActivitySpans.of(self.work, others & ~self.work.communicates)
-        self.copies = ActivitySpans.of(self.work, others & self.work.copies)
+        self.prepared = self._preparation()
+        is_other = ~np.isin(self.work.id, self.prepared["id"].to_numpy())
+        self.compute = ActivitySpans.of(self.work, is_other & self.work.computes)
+        self.producers = ActivitySpans.of(self.work, is_other & ~self.work.communicates)
+        self.copies = ActivitySpans.of(self.work, is_other & self.work.copies)
 
-    def _prepared(self) -> pl.DataFrame:
+    def _preparation(self) -> pl.DataFrame:
         """Return the preparation within each gap, with the gap's row."""
         prepared = launches.preparation(self.trace, self.device)
         row = columns.rows_of(self.closing_id, prepared["collective_id"].to_numpy())
@@ -197,7 +197,7 @@ class _Splitter:
         inside = starts >= self.gaps[row, 0]
         gap = np.concatenate((np.arange(len(self.gaps)), row[inside]))
         start = np.concatenate((self.gaps[:, 1], starts[inside]))
-        launched_ns = columns.filled(self.prepared["launched_ns"], sweep_line.NEVER)[inside]
+        launched_ns = columns.to_ints(self.prepared["launched_ns"], sweep_line.NEVER)[inside]
         launched = np.concatenate((closing_launched_ns, launched_ns))
         order = np.lexsort((start, gap))
         gap, start, launched = gap[order], start[order], launched[order]
@@ -218,25 +218,25 @@ class _Splitter:
 
     def _causes(self, pieces: Pieces, items: _Items) -> tuple[Labels, Ints]:
         """Return the labels and the id of the awaited work of each piece, preparation excluded."""
-        at = pieces.start_ns
-        nxt = np.searchsorted(items.start_ns, at, side="right")  # gaps are disjoint, and each ends with an item
+        at_ns = pieces.start_ns
+        nxt = np.searchsorted(items.start_ns, at_ns, side="right")  # gaps are disjoint, and each ends with an item
         launched, end = items.launched_ns[nxt], items.producer_end_ns[nxt]
-        computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
-        state = host_state.state_at(self.trace, at)
-        is_launched = at >= launched
+        computing, copying = sweep_line.running(self.compute.spans, at_ns), sweep_line.running(self.copies.spans, at_ns)
+        state = host_state.state_at(self.trace, at_ns)
+        is_launched = at_ns >= launched
         # On the CPU the computing thread also issues collectives, so it waits for all compute.
-        waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
+        waits = (at_ns < end) & (items.near[nxt] | items.reduces[nxt])
         if self.device is None:
             waits |= ~is_launched
         is_known = launched != sweep_line.NEVER
-        stalled, queued = stalled_at(self.trace, self.device, at)
+        stalled, queued = stalled_at(self.trace, self.device, at_ns)
         cause, evidence = first_match(
             (stalled, DEVICE_STALL, RECURRING),
             (queued, UNKNOWN, NONE),
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
             (~is_launched, HOST, LAUNCH_TIME),
-            (waits & is_known & self._next_is_late(at), HOST, LAUNCH_TIME),
+            (waits & is_known & self._next_is_late(at_ns), HOST, LAUNCH_TIME),
         )
         weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
         evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
@@ -245,24 +245,24 @@ class _Splitter:
         which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
         return Labels(cause, detail, evidence), which
 
-    def _next_is_late(self, at: Ints) -> Flags:
+    def _next_is_late(self, at_ns: Ints) -> Flags:
         """Return at which times the next compute had not been launched."""
-        following = np.searchsorted(self.compute.spans[:, 0], at, side="right")
-        known = np.where(following < len(self.compute.id), following, -1)
-        return sweep_line.at(self.compute.launched_ns, known, sweep_line.NEVER) > at
+        following = np.searchsorted(self.compute.spans[:, 0], at_ns, side="right")
+        index = np.where(following < len(self.compute.id), following, -1)
+        return sweep_line.at(self.compute.launched_ns, index, sweep_line.NEVER) > at_ns
 
     def _inflation(self) -> tuple[Spans, Ints]:
         """Return the preparation spans, and the time in each at which its solo duration is exceeded."""
         spans = intervals.from_table(self.prepared)
-        alone = pl.col("alone_ns")
-        inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone).clip(0)).fill_null(0)
+        alone_ns = pl.col("alone_ns")
+        inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone_ns).clip(0)).fill_null(0)
         return spans, spans[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()
 
     def _prepare(self, pieces: Pieces, spans: Spans, inflated_ns: Ints, labels: tuple[Ints, Ints, Ints, Ints]) -> None:
         """Mark in `labels` the pieces that are preparation of the collective that ends their gap."""
         cause, detail, evidence, which = labels
         row = sweep_line.running(spans, pieces.start_ns)
-        prepares = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.of)
+        prepares = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.span)
         inflated = prepares & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
         cause[prepares] = CAUSES.index(PREPARATION)
         cause[inflated] = CAUSES.index(CONTENTION)
@@ -280,8 +280,8 @@ class _Splitter:
         place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
         frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
         row = columns.rows_of(self.work.id, which[first])
-        named = launches.work(self.trace, self.device).select("name", activity_id="id")
-        return schema.select(frame.hstack(columns.rows_or_nulls(named, row)), COLUMNS)
+        names = launches.work(self.trace, self.device).select("name", activity_id="id")
+        return schema.select(frame.hstack(columns.rows_or_nulls(names, row)), COLUMNS)
 
 
 DETAILS = (*host_state.HOST_STATES, "no_sample_alone", "queued")

@@ -15,18 +15,18 @@ STEP_COLUMNS = schema.columns("window rank") | breakdown.COLUMNS | schema.column
 _OF = ("window", "rank", "device")
 
 
-def exposed(trace: Trace) -> pl.DataFrame:
+def exposed_calls(trace: Trace) -> pl.DataFrame:
     """Return every communication activity of training with its exposed time.
 
     Columns COLUMNS; one row per activity.
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
-    every = breakdown.communication(trace)
-    training = columns.where(every, ~columns.flags(every["phase"] == conventions.CHECKPOINT))
+    all_calls = breakdown.communication(trace)
+    training = columns.where(all_calls, ~columns.flags(all_calls["phase"] == conventions.CHECKPOINT))
     calls = breakdown.with_exposure(trace, training)
     row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), calls["id"].to_numpy())
-    known = columns.rows_or_nulls(trace.collectives[["op", "dtype"]], row)
-    return schema.select(calls.hstack([calls["id"].alias("activity_id"), *known]), COLUMNS)
+    details = columns.rows_or_nulls(trace.collectives[["op", "dtype"]], row)
+    return schema.select(calls.hstack([calls["id"].alias("activity_id"), *details]), COLUMNS)
 
 
 def exposed_transfers(run: Run) -> pl.DataFrame:
@@ -37,13 +37,13 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     """
     key = ["window", "rank", "activity_id"]
     waits = run.run_table(collective_instances.waits).select(*key, pl.col("wait_ns").alias("waited_ns")).unique(key)
-    calls = run.table(exposed).join(waits, on=key, how="left", maintain_order="left")
+    calls = run.table(exposed_calls).join(waits, on=key, how="left", maintain_order="left")
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
-    alone = exposed_on_devices(run)
+    exposed_spans = exposed_on_devices(run)
     parts = []
     for place, device_calls in calls.partition_by(_OF, as_dict=True).items():
-        own_ns = intervals.coverage(transfer_spans(device_calls), alone.get(place, intervals.EMPTY))
-        parts.append(device_calls.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
+        exposed_ns = intervals.coverage(transfer_spans(device_calls), exposed_spans.get(place, intervals.EMPTY))
+        parts.append(device_calls.with_columns(pl.Series("exposed_ns", exposed_ns, pl.Int64)))
     return pl.concat(parts) if parts else calls
 
 
@@ -56,14 +56,14 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     """
     calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(save_collectives).partition_by(_OF, as_dict=True)
-    alone = exposed_on_devices(run)
+    exposed_spans = exposed_on_devices(run)
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
-        own = [transfer_spans(calls[place])] if place in calls else []
-        transfers = intervals.union(*own, _spans(saves.get(place)))
+        call_spans = [transfer_spans(calls[place])] if place in calls else []
+        transfers = intervals.union(*call_spans, _spans(saves.get(place)))
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
-        own_ns = intervals.coverage(windows, intervals.intersect(alone.get(place, intervals.EMPTY), transfers))
-        parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
+        exposed_ns = intervals.coverage(windows, intervals.intersect(exposed_spans.get(place, intervals.EMPTY), transfers))
+        parts.append(steps.with_columns(pl.Series("exposed_ns", exposed_ns, pl.Int64)))
     table = pl.concat(parts) if parts else run.table(breakdown.by_step).with_columns(exposed_ns=pl.lit(0, pl.Int64))
     waited_ns = (pl.col("exposed_communication_ns") - pl.col("exposed_ns")).alias("waited_ns")
     return table.with_columns(waited_ns).select(*STEP_COLUMNS)
@@ -89,12 +89,12 @@ def spread(run: Run) -> pl.DataFrame:
     """
     slowest = pl.col("duration_ns").arg_max()
     steps = run.run_table(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
-    each = steps.group_by("window", "step", "rank").agg(
+    rank_steps = steps.group_by("window", "step", "rank").agg(
         pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
     )
     median = pl.col("duration_ns").median().over("window", "step")
     place = ("window", "step", "rank", "start_ns", "duration_ns")
-    table = each.select(
+    table = rank_steps.select(
         *place,
         median_ns=median.round().cast(pl.Int64),
         longer_ratio=pl.col("duration_ns") / median - 1,
@@ -106,25 +106,25 @@ def spread(run: Run) -> pl.DataFrame:
 
 def save_collectives(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
-    every = breakdown.communication(trace)
-    return columns.where(every[list(SPAN_COLUMNS)], columns.flags(every["phase"] == conventions.CHECKPOINT))
+    all_calls = breakdown.communication(trace)
+    return columns.where(all_calls[list(SPAN_COLUMNS)], columns.flags(all_calls["phase"] == conventions.CHECKPOINT))
 
 
 def exposed_on_devices(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when communication is exposed, by window, rank and device."""
+    """Spans of exposed communication by window, rank and device."""
     is_exposed = pl.col("part") == breakdown.EXPOSED_COMMUNICATION
     spans = run.scan(breakdown.spans).filter(is_exposed).select(*_OF, "start_ns", "dur_ns").collect()
     # The rows of a device follow each other. Slices, unlike partitions, are no second copy of a table of all ranks.
     places = spans.select(pl.struct(_OF).rle().alias("run")).unnest("run")
-    found, first = {}, 0
+    by_device, first = {}, 0
     for place, length in zip(places["value"], places["len"], strict=True):
-        found[tuple(place.values())] = intervals.from_table(spans.slice(first, length))
+        by_device[tuple(place.values())] = intervals.from_table(spans.slice(first, length))
         first += length
-    return found
+    return by_device
 
 
 def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
-    """Return when each collective (a table with waited_ns) has all its known ranks; one span per row.
+    """Span in which each collective (a table with waited_ns) has all its known ranks; one per row.
 
     Where waited_ns is null, because no other rank of the collective is known, that is its whole duration.
     """

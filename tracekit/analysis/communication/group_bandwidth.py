@@ -59,15 +59,15 @@ def collective_times(run: Run) -> pl.DataFrame:
     key = ["window", "rank", "activity_id"]
     matched = run.run_table(collective_instances.waits)
     in_instance = ["window", "instance"]
-    named = _joined_ranks(matched, in_instance).rename({"ranks": "taking_part"})
-    waits = matched.join(named, on=in_instance).select(*key, "instance", "wait_ns", "taking_part", joined="group_size")
+    instance_ranks = _joined_ranks(matched, in_instance).rename({"ranks": "taking_part"})
+    waits = matched.join(instance_ranks, on=in_instance).select(*key, "instance", "wait_ns", "taking_part", joined="group_size")
     axes = run.table(group_axes).unique(_OF_RANK, keep="first")
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
-    every = run.table(collective_matching.calls)
-    in_window = every.join(windows, on=list(windows.columns), how="semi", nulls_equal=True)
+    all_calls = run.table(collective_matching.calls)
+    in_window = all_calls.join(windows, on=list(windows.columns), how="semi", nulls_equal=True)
     is_nameless = pl.col("group").is_null() & pl.col("members").is_null()
     calls = (
-        pl.concat([every.drop_nulls("step"), in_window])
+        pl.concat([all_calls.drop_nulls("step"), in_window])
         .filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
         .join(waits.unique(key), on=key, how="left")
         .join(run.table(exposed_times), on=key, how="left")
@@ -122,22 +122,22 @@ def group_comparison(run: Run) -> pl.DataFrame:
     at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
-    known = _of_known_groups(_large(run.run_table(transfers)))
-    each = known.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
+    grouped = _of_known_groups(_large(run.run_table(transfers)))
+    compared = grouped.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
     usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
-    return _summed(each.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
+    return _sum_by(compared.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
 
 
-def _of_known_groups(each: pl.DataFrame) -> pl.DataFrame:
+def _of_known_groups(transfer_rows: pl.DataFrame) -> pl.DataFrame:
     """Return the transfers whose groups have peers: of unnamed groups those whose axis is known and that are complete.
 
     The ranks of an unnamed group are those whose calls were matched, which may be a part of it.
     """
     is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
     is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
-    return each.filter(~is_unnamed | is_complete)
+    return transfer_rows.filter(~is_unnamed | is_complete)
 
 
 def step_comparison(run: Run) -> pl.DataFrame:
@@ -146,30 +146,30 @@ def step_comparison(run: Run) -> pl.DataFrame:
     Columns as `group_comparison`, without groups; one row per group and step.
     """
     usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
-    each = _large(run.run_table(transfers)).with_columns(usual.alias("usual_ns"))
-    return _summed(each, [*_GROUP, "step"])
+    rows = _large(run.run_table(transfers)).with_columns(usual.alias("usual_ns"))
+    return _sum_by(rows, [*_GROUP, "step"])
 
 
 def step_variation(run: Run) -> pl.DataFrame:
-    """Return how much a group's collectives vary from step to step, beyond variation common to the whole step.
+    """Variation of a group's collectives from step to step, beyond variation common to the whole step.
 
     Columns window, group, members, spread_ratio (median over collectives of the interquartile range of its times over
     their median); one row per group.
     """
     usual = pl.col("transfer_ns").median()
-    each = _large(run.run_table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
+    rows = _large(run.run_table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
     level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
-    normalized = each.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
+    normalized = rows.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
     times = pl.col("freed_ns")
     between = times.quantile(0.75, "linear") - times.quantile(0.25, "linear")
     by_place = normalized.group_by(*_GROUP, *_WHAT).agg((between / times.median()).alias("spread_ratio"))
     return by_place.group_by(_GROUP).agg(pl.col("spread_ratio").median())
 
 
-def first_slow_step(levels: list[float], *, least: float, share: float) -> int | None:
+def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> int | None:
     """Return the index of the step from which a group stays slow; None if there is none, or only one later step.
 
-    It is the first from which `share` of the levels are at least `least` times the median of the earlier ones, and no
+    It is the first from which `share` of the levels are at least `min_ratio` times the median of the earlier ones, and no
     earlier level is.
 
     >>> first_slow_step([1.0, 1.1, 2.6, 2.5], least=1.5, share=0.75)
@@ -177,21 +177,21 @@ def first_slow_step(levels: list[float], *, least: float, share: float) -> int |
     """
     for first in range(1, len(levels) - 1):
         before, after = sorted(levels[:first]), levels[first:]
-        bar = least * before[(len(before) - 1) // 2]
+        bar = min_ratio * before[(len(before) - 1) // 2]
         slow = [level >= bar for level in after]
         if slow[0] and before[-1] < bar and sum(slow) >= share * len(slow):
             return first
     return None
 
 
-def _large(each: pl.DataFrame) -> pl.DataFrame:
-    return each.filter(pl.col("bytes") >= _LARGE * pl.col("bytes").max().over(*_GROUP), pl.col("transfer_ns") > 0)
+def _large(rows: pl.DataFrame) -> pl.DataFrame:
+    return rows.filter(pl.col("bytes") >= _LARGE * pl.col("bytes").max().over(*_GROUP), pl.col("transfer_ns") > 0)
 
 
-def _summed(each: pl.DataFrame, by: list[str], *more: str) -> pl.DataFrame:
+def _sum_by(rows: pl.DataFrame, by: list[str], *more: str) -> pl.DataFrame:
     over_ns = (pl.col("transfer_ns") - pl.col("usual_ns")).clip(0)
     return (
-        each.filter(pl.col("usual_ns") > 0)
+        rows.filter(pl.col("usual_ns") > 0)
         .with_columns(pl.min_horizontal(over_ns, "exposed_ns").alias("extra_ns"))
         .group_by(by, maintain_order=True)
         .agg(

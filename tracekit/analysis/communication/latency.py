@@ -47,17 +47,17 @@ def by_group(run: Run) -> pl.DataFrame:
     for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
         model = fit(*(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
         ends = (None, None) if model is None else model
-        each = group_points["sent_bytes"] / group_points["hops"]
-        size_ratio = each.max() / each.min()  # type: ignore[operator]
-        least = group_points.row(int(each.arg_min() or 0), named=True)
-        overhead_ns = (least["took_ns"] - least["sent_bytes"] / SLOW_BYTES_PER_NS) / least["hops"]
+        hop_bytes = group_points["sent_bytes"] / group_points["hops"]
+        size_ratio = hop_bytes.max() / hop_bytes.min()  # type: ignore[operator]
+        smallest = group_points.row(int(hop_bytes.arg_min() or 0), named=True)
+        overhead_ns = (smallest["took_ns"] - smallest["sent_bytes"] / SLOW_BYTES_PER_NS) / smallest["hops"]
         overhead_ns = min(max(overhead_ns, 0.0), _MAX_HOP_NS)
         rows.append((group, size, *ends, model is not None, size_ratio, group_points.height, overhead_ns))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
 def hops() -> pl.Expr:
-    """Return how many hops a ring collective takes; null for other ops."""
+    """Number of hops of a ring collective; null for other ops."""
     rounds = pl.col("op").replace_strict(_ROUNDS, default=None, return_dtype=pl.Int64)
     return rounds * (pl.col("group_size") - 1)
 
@@ -75,17 +75,17 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
     >>> fit(np.array([7.0, 7.0]), np.array([1e6, 9e6]), np.array([7e3 + 1e5, 7e3 + 9e5]))
     RingModel(hop_ns=1000.0, bytes_per_ns=10.0)
     """
-    known = (hop_count > 0) & (took_ns > 0) & (sent_bytes > 0)
-    hop_count, sent_bytes, took_ns = hop_count[known], sent_bytes[known], took_ns[known]
-    each = sent_bytes / hop_count
-    if len(each) < 2 or each.max() < _MIN_SIZE_RATIO * each.min():
+    is_usable = (hop_count > 0) & (took_ns > 0) & (sent_bytes > 0)
+    hop_count, sent_bytes, took_ns = hop_count[is_usable], sent_bytes[is_usable], took_ns[is_usable]
+    hop_bytes = sent_bytes / hop_count
+    if len(hop_bytes) < 2 or hop_bytes.max() < _MIN_SIZE_RATIO * hop_bytes.min():
         return None
     terms = np.stack((hop_count / took_ns, sent_bytes / took_ns), axis=1)
     (hop_ns, per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
-    most = float((took_ns / hop_count).min())
+    fastest_hop_ns = float((took_ns / hop_count).min())
     if hop_ns > _MAX_HOP_NS:
         return None
-    hop_ns = min(max(float(hop_ns), 0.0), most)
+    hop_ns = min(max(float(hop_ns), 0.0), fastest_hop_ns)
     if per_byte <= 0:
         per_byte = float(np.median((took_ns - hop_ns * hop_count).clip(0) / sent_bytes))
     return RingModel(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None

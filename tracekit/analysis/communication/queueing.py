@@ -41,7 +41,7 @@ def delayed_kernels(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def launch_order(trace: Trace) -> pl.DataFrame:
-    """Return how often kernels could overtake kernels launched earlier on other lanes, and how often they did.
+    """Chances of kernels to overtake kernels launched earlier on other lanes, and the overtakes that happened.
 
     Columns device, step, overtake_chances (launched kernels with a free lane, while an earlier one on another lane had
     not started), overtakes (those that started more than 20 µs before it), delayed (those that started right with it),
@@ -87,11 +87,11 @@ class _Queue:
 
     @property
     def latest_ns(self) -> Ints:
-        """Return when the last of the earlier-launched kernels on other lanes started."""
+        """Latest start of the earlier-launched kernels on other lanes."""
         return sweep_line.at(self.spans[:, 0], self.latest, sweep_line.NEVER)
 
     def overtakes(self) -> tuple[Flags, Flags]:
-        """Return which kernels could start before an earlier-launched one on another lane, and which did."""
+        """Masks of kernels that could start before an earlier-launched one on another lane, and of those that did."""
         return self.latest_ns > self.ready_ns + NEAR_NS, self.spans[:, 0] < self.latest_ns - NEAR_NS
 
     def by_order(self) -> tuple[Ints, Ints]:
@@ -105,14 +105,14 @@ class _Queue:
     def by_communicator(self, trace: Trace) -> tuple[Ints, Ints]:
         """Return the collectives that started right after another of their group on another lane, and that one."""
         rows = np.flatnonzero(~self.computes)
-        described = self._described(trace, rows)
-        codes = {name: code for code, name in enumerate(described["group"].drop_nulls().unique().sort())}
-        group = np.array([codes.get(name, -1) for name in described["group"].to_list()], np.int64)
-        known = np.flatnonzero(group >= 0)
-        known = known[np.lexsort((self.spans[rows[known], 0], group[known]))]
-        order, same = rows[known], group[known]
+        calls = self._groups_and_ops(trace, rows)
+        codes = {name: code for code, name in enumerate(calls["group"].drop_nulls().unique().sort())}
+        group = np.array([codes.get(name, -1) for name in calls["group"].to_list()], np.int64)
+        grouped = np.flatnonzero(group >= 0)
+        grouped = grouped[np.lexsort((self.spans[rows[grouped], 0], group[grouped]))]
+        order, same = rows[grouped], group[grouped]
         first, then = order[:-1], order[1:]
-        ready_ns = np.maximum(self.ready_ns, self._produced_ns(rows, described["op"].to_list()))
+        ready_ns = np.maximum(self.ready_ns, self._produced_ns(rows, calls["op"].to_list()))
         waits = (
             (same[:-1] == same[1:])
             & (self.lane[first] != self.lane[then])
@@ -122,11 +122,11 @@ class _Queue:
         )
         return then[waits], first[waits]
 
-    def _described(self, trace: Trace, rows: Ints) -> pl.DataFrame:
+    def _groups_and_ops(self, trace: Trace, rows: Ints) -> pl.DataFrame:
         """Return group and op of the collectives in `rows`, null where not known."""
         ids = self.work["id"].to_numpy()[rows]
-        found = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
-        return columns.rows_or_nulls(trace.collectives.select("group", "op"), found)
+        row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
+        return columns.rows_or_nulls(trace.collectives.select("group", "op"), row)
 
     def _produced_ns(self, rows: Ints, ops: list[str | None]) -> Ints:
         """Return the end of the compute launched before each collective in `rows` that reduces, by row of the work."""
@@ -169,7 +169,7 @@ def _before_on_lane(values: Ints, lane: Ints) -> Ints:
     """Return the largest of the values before each on its lane."""
     order = np.argsort(lane, kind="stable")
     first = np.append(True, lane[order][1:] != lane[order][:-1])[: len(order)]
-    reached = _reached(np.argsort(np.argsort(values[order])), first)
+    reached = _running_max(np.argsort(np.argsort(values[order])), first)
     before = np.empty(len(values), np.int64)
     before[order] = np.where(first, sweep_line.NEVER, np.roll(np.sort(values)[reached], 1))
     return before
@@ -183,16 +183,16 @@ def _latest_elsewhere(values: Ints, lane: Ints) -> Ints:
     rank = np.empty(len(values), np.int64)
     rank[by_value] = np.arange(len(values))
     largest = np.append(-1, np.maximum.accumulate(rank)[:-1])  # before each row
-    of = np.where(largest >= 0, lane[by_value[largest]], -1)
+    largest_lane = np.where(largest >= 0, lane[by_value[largest]], -1)
     # While the largest stays on one lane, the largest elsewhere is that before this stretch, or came since.
-    begins = np.append(True, (of[1:] != of[:-1]) | (largest[1:] < 0))
-    came = np.append(-1, np.where(lane[:-1] == of[1:], -1, rank[:-1]))
+    begins = np.append(True, (largest_lane[1:] != largest_lane[:-1]) | (largest[1:] < 0))
+    came = np.append(-1, np.where(lane[:-1] == largest_lane[1:], -1, rank[:-1]))
     came = np.where(begins, np.append(-1, largest[:-1]), came)
-    elsewhere = np.where(of == lane, _reached(came + 1, begins) - 1, largest)
+    elsewhere = np.where(largest_lane == lane, _running_max(came + 1, begins) - 1, largest)
     return np.where(elsewhere >= 0, by_value[elsewhere], -1)
 
 
-def _reached(values: Ints, begins: Flags) -> Ints:
+def _running_max(values: Ints, begins: Flags) -> Ints:
     """Return the largest of the values, from 0 to their number, up to each since the last row that begins a part."""
     shift = np.cumsum(begins) * (len(values) + 1)
     return np.asarray(np.maximum.accumulate(values + shift) - shift, np.int64)

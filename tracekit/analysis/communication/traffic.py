@@ -28,17 +28,17 @@ def speeds(run: Run) -> pl.DataFrame:
     clocks' residual are left out. Where ranks are missing, the time on the rank that waited least gives a lower bound.
     bus_bytes_per_s is nccl-tests' bus bandwidth.
     """
-    found = run.run_table(collective_instances.instances)
+    instances = run.run_table(collective_instances.instances)
     group = ["window", "group"]
-    named = run.table(group_bandwidth.group_axes).select(*group, "axis").unique(group, keep="first")
-    whole = found.drop_nulls("bus_bytes_per_s").join(named, on=group, how="left", maintain_order="left")
-    each = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
-    known = found.select(group).unique()
-    lone = each.join(known, on=group, how="anti", nulls_equal=True)
-    partly = each.join(known, on=group, how="semi", nulls_equal=True)
+    axes = run.table(group_bandwidth.group_axes).select(*group, "axis").unique(group, keep="first")
+    complete = instances.drop_nulls("bus_bytes_per_s").join(axes, on=group, how="left", maintain_order="left")
+    transfers = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
+    matched_groups = instances.select(group).unique()
+    lone = transfers.join(matched_groups, on=group, how="anti", nulls_equal=True)
+    partly = transfers.join(matched_groups, on=group, how="semi", nulls_equal=True)
     partly = partly.filter(pl.col("ranks").list.len() < pl.col("group_size"))
     rate = pl.col("bytes") * collective_instances.SECOND_NS / pl.col("transfer_ns")
-    least = (
+    lower_bounds = (
         pl.concat([lone, partly])
         .with_columns(rate.alias("algorithm_bytes_per_s"))
         .with_columns((pl.col("algorithm_bytes_per_s") * collective_instances.bus_factor()).alias("bus_bytes_per_s"))
@@ -46,7 +46,7 @@ def speeds(run: Run) -> pl.DataFrame:
     )
     return pl.concat(
         part.with_columns(is_whole=pl.lit(is_whole)).pipe(schema.select, SPEED_COLUMNS)
-        for part, is_whole in ((whole, True), (least, False))
+        for part, is_whole in ((complete, True), (lower_bounds, False))
     )
 
 
@@ -57,7 +57,7 @@ def by_kind(run: Run) -> pl.DataFrame:
     (until the last known arrival), exposed_ns (concurrent collectives each count it), and the medians of `speeds`.
     """
     waits = run.run_table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
-    named = run.table(group_bandwidth.group_axes).select("group", "axis").unique("group", keep="first")
+    axes = run.table(group_bandwidth.group_axes).select("group", "axis").unique("group", keep="first")
     key = ["op", "group", "group_size", "dtype", "bytes"]
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
     sums = (
@@ -79,7 +79,7 @@ def by_kind(run: Run) -> pl.DataFrame:
         pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
     )  # fmt: skip
     return (
-        sums.join(named, on="group", how="left", maintain_order="left")
+        sums.join(axes, on="group", how="left", maintain_order="left")
         .join(rates, on=kind, how="left", nulls_equal=True, maintain_order="left")
         .pipe(schema.select, KIND_COLUMNS)
         .sort("total_ns", descending=True, maintain_order=True)

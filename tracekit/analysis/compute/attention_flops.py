@@ -68,25 +68,23 @@ def attention(name: str) -> Attention | None:
 
 def _tensors(places: Attention, dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
     """Return query, key and value as (batch, heads, tokens, width); None where the lengths are not known."""
-    found: list[_Shape] = list(dims[places.query : places.query + 3])
+    tensors: list[_Shape] = list(dims[places.query : places.query + 3])
     if places.bounds is not None and len(dims) > places.bounds and dims[places.bounds]:
-        unpacked = _unpacked(places, found, dims, values)
+        unpacked = _unpack(places, tensors, dims, values)
         if unpacked is None:
             return None
-        found = unpacked
-    if any(len(shape) != 4 for shape in found):
+        tensors = unpacked
+    if any(len(shape) != 4 for shape in tensors):
         return None
-    return [[shape[0], shape[2], shape[1], shape[3]] for shape in found] if places.tokens_first else found
+    return [[shape[0], shape[2], shape[1], shape[3]] for shape in tensors] if places.tokens_first else tensors
 
 
-def _unpacked(
-    places: Attention, packed: list[_Shape], dims: Sequence[Any], values: Sequence[str]
-) -> list[_Shape] | None:
+def _unpack(places: Attention, packed: list[_Shape], dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
     """Return packed tensors (tokens, heads, width) as a batch of equal sequences; None where lengths differ."""
     if places.bounds is None or places.longest is None or any(len(shape) != 3 for shape in packed):
         return None
-    sequences = [dims[places.bounds + at][0] - 1 for at in (0, 1, 1)]
-    longest = [int(values[places.longest + at]) for at in (0, 1, 1)]
+    sequences = [dims[places.bounds + offset][0] - 1 for offset in (0, 1, 1)]
+    longest = [int(values[places.longest + offset]) for offset in (0, 1, 1)]
     pairs = list(zip(packed, sequences, longest, strict=True))
     if any(shape[0] != count * length for shape, count, length in pairs):
         return None
@@ -97,11 +95,12 @@ def _seen_keys(places: Attention, values: Sequence[str]) -> float:
     """Return the most keys that a query is multiplied with: infinite without a window."""
     if places.window is None or len(values) < places.window + 2:
         return math.inf
-    before, after = (int(each) if each not in ("", "None") else -1 for each in values[places.window :][:2])
+    before, after = (int(text) if text not in ("", "None") else -1 for text in values[places.window :][:2])
     if before < 0:
         return math.inf
-    is_causal = places.causal is not None and values[places.causal] == "True"
-    return before + 1.0 if is_causal else before + 1.0 + after if after >= 0 else math.inf
+    if places.causal is not None and values[places.causal] == "True":
+        return before + 1.0
+    return before + 1.0 + after if after >= 0 else math.inf
 
 
 _BY_NAME: Mapping[str, Attention] = {

@@ -9,9 +9,9 @@ from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns("activity_id cause saved_ns")
 _FACTS = (
-    product_kernels.misaligned,
+    product_kernels.misaligned_kernels,
     product_kernels.without_tensor_cores,
-    optimizer_kernels.unfused,
+    optimizer_kernels.unfused_kernels,
     elementwise_chains.chains,
     wave_quantization.partial_waves,
 )
@@ -26,11 +26,11 @@ def avoidable(trace: Trace) -> pl.DataFrame:
     kernel.
     """
     parts = [
-        found.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))
+        kernels.select("activity_id", "saved_ns", cause=pl.lit(cause, pl.Int64))
         for cause, fact in enumerate(_FACTS, MISALIGNED)
-        if (found := fact(trace)).height
+        if (kernels := fact(trace)).height
     ]
     if not parts:
         return schema.empty(COLUMNS)
-    found = pl.concat(parts).filter(pl.col("saved_ns") > 0)
-    return schema.select(found.unique("activity_id", keep="first", maintain_order=True), COLUMNS)
+    kernels = pl.concat(parts).filter(pl.col("saved_ns") > 0)
+    return schema.select(kernels.unique("activity_id", keep="first", maintain_order=True), COLUMNS)

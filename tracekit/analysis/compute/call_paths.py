@@ -91,17 +91,17 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
     levels = nesting.levels(above, rows)
     parts = [outer_texts := pl.Series("path", dtype=pl.String)]
     first = before = 0
-    for here in levels[:MAX_LEVELS]:
-        outer = np.where(above[here] >= 0, codes[np.maximum(above[here], 0)] - before, -1)
-        _, at, own = np.unique(outer * (len(name_of) + 1) + name_of[here], return_index=True, return_inverse=True)
-        codes[here] = first + own
-        prefix = pl.Series("prefix", outer[at], pl.Int64)
+    for level in levels[:MAX_LEVELS]:
+        outer = np.where(above[level] >= 0, codes[np.maximum(above[level], 0)] - before, -1)
+        _, pos, code = np.unique(outer * (len(name_of) + 1) + name_of[level], return_index=True, return_inverse=True)
+        codes[level] = first + code
+        prefix = pl.Series("prefix", outer[pos], pl.Int64)
         around = outer_texts.gather(prefix.set(prefix < 0, None)).alias("prefix")
-        frame = pl.DataFrame({"name": names.gather(here[at]), "prefix": around})
+        frame = pl.DataFrame({"name": names.gather(level[pos]), "prefix": around})
         outer_texts = frame.select(path=pl.concat_str("prefix", "name", separator=separator, ignore_nulls=True))["path"]
         parts.append(outer_texts)
         before, first = first, first + len(outer_texts)
-    for here in levels[MAX_LEVELS:]:
-        codes[here] = codes[above[here]]
+    for level in levels[MAX_LEVELS:]:
+        codes[level] = codes[above[level]]
     index = pl.Series(codes, dtype=pl.Int64)
     return pl.concat(parts).gather(index.set(index < 0, None))

@@ -58,7 +58,7 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
     """
     parts = [schema.empty(KERNEL_COLUMNS)]
     for drop in _drops(trace):
-        device = next(each for each in concurrency.device_work(trace) if each.device == drop.device)
+        device = next(work for work in concurrency.device_work(trace) if work.device == drop.device)
         since = (device.kind == KINDS.index(COMPUTE)) & (device.spans[:, 0] >= drop.since_ns)
         rows = np.flatnonzero(since)
         slower = [drop.ratio_of.get(kernel, drop.slowdown) for kernel in device.kernel[rows].tolist()]
@@ -80,19 +80,19 @@ def recorded_clocks(trace: Trace) -> pl.DataFrame:
     if clock_drops(trace).is_empty():
         return schema.empty(CLOCK_COLUMNS)
     counters = device_counters.device_counters(trace).with_columns(clock_mhz=device_counters.busy_clock())
-    known = counters.drop_nulls(["step", "clock_mhz"])
+    clocked = counters.drop_nulls(["step", "clock_mhz"])
     rows = []
-    for device, at in clock_drops(trace).drop_nulls("step").select("device", "step").iter_rows():
-        before, since = known.filter(pl.col("step") < at), known.filter(pl.col("step") > at)
+    for device, drop_step in clock_drops(trace).drop_nulls("step").select("device", "step").iter_rows():
+        before, since = clocked.filter(pl.col("step") < drop_step), clocked.filter(pl.col("step") > drop_step)
         if before.height and since.height:
-            reasons = [each for each in _usual_reasons(since) if each not in _usual_reasons(before)]
+            reasons = [reason for reason in _usual_reasons(since) if reason not in _usual_reasons(before)]
             rows.append((device, before["clock_mhz"].median(), since["clock_mhz"].median(), reasons))
     return pl.DataFrame(rows, schema=CLOCK_COLUMNS, orient="row")
 
 
 def _usual_reasons(counters: pl.DataFrame) -> list[str]:
-    each = counters[device_metrics.THROTTLE_REASONS].drop_nulls().explode().drop_nulls().value_counts()
-    return each.filter(pl.col("count") * 2 > counters.height)[device_metrics.THROTTLE_REASONS].sort().to_list()
+    reason_counts = counters[device_metrics.THROTTLE_REASONS].drop_nulls().explode().drop_nulls().value_counts()
+    return reason_counts.filter(pl.col("count") * 2 > counters.height)[device_metrics.THROTTLE_REASONS].sort().to_list()
 
 
 @dataclass(frozen=True)
@@ -112,32 +112,32 @@ class _Drop:
 def _drops(trace: Trace) -> list[_Drop]:
     stalls = device_stalls.device_stalls(trace)
     paused = columns.ids(stalls["activity_id"])[columns.flags(stalls["kind"] == device_stalls.PAUSED)]
-    found = (_drop(device, paused) for device in concurrency.device_work(trace))
-    return [drop for drop in found if drop is not None]
+    drops = (_drop(device, paused) for device in concurrency.device_work(trace))
+    return [drop for drop in drops if drop is not None]
 
 
 def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
-    alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= concurrency.ALONE_RATIO * device.dur_ns
-    alone &= (device.kind == KINDS.index(COMPUTE)) & (device.dur_ns > 0)
-    alone &= ~np.isin(device.work["id"].to_numpy(), paused)
-    rows = np.flatnonzero(alone)
+    is_alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= concurrency.ALONE_RATIO * device.dur_ns
+    is_alone &= (device.kind == KINDS.index(COMPUTE)) & (device.dur_ns > 0)
+    is_alone &= ~np.isin(device.work["id"].to_numpy(), paused)
+    rows = np.flatnonzero(is_alone)
     ids, code = np.unique(device.kernel[rows], return_inverse=True)
     dur = device.dur_ns[rows].astype(np.float64)
-    at = _change(code, dur)
-    if min(at, len(rows) - at) < _MIN_SAMPLES:
+    change = _change(code, dur)
+    if min(change, len(rows) - change) < _MIN_SAMPLES:
         return None
-    after = np.arange(len(rows)) >= at
+    after = np.arange(len(rows)) >= change
     ratio, weight = _ratios(code, dur, after)
-    known = ~np.isnan(ratio)
-    if known.sum() < _MIN_KERNELS or weight[known].sum() < _MIN_TIME_RATIO * dur.sum():
+    is_compared = ~np.isnan(ratio)
+    if is_compared.sum() < _MIN_KERNELS or weight[is_compared].sum() < _MIN_TIME_RATIO * dur.sum():
         return None
-    low, slowdown, high = _weighted_quartiles(ratio[known], weight[known])
+    low, slowdown, high = _weighted_quartiles(ratio[is_compared], weight[is_compared])
     is_common = low - 1 >= _TOGETHER_RATIO * (slowdown - 1)
     if slowdown < MIN_SLOWDOWN or not is_common or np.log(slowdown) <= _spread(code, dur, after):
         return None
-    step = device.work["step"][int(rows[at])]
-    ratio_of = dict(zip(ids[known].tolist(), ratio[known].tolist(), strict=True))
-    return _Drop(device.device, step, int(device.spans[rows[at], 0]), slowdown, low, high, ratio_of)
+    step = device.work["step"][int(rows[change])]
+    ratio_of = dict(zip(ids[is_compared].tolist(), ratio[is_compared].tolist(), strict=True))
+    return _Drop(device.device, step, int(device.spans[rows[change], 0]), slowdown, low, high, ratio_of)
 
 
 def _change(code: Ints, dur: Floats) -> int:
@@ -162,8 +162,8 @@ def _ratios(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.b
 
 
 def _spread(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
-    """Return by how much the same kernel varies on one side: the interquartile range of relative durations, by time."""
-    side = 2 * code + after
+    """Variation of the same kernel on one side: the interquartile range of relative durations, by time."""
+    side = 2 * code + after.astype(np.int64)
     middle = pl.DataFrame({"side": side, "dur": dur}).select(pl.col("dur").median().over("side"))["dur"].to_numpy()
     many = np.bincount(side)[side] > 1
     if not many.any():

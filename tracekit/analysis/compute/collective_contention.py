@@ -73,34 +73,34 @@ def compared_calls(run: Run) -> pl.DataFrame:
     (whether there is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row
     per call.
     """
-    found = _with_transfer(run)
-    if found.is_empty():
+    transfers = _with_transfer(run)
+    if transfers.is_empty():
         return schema.empty(COLUMNS)
     key = ["window", "instance"]
-    one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
-    facts = _compared(one).rename({"dur_ns": "transfer_ns"})
-    joined = found.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
+    last_calls = transfers.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
+    facts = _compare_instances(last_calls).rename({"dur_ns": "transfer_ns"})
+    joined = transfers.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
     return schema.select(joined, COLUMNS)
 
 
-def _compared(one: pl.DataFrame) -> pl.DataFrame:
+def _compare_instances(calls: pl.DataFrame) -> pl.DataFrame:
     """Compare each instance, as the last-arriving rank recorded it, with the same collective alone."""
-    dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
-    sized = one["bytes"].is_not_null().to_numpy()
-    apart = sized & (by <= concurrency.ALONE_RATIO * dur)
-    concurrent = sized & (others != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
-    alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
-    exact = slowdown.compare_with_alone(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, concurrent=concurrent)
+    dur, by, other_kinds = (calls[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
+    sized = calls["bytes"].is_not_null().to_numpy()
+    quiet = sized & (by <= concurrency.ALONE_RATIO * dur)
+    concurrent = sized & (other_kinds != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
+    solo, step = quiet & (other_kinds != _MIXED), calls["step"].fill_null(-1).to_numpy()
+    exact = slowdown.compare_with_alone(_same(calls, *_MESSAGE, "others"), step, dur, solo=solo, concurrent=concurrent)
     # A concurrent collective can only have slowed the sample, so the excess is a lower bound.
-    lower_bound = slowdown.compare_with_alone(_same(one, *_MESSAGE), step, dur, alone=apart, concurrent=concurrent)
-    judged = exact.judged & sized & (others != _MIXED) & ~alone
-    rest = lower_bound.judged & sized & (others == 0) & ~apart & ~judged
-    return one.select(
+    lower_bound = slowdown.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
+    is_judged = exact.is_judged & sized & (other_kinds != _MIXED) & ~solo
+    rest = lower_bound.is_judged & sized & (other_kinds == 0) & ~quiet & ~is_judged
+    return calls.select(
         "window", "instance", "dur_ns", "compute_ns",
         pl.Series("alone_ns", np.where(rest, lower_bound.alone_ns, exact.alone_ns).round()),
-        pl.Series("excess_ns", np.where(judged, exact.excess_ns, np.where(rest, lower_bound.excess_ns, 0)).round()),
-        pl.Series("judged", judged | rest),
-        pl.Series("alone", alone),
+        pl.Series("excess_ns", np.where(is_judged, exact.excess_ns, np.where(rest, lower_bound.excess_ns, 0)).round()),
+        pl.Series("judged", is_judged | rest),
+        pl.Series("alone", solo),
         pl.Series("concurrent", concurrent),
     )  # fmt: skip
 
@@ -119,13 +119,13 @@ def by_step(run: Run) -> pl.DataFrame:
     overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
     that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
-    found = _inferred(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
+    compared = _with_inferred_loss(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     bound = pl.col("so_far_ns") + pl.col("later_ns")
     columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
     return (
-        found.with_columns(
+        compared.with_columns(
             lost.cum_sum().over(chain).alias("so_far_ns"),
             pl.col("waited_ns").sum().over(chain).alias("whole_ns"),
             (pl.col("waited_ns").sum().over(chain) - pl.col("waited_ns").cum_sum().over(chain)).alias("later_ns"),
@@ -148,14 +148,14 @@ def by_step(run: Run) -> pl.DataFrame:
     )
 
 
-def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
-    judged = pl.col("judged")
+def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
+    is_judged = pl.col("judged")
     sums = calls.group_by("rank").agg(
-        pl.col("compute_ns").filter(judged).sum().alias("together_ns"),
-        pl.col("excess_ns").filter(judged).sum().alias("more_ns"),
+        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
+        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
     )
     share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
-    inferred = pl.when(judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
+    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
     return calls.join(
         sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
     ).with_columns(inferred.alias("inferred_ns"))
@@ -163,8 +163,8 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
 
 def all_pairs(run: Run) -> pl.DataFrame:
     """Return `contention.pairs` including collectives with concurrent compute; use ``run.run_table``."""
-    found = pl.concat([run.run_table(contention.pairs), contention.pool_pairs(run.run_table(by_step))])
-    return found.sort("rank", "device", "kind", "concurrent_kind")
+    rank_pairs = pl.concat([run.run_table(contention.pairs), contention.pool_pairs(run.run_table(by_step))])
+    return rank_pairs.sort("rank", "device", "kind", "concurrent_kind")
 
 
 def bandwidths(run: Run) -> pl.DataFrame:
@@ -174,9 +174,9 @@ def bandwidths(run: Run) -> pl.DataFrame:
     concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
     for unknown ops), whole. One row per kind and size, the one with most time first.
     """
-    found = run.run_table(compared_calls).unique(["window", "instance"])
+    instances = run.run_table(compared_calls).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
-    sums = found.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
+    sums = instances.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
         pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
         pl.col("concurrent").sum().cast(pl.Int64).alias("concurrent_calls"),
         transfer.filter("alone").median().alias("alone_ns"),
@@ -198,22 +198,22 @@ _CASES = ("alone", "concurrent")
 def _with_transfer(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
     key = ["window", "rank", "activity_id"]
-    known = run.run_table(collective_instances.waits).select(*key, "instance").unique(key)
-    found = run.table(calls).join(known, on=key, how="left", maintain_order="left")
-    own = -1 - pl.int_range(pl.len()).cast(pl.Int64)
-    together = found.with_columns(pl.coalesce("instance", own).alias("instance"))
+    instances = run.run_table(collective_instances.waits).select(*key, "instance").unique(key)
+    rank_calls = run.table(calls).join(instances, on=key, how="left", maintain_order="left")
+    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
+    together = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
     return together.with_columns(
         (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
     )
 
 
-def _others(here: concurrency.DeviceWork, rows: Ints) -> Ints:
+def _others(device: concurrency.DeviceWork, rows: Ints) -> Ints:
     bits = np.zeros(len(rows), np.int64)
-    dur_ns = here.dur_ns[rows]
+    dur_ns = device.dur_ns[rows]
     for kind in range(len(KINDS)):
         if kind == KINDS.index(COMPUTE):
             continue
-        near = here.concurrent_ns[rows, kind]
+        near = device.concurrent_ns[rows, kind]
         bits = np.where(
             (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.CONCURRENT_RATIO * dur_ns), _MIXED, bits
         )

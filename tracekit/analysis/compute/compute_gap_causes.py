@@ -42,10 +42,10 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
     synchronize); where a copy runs, the copy.
     """
-    found, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
+    compute_gaps, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
     parts: list[pl.DataFrame] = []
     for device in breakdown.devices(trace):
-        device_gaps = launches.on_device(trace, found, device)
+        device_gaps = launches.on_device(trace, compute_gaps, device)
         if device_gaps.height:
             parts.append(_split(trace, device, device_gaps, launches.on_device(trace, before, device).sort("start_ns")))
     return schema.concat(parts, COLUMNS)
@@ -136,18 +136,19 @@ def _sums(group: Ints, values: Ints) -> Ints:
 
 
 def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
-    """Return how long compute waited for each communication gap: those of some length, each until the next one."""
+    """Time that compute waited for each communication gap: those of some length, each until the next one."""
     pieces = compute_gap_causes(trace)
-    is_wait = (pieces["cause"] == causes.COLLECTIVE).to_numpy() | (columns.filled(pieces["communication_gap"], -1) >= 0)
-    device, of_piece = (columns.filled(table["device"], -1) for table in (gaps, pieces))
-    start, at, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
+    is_collective = (pieces["cause"] == causes.COLLECTIVE).to_numpy()
+    is_wait = is_collective | (columns.to_ints(pieces["communication_gap"], -1) >= 0)
+    device, of_piece = (columns.to_ints(table["device"], -1) for table in (gaps, pieces))
+    start, piece_ns, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
     is_long = gaps["dur_ns"].to_numpy() > causes.NEAR_NS
     waited_ns = np.zeros(gaps.height, np.int64)
-    for each in distinct(device):
-        long = np.flatnonzero(is_long & (device == each))
+    for device_number in distinct(device):
+        long = np.flatnonzero(is_long & (device == device_number))
         long = long[np.argsort(start[long], kind="stable")]
-        waits = np.flatnonzero(is_wait & (of_piece == each))
-        last = sweep_line.last_until(start[long], at[waits])
+        waits = np.flatnonzero(is_wait & (of_piece == device_number))
+        last = sweep_line.last_until(start[long], piece_ns[waits])
         np.add.at(waited_ns, long[last[last >= 0]], dur_ns[waits][last >= 0])
     return pl.Series("waited_ns", waited_ns)
 
@@ -161,34 +162,34 @@ class _Wait(NamedTuple):
     near: Flags
 
 
-def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
+def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launches.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]
     quiet = intervals.from_table(before)
-    idle = intervals.from_table(found)
-    wait = _waits(work, found["activity_id"], calls, idle)
+    idle = intervals.from_table(gaps)
+    wait = _waits(work, gaps["activity_id"], calls, idle)
     pieces = sweep_line.pieces(
         idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
         host_state.state_changes(trace), causes.stall_changes(trace, device),
     )  # fmt: skip
-    at = pieces.start_ns
-    stalled, queued = causes.stalled_at(trace, device, at)
-    call, gap = sweep_line.running(calls.spans, at), sweep_line.running(quiet, at)
-    state = host_state.state_at(trace, at)
-    waits = at < wait.until_ns[pieces.of]
-    awaited = wait.call[pieces.of]
-    unlaunched = at < wait.launched_ns[pieces.of]
-    copying = sweep_line.running(copies, at) >= 0
+    now = pieces.start_ns
+    stalled, queued = causes.stalled_at(trace, device, now)
+    call, gap = sweep_line.running(calls.spans, now), sweep_line.running(quiet, now)
+    state = host_state.state_at(trace, now)
+    waits = now < wait.until_ns[pieces.span]
+    awaited = wait.call[pieces.span]
+    unlaunched = now < wait.launched_ns[pieces.span]
+    copying = sweep_line.running(copies, now) >= 0
     blocked = host_state.is_synchronizing(state) if device is not None else state >= _IDLE_HOST
     cause, evidence = causes.first_match(
         (stalled, causes.DEVICE_STALL, causes.RECURRING),
         (queued, causes.UNKNOWN, causes.NONE),
-        (waits & (call >= 0) & wait.near[pieces.of], causes.COLLECTIVE, causes.ADJACENT),
+        (waits & (call >= 0) & wait.near[pieces.span], causes.COLLECTIVE, causes.ADJACENT),
         (waits & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
         (waits & (gap >= 0), causes.UNKNOWN, causes.NONE),  # replaced by the cause of the communication gap
-        (waits & (at < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), causes.HOST, causes.LAUNCH_TIME),
+        (waits & (now < sweep_line.at(calls.launched_ns, awaited, sweep_line.NEVER)), causes.HOST, causes.LAUNCH_TIME),
         (waits, causes.UNKNOWN, causes.NONE),
         (unlaunched & blocked & (call >= 0), causes.COLLECTIVE, causes.RUNNING),
         (unlaunched & blocked & copying & (device is not None), causes.COPY, causes.RUNNING),
@@ -198,11 +199,11 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     inherits = waits & (call < 0) & (gap >= 0) & ~stalled & ~queued
     is_host = cause == causes.CAUSES.index(causes.HOST)
     synced = ~waits & (cause == causes.CAUSES.index(causes.COLLECTIVE)) & host_state.is_synchronizing(state)
-    place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
+    place = gaps.select("gap", "device", "step", "phase", "unit", "activity_id")
     detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
     labels = causes.Labels(cause, detail, evidence)
-    own = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
-    return _table(place, pieces, labels, calls, own, _Inherited.of(before, np.where(inherits, gap, -1)))
+    collective = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
+    return _table(place, pieces, labels, calls, collective, _Inherited.of(before, np.where(inherits, gap, -1)))
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
@@ -210,7 +211,7 @@ _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 
 
 def _waits(work: launches.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
-    row = columns.rows_of(work.id, columns.filled(ended_by, -1))
+    row = columns.rows_of(work.id, columns.to_ints(ended_by, -1))
     launched_ns = sweep_line.at(work.launched_ns, row, sweep_line.NEVER)
     call = calls.ended_until(idle[:, 1])
     end_ns = sweep_line.at(calls.spans[:, 1], call, sweep_line.NEVER)
@@ -231,16 +232,20 @@ class _Inherited(NamedTuple):
     def of(cls, before: pl.DataFrame, row: Ints) -> "_Inherited":
         labels = causes.Labels(
             *(
-                _codes(before[name], of)
-                for name, of in (("cause", causes.CAUSES), ("detail", causes.DETAILS), ("evidence", causes.EVIDENCES))
+                _codes(before[name], texts)
+                for name, texts in (
+                    ("cause", causes.CAUSES),
+                    ("detail", causes.DETAILS),
+                    ("evidence", causes.EVIDENCES),
+                )
             )
         )
         return cls(row, before["gap"].to_numpy(), before["collective_id"].to_numpy(), labels)
 
 
-def _codes(column: pl.Series, of: tuple[str, ...]) -> Ints:
-    """Return the index in `of` of each text, -1 for null."""
-    return columns.filled(column.cast(pl.Enum(of)).to_physical().cast(pl.Int64), -1)
+def _codes(column: pl.Series, texts: tuple[str, ...]) -> Ints:
+    """Return the index in `texts` of each text, -1 for null."""
+    return columns.to_ints(column.cast(pl.Enum(texts)).to_physical().cast(pl.Int64), -1)
 
 
 def _table(
@@ -253,8 +258,8 @@ def _table(
 ) -> pl.DataFrame:
     """Return the pieces with the running collective, or the cause inherited from a communication gap."""
     row, has = inherited.row, inherited.row >= 0
-    both = (np.where(has, sweep_line.at(of, row, -1), own) for of, own in zip(inherited.labels, labels, strict=True))
-    labels = causes.Labels(*both)
+    pairs = zip(inherited.labels, labels, strict=True)
+    labels = causes.Labels(*(np.where(has, sweep_line.at(gap_label, row, -1), label) for gap_label, label in pairs))
     gap = sweep_line.at(inherited.gap, row, -1)
     collective_id = np.where(has, sweep_line.at(inherited.collective_id, row, -1), sweep_line.at(calls.id, call, -1))
     first, merged = causes.merge_adjacent(pieces, *labels, gap, collective_id)

@@ -44,24 +44,24 @@ class DeviceWork:
 
     @property
     def dur_ns(self) -> Ints:
-        """Return how long each piece of work took."""
+        """Duration of each piece of work."""
         return self.spans[:, 1] - self.spans[:, 0]
 
 
 @memoize
 def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
     """Return the work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
-    return tuple(_of_device(trace, device) for device in breakdown.devices(trace) if device is not None)
+    return tuple(_work_on_device(trace, device) for device in breakdown.devices(trace) if device is not None)
 
 
-def _of_device(trace: Trace, device: int) -> DeviceWork:
+def _work_on_device(trace: Trace, device: int) -> DeviceWork:
     work = launches.work(trace, device)
     spans = intervals.from_table(work)
     kind = _kinds(trace, device)
     return DeviceWork(
         device,
         work,
-        columns.filled(work["step"], -1),
+        columns.to_ints(work["step"], -1),
         kind,
         spans,
         _concurrent(spans, kind, work["lane"].to_numpy()),
@@ -83,12 +83,12 @@ def _kinds(trace: Trace, device: int) -> Ints:
 
 
 def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
-    """Return how long each kind overlapped each span; of its own kind, only other lanes count."""
+    """Time in which each kind overlapped each span; of its own kind, only other lanes count."""
     concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
-    for each in distinct(kind):
-        of_kind = kind == each
-        others = np.flatnonzero(~of_kind)
-        concurrent_ns[others, each] = intervals.coverage(spans[others], spans[of_kind])
-        own = np.flatnonzero(of_kind)
-        concurrent_ns[own, each] = intervals.coverage(spans[own], intervals.covered_twice(spans[own], lane[own]))
+    for code in distinct(kind):
+        of_kind = kind == code
+        other_rows = np.flatnonzero(~of_kind)
+        concurrent_ns[other_rows, code] = intervals.coverage(spans[other_rows], spans[of_kind])
+        rows = np.flatnonzero(of_kind)
+        concurrent_ns[rows, code] = intervals.coverage(spans[rows], intervals.covered_twice(spans[rows], lane[rows]))
     return concurrent_ns

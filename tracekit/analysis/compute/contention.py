@@ -49,14 +49,14 @@ RECORD = f"record steps with {ALONE}; and record_shapes=True, to distinguish GEM
 
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
-    """Return how long each kind of work overlapped another in each step and unit, and the resulting loss.
+    """Time in which each kind of work overlapped another in each step and unit, and the resulting loss.
 
     Columns device, step, phase, unit, kind, concurrent_kind, calls, overlapped_ns (time of `kind` with
     `concurrent_kind` running on other lanes), judged_calls and judged_ns (the part with a solo sample, and with no
     other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
-    parts = [_summed(device, pairs) for device, pairs in _all_compared(trace)]
+    parts = [_sum_by_step(device, pairs) for device, pairs in _all_compared(trace)]
     return schema.concat(parts, STEP_COLUMNS)
 
 
@@ -68,7 +68,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     their time; slowdown is overlapped time over that of the same work alone; step, lane, start_ns and dur_ns are of the
     call that lost most. One row per kernel and pair with both samples, the largest loss first.
     """
-    parts = [_of_kernels(device, pairs) for device, pairs in _all_compared(trace)]
+    parts = [_sum_by_kernel(device, pairs) for device, pairs in _all_compared(trace)]
     return schema.concat(parts, KERNEL_COLUMNS).sort("lost_ns", descending=True)
 
 
@@ -87,10 +87,10 @@ def preparation(trace: Trace) -> pl.DataFrame:
     )
     parts = [schema.empty(PREPARATION_COLUMNS)]
     for device in breakdown.lane_devices(trace):
-        found = launches.preparation(trace, device)
-        if found.is_empty():
+        prepared = launches.preparation(trace, device)
+        if prepared.is_empty():
             continue
-        joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
+        joined = prepared.join(chains, on="collective_id", how="left", maintain_order="left")
         parts.append(schema.select(joined, PREPARATION_COLUMNS))
     return pl.concat(parts)
 
@@ -145,31 +145,31 @@ class _PairRows:
 
     def __init__(self, device: DeviceWork, row: Ints, pair: tuple[str, str]) -> None:
         concurrent_kind = KINDS.index(pair[1])
-        others = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
+        other_kinds = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
         dur_ns = device.dur_ns[row]
-        other_ns = device.concurrent_ns[row][:, others]
+        other_ns = device.concurrent_ns[row][:, other_kinds]
         overlaps_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
         plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
-        pattern = overlaps_others @ (1 << np.arange(len(others)))
+        pattern = overlaps_others @ (1 << np.arange(len(other_kinds)))
         self.pair, self.row, self.concurrent_ns = pair, row, device.concurrent_ns[row, concurrent_kind]
-        self.key: Ints = device.kernel_code[row] * (1 << len(others)) + pattern
-        self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
+        self.key: Ints = device.kernel_code[row] * (1 << len(other_kinds)) + pattern
+        self.solo: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
         self.comparison = slowdown.compare_with_alone(
-            self.key, device.step[row], dur_ns, alone=self.alone, concurrent=self.concurrent
+            self.key, device.step[row], dur_ns, solo=self.solo, concurrent=self.concurrent
         )
-        self.judged: Flags = self.comparison.judged & plain & ~self.alone
+        self.is_judged: Flags = self.comparison.is_judged & plain & ~self.solo
 
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
     """Return the devices with work that overlaps, and the pairs that overlap there."""
-    found = [(device, [_compared(device, pair) for pair in PAIRS]) for device in concurrency.device_work(trace)]
-    compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in found]
+    candidates = [(device, [_pair_rows(device, pair) for pair in PAIRS]) for device in concurrency.device_work(trace)]
+    compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in candidates]
     return [(device, pairs) for device, pairs in compared if pairs]
 
 
-def _compared(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
+def _pair_rows(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
     """Return the work of one kind that matters to a pair; None where the two never overlapped."""
     kind, by = map(KINDS.index, pair)
     is_kind = device.kind == kind
@@ -184,22 +184,22 @@ def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **
     """Return the used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
     number = np.repeat(np.arange(len(pairs)), [len(rows) for rows in used])
     kinds = pl.DataFrame([rows.pair for rows in pairs], {"kind": pl.String, "concurrent_kind": pl.String}, orient="row")
-    row = np.concatenate([rows.row[at] for rows, at in zip(pairs, used, strict=True)])
+    row = np.concatenate([rows.row[index] for rows, index in zip(pairs, used, strict=True)])
     added = [pl.Series(name, np.concatenate(parts)) for name, parts in columns.items()]
     return work[row].hstack([*kinds[number], *added])
 
 
-def _summed(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
+def _sum_by_step(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
     used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
     both = list(zip(pairs, used, strict=True))
     table = _with_pairs(
         device.work.select("device", "step", "phase", "unit"),
         pairs,
         used,
-        overlapped_ns=[rows.concurrent_ns[at] for rows, at in both],
-        judged_calls=[rows.judged[at].astype(np.int64) for rows, at in both],
-        judged_ns=[np.where(rows.judged, rows.concurrent_ns, 0)[at] for rows, at in both],
-        lost_ns=[np.where(rows.judged, rows.comparison.excess_ns, 0.0)[at] for rows, at in both],
+        overlapped_ns=[rows.concurrent_ns[index] for rows, index in both],
+        judged_calls=[rows.is_judged[index].astype(np.int64) for rows, index in both],
+        judged_ns=[np.where(rows.is_judged, rows.concurrent_ns, 0)[index] for rows, index in both],
+        lost_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
     )
     sums = (
         table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
@@ -209,10 +209,10 @@ def _summed(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
     return schema.select(sums, STEP_COLUMNS)
 
 
-def _of_kernels(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
-    judged_keys = [distinct(rows.key[rows.judged]) for rows in pairs]
+def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
+    judged_keys = [distinct(rows.key[rows.is_judged]) for rows in pairs]
     used = [
-        np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, keys)))
+        np.flatnonzero(rows.is_judged | (rows.solo & np.isin(rows.key, keys)))
         for rows, keys in zip(pairs, judged_keys, strict=True)
     ]
     both = list(zip(pairs, used, strict=True))
@@ -220,11 +220,11 @@ def _of_kernels(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
         device.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns"),
         pairs,
         used,
-        judged=[rows.judged[at] for rows, at in both],
-        was_concurrent=[(rows.judged & rows.concurrent)[at] for rows, at in both],
-        key=[rows.key[at] for rows, at in both],
-        by_ns=[rows.concurrent_ns[at] for rows, at in both],
-        excess_ns=[np.where(rows.judged, rows.comparison.excess_ns, 0.0)[at] for rows, at in both],
+        judged=[rows.is_judged[index] for rows, index in both],
+        was_concurrent=[(rows.is_judged & rows.concurrent)[index] for rows, index in both],
+        key=[rows.key[index] for rows, index in both],
+        by_ns=[rows.concurrent_ns[index] for rows, index in both],
+        excess_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
     )
     if table.is_empty():
         return schema.empty(KERNEL_COLUMNS)

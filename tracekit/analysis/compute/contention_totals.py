@@ -18,7 +18,7 @@ MAX_CALLS = 100
 
 
 def by_phase(run: Run) -> pl.DataFrame:
-    """Return how long each kind of work of a rank overlapped another in each phase, and the loss.
+    """Time in which each kind of work of a rank overlapped another in each phase, and the loss.
 
     Columns PHASE_COLUMNS, as `contention.by_step`, including collectives with concurrent compute; summed over steps,
     units, devices and windows. Use ``run.run_table``.

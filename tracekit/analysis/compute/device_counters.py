@@ -60,10 +60,10 @@ def device_counters(trace: Trace) -> pl.DataFrame:
     Values that no GPU can have are null.
     """
     if trace.metrics.is_empty():
-        return _sampled(trace)
+        return _sampled_clocks(trace)
     logged = trace.metrics.filter(pl.col("name").is_in(names.NAMES), pl.col("value").is_finite()).drop_nulls()
     if logged.is_empty():
-        return _sampled(trace)
+        return _sampled_clocks(trace)
     wide = logged.pivot("name", index="step", values="value", aggregate_function="last").sort("step")
     absent = [pl.lit(None, _FLOAT).alias(name) for name in names.NAMES if name not in wide.columns]
     counters = wide.with_columns(absent).with_columns(
@@ -72,19 +72,19 @@ def device_counters(trace: Trace) -> pl.DataFrame:
     return DEVICE_METRICS.conform(counters.filter(pl.any_horizontal(pl.all().exclude("step").is_not_null())))
 
 
-def _sampled(trace: Trace) -> pl.DataFrame:
+def _sampled_clocks(trace: Trace) -> pl.DataFrame:
     """Return the clocks by step from the samples of a profiler, taken in the step's device window."""
     samples = trace.counters.filter(pl.col("name").str.starts_with(_SAMPLED_CLOCK)).sort("at_ns")
     steps = trace.steps.drop_nulls("step").select("step", "start_ns", "end_ns", "device").sort("start_ns")
     if samples.is_empty() or steps.is_empty():
         return DEVICE_METRICS.empty()
     by = "device" if samples["device"].null_count() == 0 else None
-    placed = samples.join_asof(
+    in_steps = samples.join_asof(
         steps, left_on="at_ns", right_on="start_ns", by=by, strategy="backward", check_sortedness=False
     )
     clock = pl.col("value")
-    found = (
-        placed.filter(pl.col("at_ns") < pl.col("end_ns"))
+    clocks = (
+        in_steps.filter(pl.col("at_ns") < pl.col("end_ns"))
         .group_by("step")
         .agg(
             clock.mean().alias(names.SM_CLOCK),
@@ -93,7 +93,7 @@ def _sampled(trace: Trace) -> pl.DataFrame:
             pl.len().alias(names.SAMPLES),
         )
     )
-    return DEVICE_METRICS.conform(found.sort("step"))
+    return DEVICE_METRICS.conform(clocks.sort("step"))
 
 
 def busy_clock() -> pl.Expr:
@@ -106,14 +106,14 @@ def busy_clock() -> pl.Expr:
 
 
 def _plausible(name: str) -> pl.Expr:
-    most = _MOST.get(name.removeprefix("min_").removeprefix("max_"), 2.0**_MAX_BITS)
-    return pl.when(pl.col(name).is_between(0, most)).then(name)
+    limit = _MOST.get(name.removeprefix("min_").removeprefix("max_"), 2.0**_MAX_BITS)
+    return pl.when(pl.col(name).is_between(0, limit)).then(name)
 
 
 def _reasons() -> pl.Expr:
     """Return the throttle reasons in words; null where they are not known."""
     bits = pl.col(names.THROTTLE_REASONS)
     is_valid = bits.is_between(0, 2.0**_MAX_BITS, closed="left") & (bits == bits.floor())
-    known = pl.when(is_valid).then(bits).cast(pl.Int64)
-    words = [pl.when((known & bit) != 0).then(pl.lit(word)) for bit, word in names.REASONS.items()]
-    return pl.when(known.is_not_null()).then(pl.concat_list(words).list.drop_nulls())
+    valid_bits = pl.when(is_valid).then(bits).cast(pl.Int64)
+    words = [pl.when((valid_bits & bit) != 0).then(pl.lit(word)) for bit, word in names.REASONS.items()]
+    return pl.when(valid_bits.is_not_null()).then(pl.concat_list(words).list.drop_nulls())

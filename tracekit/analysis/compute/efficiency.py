@@ -45,22 +45,22 @@ def by_step(trace: Trace) -> pl.DataFrame:
     are lower bounds.
     """
     steps = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
-    each = _timed(flops.each_product(trace), device_of(trace.header))
+    products = _with_bounds(flops.each_product(trace), device_of(trace.header))
     is_timed = pl.col("compute_bound_ns").is_not_null().all()
-    sums = each.group_by("step").agg(
+    sums = products.group_by("step").agg(
         pl.col("flops").sum(),
         pl.when(is_timed).then(pl.col("compute_bound_ns").sum()).alias("hfu_ns"),
         pl.when(is_timed).then(pl.col("compute_bound_ns").filter(~pl.col("is_recomputed")).sum()).alias("mfu_ns"),
     )
     compute_ns = pl.when(pl.col("compute_ns") > 0).then("compute_ns")
-    known = flops.coverage(trace).select(
+    coverage = flops.coverage(trace).select(
         "step",
         (pl.col("known_ns") / compute_ns).alias("flops_coverage_ratio"),
         (pl.col("work_ns") / compute_ns).alias("work_coverage_ratio"),
     )
     return (
         steps.join(sums, on="step", how="left")
-        .join(known, on="step", how="left")
+        .join(coverage, on="step", how="left")
         .with_columns((pl.col(f"{name}_ns") / pl.col("duration_ns")).alias(f"{name}_ratio") for name in ("mfu", "hfu"))
         .pipe(schema.select, COLUMNS)
         .sort("step")
@@ -74,18 +74,20 @@ def of_ops(trace: Trace) -> pl.DataFrame:
     CPU run its own duration, where flops or bytes are known), ideal_ns (by the roofline; null where device, element
     type or bytes are unknown), rated_ns (that duration where ideal_ns is known); one row per call.
     """
-    counted = flops.counted(trace)
+    counted = flops.counted_calls(trace)
     if counted.is_empty():
         return schema.empty(OP_COLUMNS)
-    timed = _timed(counted, device_of(trace.header))
+    timed = _with_bounds(counted, device_of(trace.header))
     is_bounded = pl.col("memory_bound_ns").is_not_null() & (
         pl.col("flops").is_null() | pl.col("compute_bound_ns").is_not_null()
     )
     ideal_ns = pl.when(is_bounded).then(pl.max_horizontal("compute_bound_ns", "memory_bound_ns"))
-    durations = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
+    times = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
     return (
         timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
-        .with_columns(pl.when(pl.col(of).is_not_null()).then("work_ns").alias(name) for name, of in durations.items())
+        .with_columns(
+            pl.when(pl.col(column).is_not_null()).then("work_ns").alias(name) for name, column in times.items()
+        )
         .pipe(schema.select, OP_COLUMNS)
     )
 
@@ -96,8 +98,8 @@ def device_of(header: Mapping[str, Any]) -> Device | None:
     What a user states of devices (`environment.DEVICE_OVERRIDES`) replaces the values of the table.
     """
     names, overrides = environment.device_names(header), header.get(environment.DEVICE_OVERRIDES, ())
-    found = [devices.find_overridden(name, overrides) for name in names.split(", ")] if names else []
-    return found[0] if found and all(each == found[0] for each in found) else None
+    kinds = [devices.find_overridden(name, overrides) for name in names.split(", ")] if names else []
+    return kinds[0] if kinds and all(kind == kinds[0] for kind in kinds) else None
 
 
 def breakdown_by_step(run: Run) -> pl.DataFrame:
@@ -112,7 +114,7 @@ def breakdown_by_step(run: Run) -> pl.DataFrame:
     return rows
 
 
-def _timed(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
+def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
     """Return the calls with the least time that operations and bytes need on the device, null where unknown."""
     peaks = dict(device.peaks) if device else {}
     peak = pl.col("dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)

@@ -29,16 +29,16 @@ def chains(trace: Trace) -> pl.DataFrame:
     """
     if not trace.on_device or not _has_memory_bound_ops(trace):
         return schema.empty(COLUMNS)  # without the work of all products, which costs much more
-    calls = flops.counted(trace).filter(pl.col("flops").is_null())
+    calls = flops.counted_calls(trace).filter(pl.col("flops").is_null())
     if calls.is_empty():
         return schema.empty(COLUMNS)
-    linked = _linked(_kernels(trace, calls))
+    linked = _link_kernels(_kernels(trace, calls))
     is_first = (pl.col("reread_bytes") == 0) & (pl.col("reread_bytes").shift(-1, fill_value=0) > 0)
-    found = linked.filter(is_first | (pl.col("reread_bytes") > 0)).with_columns(
+    chained = linked.filter(is_first | (pl.col("reread_bytes") > 0)).with_columns(
         (pl.col("reread_bytes") == 0).cum_sum().alias("chain"),
         (pl.col("dur_ns") * pl.col("reread_bytes") / pl.col("bytes")).round().alias("saved_ns"),
     )
-    return schema.select(found, COLUMNS)
+    return schema.select(chained, COLUMNS)
 
 
 def _has_memory_bound_ops(trace: Trace) -> bool:
@@ -63,15 +63,15 @@ def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     joined = work.join(of_call, on="call_id", how="left", maintain_order="left")
     # A call of several kernels may keep its data in between.
     is_only = pl.len().over("call_id") == 1
-    known = joined.with_columns(
+    with_flows = joined.with_columns(
         pl.when(is_only & (pl.col("phase").ne_missing(conventions.PHASES[4]))).then(pl.col(name)).alias(name)
         for name in ("result", "operands")
     )
-    return known.join(trace.lanes.select("lane", "device"), on="lane").sort("lane", "start_ns", "activity_id")
+    return with_flows.join(trace.lanes.select("lane", "device"), on="lane").sort("lane", "start_ns", "activity_id")
 
 
 def _flows(described: pl.DataFrame) -> pl.DataFrame:
-    """Return what each kind of call reads and writes: columns _CALL, result and operands (JSON, or null)."""
+    """Inputs and outputs of each kind of call: columns _CALL, result and operands (JSON, or null)."""
     rows = []
     for inputs in described.select(_CALL).unique(maintain_order=True).iter_rows():
         flow = op_bytes.flow_of_call(*inputs)
@@ -81,7 +81,7 @@ def _flows(described: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows, kinds, orient="row")
 
 
-def _linked(work: pl.DataFrame) -> pl.DataFrame:
+def _link_kernels(work: pl.DataFrame) -> pl.DataFrame:
     """Return the kernels with the bytes of the input that the one before on their stream wrote."""
     before = {name: pl.col(name).shift(1).over("lane") for name in ("result", "thread", "op", "step")}
     follows = (

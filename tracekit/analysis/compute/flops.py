@@ -28,8 +28,8 @@ def flops(trace: Trace) -> pl.DataFrame:
     Columns step, phase, name, flops; one row per step, phase and operator. Formulas: `op_flops`. Empty where the
     profiler recorded no shapes. `coverage` says for how much of the compute time the operations are known.
     """
-    each = each_product(trace).filter(_IN_STEP)
-    sums = each.group_by("step", "phase", "name").agg(pl.col("flops").sum())
+    calls = each_product(trace).filter(_IN_STEP)
+    sums = calls.group_by("step", "phase", "name").agg(pl.col("flops").sum())
     return schema.select(sums, COLUMNS).sort("step", "phase", "name")
 
 
@@ -38,8 +38,8 @@ def products(trace: Trace) -> pl.DataFrame:
 
     Columns PRODUCT_COLUMNS; one row per operator and shapes of its inputs.
     """
-    each = each_product(trace).filter(_IN_STEP)
-    sums = each.group_by("name", "shapes").agg(pl.col("flops").sum())
+    calls = each_product(trace).filter(_IN_STEP)
+    sums = calls.group_by("name", "shapes").agg(pl.col("flops").sum())
     return schema.select(sums, PRODUCT_COLUMNS).sort("name", "shapes")
 
 
@@ -56,7 +56,7 @@ def each_product(trace: Trace) -> pl.DataFrame:
 
 
 @memoize
-def counted(trace: Trace) -> pl.DataFrame:
+def counted_calls(trace: Trace) -> pl.DataFrame:
     """Return the calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
 
     Columns COUNTED_COLUMNS: id (of ops), flops (null for operators that memory bandwidth limits), bytes (read and
@@ -114,20 +114,20 @@ def compute(trace: Trace) -> pl.DataFrame:
     ids = _products(trace)["id"]
     launcher = pl.Series("op", owner).set(pl.Series(owner < 0), None)
     op, shapes = trace.ops["name"].gather(launcher).alias("op"), trace.ops["shapes"].gather(launcher)
-    names, kernel_names = (each.drop_nulls().unique().to_list() for each in (op, work["name"]))
+    names, kernel_names = (column.drop_nulls().unique().to_list() for column in (op, work["name"]))
     with_formula = [name for name in names if op_flops.has_formula(name)]
     memory_bound = op.is_in([name for name in names if op_flops.has_no_products(name)]).fill_null(value=False)
     if trace.on_device:
         by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
         memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
-    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted(trace)["id"]))
+    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted_calls(trace)["id"]))
     is_named = work["id"].is_in(_by_kernel_name(trace)["id"].implode())
-    known = pl.Series(is_counted) | memory_bound | is_named
-    return work.with_columns(op, shapes, is_known=known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
+    is_known = pl.Series(is_counted) | memory_bound | is_named
+    return work.with_columns(op, shapes, is_known=is_known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
 
 
 def operator_calls(trace: Trace) -> pl.DataFrame:
-    """Return how often the steps call each operator of the dispatcher, such as ``aten::mm``, saves excluded.
+    """Count the calls of each operator of the dispatcher in the steps, such as ``aten::mm``, saves excluded.
 
     Columns CALL_COLUMNS; one row per operator.
     """
@@ -183,7 +183,7 @@ def _has_formula(name: str) -> bool:
 
 
 def _products(trace: Trace) -> pl.DataFrame:
-    return counted(trace).drop_nulls("flops")
+    return counted_calls(trace).drop_nulls("flops")
 
 
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
@@ -191,26 +191,23 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
     if not trace.on_device:
         return schema.empty(_NAMED_COLUMNS)
     work = trace.activities.filter(_IS_COMPUTE)
-    stated = {name: kernel_products.product(name) for name in work["name"].unique().to_list()}
-    whole = {name: (each.flops, each.dtype) for name, each in stated.items() if each and each.flops is not None}
-    if not whole:
+    names = work["name"].unique().to_list()
+    products = [(name, product) for name in names if (product := kernel_products.product(name))]
+    rows = [(name, product.flops, product.dtype) for name, product in products if product.flops is not None]
+    if not rows:
         return schema.empty(_NAMED_COLUMNS)
-    names = pl.DataFrame(
-        [(name, *of) for name, of in whole.items()],
-        pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}),
-        orient="row",
-    )
-    found = work.join(names, on="name", maintain_order="left")
-    if found.height:
+    stated = pl.DataFrame(rows, pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}), orient="row")
+    kernel_rows = work.join(stated, on="name", maintain_order="left")
+    if kernel_rows.height:
         row = counted_op_of_activities(trace, _products(trace)["id"])
         outside = trace.activities.select("id").filter(pl.Series(row < 0))
-        found = found.join(outside, on="id", how="semi", maintain_order="left")
-    repeated = recomputation.recomputed_activities(trace) if found.height else found
-    return found.with_columns(
+        kernel_rows = kernel_rows.join(outside, on="id", how="semi", maintain_order="left")
+    repeated = recomputation.recomputed_activities(trace) if kernel_rows.height else kernel_rows
+    return kernel_rows.with_columns(
         pl.lit(None, pl.String).alias("shapes"),
         pl.lit(None, pl.Float64).alias("bytes"),
         pl.col("id")
-        .is_in((repeated["id"] if repeated.height else found["id"].clear()).implode())
+        .is_in((repeated["id"] if repeated.height else kernel_rows["id"].clear()).implode())
         .alias("is_recomputed"),
     )
 
@@ -241,8 +238,8 @@ def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
     types = {name: op_inputs.list_dtype(name) for name in launched["name"].unique().to_list()}
     dtype = pl.col("name").replace_strict(types, default=None, return_dtype=pl.String)
     is_one = (pl.col("list_dtype").n_unique() == 1) & pl.col("list_dtype").is_not_null().all()
-    found = launched.select("id", dtype.alias("list_dtype")).group_by("id")
-    by_call = found.agg(pl.when(is_one).then(pl.col("list_dtype").first()).alias("list_dtype"))
+    groups = launched.select("id", dtype.alias("list_dtype")).group_by("id")
+    by_call = groups.agg(pl.when(is_one).then(pl.col("list_dtype").first()).alias("list_dtype"))
     return columns.values_at(by_call["list_dtype"], columns.rows_of(by_call["id"].to_numpy(), calls["id"].to_numpy()))
 
 
@@ -260,7 +257,7 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
 
 
 def _in_calls(trace: Trace, ids: pl.Series, owner: nesting.Ints) -> nesting.Flags:
-    """Return which activities one of the calls `ids` launched, or has in it on a CPU run."""
+    """Mark the activities that one of the calls `ids` launched, or has in it on a CPU run."""
     encloses = np.where(owner >= 0, _enclosing(trace, ids)[np.maximum(owner, 0)], False)
     return (counted_op_of_activities(trace, ids) >= 0) | encloses
 
@@ -269,7 +266,7 @@ _IS_COMPUTE = pl.col("kind") == "compute"
 
 
 def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
-    """Return which ops have one of the calls `ids` in them: on a CPU run, an activity is an outermost op."""
+    """Mark the ops that have one of the calls `ids` in them: on a CPU run, an activity is an outermost op."""
     parent = trace_columns.parent_ids(trace)
     encloses = np.zeros(trace.ops.height, np.bool_)
     if trace.on_device:

@@ -37,13 +37,13 @@ class EagerTwin:
 
     def of_rank(self, rank: int) -> Trace:
         """Return the twin's trace of a rank, or of its first rank where it has no such rank."""
-        known = rank if rank in self.run.ranks else self.run.ranks[0]
-        if known not in self._traces:
-            self._traces[known] = self.run.trace(known)
-        return self._traces[known]
+        twin_rank = rank if rank in self.run.ranks else self.run.ranks[0]
+        if twin_rank not in self._traces:
+            self._traces[twin_rank] = self.run.trace(twin_rank)
+        return self._traces[twin_rank]
 
 
-def replayed(trace: Trace) -> pl.Series:
+def is_replayed(trace: Trace) -> pl.Series:
     """Return, for each activity, whether the launch of a CUDA or HIP graph launched it."""
     calls = trace.ops.filter(pl.col("name").str.contains(_GRAPH_LAUNCH, literal=True))["id"]
     return trace.activities["launch_id"].is_in(calls.implode()).fill_null(value=False)
@@ -56,15 +56,15 @@ def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
     in the same order on one stream. Where several runs of the twin match, only what they agree on is taken. Columns
     activity_id, op and shapes, null where unknown; one row per replayed activity.
     """
-    work = trace.activities.filter(replayed(trace)).sort("launch_id", "lane", "start_ns", "id")
-    known = _streams(twin)
-    found: dict[tuple[str, ...], list[tuple[str | None, ...]]] = {}
+    work = trace.activities.filter(is_replayed(trace)).sort("launch_id", "lane", "start_ns", "id")
+    streams = _streams(twin)
+    ops_of_names: dict[tuple[str, ...], list[tuple[str | None, ...]]] = {}
     rows: list[tuple[object, ...]] = []
-    for _, own in work.group_by("launch_id", "lane", maintain_order=True):
-        names = tuple(own["name"].to_list())
-        if names not in found:
-            found[names] = list(_looked_up(known, names))
-        rows += [(number, *ops) for number, ops in zip(own["id"], found[names], strict=True)]
+    for _, stream_work in work.group_by("launch_id", "lane", maintain_order=True):
+        names = tuple(stream_work["name"].to_list())
+        if names not in ops_of_names:
+            ops_of_names[names] = list(_look_up_ops(streams, names))
+        rows += [(number, *ops) for number, ops in zip(stream_work["id"], ops_of_names[names], strict=True)]
     types = {"activity_id": pl.Int64, "op": pl.String, "shapes": pl.String}
     return pl.DataFrame(rows, types, orient="row")
 
@@ -79,19 +79,19 @@ class _Streams:
     ops: pl.DataFrame
 
     def places(self, names: tuple[str, ...]) -> Ints:
-        """Return where a run of kernels with these names begins."""
+        """Rows at which a run of kernels with these names begins."""
         codes = [self.codes.get(name, -1) for name in names]
-        at: Ints = np.flatnonzero(self.tokens[: len(self.tokens) - len(names) + 1] == codes[0])
-        at = at[self.lanes[at] == self.lanes[at + len(names) - 1]]
+        starts: Ints = np.flatnonzero(self.tokens[: len(self.tokens) - len(names) + 1] == codes[0])
+        starts = starts[self.lanes[starts] == self.lanes[starts + len(names) - 1]]
         for offset, code in enumerate(codes):
-            at = at[self.tokens[at + offset] == code]
-        return at
+            starts = starts[self.tokens[starts + offset] == code]
+        return starts
 
 
 @memoize
 def _streams(twin: Trace) -> _Streams:
     op, shapes = kernels.launching_op_columns(twin, ("name", "shapes"))
-    work = twin.activities.with_columns(op=op, shapes=shapes).filter(~replayed(twin))
+    work = twin.activities.with_columns(op=op, shapes=shapes).filter(~is_replayed(twin))
     work = work.sort("lane", "start_ns", "id")
     names = work["name"].unique(maintain_order=True)
     codes = {name: code for code, name in enumerate(names)}
@@ -99,16 +99,16 @@ def _streams(twin: Trace) -> _Streams:
     return _Streams(codes, tokens, work["lane"].to_numpy(), work.select(COLUMNS))
 
 
-def _looked_up(known: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
+def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
     """Yield op and shapes of each of these kernels in the twin, None where unknown or not the same everywhere."""
-    at = known.places(names)
+    starts = streams.places(names)
     for offset in range(len(names)):
-        same = known.ops[at + offset]
+        same = streams.ops[starts + offset]
         agreed = [same[name].unique() for name in COLUMNS]
         yield tuple(values.item() if len(values) == 1 else None for values in agreed)
 
 
 def attribution(run: Run, twin: EagerTwin) -> tuple[int, int]:
-    """Return how many kernels CUDA graphs replayed in a run, and of how many the twin names the operator."""
-    found = [captured_ops(trace, twin.of_rank(trace.rank)) for trace in run.traces()]
-    return sum(each.height for each in found), sum(each["op"].count() for each in found)
+    """Count the kernels that CUDA graphs replayed in a run, and those of which the twin names the operator."""
+    captured = [captured_ops(trace, twin.of_rank(trace.rank)) for trace in run.traces()]
+    return sum(ops.height for ops in captured), sum(ops["op"].count() for ops in captured)

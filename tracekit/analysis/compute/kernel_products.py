@@ -41,17 +41,17 @@ def product(name: str) -> Product | None:
     >>> product("void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 128u, (deep_gemm::GemmType)0>(float*)").dims
     {'M': None, 'N': 4096, 'K': 7168}
     """
-    found = _KERNEL.match(name)
-    if found is None:
+    match = _KERNEL.match(name)
+    if match is None:
         return None
-    kernel, arguments = found["kernel"], _arguments(name[found.end() :])
+    kernel, arguments = match["kernel"], _arguments(name[match.end() :])
     first = next((first for pattern, first in _FIRST if re.fullmatch(pattern, kernel)), None)
-    numbers = [int(number[1]) for each in arguments if (number := _NUMBER.fullmatch(each))]
+    numbers = [int(number[1]) for text in arguments if (number := _NUMBER.fullmatch(text))]
     if first is None or len(numbers) < len(first):
         return None
     stated = {dim: size or None for dim, size in zip(first, numbers, strict=False)}
     dims = {dim: stated.get(dim) for dim in _DIMS}
-    if "S" in first or any(kind and kind[1] != _NORMAL for each in arguments if (kind := _GEMM_TYPE.fullmatch(each))):
+    if "S" in first or any(kind and kind[1] != _NORMAL for text in arguments if (kind := _GEMM_TYPE.fullmatch(text))):
         dims[_GROUPS] = None
     return Product(dims, next((dtype for mark, dtype in _DTYPES.items() if mark in kernel), None))
 
@@ -96,15 +96,15 @@ _TILED = re.compile(
 
 def _arguments(text: str) -> list[str]:
     """Return the arguments of a template up to its closing bracket; what is nested in them stays text."""
-    found, depth, begun = [], 0, 0
-    for at, letter in enumerate(text):
+    arguments, depth, begun = [], 0, 0
+    for index, letter in enumerate(text):
         if letter in "<(":
             depth += 1
         elif depth and letter in ">)":
             depth -= 1
         elif letter in ",>":
-            found.append(text[begun:at].strip())
-            begun = at + 1
+            arguments.append(text[begun:index].strip())
+            begun = index + 1
             if letter == ">":
                 break
-    return found
+    return arguments

@@ -45,7 +45,7 @@ def kernel_sequences(trace: Trace) -> pl.DataFrame:
     that covers most kernels first, then among the others. One row per stream and sequence, most covered kernels first;
     at most 1,000 sequences of a stream.
     """
-    return _of_streams(trace, LONGEST)
+    return _stream_sequences(trace, LONGEST)
 
 
 def by_sequence(run: Run, longest: int) -> pl.DataFrame:
@@ -57,11 +57,11 @@ def by_sequence(run: Run, longest: int) -> pl.DataFrame:
     """
     if not 2 <= longest <= _MAX_LENGTH:
         raise ConfigError(f"--sequences {longest}: a sequence has 2 to {_MAX_LENGTH} kernels")
-    fact = _up_to(longest)
+    fact = _sequences_fact(longest)
     run.measure((fact, breakdown.by_rank, breakdown.by_step))
     sums = [pl.col(name).sum() for name in ("count", "total_ns", "gap_ns")]
     launches = pl.when(pl.col("launches").is_not_null().any()).then(pl.col("launches").sum())
-    return _shared(run, run.table(fact).group_by("kernels", "length").agg(*sums, launches))
+    return _with_shares(run, run.table(fact).group_by("kernels", "length").agg(*sums, launches))
 
 
 def by_call(run: Run, op: str) -> pl.DataFrame:
@@ -73,43 +73,43 @@ def by_call(run: Run, op: str) -> pl.DataFrame:
     """
     fact = _launched_by(op)
     run.measure((fact, breakdown.by_rank, breakdown.by_step))
-    found = run.table(fact)
-    if found.is_empty():
+    sequences = run.table(fact)
+    if sequences.is_empty():
         raise ConfigError(f"--launched-by {op}: no operator whose name contains it launches two kernels or more")
     sums = [pl.col(name).sum() for name in ("count", "total_ns", "gap_ns", "op_ns")]
-    return _shared(run, found.group_by("op", "kernels", "length").agg(*sums))
+    return _with_shares(run, sequences.group_by("op", "kernels", "length").agg(*sums))
 
 
-def _shared(run: Run, found: pl.DataFrame) -> pl.DataFrame:
+def _with_shares(run: Run, sequences: pl.DataFrame) -> pl.DataFrame:
     steps = run.table(breakdown.by_step).n_unique(["window", "rank", "step"])
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
     per_step = (pl.col("count") / max(steps, 1)).alias("per_step")
     ratio = (pl.col("total_ns") / device_ns if device_ns else pl.lit(None, pl.Float64)).alias("time_ratio")
     names = pl.col("kernels").list.join("\n")
-    keys = [name for name in ("op", "kernels", "length", "count") if name in found.columns]
-    rest = [name for name in found.columns if name not in keys]
-    ordered = found.sort("total_ns", "count", names, descending=[True, True, False])
+    keys = [name for name in ("op", "kernels", "length", "count") if name in sequences.columns]
+    rest = [name for name in sequences.columns if name not in keys]
+    ordered = sequences.sort("total_ns", "count", names, descending=[True, True, False])
     return ordered.select(*keys, per_step, *rest, ratio)
 
 
 @functools.cache
-def _up_to(longest: int) -> Fact:
-    return kernel_sequences if longest == LONGEST else functools.partial(_of_streams, longest=longest)
+def _sequences_fact(longest: int) -> Fact:
+    return kernel_sequences if longest == LONGEST else functools.partial(_stream_sequences, longest=longest)
 
 
-def _of_streams(trace: Trace, longest: int) -> pl.DataFrame:
+def _stream_sequences(trace: Trace, longest: int) -> pl.DataFrame:
     work = _work(trace)
     lanes = trace.lanes.select("lane", "device", "stream", "name")
     rows = [
         {"lane": lane} | row
-        for (lane,), own in work.group_by("lane", maintain_order=True)
-        for row in _of_stream(own, longest)
+        for (lane,), lane_work in work.group_by("lane", maintain_order=True)
+        for row in _lane_sequences(lane_work, longest)
     ]
     if not rows:
         return SEQUENCES.empty()
     types = {"lane": pl.Int64(), **{column.name: column.dtype for column in _MEASURED}}
-    found = pl.DataFrame(rows, types).join(lanes, on="lane", maintain_order="left")
-    return SEQUENCES.conform(found.sort("device", "stream", "lane", maintain_order=True))
+    sequences = pl.DataFrame(rows, types).join(lanes, on="lane", maintain_order="left")
+    return SEQUENCES.conform(sequences.sort("device", "stream", "lane", maintain_order=True))
 
 
 def _work(trace: Trace) -> pl.DataFrame:
@@ -121,7 +121,7 @@ def _work(trace: Trace) -> pl.DataFrame:
     return work.with_columns(pl.col("name").rank("dense").cast(pl.Int64).alias("code"))
 
 
-def _of_stream(work: pl.DataFrame, longest: int) -> list[dict[str, object]]:
+def _lane_sequences(work: pl.DataFrame, longest: int) -> list[dict[str, object]]:
     """Return the sequences of one lane: the columns of _MEASURED."""
     step = work["step"].fill_null(-1).to_numpy()
     part = np.cumsum(np.diff(step, prepend=step[:1]) != 0)
@@ -152,11 +152,11 @@ def _running_sums(work: pl.DataFrame) -> tuple[Ints, Ints, Ints | None]:
     gap = np.maximum(start[1:] - np.maximum.accumulate(start + dur)[:-1], 0)
     launch = work["launch_id"]
     changes = launch.ne_missing(launch.shift(1)) | launch.is_null()
-    calls = None if launch.null_count() == len(launch) else _summed(changes.to_numpy().astype(np.int64))
-    return _summed(dur), _summed(np.concatenate(([0], gap))), calls
+    calls = None if launch.null_count() == len(launch) else _cumulative_sum(changes.to_numpy().astype(np.int64))
+    return _cumulative_sum(dur), _cumulative_sum(np.concatenate(([0], gap))), calls
 
 
-def _summed(values: Ints) -> Ints:
+def _cumulative_sum(values: Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(values)))
 
 
@@ -164,30 +164,30 @@ def _summed(values: Ints) -> Ints:
 def _launched_by(op: str) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
         call = _outermost_call(trace, op)
-        known = _work(trace).join(call, left_on="id", right_on="activity_id").sort("call_id", "start_ns", "id")
+        launched = _work(trace).join(call, left_on="id", right_on="activity_id").sort("call_id", "start_ns", "id")
         before_ns = (pl.col("start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("call_id")
         gap = (pl.col("start_ns") - before_ns).clip(0).fill_null(0).alias("gap_ns")
         calls = (
-            known.with_columns(gap)
+            launched.with_columns(gap)
             .group_by("call_id", maintain_order=True)
             .agg(pl.col("name").alias("kernels"), pl.col("step").first(), pl.col("dur_ns", "gap_ns").sum())
             .filter(pl.col("kernels").list.len() > 1)
             .join(trace.ops.select(call_id="id", op="name", op_ns="dur_ns"), on="call_id", maintain_order="left")
         )
-        return _counted(calls)
+        return _count_sequences(calls)
 
     return fact
 
 
-def _counted(calls: pl.DataFrame) -> pl.DataFrame:
-    found = calls.group_by("op", "kernels", maintain_order=True).agg(
+def _count_sequences(calls: pl.DataFrame) -> pl.DataFrame:
+    sequences = calls.group_by("op", "kernels", maintain_order=True).agg(
         pl.len().alias("count"),
         pl.col("kernels").first().list.len().alias("length"),
         pl.col("step").n_unique().alias("steps"),
         pl.col("dur_ns").sum().alias("total_ns"),
         pl.col("gap_ns", "op_ns").sum(),
     )
-    return schema.select(found, _OF_CALLS)
+    return schema.select(sequences, _OF_CALLS)
 
 
 def _outermost_call(trace: Trace, op: str) -> pl.DataFrame:

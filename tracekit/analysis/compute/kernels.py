@@ -41,12 +41,12 @@ def kernels(
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _collected(tuple(key for key in keys if key != "rank"), ops)
+    fact = _durations_fact(tuple(key for key in keys if key != "rank"), ops)
     run.measure((fact, breakdown.by_rank), on_progress)
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
-    found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks)
+    table = totals.merge_durations(run.table(fact), keys, ranks=run.ranks)
     time_ratio = pl.col("total_ns") / device_ns if device_ns else pl.lit(None, pl.Float64)
-    return found.with_columns(time_ratio.alias("time_ratio"))
+    return table.with_columns(time_ratio.alias("time_ratio"))
 
 
 def with_launch_delays(
@@ -60,7 +60,7 @@ def with_launch_delays(
     totals.require_known("--by", by, KEYS)
     keys = tuple(key for key in dict.fromkeys((*by, "kind")) if key != "rank")
     run.measure(
-        (_collected(keys, ops), _delays(keys, ops), breakdown.by_rank), on_progress
+        (_durations_fact(keys, ops), _delays(keys, ops), breakdown.by_rank), on_progress
     )  # in one pass over the traces
     table, delays = kernels(run, by, ops=ops), launch_delays(run, by, ops)
     if delays.is_empty():
@@ -100,11 +100,11 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = reco
 @functools.cache
 def _delays(keys: tuple[str, ...], ops: OpColumns) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        work = _described(trace, keys, ops)
+        work = _with_keys(trace, keys, ops)
         launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
         calls = trace.ops.select(pl.col("id").alias("launch_id"), launched_ns)
-        known = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
-        delayed = known.join(calls, on="launch_id", maintain_order="left").with_columns(
+        launched = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
+        delayed = launched.join(calls, on="launch_id", maintain_order="left").with_columns(
             (pl.col("start_ns") - pl.col("launched_ns")).clip(0).alias("delay_ns")
         )
         return delayed.group_by(keys, maintain_order=True).agg("delay_ns")
@@ -113,14 +113,14 @@ def _delays(keys: tuple[str, ...], ops: OpColumns) -> Fact:
 
 
 @functools.cache
-def _collected(keys: tuple[str, ...], ops: OpColumns) -> Fact:
+def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        return totals.collect_durations(_described(trace, keys, ops), keys)
+        return totals.collect_durations(_with_keys(trace, keys, ops), keys)
 
     return fact
 
 
-def _described(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
+def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
     """Return the activities with whatever of the keys is not a column of theirs."""
     work = trace.activities
     if "stream" in keys or "device" in keys:

@@ -24,27 +24,27 @@ def formula(name: str) -> _Formula | None:
 def _norm(statistics: int) -> _Formula:
     """Return the formula of a norm of a tensor, followed by its weights: each is read, a result of its size written."""
 
-    def bytes_moved(given: Inputs) -> int:
-        normed, weights = given.tensor(0), given.tensors(1)
+    def bytes_moved(inputs: Inputs) -> int:
+        normed, weights = inputs.tensor(0), inputs.tensors(1)
         rows = normed.elements // (weights[0].elements if weights else normed.shape[-1])
-        return 2 * normed.bytes + sum(each.bytes for each in weights) + rows * statistics * _STATISTIC_BYTES
+        return 2 * normed.bytes + sum(weight.bytes for weight in weights) + rows * statistics * _STATISTIC_BYTES
 
     return bytes_moved
 
 
 def _gradient(saved: int) -> _Formula:
     """Return the formula of a backward call: gradients of `saved` tensors of the gradient's size, which it reads."""
-    return lambda given: (1 + 2 * saved) * given.tensor(0).bytes
+    return lambda inputs: (1 + 2 * saved) * inputs.tensor(0).bytes
 
 
-def _softmax(given: Inputs) -> int:
+def _softmax(inputs: Inputs) -> int:
     """Count the scores, a mask if there is one, and the result."""
-    return 2 * given.tensor(0).bytes + sum(each.bytes for each in given.tensors(1) if len(each.shape) > 1)
+    return 2 * inputs.tensor(0).bytes + sum(tensor.bytes for tensor in inputs.tensors(1) if len(tensor.shape) > 1)
 
 
-def _causal_softmax(given: Inputs) -> int:
+def _causal_softmax(inputs: Inputs) -> int:
     """Count the scores up to the diagonal, and the whole result, whose rest is zero."""
-    scores = given.tensor(0)
+    scores = inputs.tensor(0)
     rows, columns = scores.shape[-2:]
     read = rows * (rows + 1) // 2 * (scores.bytes // (rows * columns)) if rows == columns else scores.bytes
     return read + scores.bytes
@@ -68,6 +68,6 @@ _FORMULAS: Mapping[str, _Formula] = {
     "ScaledSoftmax": _softmax,
     "ScaledMaskedSoftmax": _softmax,
     "ScaledUpperTriangMaskedSoftmax": _causal_softmax,
-    **{f"Liger{kind}MulFunction": lambda given: 3 * given.tensor(0).bytes for kind in ("SiLU", "GELU")},
+    **{f"Liger{kind}MulFunction": lambda inputs: 3 * inputs.tensor(0).bytes for kind in ("SiLU", "GELU")},
     **{f"Liger{kind}MulFunctionBackward": _gradient(2) for kind in ("SiLU", "GELU")},
 }  # fmt: skip

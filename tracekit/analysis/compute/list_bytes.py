@@ -17,11 +17,11 @@ def for_each(lists: int, *, writes: bool = True) -> _Formula:
     The formula raises ValueError for lists whose shapes are not known.
     """
 
-    def formula(given: Inputs) -> int:
-        first, others = given.tensor_list(0), given.lists(1, lists)
-        if any(len(each) != len(first) for each in others):
+    def formula(inputs: Inputs) -> int:
+        first, other_lists = inputs.tensor_list(0), inputs.lists(1, lists)
+        if any(len(tensors) != len(first) for tensors in other_lists):
             raise ValueError("lists whose shapes are not known")
-        return total_bytes(first) * (1 + writes) + sum(map(total_bytes, others))
+        return total_bytes(first) * (2 if writes else 1) + sum(map(total_bytes, other_lists))
 
     return formula
 
@@ -33,11 +33,11 @@ def fused_optimizer(needed: int, lists: int) -> _Formula:
     ValueError for lists whose shapes are not known.
     """
 
-    def formula(given: Inputs) -> int:
-        found = given.lists(0, lists)
-        if any(len(each) != len(found[0]) for each in found[:needed]) or not found[0]:
+    def formula(inputs: Inputs) -> int:
+        tensor_lists = inputs.lists(0, lists)
+        if any(len(tensors) != len(tensor_lists[0]) for tensors in tensor_lists[:needed]) or not tensor_lists[0]:
             raise ValueError("lists whose shapes are not known")
-        sizes = [total_bytes(each) for each in found]
+        sizes = [total_bytes(tensors) for tensors in tensor_lists]
         return 2 * sum(sizes) - sizes[1]
 
     return formula

@@ -25,7 +25,7 @@ def op_modules(trace: Trace) -> pl.Series:
     """
     marks, paths = _marks(trace)
     if not marks.any():
-        return _of_units(trace.ops)
+        return _unit_modules(trace.ops)
     parent = trace.ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
     forward = trace.ops["forward_id"].fill_null(-1).to_numpy().astype(np.int64)
     around = nesting.nearest(parent, marks)
@@ -41,16 +41,16 @@ def op_modules(trace: Trace) -> pl.Series:
 def activity_modules(trace: Trace) -> pl.Series:
     """Return, for each activity, the path of the module that launched it; null outside modules."""
     launch = trace.activities["launch_id"]
-    known = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
+    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
     marks, _ = _marks(trace)
     if not marks.any():
-        return _of_units(trace.activities)
-    return op_modules(trace).gather(known).alias("module")
+        return _unit_modules(trace.activities)
+    return op_modules(trace).gather(op_row).alias("module")
 
 
 @memoize
 def module_calls(trace: Trace) -> pl.DataFrame:
-    """Return how often each module was called. Columns module, calls; empty where only FSDP's units are known."""
+    """Count the calls of each module. Columns module, calls; empty where only FSDP's units are known."""
     marks, paths = _marks(trace)
     called = pl.DataFrame({"module": paths.filter(pl.Series(marks))}, schema={"module": pl.String})
     return called.group_by("module").agg(pl.len().cast(pl.Int64).alias("calls")).sort("module")
@@ -58,14 +58,14 @@ def module_calls(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def _marks(trace: Trace) -> tuple[Flags, pl.Series]:
-    """Return which rows of ops are calls of modules, and the path of each of these."""
+    """Mark the rows of ops that are calls of modules, with the path of each of these."""
     ops = trace.ops
-    named = ops["name"].str.starts_with(conventions.MODULE_PREFIX)
-    recorded = (named & (ops["kind"] == "annotation")).to_numpy()
+    is_module = ops["name"].str.starts_with(conventions.MODULE_PREFIX)
+    recorded = (is_module & (ops["kind"] == "annotation")).to_numpy()
     names = ops["name"].str.strip_prefix(conventions.MODULE_PREFIX)
-    if recorded.any() or not named.any():
+    if recorded.any() or not is_module.any():
         return recorded, names
-    frames = (named & (ops["kind"] == "python")).to_numpy()
+    frames = (is_module & (ops["kind"] == "python")).to_numpy()
     return frames, _frame_paths(ops, names, frames)
 
 
@@ -84,6 +84,6 @@ def _frame_paths(ops: pl.DataFrame, names: pl.Series, frames: Flags) -> pl.Serie
     return names.to_frame("name").join(longest, on="name", how="left", maintain_order="left")["path"]
 
 
-def _of_units(rows: pl.DataFrame) -> pl.Series:
+def _unit_modules(rows: pl.DataFrame) -> pl.Series:
     unit = pl.when(pl.col("unit") == "").then(pl.lit(ROOT_UNIT)).otherwise("unit").alias("module")
     return rows.select(unit)["module"]

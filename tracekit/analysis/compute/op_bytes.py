@@ -68,7 +68,7 @@ class Flow(NamedTuple):
 
 
 def flow_of_call(name: str, shapes: str, dtypes: str | None, arguments: str | None, strides: str | None) -> Flow | None:
-    """Return what an elementwise operator, reduction, norm or softmax reads and writes; None for others, and with out=.
+    """Inputs and outputs of an elementwise operator, reduction, norm or softmax; None for others, and with out=.
 
     >>> flow_of_call("aten::exp", "[[2, 3]]", '["float"]', None, None).result
     [[2, 3], 'float', 24]
@@ -103,7 +103,7 @@ def _flow(name: str, call_inputs: Inputs, operands: int) -> Flow:
         written = call_inputs.tensor(0)
         return Flow([list(written.shape), written.dtype, written.bytes], described)
     largest = max(read, key=lambda tensor: tensor.elements)
-    dtype = _promoted(read, call_inputs.values[:operands])
+    dtype = _promoted_dtype(read, call_inputs.values[:operands])
     if largest.elements != _broadcast(read):
         return Flow(None, described)
     return Flow([list(largest.shape), dtype, largest.elements * element_bytes(dtype)], described)
@@ -121,7 +121,7 @@ def _elementwise(operands: int, result: str = "") -> _Formula:
     def formula(call_inputs: Inputs) -> int:
         tensors = call_inputs.tensors(0, operands)
         outputs = [tensor for tensor in call_inputs.tensors(operands) if tensor.elements]
-        dtype = outputs[-1].dtype if outputs else result or _promoted(tensors, call_inputs.values[:operands])
+        dtype = outputs[-1].dtype if outputs else result or _promoted_dtype(tensors, call_inputs.values[:operands])
         return total_bytes(tensors) + _broadcast(tensors) * element_bytes(dtype)
 
     return formula
@@ -138,8 +138,8 @@ def _broadcast(tensors: Iterable[Tensor]) -> int:
     if not shapes:
         raise ValueError("no tensors")
     elements = 1
-    for at in range(1, max(map(len, shapes)) + 1):
-        sizes = {shape[-at] for shape in shapes if len(shape) >= at} - {1}
+    for axis in range(1, max(map(len, shapes)) + 1):
+        sizes = {shape[-axis] for shape in shapes if len(shape) >= axis} - {1}
         if len(sizes) > 1:
             raise ValueError(f"not broadcast: {shapes}")
         elements *= sizes.pop() if sizes else 1
@@ -150,7 +150,7 @@ _FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
 _COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
 
 
-def _promoted(tensors: list[Tensor], values: Iterable[str]) -> str:
+def _promoted_dtype(tensors: list[Tensor], values: Iterable[str]) -> str:
     """Return the element type of a result; tensors without dimensions count only where they are of a higher category.
 
     Raises ValueError where a number of unknown category decides.
@@ -167,10 +167,11 @@ def _promoted(tensors: list[Tensor], values: Iterable[str]) -> str:
     return "float" if highest == {"c10::Half", "c10::BFloat16"} else max(highest, key=element_bytes)
 
 
+_CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}
+
+
 def _category(dtype: str) -> int:
-    if dtype in _COMPLEX:
-        return 3
-    return 2 if dtype in _FLOATING else 0 if dtype == "bool" else 1
+    return _CATEGORIES.get(dtype, 1)  # integers
 
 
 def _floating(operands: int) -> _Formula:
@@ -189,9 +190,10 @@ def _division(call_inputs: Inputs) -> int | None:
 
 
 def _cumulative_sum(call_inputs: Inputs) -> int:
-    whole, number = call_inputs.tensor(0), call_inputs.value(2)
-    dtype = op_inputs.SCALAR_TYPES[number] if number else whole.dtype if _category(whole.dtype) >= 2 else _INDEX
-    return whole.bytes + whole.elements * element_bytes(dtype)
+    tensor, number = call_inputs.tensor(0), call_inputs.value(2)
+    sum_dtype = tensor.dtype if _category(tensor.dtype) >= 2 else _INDEX
+    dtype = op_inputs.SCALAR_TYPES[number] if number else sum_dtype
+    return tensor.bytes + tensor.elements * element_bytes(dtype)
 
 
 def _written_only(call_inputs: Inputs) -> int:
@@ -213,19 +215,19 @@ def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", r
     """Return the formula of a reduction whose dimensions are argument `dims_at`; without that, to one element."""
 
     def formula(call_inputs: Inputs) -> int | None:
-        whole = call_inputs.tensor(0)
+        tensor = call_inputs.tensor(0)
         outputs = 1
-        if len(call_inputs.given) > 2:
+        if len(call_inputs.slots) > 2:
             dims = call_inputs.value(dims_at)
             if dims is None:
                 return None
-            reduced = {int(dim) % len(whole.shape) for dim in _numbers(dims)} or set(range(len(whole.shape)))
-            outputs = math.prod(size for dim, size in enumerate(whole.shape) if dim not in reduced)
+            reduced = {int(dim) % len(tensor.shape) for dim in _numbers(dims)} or set(range(len(tensor.shape)))
+            outputs = math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
         number = call_inputs.value(dtype_at) if dtype_at is not None else None
-        is_counted = dtype_at is not None and _category(whole.dtype) < 2  # sums of integers have 64 bits
-        own = _INDEX if is_counted else whole.dtype
-        dtype = result or (op_inputs.SCALAR_TYPES[number] if number else own)
-        return whole.bytes + results * outputs * element_bytes(dtype)
+        is_counted = dtype_at is not None and _category(tensor.dtype) < 2  # sums of integers have 64 bits
+        sum_dtype = _INDEX if is_counted else tensor.dtype
+        dtype = result or (op_inputs.SCALAR_TYPES[number] if number else sum_dtype)
+        return tensor.bytes + results * outputs * element_bytes(dtype)
 
     return formula
 
@@ -234,7 +236,7 @@ def _extreme(call_inputs: Inputs) -> int | None:
     """Count max and min: of two tensors, of all elements, or along a dimension with the place of each."""
     if len(call_inputs.tensors(0, 2)) == 2:
         return _elementwise(2)(call_inputs)
-    if len(call_inputs.given) == 1:
+    if len(call_inputs.slots) == 1:
         return _reduction(1)(call_inputs)
     with_values, with_places = (
         _reduction(1, result=dtype)(call_inputs) for dtype in (call_inputs.tensor(0).dtype, _INDEX)
@@ -245,28 +247,28 @@ def _extreme(call_inputs: Inputs) -> int | None:
 
 
 def _numbers(text: str) -> list[int]:
-    found = json.loads(text)
-    return found if isinstance(found, list) else [found]
+    parsed = json.loads(text)
+    return parsed if isinstance(parsed, list) else [parsed]
 
 
 def _softmax(call_inputs: Inputs) -> int | None:
     """Count softmax: dim, half_to_float follow the input."""
-    whole, wider = call_inputs.tensor(0), call_inputs.value(2)
-    if wider is None and element_bytes(whole.dtype) < 4:
+    scores, wider = call_inputs.tensor(0), call_inputs.value(2)
+    if wider is None and element_bytes(scores.dtype) < 4:
         return None
     is_wider = wider == "True"
-    return whole.bytes + whole.elements * (4 if is_wider else element_bytes(whole.dtype))
+    return scores.bytes + scores.elements * (4 if is_wider else element_bytes(scores.dtype))
 
 
 def _softmax_backward(call_inputs: Inputs) -> int | None:
     """Count the gradient of softmax from the result's gradient and the result; input_dtype, or the input, is fourth."""
-    whole = call_inputs.tensor(0)
+    gradient = call_inputs.tensor(0)
     number = call_inputs.value(3)
-    fourth = call_inputs.given[3] if len(call_inputs.given) > 3 else None
+    fourth = call_inputs.slots[3] if len(call_inputs.slots) > 3 else None
     if not isinstance(fourth, Tensor) and number is None:
         return None
     dtype = fourth.dtype if isinstance(fourth, Tensor) else op_inputs.SCALAR_TYPES[number or ""]
-    return whole.bytes + call_inputs.tensor(1).bytes + whole.elements * element_bytes(dtype)
+    return gradient.bytes + call_inputs.tensor(1).bytes + gradient.elements * element_bytes(dtype)
 
 
 # Norms, pooling ------------------------------------------------------------------------------------------------------
@@ -276,12 +278,12 @@ def _layer_norm(weights: int, statistics: int) -> _Formula:
     """Return the formula of a norm of rows: input, normalized_shape, then `weights` tensors."""
 
     def formula(call_inputs: Inputs) -> int | None:
-        whole, shape = call_inputs.tensor(0), call_inputs.value(1)
+        tensor, shape = call_inputs.tensor(0), call_inputs.value(1)
         scales = call_inputs.tensors(2, 2 + weights)
-        width = math.prod(_numbers(shape)) if shape else scales[0].elements if scales else None
-        if width is None:
+        if not shape and not scales:
             return None
-        return 2 * whole.bytes + total_bytes(scales) + statistics * _STATISTIC_BYTES * (whole.elements // width)
+        width = math.prod(_numbers(shape)) if shape else scales[0].elements
+        return 2 * tensor.bytes + total_bytes(scales) + statistics * _STATISTIC_BYTES * (tensor.elements // width)
 
     return formula
 
@@ -291,22 +293,22 @@ def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
     weights_at = statistics_at + statistics
 
     def formula(call_inputs: Inputs) -> int | None:
-        mask = call_inputs.value(len(call_inputs.given) - 1)
+        mask = call_inputs.value(len(call_inputs.slots) - 1)
         if mask is None:
             return None
-        wanted = json.loads(mask.lower())
+        is_written = json.loads(mask.lower())
         read = [*call_inputs.tensors(0, 2), *call_inputs.tensors(statistics_at, weights_at + 1)]
         scale = call_inputs.tensors(weights_at, weights_at + 1)
-        written: int = wanted[0] * call_inputs.tensor(1).bytes + sum(wanted[1:]) * total_bytes(scale)
-        return total_bytes(read) + written
+        input_bytes = call_inputs.tensor(1).bytes if is_written[0] else 0
+        return total_bytes(read) + input_bytes + sum(total_bytes(scale) for writes in is_written[1:] if writes)
 
     return formula
 
 
 def _batch_norm(call_inputs: Inputs) -> int:
     """Count a batch norm: the input, its result, the values of each channel, and in training their new ones."""
-    whole, channels = call_inputs.tensor(0), call_inputs.tensors(1, 5)
-    return 2 * whole.bytes + (1 if call_inputs.value(5) == "False" else 2) * total_bytes(channels)
+    tensor, channels = call_inputs.tensor(0), call_inputs.tensors(1, 5)
+    return 2 * tensor.bytes + (1 if call_inputs.value(5) == "False" else 2) * total_bytes(channels)
 
 
 def _batch_norm_backward(call_inputs: Inputs) -> int | None:
@@ -320,14 +322,14 @@ def _batch_norm_backward(call_inputs: Inputs) -> int | None:
 
 def _max_pool(call_inputs: Inputs) -> int | None:
     """Count a pooling in two dimensions: kernel, stride, padding, dilation, ceil_mode; its result has places, too."""
-    whole = call_inputs.tensor(0)
+    tensor = call_inputs.tensor(0)
     if call_inputs.value(5) != "False":
         return None
-    kernel, stride, padding, dilation = (_pair(call_inputs.value(at)) for at in range(1, 5))
+    kernel, stride, padding, dilation = (_pair(call_inputs.value(place)) for place in range(1, 5))
     stride = stride or kernel
-    sizes = zip(whole.shape[-2:], kernel, stride, padding, dilation, strict=True)
+    sizes = zip(tensor.shape[-2:], kernel, stride, padding, dilation, strict=True)
     pooled = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
-    return whole.bytes + math.prod(whole.shape[:-2]) * math.prod(pooled) * (8 + element_bytes(whole.dtype))
+    return tensor.bytes + math.prod(tensor.shape[:-2]) * math.prod(pooled) * (8 + element_bytes(tensor.dtype))
 
 
 def _pair(text: str | None) -> list[int]:
@@ -356,11 +358,11 @@ def _embedding_backward(call_inputs: Inputs) -> int | None:
 
 
 def _index_select(call_inputs: Inputs) -> int | None:
-    whole, dim, places = call_inputs.tensor(0), call_inputs.value(1), call_inputs.tensor(2)
-    if dim is None and len(whole.shape) > 1:
+    source, dim, places = call_inputs.tensor(0), call_inputs.value(1), call_inputs.tensor(2)
+    if dim is None and len(source.shape) > 1:
         return None
-    row = whole.elements // whole.shape[int(dim or 0)]
-    return places.bytes + 2 * places.elements * row * element_bytes(whole.dtype)
+    row = source.elements // source.shape[int(dim or 0)]
+    return places.bytes + 2 * places.elements * row * element_bytes(source.dtype)
 
 
 def _gather(call_inputs: Inputs) -> int:
@@ -397,24 +399,24 @@ def _buffers(call_inputs: Inputs) -> int:
 # Table ---------------------------------------------------------------------------------------------------------------
 
 
-def _listed(names: str) -> list[str]:
+def _names(names: str) -> list[str]:
     return names.split()
 
 
-_FLOATING_UNARY = _listed(
+_FLOATING_UNARY = _names(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan tanh sigmoid gelu silu mish elu hardswish hardsigmoid "
     "leaky_relu softplus erf erfc erfinv reciprocal frac celu logit"
 )
-_UNARY = _listed("abs neg relu hardtanh floor ceil round trunc sign sgn nan_to_num bitwise_not threshold square")
-_BINARY = _listed(
+_UNARY = _names("abs neg relu hardtanh floor ceil round trunc sign sgn nan_to_num bitwise_not threshold square")
+_BINARY = _names(
     "add sub mul rsub pow atan2 remainder fmod maximum minimum fmax fmin bitwise_and bitwise_or bitwise_xor "
     "floor_divide clamp_min clamp_max xlogy copysign hypot masked_fill threshold_backward gelu_backward silu_backward "
     "sigmoid_backward tanh_backward hardtanh_backward hardswish_backward leaky_relu_backward softplus_backward "
     "native_dropout_backward"
 )
-_COMPARISONS = _listed("eq ne lt le gt ge logical_and logical_or logical_xor")
-_TERNARY = _listed("addcmul addcdiv lerp clamp mse_loss_backward smooth_l1_loss_backward")
-_PREDICATES = _listed("logical_not isnan isinf isfinite")
+_COMPARISONS = _names("eq ne lt le gt ge logical_and logical_or logical_xor")
+_TERNARY = _names("addcmul addcdiv lerp clamp mse_loss_backward smooth_l1_loss_backward")
+_PREDICATES = _names("logical_not isnan isinf isfinite")
 _IN_PLACE = (
     *((name, 1) for name in (*_UNARY, *_FLOATING_UNARY)),
     *((name, 2) for name in (*_BINARY, *_COMPARISONS, "div")),
@@ -431,7 +433,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::{name}_": _in_place(operands) for name, operands in _IN_PLACE},
     "aten::div": _division,
     "aten::cumsum": _cumulative_sum,
-    "aten::where": lambda call_inputs: _elementwise(3, _promoted(call_inputs.tensors(1, 3), ()))(call_inputs),
+    "aten::where": lambda call_inputs: _elementwise(3, _promoted_dtype(call_inputs.tensors(1, 3), ()))(call_inputs),
     **{
         f"aten::{name}": _written_only
         for name in ("fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_")

@@ -88,15 +88,15 @@ def convolution_outputs(backward_calls: Sequence[tuple[str, str]]) -> OutputShap
 
     Of an input and a weight that have outputs of several shapes (by stride), none is returned.
     """
-    found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    outputs: dict[tuple[str, str], set[tuple[int, ...]]] = {}
     for name, shapes in backward_calls:
         try:
             dims = json.loads(shapes)
-            gradient, given = dims[_GRADIENT_AT[name]], dims[1 - _GRADIENT_AT[name]]
-            found.setdefault((json.dumps(given), json.dumps(dims[2])), set()).add(tuple(gradient))
+            gradient, source = dims[_GRADIENT_AT[name]], dims[1 - _GRADIENT_AT[name]]
+            outputs.setdefault((json.dumps(source), json.dumps(dims[2])), set()).add(tuple(gradient))
         except op_inputs.OTHER_INPUTS:
             continue
-    return {inputs: next(iter(each)) for inputs, each in found.items() if len(each) == 1}
+    return {inputs: next(iter(candidates)) for inputs, candidates in outputs.items() if len(candidates) == 1}
 
 
 class InputBytes(NamedTuple):
@@ -122,12 +122,12 @@ def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
     return InputBytes(None if dtype is None else total, dtype)
 
 
-def moved_bytes(done: Work, given: InputBytes) -> float | None:
+def moved_bytes(done: Work, inputs: InputBytes) -> float | None:
     """Return the bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
-    if given.total is None or given.dtype is None:
+    if inputs.total is None or inputs.dtype is None:
         return None
-    element_bytes = max(devices.ELEMENT_BYTES[given.dtype], _LEAST_OUTPUT_BYTES)
-    return given.total + element_bytes * done.output_elements
+    element_bytes = max(devices.ELEMENT_BYTES[inputs.dtype], _LEAST_OUTPUT_BYTES)
+    return inputs.total + element_bytes * done.output_elements
 
 
 _LEAST_OUTPUT_BYTES = 2
@@ -140,10 +140,10 @@ def _product(left_at: int) -> _Formula:
     """Return the formula of an operator whose factors are inputs `left_at` and the next one."""
 
     def formula(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001 the signature of a formula
-        left, right = dims[left_at : left_at + 2]
-        if left[-1] != right[-2]:
-            raise ValueError(f"no matrix product: {left} by {right}")
-        return Work(2.0 * math.prod(left) * right[-1], math.prod(left[:-1]) * right[-1])
+        lhs, rhs = dims[left_at : left_at + 2]
+        if lhs[-1] != rhs[-2]:
+            raise ValueError(f"no matrix product: {lhs} by {rhs}")
+        return Work(2.0 * math.prod(lhs) * rhs[-1], math.prod(lhs[:-1]) * rhs[-1])
 
     return formula
 
@@ -154,8 +154,8 @@ def _vector_product(left_at: int) -> _Formula:
 
 
 def _linear(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
-    given, weight = dims[:2]
-    return Work(2.0 * math.prod(given) * weight[0], math.prod(given[:-1]) * weight[0])
+    source, weight = dims[:2]
+    return Work(2.0 * math.prod(source) * weight[0], math.prod(source[:-1]) * weight[0])
 
 
 def _grouped_product(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
@@ -163,10 +163,10 @@ def _grouped_product(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG0
 
     A row, column or inner element is in one group. Shapes do not show how many groups divide the inner dimension.
     """
-    left, right = dims[:2]
-    groups_columns = len(left) == 3 and len(right) == 2
-    left = left[1:] if groups_columns else left
-    return Work(2.0 * math.prod(left) * right[-1], math.prod(left[:-1]) * right[-1])
+    lhs, rhs = dims[:2]
+    groups_columns = len(lhs) == 3 and len(rhs) == 2
+    lhs = lhs[1:] if groups_columns else lhs
+    return Work(2.0 * math.prod(lhs) * rhs[-1], math.prod(lhs[:-1]) * rhs[-1])
 
 
 def _template_product(dims: Shapes, values: Sequence[str]) -> Work | None:  # noqa: ARG001
@@ -175,14 +175,12 @@ def _template_product(dims: Shapes, values: Sequence[str]) -> Work | None:  # no
     The factors are neighbours that fit, and whose product has the elements of a later buffer; None where pairs of
     different work do.
     """
-    buffers = [each for each in dims if len(each) in (2, 3)]
-    sizes = [math.prod(each) for each in dims]
-    found = {
-        _product(0)((left, right), ())
-        for left, right in pairwise(buffers)
-        if left[-1] == right[-2] and left[:-2] == right[:-2]
+    buffers = [shape for shape in dims if len(shape) in (2, 3)]
+    sizes = [math.prod(shape) for shape in dims]
+    products = {
+        _product(0)((lhs, rhs), ()) for lhs, rhs in pairwise(buffers) if lhs[-1] == rhs[-2] and lhs[:-2] == rhs[:-2]
     }
-    fitting = [each for each in found if each is not None and each.output_elements in sizes]
+    fitting = [product for product in products if product is not None and product.output_elements in sizes]
     return Work(fitting[0].flops, 0.0) if len(fitting) == 1 else None  # the result is one of the buffers
 
 
@@ -195,16 +193,16 @@ def _convolution(stride: int, padding: int, dilation: int, transposed: int | Non
     """Return the formula of a convolution, from the places of its arguments."""
 
     def formula(dims: Shapes, values: Sequence[str]) -> Work | None:
-        given, weight = dims[:2]
+        source, weight = dims[:2]
         if transposed is not None and values and values[transposed] == "True":
-            return _convolved(given, weight, given)
+            return _convolution_work(source, weight, source)
         if not values or not values[stride]:
             return None
         kernel = weight[2:]
-        steps, pads, gaps = (_spread(values[at], len(kernel)) for at in (stride, padding, dilation))
-        sizes = zip(given[-len(kernel) :], kernel, steps, pads, gaps, strict=True)
+        steps, pads, gaps = (_spread(values[place], len(kernel)) for place in (stride, padding, dilation))
+        sizes = zip(source[-len(kernel) :], kernel, steps, pads, gaps, strict=True)
         spatial = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
-        return _convolved(given, weight, [*given[: -len(kernel)], *spatial])
+        return _convolution_work(source, weight, [*source[: -len(kernel)], *spatial])
 
     return formula
 
@@ -215,33 +213,35 @@ def _spread(text: str, length: int) -> list[int]:
 
 
 def _convolution_to(output: Shape | None, dims: Shapes) -> Work | None:
-    return None if output is None else _convolved(dims[0], dims[1], output)
+    return None if output is None else _convolution_work(dims[0], dims[1], output)
 
 
-def _convolved(given: Shape, weight: Shape, convolved: Shape) -> Work:
+def _convolution_work(source: Shape, weight: Shape, convolved: Shape) -> Work:
     """Return the work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
 
     The weight is (outputs, inputs / groups, kernel…), transposed (inputs, outputs / groups, kernel…).
     """
     kernel = len(weight) - 2
-    points = math.prod(given[: -kernel - 1]) * math.prod(convolved[-kernel:])
+    points = math.prod(source[: -kernel - 1]) * math.prod(convolved[-kernel:])
     return Work(2.0 * points * math.prod(weight), points * weight[0])
 
 
 def _convolution_gradients(dims: Shapes, values: Sequence[str]) -> Work:
     """Count aten::convolution_backward: each of the input's and the weight's gradient costs what forward does."""
-    gradient, given, weight = dims[:3]
+    gradient, source, weight = dims[:3]
     is_transposed = len(values) > 7 and values[7] == "True"
     mask = json.loads(values[10].lower()) if len(values) > 10 and values[10] else [True, True]
-    forward = _convolved(given, weight, given if is_transposed else gradient)
-    outputs = zip(mask, (given, weight), strict=False)
-    return Work(sum(mask[:2]) * forward.flops, sum(math.prod(shape) for wanted, shape in outputs if wanted))
+    forward = _convolution_work(source, weight, source if is_transposed else gradient)
+    outputs = zip(mask, (source, weight), strict=False)
+    return Work(
+        mask[:2].count(True) * forward.flops, sum(math.prod(shape) for is_wanted, shape in outputs if is_wanted)
+    )
 
 
 def _library_gradients(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
     """Count the backward operators of torch before 1.11: input, gradient, weight; both gradients."""
-    given, gradient, weight = dims[:3]
-    return Work(2.0 * _convolved(given, weight, gradient).flops, math.prod(given) + math.prod(weight))
+    source, gradient, weight = dims[:3]
+    return Work(2.0 * _convolution_work(source, weight, gradient).flops, math.prod(source) + math.prod(weight))
 
 
 _CONVOLUTIONS: Mapping[str, _Formula] = {

@@ -52,34 +52,34 @@ TensorList: TypeAlias = tuple[Tensor, ...]
 class Inputs(NamedTuple):
     """The inputs of a call by place: tensors, lists of tensors, and the values of the others as text ("" for none)."""
 
-    given: Sequence[Tensor | TensorList | None]
+    slots: Sequence[Tensor | TensorList | None]
     values: Sequence[str]
 
     def tensors(self, first: int = 0, last: int | None = None) -> list[Tensor]:
         """Return the tensors from one place to before another; lists of tensors are left out."""
-        return [each for each in self.given[first:last] if isinstance(each, Tensor)]
+        return [slot for slot in self.slots[first:last] if isinstance(slot, Tensor)]
 
-    def tensor(self, at: int) -> Tensor:
+    def tensor(self, place: int) -> Tensor:
         """Return the tensor at a place. Raises ValueError where there is none."""
-        found = self.given[at] if at < len(self.given) else None
-        if not isinstance(found, Tensor):
-            raise ValueError(f"input {at} is no tensor")
-        return found
+        slot = self.slots[place] if place < len(self.slots) else None
+        if not isinstance(slot, Tensor):
+            raise ValueError(f"input {place} is no tensor")
+        return slot
 
-    def tensor_list(self, at: int) -> TensorList:
+    def tensor_list(self, place: int) -> TensorList:
         """Return the list of tensors at a place. Raises ValueError where its shapes are not known."""
-        found = self.given[at]
-        if not isinstance(found, tuple) or isinstance(found, Tensor) or not found:
-            raise ValueError(f"input {at} is not a list of tensors")
-        return found
+        slot = self.slots[place]
+        if not isinstance(slot, tuple) or isinstance(slot, Tensor) or not slot:
+            raise ValueError(f"input {place} is not a list of tensors")
+        return slot
 
     def lists(self, first: int, last: int) -> list[TensorList]:
         """Return the lists of tensors from one place to before another; empty ones where shapes were not recorded."""
-        return [each for each in self.given[first:last] if isinstance(each, tuple) and not isinstance(each, Tensor)]
+        return [slot for slot in self.slots[first:last] if isinstance(slot, tuple) and not isinstance(slot, Tensor)]
 
-    def value(self, at: int) -> str | None:
+    def value(self, place: int) -> str | None:
         """Return the value at a place; None where it was not recorded."""
-        return (self.values[at] or None) if at < len(self.values) else None
+        return (self.values[place] or None) if place < len(self.values) else None
 
 
 def parse(
@@ -98,15 +98,15 @@ def parse(
     dims, steps = json.loads(shapes), json.loads(strides) if strides else []
     steps = steps if len(steps) == len(dims) else [None] * len(dims)
     try:
-        given = [_input(*each, list_dtype) for each in zip(dims, names, steps, strict=True)]
+        slots = [_input(*fields, list_dtype) for fields in zip(dims, names, steps, strict=True)]
     except KeyError:
         return None
-    return Inputs(given, json.loads(arguments) if arguments else [])
+    return Inputs(slots, json.loads(arguments) if arguments else [])
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors in memory."""
-    return sum(each.bytes for each in tensors)
+    return sum(tensor.bytes for tensor in tensors)
 
 
 def element_bytes(dtype: str) -> int:
@@ -120,10 +120,10 @@ def list_dtype(kernel: str) -> str | None:
     >>> list_dtype("void multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<float, 2, 2, 0>>")
     'float'
     """
-    if found := _COPIED_LISTS.search(kernel):
-        return _TYPE_OF_BYTES.get(found[1])
-    found = _LIST_KERNEL.search(kernel)
-    return found[1] if found else None
+    if match := _COPIED_LISTS.search(kernel):
+        return _TYPE_OF_BYTES.get(match[1])
+    match = _LIST_KERNEL.search(kernel)
+    return match[1] if match else None
 
 
 _LIST_KERNEL = re.compile(r"multi_tensor_apply_kernel<.*?Functor<(float|double|c10::Half|c10::BFloat16)\b")
@@ -138,8 +138,8 @@ def _input(dims: Any, dtype: str, steps: Any, list_dtype: str | None) -> Tensor 
     if dtype in _NO_TENSOR:
         return None
     if dtype == _TENSOR_LIST:
-        is_known = list_dtype is not None and all(isinstance(each, list) for each in dims)
-        return tuple(_tensor(each, list_dtype, None) for each in dims) if is_known else None  # type: ignore[arg-type]
+        is_known = list_dtype is not None and all(isinstance(shape, list) for shape in dims)
+        return tuple(_tensor(shape, list_dtype, None) for shape in dims) if is_known else None  # type: ignore[arg-type]
     return _tensor(dims, dtype, steps)
 
 

@@ -29,7 +29,7 @@ _SLICE_WITH_FUSED = rf"^Optimizer\.step#({'|'.join(FUSED_ACCESSES)})\.step$"
 
 
 @memoize
-def unfused(trace: Trace) -> pl.DataFrame:
+def unfused_kernels(trace: Trace) -> pl.DataFrame:
     """Return the elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.
 
     Columns COLUMNS: op (that launched it), name (of the kernel), optimizer (its class), implementation (foreach or
@@ -50,28 +50,28 @@ def unfused(trace: Trace) -> pl.DataFrame:
         trace.ops["name"][around[rows]].str.extract(_SLICE).alias("optimizer"),
     )
     operator = pl.col("op").str.strip_prefix("aten::").str.strip_prefix("_foreach_")
-    found = launched.filter(
+    elementwise = launched.filter(
         pl.col("optimizer").is_in(list(FUSED_ACCESSES)), operator.is_in(list(_ACCESSES))
     ).with_columns(operator.replace_strict(_ACCESSES, default=None, return_dtype=pl.Int64).alias("accesses"))
     is_foreach = pl.col("op").str.starts_with("aten::_foreach_")
-    priced = found.join(_saved_shares(found), on="slice", maintain_order="left").with_columns(
+    priced = elementwise.join(_saved_shares(elementwise), on="slice", maintain_order="left").with_columns(
         pl.when(is_foreach).then(pl.lit(FOREACH)).otherwise(pl.lit(FOR_LOOP)).alias("implementation"),
         (pl.col("dur_ns") * pl.col("saved_share")).round().alias("saved_ns"),
     )
     return schema.select(priced.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left"), COLUMNS)
 
 
-def _saved_shares(found: pl.DataFrame) -> pl.DataFrame:
+def _saved_shares(kernel_rows: pl.DataFrame) -> pl.DataFrame:
     """Return the share of each step's accesses that a fused kernel saves: columns slice, saved_share.
 
     How many tensors (or lists) the step updates is the median over operators of how often each is called.
     """
-    calls = found.unique("op_id").group_by("slice", "optimizer", "op").agg(pl.len(), pl.col("accesses").first())
+    calls = kernel_rows.unique("op_id").group_by("slice", "optimizer", "op").agg(pl.len(), pl.col("accesses").first())
     fused = pl.col("optimizer").first().replace_strict(FUSED_ACCESSES, return_dtype=pl.Int64)
-    each = (pl.col("len") * pl.col("accesses")).sum() / pl.col("len").median()
+    accesses = (pl.col("len") * pl.col("accesses")).sum() / pl.col("len").median()
     # Without momentum, SGD reads gradient and parameter and writes the parameter.
     is_plain = (pl.col("optimizer").first() == "SGD") & (pl.len() == 1)
     shares = calls.group_by("slice").agg(
-        (1 - pl.when(is_plain).then(each).otherwise(fused) / each).alias("saved_share")
+        (1 - pl.when(is_plain).then(accesses).otherwise(fused) / accesses).alias("saved_share")
     )
     return shares.with_columns(pl.col("saved_share").clip(0))

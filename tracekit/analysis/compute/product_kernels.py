@@ -45,7 +45,7 @@ _NOT_FP32 = r"(?i)tf32|tensorop|s1688|s16816|f16|half|gemv"
 
 
 @memoize
-def misaligned(trace: Trace) -> pl.DataFrame:
+def misaligned_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
 
     Columns COLUMNS: name (of the kernel), saved_ns (less what the call needs at the share of the roofline that aligned
@@ -121,7 +121,7 @@ def with_calls(trace: Trace) -> pl.DataFrame:
     activities = trace.activities.rename({"id": "activity_id"}).join(
         devices_of_lanes, on="lane", how="left", maintain_order="left"
     )
-    ids = flops.counted(trace).drop_nulls("flops")["id"]
+    ids = flops.counted_calls(trace).drop_nulls("flops")["id"]
     row = pl.Series("row", flops.counted_op_of_activities(trace, ids))
     of_call = trace.ops.select("id", "name", "shapes", "strides").rename({"name": "op"})
     calls = of_call.join(efficiency.of_ops(trace).drop_nulls("flops"), on="id").with_columns(
@@ -138,10 +138,10 @@ def with_calls(trace: Trace) -> pl.DataFrame:
 
 def _usual_ratio(kernels: pl.DataFrame) -> float:
     """Return the median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
-    known = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= MIN_NS)
-    if known["call_id"].n_unique() < _MIN_CALLS:
+    aligned = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= MIN_NS)
+    if aligned["call_id"].n_unique() < _MIN_CALLS:
         return _USUAL_RATIO
-    ordered = known.sort("ratio").with_columns(pl.col("dur_ns").cum_sum().alias("until_ns"))
+    ordered = aligned.sort("ratio").with_columns(pl.col("dur_ns").cum_sum().alias("until_ns"))
     middle = ordered.filter(2 * pl.col("until_ns") >= ordered["dur_ns"].sum())["ratio"][0]
     return float(min(max(middle, 0.3), 0.8))
 
@@ -168,9 +168,9 @@ def _paddings(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the padding of each product by its inputs: columns _INPUTS, padding, growth, is_contiguous."""
     rows = []
     for inputs in calls.select(_INPUTS).unique(maintain_order=True).iter_rows():
-        found = _padding_of(*inputs) or _Padding({}, 1.0, is_contiguous=False)
-        padding = json.dumps({str(size): to for size, to in found.dims.items()}) if found.dims else None
-        rows.append((*inputs, padding, found.growth, found.is_contiguous))
+        call_padding = _padding_of(*inputs) or _Padding({}, 1.0, is_contiguous=False)
+        padding = json.dumps({str(size): to for size, to in call_padding.dims.items()}) if call_padding.dims else None
+        rows.append((*inputs, padding, call_padding.growth, call_padding.is_contiguous))
     kinds = pl.Schema({"padding": pl.String, "growth": pl.Float64, "is_contiguous": pl.Boolean})
     inputs_of_calls = {name: calls.schema[name] for name in _INPUTS}
     return pl.DataFrame(rows, pl.Schema({**inputs_of_calls, **kinds}), orient="row")
@@ -186,9 +186,9 @@ def _padding_of(op: str | None, shapes: str | None, strides: str | None, element
 def _padding(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:
     if op is None or op not in LEFT or shapes is None:
         return None
-    at, unit = LEFT[op], _UNIT_BYTES // element_bytes
-    (*_, rows, inner), (*_, columns) = json.loads(shapes)[at : at + 2]
-    contiguous = _contiguous(json.loads(strides)[at : at + 2], (rows, inner, columns)) if strides else set()
+    place, unit = LEFT[op], _UNIT_BYTES // element_bytes
+    (*_, rows, inner), (*_, columns) = json.loads(shapes)[place : place + 2]
+    contiguous = _contiguous(json.loads(strides)[place : place + 2], (rows, inner, columns)) if strides else set()
     is_small = min(rows, inner, columns) < _MIN_DIM
     dims = {size: -(-size // unit) * unit for size in (rows, inner, columns) if size % unit and not is_small}
     growth = math.prod(dims.get(size, size) / size for size in (rows, inner, columns))
@@ -198,11 +198,11 @@ def _padding(op: str | None, shapes: str | None, strides: str | None, element_by
 def _contiguous(strides: list[Any], sizes: tuple[int, int, int]) -> set[int]:
     """Return the dimensions of which the rows of a factor, or of the result, are made in memory."""
     rows, inner, columns = sizes
-    left, right = strides
-    found = {columns}  # the result is written by rows
-    found.add(inner if left[-1] == 1 else rows)
-    found.add(columns if right[-1] == 1 else inner)
-    return found
+    lhs, rhs = strides
+    contiguous = {columns}  # the result is written by rows
+    contiguous.add(inner if lhs[-1] == 1 else rows)
+    contiguous.add(columns if rhs[-1] == 1 else inner)
+    return contiguous
 
 
 def pads(padding: str) -> list[tuple[int, int]]:

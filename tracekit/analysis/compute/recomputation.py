@@ -40,7 +40,7 @@ def regions(trace: Trace) -> pl.DataFrame:
     if repeated.is_empty():
         return schema.empty(COLUMNS)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    found = repeated.group_by("step", "device", "region", maintain_order=True).agg(
+    region_rows = repeated.group_by("step", "device", "region", maintain_order=True).agg(
         pl.col("unit").drop_nulls().first(),
         pl.col("evidence", "from_ns", "until_ns").first(),
         pl.len().cast(pl.Int64).alias("kernels"),
@@ -48,10 +48,10 @@ def regions(trace: Trace) -> pl.DataFrame:
         (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
         pl.col("dur_ns").sum().alias("compute_ns"),
     )
-    placed = backward_passes.with_passes(found, trace, "from_ns").with_columns(
-        pl.col("backward").fill_null(0), _allocated(found.sort("from_ns"), trace)
+    in_passes = backward_passes.with_passes(region_rows, trace, "from_ns").with_columns(
+        pl.col("backward").fill_null(0), _allocated_bytes(region_rows.sort("from_ns"), trace)
     )
-    return placed.sort("start_ns").pipe(schema.select, COLUMNS)
+    return in_passes.sort("start_ns").pipe(schema.select, COLUMNS)
 
 
 def recomputed_activities(trace: Trace) -> pl.DataFrame:
@@ -95,14 +95,14 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _allocated(found: pl.DataFrame, trace: Trace) -> pl.Series:
+def _allocated_bytes(region_rows: pl.DataFrame, trace: Trace) -> pl.Series:
     """Return the bytes allocated and not freed while the host was in each region."""
     span = pl.col("span").fill_null("")
     events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
     if events.is_empty():
-        return pl.Series("activation_bytes", [None] * found.height, pl.Int64)
+        return pl.Series("activation_bytes", [None] * region_rows.height, pl.Int64)
     sums = np.concatenate(([0], np.cumsum(events["delta_bytes"].to_numpy())))
-    at = events["at_ns"].to_numpy()
-    first = np.searchsorted(at, found["from_ns"].to_numpy(), side="left")
-    past = np.searchsorted(at, found["until_ns"].to_numpy(), side="right")
+    at_ns = events["at_ns"].to_numpy()
+    first = np.searchsorted(at_ns, region_rows["from_ns"].to_numpy(), side="left")
+    past = np.searchsorted(at_ns, region_rows["until_ns"].to_numpy(), side="right")
     return pl.Series("activation_bytes", sums[past] - sums[first], pl.Int64)

@@ -22,25 +22,25 @@ _FAR_OUT = 3.0
 class Comparison:
     """Samples compared with the same work alone; arrays in the order of the samples.
 
-    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `judged`: never alone, or
+    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `is_judged`: never alone, or
     durations vary too much to be the same work. `excess_ns` is the extra time of a sample; outliers (Tukey: three
     interquartile ranges beyond the quartiles of concurrent samples) are clipped to that fence.
     """
 
     alone_ns: Floats
     excess_ns: Floats
-    judged: Flags
+    is_judged: Flags
 
 
-def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, concurrent: Flags) -> Comparison:
-    """Compare samples of equal `key`: those that ran `alone` with all others; `concurrent` define the outlier fence."""
+def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, solo: Flags, concurrent: Flags) -> Comparison:
+    """Compare samples of equal `key`: those that ran `solo` with all others; `concurrent` define the outlier fence."""
     (_, key), (steps, step) = (np.unique(values, return_inverse=True) for values in (key, step))
     _, place = np.unique(key * len(steps) + step, return_inverse=True)
     count = int(key.max(initial=-1)) + 1
-    middle = _quartiles(key, dur_ns, alone, count)[1]
-    own = _quartiles(place, dur_ns, alone, int(place.max(initial=-1)) + 1)[1]
-    low, _, high = _quartiles(key, dur_ns / np.maximum(own[place], 1), alone, count)
-    alone_ns = np.where(np.isnan(own[place]), middle[key], own[place])
+    middle = _quartiles(key, dur_ns, solo, count)[1]
+    step_ns = _quartiles(place, dur_ns, solo, int(place.max(initial=-1)) + 1)[1]
+    low, _, high = _quartiles(key, dur_ns / np.maximum(step_ns[place], 1), solo, count)
+    alone_ns = np.where(np.isnan(step_ns[place]), middle[key], step_ns[place])
     low_concurrent, _, high_concurrent = _quartiles(key, dur_ns, concurrent, count)
     with np.errstate(invalid="ignore"):
         alike = high - low <= MAX_SPREAD
@@ -48,11 +48,11 @@ def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, con
         clipped_ns = np.fmin(
             dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns)
         )
-    judged = alike[key]
+    is_judged = alike[key]
     return Comparison(
-        np.where(judged, alone_ns, 0.0),
-        np.where(judged & ~alone, clipped_ns - alone_ns, 0.0),
-        np.asarray(judged, np.bool_),
+        np.where(is_judged, alone_ns, 0.0),
+        np.where(is_judged & ~solo, clipped_ns - alone_ns, 0.0),
+        np.asarray(is_judged, np.bool_),
     )
 
 
@@ -89,9 +89,9 @@ def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tu
     rows = rows[np.lexsort((values[rows], key[rows]))]
     many = np.bincount(key[rows], minlength=count)
     first = np.cumsum(many) - many
-    found = []
+    quartiles = []
     for quarter in (1, 2, 3):
-        at = first + (np.maximum(many - 1, 0) * quarter + (3 if quarter == 3 else 0)) // 4
-        quartile = values[rows[np.minimum(at, len(rows) - 1)]] if len(rows) else np.zeros(count)
-        found.append(np.where(many > 0, quartile, np.nan))
-    return found[0], found[1], found[2]
+        index = first + (np.maximum(many - 1, 0) * quarter + (3 if quarter == 3 else 0)) // 4
+        quartile = values[rows[np.minimum(index, len(rows) - 1)]] if len(rows) else np.zeros(count)
+        quartiles.append(np.where(many > 0, quartile, np.nan))
+    return quartiles[0], quartiles[1], quartiles[2]

@@ -15,11 +15,11 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 
 def communication_gap_time(trace: Trace) -> pl.DataFrame:
     """Return communication gaps summed. Columns device, step, phase, cause, detail, pieces, dur_ns."""
-    return _summed(communication_gap_causes.gap_causes(trace), _PLACE)
+    return _sum_pieces(communication_gap_causes.gap_causes(trace), _PLACE)
 
 
 def by_cause(run: Run) -> pl.DataFrame:
-    """Return how long each rank stalled in each step, by kind of gap and cause; use ``run.run_table``.
+    """Stall time of each rank in each step, by kind of gap and cause; use ``run.run_table``.
 
     Columns COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
     `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
@@ -34,20 +34,20 @@ def by_cause(run: Run) -> pl.DataFrame:
 
 def by_rank(run: Run) -> pl.DataFrame:
     """Return `by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.run_table``."""
-    return _of_ranks(run.run_table(by_cause))
+    return _sum_by_rank(run.run_table(by_cause))
 
 
 def idle_by_rank(run: Run) -> pl.DataFrame:
     """Return the compute part of `by_rank`, which needs fewer facts; use ``run.run_table``."""
     sums = compute_gap_causes.sums_across(run, ("rank", "cause"))
-    return _of_ranks(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
+    return _sum_by_rank(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 
 
-def _of_ranks(rows: pl.DataFrame) -> pl.DataFrame:
+def _sum_by_rank(rows: pl.DataFrame) -> pl.DataFrame:
     sums = rows.group_by("rank", "gap_kind", "cause").agg(pl.col("pieces", "dur_ns").sum())
     return sums.sort("gap_kind", "rank", "cause")
 
 
-def _summed(pieces: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
+def _sum_pieces(pieces: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
     counted = pl.len().cast(pl.Int64).alias("pieces")
     return pieces.group_by(by, maintain_order=True).agg(counted, pl.col("dur_ns").sum())

@@ -30,7 +30,7 @@ _PLACE = ("step", "device", *KEYS, "cause", "detail")
 
 
 def step_charges(trace: Trace) -> pl.DataFrame:
-    """Return what the device window of each step consists of.
+    """Charge each moment of the device window of each step to a part, operator and kernel.
 
     Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
     path and shapes. The operator is the innermost one around the launch, of a collective its own and not
@@ -40,36 +40,36 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
     launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
-    described = _described(trace)
+    described = _activity_keys(trace)
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
         windows = _windows(trace, device)
         if windows.height:
             rows = pl.concat(
-                [_charged(trace, device, windows), _launched(trace, device, windows)], how="diagonal"
+                [_charge_moments(trace, device, windows), _launched_activities(trace, device, windows)], how="diagonal"
             ).join(described, on="id", how="left", maintain_order="left")
-            parts.append(_summed(rows.with_columns(pl.lit(device, pl.Int64).alias("device"))))
+            parts.append(_sum_charges(rows.with_columns(pl.lit(device, pl.Int64).alias("device"))))
     return pl.concat(parts)
 
 
-def _summed(rows: pl.DataFrame) -> pl.DataFrame:
-    placed = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
-    sums = placed.group_by(_PLACE, maintain_order=True).agg(
+def _sum_charges(rows: pl.DataFrame) -> pl.DataFrame:
+    charged = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
+    sums = charged.group_by(_PLACE, maintain_order=True).agg(
         pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
     )
     return schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True)
 
 
-def _described(trace: Trace) -> pl.DataFrame:
+def _activity_keys(trace: Trace) -> pl.DataFrame:
     """Return id, own_part, operator, kernel, module, path, shapes and chain of each activity."""
-    op, known = _operator_rows(trace)
+    op, launch = _operator_rows(trace)
     return trace.activities.select(
         "id",
         _part().alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
         module_paths.activity_modules(trace),
-        call_paths.call_paths(trace).gather(known).alias("path"),
+        call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
     )
@@ -78,22 +78,22 @@ def _described(trace: Trace) -> pl.DataFrame:
 def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
     launch = trace.activities["launch_id"]
-    known = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
+    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
     if trace.ops.is_empty():
-        return known, known
+        return op_row, op_row
     is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
     outer = nesting.nearest(trace.ops["parent_id"].fill_null(-1).to_numpy(), is_operator.to_numpy())
-    named = pl.Series(outer).gather(known)
+    operator = pl.Series(outer).gather(op_row)
     inner = pl.Series(kernels.innermost_op(trace))
-    op = named.zip_with((named >= 0).fill_null(value=False), inner)
-    return op.set(op < 0, None), known
+    op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
+    return op.set(op < 0, None), op_row
 
 
 def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
-    here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
     return (
         trace.steps.drop_nulls(["start_ns", "end_ns"])
-        .filter(here, pl.col("end_ns") > pl.col("start_ns"))
+        .filter(on_device, pl.col("end_ns") > pl.col("start_ns"))
         .sort("start_ns")
     )
 
@@ -106,8 +106,8 @@ class _Lane(NamedTuple):
     spans: Spans
 
 
-def _charged(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
-    """Return what each moment of the windows is charged to: columns step, part, id, cause, detail, dur_ns."""
+def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
+    """Charge each moment of the windows: columns step, part, id, cause, detail, dur_ns."""
     lanes = _lanes(trace, device)
     causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
     gaps = intervals.from_table(causes)
@@ -116,7 +116,7 @@ def _charged(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.Data
     owner, part = _owners(lanes, pieces.start_ns)
     rows = pl.DataFrame(
         {
-            "step": windows["step"].gather(pieces.of),
+            "step": windows["step"].gather(pieces.span),
             "part": pl.Series(PARTS, dtype=pl.String).gather(part),
             "owner": owner,
             "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
@@ -126,8 +126,8 @@ def _charged(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.Data
     sums = rows.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
     number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
     caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
-    known = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
-    return caused.select("step", "part", known, "cause", "detail", "dur_ns")
+    activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
+    return caused.select("step", "part", activity_id, "cause", "detail", "dur_ns")
 
 
 def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
@@ -137,20 +137,22 @@ def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
     for lane in lanes:
         free = np.flatnonzero(owner < 0)
         running = sweep_line.running(lane.spans, at_ns[free])
-        taken = free[running >= 0]
-        owner[taken] = lane.activities["id"].to_numpy()[running[running >= 0]]
-        part[taken] = PARTS.index(lane.part)
+        charged = free[running >= 0]
+        owner[charged] = lane.activities["id"].to_numpy()[running[running >= 0]]
+        part[charged] = PARTS.index(lane.part)
     return owner, part
 
 
 def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
     """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
     work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
-    lanes = [_Lane(str(own["part"][0]), own, intervals.from_table(own)) for own in work.partition_by("part", "lane")]
+    lanes = [
+        _Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in work.partition_by("part", "lane")
+    ]
     return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
 
 
-def _launched(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
+def _launched_activities(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
     """Return the activities that each step launched: columns step, id, order_ns, count, work_ns."""
     begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
     work = _activities(trace, device).join(begun, on="step", nulls_equal=True)

@@ -55,11 +55,11 @@ def merge_durations(
 _SHARES = (("p50_ns", 0.5), ("p95_ns", 0.95))
 
 
-def require_known(option: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError where an option has no names, or one that is not `known`."""
-    unknown = next((name for name in names if name not in known), None)
+def require_known(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ConfigError where an option has no names, or one that is not `allowed`."""
+    unknown = next((name for name in names if name not in allowed), None)
     if unknown is not None or not names:
-        raise ConfigError(f"{option} {unknown or ''}: expected some of {', '.join(known)}".replace(" :", ":"))
+        raise ConfigError(f"{option} {unknown or ''}: expected some of {', '.join(allowed)}".replace(" :", ":"))
 
 
 def _spread(parts: pl.DataFrame, keys: Sequence[str], ranks: Sequence[int]) -> pl.DataFrame:

@@ -76,10 +76,10 @@ def save_work(trace: Trace) -> pl.DataFrame:
         pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
     )
     step = pl.coalesce(pl.col("step").cast(pl.String), "checkpoint")
-    each = rows.select(
+    stages = rows.select(
         kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
     )
-    return _typical(each, max(1, each["step"].n_unique()))
+    return _typical(stages, max(1, stages["step"].n_unique()))
 
 
 def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
@@ -88,10 +88,10 @@ def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
     # Steps without it have amount 0 and sort first.
     middle = [(pl.len() - steps + rank) for rank in ((steps - 1) // 2, steps // 2)]
     amounts = pl.col("amount").sort()
-    at = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
-    found = sums.group_by(place).agg(((at[0] + at[1]) / 2).alias("amount"))
+    pair = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
+    medians = sums.group_by(place).agg(((pair[0] + pair[1]) / 2).alias("amount"))
     return (
-        schema.select(found, WORK_COLUMNS)
+        schema.select(medians, WORK_COLUMNS)
         .filter(pl.col("amount") > 0)
         .sort("kind", "amount", *place[1:], descending=[False, True, False, False])
     )
@@ -110,8 +110,8 @@ def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.
     # Shift each key's spans to a time range of its own, so that one union keeps them separate.
     stretch_ns = int(spans[:, 1].max()) - origin_ns + 1
     if (int(key.max()) + 1) * stretch_ns >= 1 << 62:
-        parts = [intervals.union(spans[key == each]) for each in range(int(key.max()) + 1)]
+        parts = [intervals.union(spans[key == number]) for number in range(int(key.max()) + 1)]
         return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    apart = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
-    of = apart[:, 0] // stretch_ns
-    return apart - (of * stretch_ns)[:, None] + origin_ns, of
+    disjoint = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
+    span_key = disjoint[:, 0] // stretch_ns
+    return disjoint - (span_key * stretch_ns)[:, None] + origin_ns, span_key

@@ -34,15 +34,15 @@ def unknown_work(trace: Trace) -> pl.DataFrame:
     Where no steps are marked, that of the window; saves are left out. Operators that multiply no matrices have known
     operations, none, and may have unknown bytes.
     """
-    work = _judged(trace)
+    work = _step_compute(trace)
     unknown = work.filter(~(pl.col("is_known") & pl.col("has_work")))
     sums = unknown.group_by(pl.coalesce("op", "name").alias("name"), _reason(unknown).alias("reason")).agg(
         pl.len().alias("count"),
         pl.col("dur_ns").sum().alias("total_ns"),
         pl.col("dur_ns").filter(~pl.col("is_known")).sum().alias("flops_unknown_ns"),
     )
-    whole = sums.with_columns(compute_ratio=_compute_ratio(int(work["dur_ns"].sum())))
-    return UNKNOWN_WORK.conform(whole).pipe(_longest_first)
+    shares = sums.with_columns(compute_ratio=_compute_ratio(int(work["dur_ns"].sum())))
+    return UNKNOWN_WORK.conform(shares).pipe(_longest_first)
 
 
 def by_operator(run: Run) -> pl.DataFrame:
@@ -50,9 +50,9 @@ def by_operator(run: Run) -> pl.DataFrame:
 
     compute_ratio is the share in the compute of all ranks.
     """
-    each = run.table(unknown_work)
-    whole_ns = int(run.table(_whole)["compute_ns"].sum())
-    sums = each.group_by(_KEYS).agg(pl.col("count", "total_ns", "flops_unknown_ns").sum())
+    rank_rows = run.table(unknown_work)
+    whole_ns = int(run.table(_total_compute)["compute_ns"].sum())
+    sums = rank_rows.group_by(_KEYS).agg(pl.col("count", "total_ns", "flops_unknown_ns").sum())
     return (
         sums.with_columns(compute_ratio=_compute_ratio(whole_ns))
         .select(UNKNOWN_WORK.schema.names())
@@ -61,19 +61,19 @@ def by_operator(run: Run) -> pl.DataFrame:
 
 
 def note(run: Run) -> str | None:
-    """Return what is missing where operations are known for too little of the compute to compare; None elsewhere."""
+    """Describe what is missing where operations are known for too little of the compute to compare; else None."""
     known_ns, whole_ns = run.table(flops.coverage).select("known_ns", "compute_ns").sum().row(0)
     if not whole_ns or known_ns / whole_ns >= efficiency.MIN_COVERAGE_RATIO:
         return None
     missing = by_operator(run).filter(pl.col("flops_unknown_ns") > 0).sort("flops_unknown_ns", descending=True)
-    named = ", ".join(
+    listing = ", ".join(
         f"{row['name']} {row['flops_unknown_ns'] / whole_ns:.1%} ({row['reason']})"
         for row in missing.head(_NAMED).to_dicts()
     )
     return (
         f"operations are known for {known_ns / whole_ns:.1%} of the compute time, less than "
         f"{efficiency.MIN_COVERAGE_RATIO:.0%}: flops and MFU are lower bounds, and are not compared. Not known are "
-        f"{named}; all are in --by unknown-work"
+        f"{listing}; all are in --by unknown-work"
     )
 
 
@@ -85,14 +85,14 @@ def _compute_ratio(whole_ns: int) -> pl.Expr:
     return pl.col("total_ns") / pl.when(whole_ns > 0).then(whole_ns)
 
 
-def _judged(trace: Trace) -> pl.DataFrame:
+def _step_compute(trace: Trace) -> pl.DataFrame:
     work = flops.compute(trace).filter(pl.col("phase").ne_missing(conventions.CHECKPOINT))
     in_steps = work.filter(pl.col("step").is_not_null())
     return work if in_steps.is_empty() else in_steps
 
 
-def _whole(trace: Trace) -> pl.DataFrame:
-    return _judged(trace).select(compute_ns=pl.col("dur_ns").sum())
+def _total_compute(trace: Trace) -> pl.DataFrame:
+    return _step_compute(trace).select(compute_ns=pl.col("dur_ns").sum())
 
 
 def _reason(work: pl.DataFrame) -> pl.Expr:
@@ -117,5 +117,5 @@ def _longest_first(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.sort("total_ns", "name", "reason", descending=[True, False, False])
 
 
-FACTS = (unknown_work, flops.coverage, _whole)
+FACTS = (unknown_work, flops.coverage, _total_compute)
 """What `by_operator` and `note` need of each trace."""

@@ -35,14 +35,18 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
     count = _multiprocessors(trace.header)
-    if count is None or not _has_few_waves(trace, count) or flops.counted(trace).is_empty():  # then without roofline
+    if (
+        count is None or not _has_few_waves(trace, count) or flops.counted_calls(trace).is_empty()
+    ):  # then without roofline
         return schema.empty(COLUMNS)
     kernels = product_kernels.with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= product_kernels.MIN_NS, pl.col("grid").is_not_null()
     )
     if kernels.is_empty():
         return schema.empty(COLUMNS)
-    kernels = kernels.join(product_kernels.misaligned(trace), on="activity_id", how="anti", maintain_order="left")
+    kernels = kernels.join(
+        product_kernels.misaligned_kernels(trace), on="activity_id", how="anti", maintain_order="left"
+    )
     waves = _waves(kernels, count)
     joined = kernels.join(waves, on=_KIND, nulls_equal=True, maintain_order="left")
     idle_ratio = 1 - pl.col("blocks") / (pl.col("wave_count") * count)
@@ -83,11 +87,11 @@ def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
     rows = []
     for name, grid, op, shapes in kernels.select(_KIND).unique(maintain_order=True).iter_rows():
         try:
-            found = _waves_of(name, grid, op, shapes, count)
+            waves = _waves_of(name, grid, op, shapes, count)
         except op_inputs.OTHER_INPUTS:
             continue
-        if found is not None:
-            rows.append((name, grid, op, shapes, *found))
+        if waves is not None:
+            rows.append((name, grid, op, shapes, *waves))
     types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_Waves._fields, pl.Int64())}
     return pl.DataFrame(rows, pl.Schema(types), orient="row")
 
@@ -99,23 +103,23 @@ def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: i
         return None
     if not 1 < wave_count <= _MAX_WAVES:
         return None
-    at = product_kernels.LEFT[op]
-    (*batch, rows, _), (*_, columns) = json.loads(shapes)[at : at + 2]
+    place = product_kernels.LEFT[op]
+    (*batch, rows, _), (*_, columns) = json.loads(shapes)[place : place + 2]
     sizes = (int(tile[1]), int(tile[2]))
     for high, wide in (sizes, sizes[::-1]):  # a result by columns has its tiles turned
-        down, across, others = -(-rows // high), -(-columns // wide), math.prod(batch)
-        if down * across * others == blocks:
+        down, across, batches = -(-rows // high), -(-columns // wide), math.prod(batch)
+        if down * across * batches == blocks:
             fewer, more = ((waves * count) for waves in (wave_count - 1, wave_count))
             return _Waves(
                 blocks, wave_count,
-                rows, fewer // (across * others) * high, more // (across * others) * high,
-                columns, fewer // (down * others) * wide, more // (down * others) * wide,
+                rows, fewer // (across * batches) * high, more // (across * batches) * high,
+                columns, fewer // (down * batches) * wide, more // (down * batches) * wide,
             )  # fmt: skip
     return None
 
 
 def _multiprocessors(header: Mapping[str, Any]) -> int | None:
-    """Return how many multiprocessors each device of a header has; None where it does not say, or they differ."""
-    counts = [each.get("numSms") for each in environment.devices(header)]
-    count = counts[0] if counts and all(each == counts[0] for each in counts) else None
+    """Count the multiprocessors of each device of a header; None where it does not say, or they differ."""
+    counts = [device.get("numSms") for device in environment.devices(header)]
+    count = counts[0] if counts and all(number == counts[0] for number in counts) else None
     return count if type(count) is int and 0 < count < 1 << 31 else None

@@ -78,7 +78,7 @@ class Culprit:
 
     @property
     def advice(self) -> str:
-        """Return what to do about it."""
+        """Advice on the culprit."""
         return HOST_ADVICE.get(self.activity, ADVICE[self.kind]) if self.kind is Kind.HOST else ADVICE[self.kind]
 
 
@@ -90,7 +90,7 @@ def of_rank(rank: int, dumps: HangDumps) -> Culprit:
     if dump.reason == "exit":
         return Culprit(rank, Kind.EXITED, "ended its program", record(dump))
     if dump.reason == "error":
-        return Culprit(rank, Kind.ERROR, f"raised {shortened(dump.error)}", evidence(dump))
+        return Culprit(rank, Kind.ERROR, f"raised {error_line(dump.error)}", evidence(dump))
     state = host.state(dump)
     if not dump.has_recorder and state.activity is Activity.COMMUNICATION:
         reason = f"{state.sentence}; which one is unknown, as its flight recorder dump is missing"
@@ -109,7 +109,7 @@ def _without_dump(rank: int, dumps: HangDumps) -> Culprit:
         return Culprit(rank, Kind.DIED, "died: its process does not exist any more", (text, "it left no dump"))
     lost = [(other, dump.error) for other, dump in dumps.ranks.items() if is_lost_connection(dump.error)]
     if lost:
-        texts = tuple(f"rank {other}: {shortened(error)}" for other, error in lost[:3])
+        texts = tuple(f"rank {other}: {error_line(error)}" for other, error in lost[:3])
         return Culprit(rank, Kind.DIED, "died: the others lost the connection to it", (*texts, "it left no dump"))
     return Culprit(rank, Kind.NO_DUMP, "left no dump: its process ended or died, or was too busy to write one", ())
 
@@ -120,7 +120,7 @@ def is_lost_connection(error: str) -> bool:
 
 
 def evidence(dump: RankDump) -> tuple[str, ...]:
-    """Return what a rank did last: calls, the state of its main thread and its stack."""
+    """Last calls of a rank, the state of its main thread and its stack."""
     texts = list(record(dump))
     thread = dump.main_thread
     if thread is not None and thread.frames:
@@ -171,7 +171,7 @@ def call_text(call: Call) -> str:
     return f"{what} of group {call.group!r}, seq {call.seq}, {state}{where}"
 
 
-def shortened(error: str) -> str:
+def error_line(error: str) -> str:
     """Return an error on one line, without the place in torch's source."""
     return _SOURCE_PREFIX.sub("", " ".join(error.split()))[:200] or "an exception"
 

@@ -85,7 +85,7 @@ class CallTable:
 
 
 def signature(call: Call) -> Signature:
-    """Return what must be the same on all ranks: operation, elements and types, as far as the operation demands it.
+    """Properties that all ranks must share: operation, elements and types, as far as the operation demands it.
 
     Backends count elements, so that shapes of equally many elements match.
     """
@@ -107,7 +107,7 @@ def by_signature(calls: Mapping[int, Call]) -> list[tuple[Signature, tuple[int, 
     ranks: dict[Signature, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         ranks[signature(call) if has_sizes else (call.op,)].append(rank)
-    return sorted(((key, tuple(each)) for key, each in ranks.items()), key=lambda item: (-len(item[1]), item[1]))
+    return sorted(((key, tuple(members)) for key, members in ranks.items()), key=lambda item: (-len(item[1]), item[1]))
 
 
 def unequal_exchange(collective: Collective) -> bool:

@@ -52,15 +52,15 @@ def groups_without_calls(dump: RankDump) -> list[str]:
 
 def creates_communicator(call: Call, dump: RankDump) -> bool:
     """Return whether a call is the first one of its group, in which NCCL creates the communicator."""
-    is_first = not any(each.is_recorded and each.group == call.group for each in dump.calls)
+    is_first = not any(other.is_recorded and other.group == call.group for other in dump.calls)
     return not call.is_recorded and call.backend == _NCCL and is_first
 
 
-def described(dumps: Iterable[RankDump]) -> list[str]:
+def describe_groups(dumps: Iterable[RankDump]) -> list[str]:
     """Return the groups of blocked ranks that have no call yet, for a message."""
-    shown = {}
+    descriptions = {}
     for dump in dumps:
         for name in groups_without_calls(dump):
             description = dump.groups[name][0]
-            shown[name] = f'"{name}"' + (f" ({description})" if description not in ("", "undefined") else "")
-    return list(shown.values())
+            descriptions[name] = f'"{name}"' + (f" ({description})" if description not in ("", "undefined") else "")
+    return list(descriptions.values())

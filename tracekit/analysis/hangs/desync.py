@@ -46,14 +46,14 @@ def first_mismatch(table: CallTable, collective: Collective) -> Mismatch | None:
 def _mismatch(table: CallTable, group: Group, seq: int) -> Mismatch:
     calls = table.calls(group, seq)
     classes = by_signature(calls)
-    (_, ranks), (_, others) = classes[:2]
+    (_, ranks), (_, other_ranks) = classes[:2]
     deviating = {rank: call for rank, call in sorted(calls.items()) if rank not in ranks}
     expected = calls[ranks[0]]
     explanations = {rank: _explanation(table, group, seq, rank, ranks[0]) for rank in deviating}
-    kind = _kind(expected, deviating[others[0]])
+    kind = _kind(expected, deviating[other_ranks[0]])
     theirs = _calls_from(table, group, seq, ranks[0])
     is_reordered = any(_swaps(_calls_from(table, group, seq, rank), theirs) for rank in deviating)
-    is_tied = len(ranks) == len(others)
+    is_tied = len(ranks) == len(other_ranks)
     return Mismatch(group, seq, kind, expected, ranks, deviating, is_tied, explanations, is_reordered)
 
 
@@ -76,40 +76,40 @@ def _kind(expected: Call, other: Call) -> str:
 
 
 def _explanation(table: CallTable, group: Group, seq: int, rank: int, reference: int) -> str:
-    """Return how a rank's calls from a number on differ from those of a reference rank, by aligning both."""
-    own, theirs = _calls_from(table, group, seq, rank), _calls_from(table, group, seq, reference)
-    own_calls, others = [signature(call) for call in own], [signature(call) for call in theirs]
-    if own[0].op == theirs[0].op:
-        return f"passes {sizes(own[0]) or 'nothing'}, others pass {sizes(theirs[0]) or 'nothing'}"
-    if _swaps(own, theirs):
-        return f"calls {own[0].op} before {theirs[0].op}, others call them in the opposite order"
-    if _continues(own_calls, others[1:]) or (theirs[0].op not in {call.op for call in own} and len(others) < 2):
-        return f"calls {own[0].op} where others call {theirs[0].op}: it may have skipped this {theirs[0].op}"
-    if _continues(others, own_calls[1:]):
-        return f"calls an additional {own[0].op}, which others do not"
-    return f"calls {own[0].op} where others call {theirs[0].op}"
+    """Difference between a rank's calls from a number on and those of a reference rank, by aligning both."""
+    calls, theirs = _calls_from(table, group, seq, rank), _calls_from(table, group, seq, reference)
+    keys, their_keys = [signature(call) for call in calls], [signature(call) for call in theirs]
+    if calls[0].op == theirs[0].op:
+        return f"passes {sizes(calls[0]) or 'nothing'}, others pass {sizes(theirs[0]) or 'nothing'}"
+    if _swaps(calls, theirs):
+        return f"calls {calls[0].op} before {theirs[0].op}, others call them in the opposite order"
+    if _continues(keys, their_keys[1:]) or (theirs[0].op not in {call.op for call in calls} and len(their_keys) < 2):
+        return f"calls {calls[0].op} where others call {theirs[0].op}: it may have skipped this {theirs[0].op}"
+    if _continues(their_keys, keys[1:]):
+        return f"calls an additional {calls[0].op}, which others do not"
+    return f"calls {calls[0].op} where others call {theirs[0].op}"
 
 
-def _swaps(own: list[Call], theirs: list[Call]) -> bool:
+def _swaps(calls: list[Call], theirs: list[Call]) -> bool:
     """Return whether a rank makes the first two calls of another one in the opposite order, and the rest alike."""
-    one, other = [signature(call) for call in own], [signature(call) for call in theirs]
-    is_opposite = len(one) > 1 and own[0].op != theirs[0].op and one[:2] == other[1::-1]
-    return is_opposite and not _part(one[2:], other[2:])
+    keys, their_keys = [signature(call) for call in calls], [signature(call) for call in theirs]
+    is_opposite = len(keys) > 1 and calls[0].op != theirs[0].op and keys[:2] == their_keys[1::-1]
+    return is_opposite and not _diverge(keys[2:], their_keys[2:])
 
 
-def _part(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
+def _diverge(first: list[tuple[object, ...]], second: list[tuple[object, ...]]) -> bool:
     """Return whether two sequences differ before one of them ends."""
-    return any(a != b for a, b in zip(one, other, strict=False))
+    return any(a != b for a, b in zip(first, second, strict=False))
 
 
-def _continues(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
+def _continues(first: list[tuple[object, ...]], second: list[tuple[object, ...]]) -> bool:
     """Return whether two sequences are the same as far as both go."""
-    return bool(one) and bool(other) and not _part(one, other)
+    return bool(first) and bool(second) and not _diverge(first, second)
 
 
 def _calls_from(table: CallTable, group: Group, seq: int, rank: int) -> list[Call]:
-    found: list[Call] = []
-    while (call := table.calls(group, seq).get(rank)) is not None and len(found) < _MAX_STEPS_BACK:
-        found.append(call)
+    calls: list[Call] = []
+    while (call := table.calls(group, seq).get(rank)) is not None and len(calls) < _MAX_STEPS_BACK:
+        calls.append(call)
         seq += 1
-    return found
+    return calls

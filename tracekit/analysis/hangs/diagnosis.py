@@ -60,8 +60,8 @@ def diagnose(dumps: HangDumps, *, min_wait_ns: int = DEFAULT_MIN_WAIT_NS) -> Dia
     table = CallTable(dumps, groups)
     waiting = graph(dumps, groups, table)
     case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits), groups.world_size)
-    found = case.diagnosis(min_wait_ns)
-    return _with_ranks(found, dumps, groups, waiting)
+    diagnosis = case.diagnosis(min_wait_ns)
+    return _with_ranks(diagnosis, dumps, groups, waiting)
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class _Case:
             return self._mismatch(mismatches)
         roots = [root for root in self.graph.roots() if root.led_ranks or not root.ranks]
         if not roots:
-            return self._unexplained(self.graph.waits[0])
+            return self._incomplete_call(self.graph.waits[0])
         root = roots[0]
         if len(root.ranks) > 1:
             return self._deadlock(root)
-        return self._late([each for each in roots if len(each.ranks) == 1]) if root.ranks else self._stuck(root)
+        return self._late([root for root in roots if len(root.ranks) == 1]) if root.ranks else self._stuck(root)
 
     # Cases --------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class _Case:
         away = {dump.rank: host.state(dump) for dump in stalled if dump.threads}
         if not any(dump.reason == "timeout" for dump in stalled) or not away:
             failed = [dump for dump in self.dumps.ranks.values() if dump.reason == "error"]
-            return self._failed(failed) if failed else self._complete()
+            return self._failure(failed) if failed else self._complete()
         blocked = [dump for dump in stalled if communicators.is_blocked(dump)]
         if blocked:
             return self._without_communicator(blocked)
@@ -114,15 +114,15 @@ class _Case:
 
     def _without_communicator(self, blocked: Sequence[RankDump]) -> Diagnosis:
         """Return the verdict where ranks are in calls that no flight recorder has; the other ranks are the cause."""
-        others = sorted(set(range(self.world_size)) - {dump.rank for dump in blocked})
-        names = communicators.described(blocked)
+        absent = sorted(set(range(self.world_size)) - {dump.rank for dump in blocked})
+        names = communicators.describe_groups(blocked)
         text = f"{_sentence(_calls_on_host(blocked))}, and no flight recorder has "
         text += "that call" if len(blocked) == 1 else "these calls"
         text += ": the host waits there for all ranks of the group, as NCCL creates a communicator in the first call"
         text += f"; without a call yet: group {' and group '.join(names)}" if names else ""
-        if others:
-            late = tuple(causes.of_rank(rank, self.dumps) for rank in others)
-            kind = min(late, key=lambda each: _ORDER.index(each.kind))
+        if absent:
+            late = tuple(causes.of_rank(rank, self.dumps) for rank in absent)
+            kind = min(late, key=lambda culprit: _ORDER.index(culprit.kind))
             return Diagnosis(kind.kind, f"{text}; {_reasons(late)}.", kind.advice, None, late)
         culprits = tuple(
             Culprit(dump.rank, Kind.COMMUNICATOR, f"is in {host.state(dump).operation}", self._evidence(dump.rank))
@@ -134,21 +134,21 @@ class _Case:
         count = sum(len(dump.calls) for dump in self.dumps.ranks.values())
         return _no_hang(f"No hang: all {count:,} calls of {_ranks(self.dumps.ranks)} are complete.")
 
-    def _failed(self, failed: Sequence[RankDump]) -> Diagnosis:
+    def _failure(self, failed: Sequence[RankDump]) -> Diagnosis:
         culprits = tuple(causes.of_rank(dump.rank, self.dumps) for dump in failed)
         text = f"No collective is pending: {_reasons(culprits)}."
         return Diagnosis(Kind.ERROR, text, ADVICE[Kind.ERROR], None, culprits)
 
     def _mismatches(self) -> list[tuple[Wait, Mismatch]]:
-        found: dict[object, tuple[Wait, Mismatch]] = {}
+        mismatches: dict[object, tuple[Wait, Mismatch]] = {}
         for wait in self.graph.waits:
             mismatch = desync.first_mismatch(self.table, wait.collective) if wait.collective else None
             if mismatch is not None:
-                found.setdefault((mismatch.group, mismatch.seq), (wait, mismatch))
-        return sorted(found.values(), key=lambda pair: (pair[0].first_call.created_ns or 0, pair[1].seq))
+                mismatches.setdefault((mismatch.group, mismatch.seq), (wait, mismatch))
+        return sorted(mismatches.values(), key=lambda pair: (pair[0].first_call.created_ns or 0, pair[1].seq))
 
-    def _mismatch(self, found: Sequence[tuple[Wait, Mismatch]]) -> Diagnosis:
-        wait, mismatch = found[0]
+    def _mismatch(self, mismatches: Sequence[tuple[Wait, Mismatch]]) -> Diagnosis:
+        wait, mismatch = mismatches[0]
         kind = Kind.ORDER if mismatch.is_reordered else Kind.MISMATCH
         deviating = dict(mismatch.deviating)
         if mismatch.is_tied:
@@ -156,11 +156,11 @@ class _Case:
         texts = {rank: mismatch.explanations.get(rank, _calls(mismatch)) for rank in deviating}
         culprits = tuple(Culprit(rank, kind, texts[rank], self._record(rank)) for rank in sorted(deviating))
         text = (
-            f"{_desynced(mismatch)} at seq {mismatch.seq} of {mismatch.group}, so that {wait.op} is not complete on "
+            f"{_mismatch_clause(mismatch)} at seq {mismatch.seq} of {mismatch.group}, so that {wait.op} is not complete on "
             f"{_ranks(wait.waiting_ranks)}."
         )
         return Diagnosis(
-            kind, text, ADVICE[kind], wait, culprits, tuple(each for _, each in found), waited_ns=self.waited_ns
+            kind, text, ADVICE[kind], wait, culprits, tuple(mismatch for _, mismatch in mismatches), waited_ns=self.waited_ns
         )
 
     def _deadlock(self, root: Root) -> Diagnosis:
@@ -171,26 +171,26 @@ class _Case:
             Culprit(rank, kind, f"waits in {_name(self._wait_of(rank, root))}", self._record(rank))
             for rank in deviating
         )
-        others = (
+        detail = (
             f"only {_ranks(deviating)} {_plural(deviating, 'takes', 'take')} another order than the others"
             if len(deviating) < len(root.ranks)
             else "each waits for a rank that waits in another call"
         )
-        text = f"Deadlock: {_cycle_text(waits)}; {others}{self._on_communicators(waits)}."
-        wait = max(waits, key=lambda each: len(each.waiting_ranks))
-        drawn = self._drawn(root)
-        return Diagnosis(kind, text, ADVICE[kind], wait, culprits, cycle=drawn, waited_ns=self.waited_ns)
+        text = f"Deadlock: {_cycle_text(waits)}; {detail}{self._on_communicators(waits)}."
+        wait = max(waits, key=lambda wait: len(wait.waiting_ranks))
+        cycle = self._drawn(root)
+        return Diagnosis(kind, text, ADVICE[kind], wait, culprits, cycle=cycle, waited_ns=self.waited_ns)
 
     def _late(self, roots: Sequence[Root]) -> Diagnosis:
         """Return the verdict where chains end at ranks that wait for nobody."""
         needed = {rank for root in roots[:1] for rank in root.ranks}
         waits = [wait for wait in self.graph.waits if needed & set(wait.missing_ranks)]
-        wait = max(waits, key=lambda each: (len(each.waiting_ranks), -(each.first_call.created_ns or 0)))
+        wait = max(waits, key=lambda wait: (len(wait.waiting_ranks), -(wait.first_call.created_ns or 0)))
         late = sorted(needed | {rank for root in roots for rank in root.ranks if rank in wait.missing_ranks})
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in late)
-        if sum(each.kind is Kind.NO_DUMP for each in culprits) > max(1, len(self.dumps.ranks)):
-            return self._undecided(wait, late)
-        leading = min(culprits, key=lambda each: (_ORDER.index(each.kind), each.rank))
+        if sum(culprit.kind is Kind.NO_DUMP for culprit in culprits) > max(1, len(self.dumps.ranks)):
+            return self._unknown_cause(wait, late)
+        leading = min(culprits, key=lambda culprit: (_ORDER.index(culprit.kind), culprit.rank))
         kind = leading.kind
         waiters = wait.waiting_ranks
         verb = _plural(waiters, "waits", "wait")
@@ -217,7 +217,7 @@ class _Case:
         culprits = tuple(Culprit(rank, Kind.COMMUNICATION, how, self._evidence(rank)) for rank in sorted(behind))
         text = f"All ranks have called {_name(wait)}, their calls match, and it does not complete"
         if culprits:
-            text += f": {_each_of([each.rank for each in culprits])} {how}, other ranks have"
+            text += f": {_each_of([culprit.rank for culprit in culprits])} {how}, other ranks have"
         return Diagnosis(
             Kind.COMMUNICATION, f"{text}.", ADVICE[Kind.COMMUNICATION], wait, culprits, waited_ns=self.waited_ns,
             completed_ranks=_partly(wait),
@@ -226,38 +226,38 @@ class _Case:
     def _order_conflict(self, waits: Sequence[Wait]) -> Diagnosis | None:
         """Return the verdict where ranks enqueued two pending collectives in different orders."""
         collectives = [wait for wait in waits if wait.collective]
-        for one, other in list(combinations(collectives, 2))[:_MAX_PAIRS]:
-            assert one.collective
+        for pending, other in list(combinations(collectives, 2))[:_MAX_PAIRS]:
+            assert pending.collective
             assert other.collective
-            first, second = one.collective.calls, other.collective.calls
+            first, second = pending.collective.calls, other.collective.calls
             common = sorted(first.keys() & second.keys())
-            ahead = [rank for rank in common if first[rank].order < second[rank].order]
-            behind = [rank for rank in common if rank not in ahead]
-            if ahead and behind:
-                fewer = min(ahead, behind, key=len)
-                deviating = common if len(ahead) == len(behind) else fewer
+            forward = [rank for rank in common if first[rank].order < second[rank].order]
+            reverse = [rank for rank in common if rank not in forward]
+            if forward and reverse:
+                fewer = min(forward, reverse, key=len)
+                deviating = common if len(forward) == len(reverse) else fewer
                 culprits = tuple(
                     Culprit(rank, Kind.DEADLOCK, "enqueued them in another order", self._record(rank))
                     for rank in deviating
                 )
                 text = (
-                    f"Deadlock: {_ranks(ahead)} enqueued {_name(one)} before {_name(other)}, {_ranks(behind)} "
+                    f"Deadlock: {_ranks(forward)} enqueued {_name(pending)} before {_name(other)}, {_ranks(reverse)} "
                     f"{_name(other)} first."
                 )
-                lines = (f"{_ranks(ahead)}: {_name(one)}, then {_name(other)}",
-                         f"{_ranks(behind)}: {_name(other)}, then {_name(one)}")  # fmt: skip
+                lines = (f"{_ranks(forward)}: {_name(pending)}, then {_name(other)}",
+                         f"{_ranks(reverse)}: {_name(other)}, then {_name(pending)}")  # fmt: skip
                 advice = ADVICE[Kind.DEADLOCK]
-                return Diagnosis(Kind.DEADLOCK, text, advice, one, culprits, cycle=lines, waited_ns=self.waited_ns)
+                return Diagnosis(Kind.DEADLOCK, text, advice, pending, culprits, cycle=lines, waited_ns=self.waited_ns)
         return None
 
-    def _undecided(self, wait: Wait, late: Sequence[int]) -> Diagnosis:
+    def _unknown_cause(self, wait: Wait, late: Sequence[int]) -> Diagnosis:
         text = (
             f"{_sentence(_ranks(wait.waiting_ranks))} {_plural(wait.waiting_ranks, 'waits', 'wait')} in {_name(wait)}; "
             f"the cause is not known, as {_ranks(late)} left no dumps."
         )
         return Diagnosis(Kind.UNKNOWN, text, ADVICE[Kind.UNKNOWN], wait, waited_ns=self.waited_ns)
 
-    def _unexplained(self, wait: Wait) -> Diagnosis:
+    def _incomplete_call(self, wait: Wait) -> Diagnosis:
         ranks = wait.waiting_ranks
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in ranks)
         text = f"{_name(wait)} is not complete on {_because(culprits, link='and on')}."
@@ -308,7 +308,7 @@ def _no_hang(text: str) -> Diagnosis:
 
 
 def _waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
-    """Return how long the longest wait had lasted when the dumps were written; None if they do not say when."""
+    """Duration of the longest wait when the dumps were written; None if they do not say when."""
     written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
     return _longest_ns(waits, written_ns)
 
@@ -334,7 +334,7 @@ def _partly(wait: Wait) -> tuple[int, ...]:
 def _fewest(root: Root, waits: Sequence[Wait]) -> tuple[int, ...]:
     """Return the ranks of a cycle that wait in the collective with fewest of them; all, if there is no fewest."""
     members = sorted((tuple(sorted(set(wait.waiting_ranks) & set(root.ranks))) for wait in waits), key=len)
-    smallest = [each for each in members if each and len(each) == len(members[0])]
+    smallest = [ranks for ranks in members if ranks and len(ranks) == len(members[0])]
     return smallest[0] if len(smallest) == 1 and len(smallest[0]) * 2 < len(root.ranks) else root.ranks
 
 
@@ -353,17 +353,17 @@ def _calls(mismatch: Mismatch) -> str:
     return f"calls {mismatch.expected.op} {sizes(mismatch.expected)}".rstrip()
 
 
-def _desynced(mismatch: Mismatch) -> str:
+def _mismatch_clause(mismatch: Mismatch) -> str:
     """Return who calls what, as a clause."""
     other = next(iter(mismatch.deviating.values()))
     deviating = [rank for rank, call in mismatch.deviating.items() if call.op == other.op]
     expected = mismatch.expected_ranks
     if set(expected) & set(deviating):
         return f"The ranks exchange unequal amounts in {other.op}: {mismatch.explanations[deviating[0]]}"
-    one, two = (_what(call, mismatch.kind) for call in (other, mismatch.expected))
+    deviating_call, expected_call = (_what(call, mismatch.kind) for call in (other, mismatch.expected))
     return (
-        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {one} where "
-        f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {two}"
+        f"{_sentence(_ranks(deviating))} {_plural(deviating, 'calls', 'call')} {deviating_call} where "
+        f"{_ranks(expected)} {_plural(expected, 'calls', 'call')} {expected_call}"
     )
 
 
@@ -378,24 +378,24 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _because(culprits: Sequence[Culprit], *, link: str = "and for") -> str:
     """Return the ranks of culprits and the reason of each, as objects of a sentence."""
     by_reason = _by_reason(culprits)
-    shown = [
+    clauses = [
         f"{_ranks(ranks)}, {_plural(ranks, 'which', 'each of which')} {reason}"
         for reason, ranks in list(by_reason.items())[:3]
     ]
-    return f"; {link} ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+    return f"; {link} ".join(clauses) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
 
 
 def _reasons(culprits: Sequence[Culprit]) -> str:
     """Return the ranks of culprits and the reason of each, as clauses."""
     by_reason = _by_reason(culprits)
-    shown = [f"{_each_of(ranks)} {reason}" for reason, ranks in list(by_reason.items())[:3]]
-    return "; ".join(shown) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
+    clauses = [f"{_each_of(ranks)} {reason}" for reason, ranks in list(by_reason.items())[:3]]
+    return "; ".join(clauses) + (f"; and {len(by_reason) - 3} more" if len(by_reason) > 3 else "")
 
 
 def _by_reason(culprits: Sequence[Culprit]) -> dict[str, list[int]]:
     by_reason: dict[str, list[int]] = {}
-    for each in culprits:
-        by_reason.setdefault(each.reason, []).append(each.rank)
+    for culprit in culprits:
+        by_reason.setdefault(culprit.reason, []).append(culprit.rank)
     return by_reason
 
 
@@ -404,25 +404,25 @@ def _each_of(ranks: Sequence[int]) -> str:
 
 
 def _calls_on_host(dumps: Sequence[RankDump]) -> str:
-    """Return which ranks are in which functions of torch.distributed, as clauses."""
-    ranks: dict[str, list[int]] = {}
+    """Functions of torch.distributed that ranks are in, as clauses."""
+    places: dict[str, list[int]] = {}
     for dump in dumps:
         state = host.state(dump)
         where = f" in {state.frame.brief}" if state.frame else ""
-        ranks.setdefault(state.operation + where, []).append(dump.rank)
-    shown = [f"{_ranks(each)} {_plural(each, 'is', 'are')} in {place}" for place, each in list(ranks.items())[:3]]
-    return ", ".join(shown) + (f" and {len(ranks) - 3} more calls" if len(ranks) > 3 else "")
+        places.setdefault(state.operation + where, []).append(dump.rank)
+    clauses = [f"{_ranks(ranks)} {_plural(ranks, 'is', 'are')} in {place}" for place, ranks in list(places.items())[:3]]
+    return ", ".join(clauses) + (f" and {len(places) - 3} more calls" if len(places) > 3 else "")
 
 
-def _plural(ranks: Sequence[int], one: str, many: str) -> str:
-    return one if len(ranks) == 1 else many
+def _plural(ranks: Sequence[int], singular: str, plural: str) -> str:
+    return singular if len(ranks) == 1 else plural
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _with_ranks(found: Diagnosis, dumps: HangDumps, groups: Groups, waiting: WaitGraph) -> Diagnosis:
+def _with_ranks(diagnosis: Diagnosis, dumps: HangDumps, groups: Groups, waiting: WaitGraph) -> Diagnosis:
     """Return the diagnosis with a row for each rank, and notes on what the dumps lack."""
     absent = sorted(set(range(groups.world_size)) - set(dumps.ranks))
     notes = list(dumps.notes)
@@ -432,24 +432,24 @@ def _with_ranks(found: Diagnosis, dumps: HangDumps, groups: Groups, waiting: Wai
     if without_recorder:
         notes.append(f"only stacks, no flight recorder dump, of {_ranks(without_recorder)}")
     without_stacks = [rank for rank, dump in dumps.ranks.items() if not dump.threads]
-    if found.kind is Kind.HOST and without_stacks:
+    if diagnosis.kind is Kind.HOST and without_stacks:
         notes.append(f"no stacks of {_ranks(without_stacks)}: put stacks by py-spy or faulthandler into the folder")
     rows = tuple(_row(dump, waiting) for dump in dumps.ranks.values())
-    return replace(found, ranks=rows, notes=tuple(notes))
+    return replace(diagnosis, ranks=rows, notes=tuple(notes))
 
 
 def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
     done = [call for call in dump.calls if call.state is CallState.COMPLETED]
     waits = [waiting.waits[number] for number in waiting.of_rank.get(dump.rank, ())]
     state = host.state(dump)
-    shown = "" if state.activity is host.Activity.UNKNOWN else state.sentence
-    left = {"exit": "ended its program", "error": f"raised {causes.shortened(dump.error)}"}.get(dump.reason, "")
+    sentence = "" if state.activity is host.Activity.UNKNOWN else state.sentence
+    ending = {"exit": "ended its program", "error": f"raised {causes.error_line(dump.error)}"}.get(dump.reason, "")
     return RankState(
         dump.rank,
         causes.brief(dump.calls[-1]) if dump.calls else "",
         causes.brief(done[-1]) if done else "",
         ", ".join(causes.brief(_own_call(wait, dump.rank)) for wait in waits[:2]),
-        left or shown,
+        ending or sentence,
     )
 
 

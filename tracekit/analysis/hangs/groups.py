@@ -42,16 +42,16 @@ class Groups:
         stated = self._stated.get((call.rank, call.group))
         if stated is not None:
             return stated
-        others = [group for group in self._by_name[call.group] if call.rank in group.ranks]
-        return others[0] if others else self._inferred[call.group]
+        candidates = [group for group in self._by_name[call.group] if call.rank in group.ranks]
+        return candidates[0] if candidates else self._inferred[call.group]
 
     def _add_stated(self, rank: int, dump: RankDump) -> None:
         for name, (description, ranks) in dump.groups.items():
             if ranks is None:
                 continue
-            known = next((group for group in self._by_name[name] if set(group.ranks) == set(ranks)), None)
-            group = known or Group(name, description, ranks)
-            if known is None:
+            existing = next((group for group in self._by_name[name] if set(group.ranks) == set(ranks)), None)
+            group = existing or Group(name, description, ranks)
+            if existing is None:
                 self._by_name[name].append(group)
             self._stated[rank, name] = group
 

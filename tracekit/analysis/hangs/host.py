@@ -53,7 +53,7 @@ class HostState:
 
     @property
     def sentence(self) -> str:
-        """Return what the rank does, as a predicate."""
+        """Activity of the rank, as a predicate."""
         where = f" in {self.frame.brief}" if self.frame else ""
         text = {
             Activity.COMMUNICATION: f"is in a call of torch.distributed{where}",
@@ -70,11 +70,11 @@ class HostState:
 
 
 def state(dump: RankDump) -> HostState:
-    """Return what the main thread of a rank does."""
+    """State of a rank's main thread."""
     thread = dump.main_thread
     if thread is None or not thread.frames:
         return HostState(Activity.UNKNOWN)
-    path = _accessed(thread.system_call)
+    path = _accessed_file(thread.system_call)
     activity = _activity(thread, path)
     operation = _operation(thread.frames) if activity is Activity.COMMUNICATION else ""
     return HostState(activity, user_frame(thread.frames), path or "", operation)
@@ -82,8 +82,8 @@ def state(dump: RankDump) -> HostState:
 
 def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
     """Return the innermost frame that is no library's; the innermost of all, if there is none."""
-    own = (frame for frame in frames if not any(part in frame.file for part in _LIBRARIES))
-    return next(own, frames[0] if frames else None)
+    user_frames = (frame for frame in frames if not any(part in frame.file for part in _LIBRARIES))
+    return next(user_frames, frames[0] if frames else None)
 
 
 def _activity(thread: ThreadStack, path: str | None) -> Activity:
@@ -117,7 +117,7 @@ def _within(frames: tuple[Frame, ...], parts: tuple[str, ...]) -> bool:
     return any(part in frame.file for frame in frames for part in parts)
 
 
-def _accessed(call: SystemCall | None) -> str | None:
+def _accessed_file(call: SystemCall | None) -> str | None:
     """Return the file of a system call that accesses files; None for any other, and for sockets and pipes."""
     if call is None or call.name not in _FILE_CALLS or call.path.startswith(_NO_FILES):
         return None

@@ -33,7 +33,7 @@ class WaitGraph:
     """The positions of the waits that each rank is in."""
 
     def roots(self) -> "list[Root]":
-        """Return where the chains of waiting ranks end, the one that most ranks lead to first."""
+        """Ends of the chains of waiting ranks, the one that most ranks lead to first."""
         edges: dict[Node, list[Node]] = defaultdict(list)
         for rank, waits in self.of_rank.items():
             edges[(_RANK, rank)] += [(_WAIT, wait) for wait in waits]
@@ -148,7 +148,7 @@ def _components(edges: Mapping[Node, list[Node]]) -> list[frozenset[Node]]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == index[node]:
-                    parts.append(_popped(node, stack, on_stack))
+                    parts.append(_pop_component(node, stack, on_stack))
     return parts
 
 
@@ -158,7 +158,7 @@ def _enter(node: Node, index: dict[Node, int], low: dict[Node, int], stack: list
     on_stack.add(node)
 
 
-def _popped(node: Node, stack: list[Node], on_stack: set[Node]) -> frozenset[Node]:
+def _pop_component(node: Node, stack: list[Node], on_stack: set[Node]) -> frozenset[Node]:
     part = set()
     while True:
         member = stack.pop()

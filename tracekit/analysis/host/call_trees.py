@@ -30,7 +30,7 @@ _NONE: _Ints = np.empty(0, np.int64)
 
 def call_tree(
     run: Run,
-    of: str = DEVICE,
+    kind: str = DEVICE,
     *,
     step: int | None = None,
     ranks: Sequence[int] | None = None,
@@ -44,23 +44,23 @@ def call_tree(
     activity under the slices that enclose its launch; activities that run at the same time all count. All spans of
     steps have one name. total_ns includes the nodes below. `step` and `ranks` select a part; with `by_rank` the
     outermost frames are ranks. Nodes without any slice or activity are left out. Raises ConfigError for an unknown
-    `of`, InputError for a rank that has no trace, or where nothing is left.
+    `kind`, InputError for a rank that has no trace, or where nothing is left.
     """
-    if of not in KINDS:
-        raise ConfigError(f"{of!r} is not a kind of time; use one of: {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ConfigError(f"{kind!r} is not a kind of time; use one of: {', '.join(KINDS)}")
     missing = sorted(set(ranks or ()) - set(run.ranks))
     if missing:
         raise InputError(f"no trace of rank {missing[0]}; there are {len(run.ranks)}, from {run.ranks[0]}")
-    fact = _collected(of, step)
+    fact = _tree_fact(kind, step)
     run.measure((fact,), on_progress)
     rows = run.table(fact)
     if ranks is not None:
         rows = rows.filter(pl.col("rank").is_in(list(ranks)))
     if rows.is_empty():
         in_step = "" if step is None else f" in step {step}"
-        other = HOST if of == DEVICE else DEVICE
-        raise InputError(f"the traces have no work of the {of}{in_step}; use --of {other} for the {other}")
-    return _merged(rows, by_rank=by_rank)
+        other = HOST if kind == DEVICE else DEVICE
+        raise InputError(f"the traces have no work of the {kind}{in_step}; use --of {other} for the {other}")
+    return _merge_trees(rows, by_rank=by_rank)
 
 
 def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataFrame:
@@ -84,15 +84,15 @@ def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataF
 
 
 def search(tree: pl.DataFrame, text: str) -> tuple[int, int]:
-    """Return how many frames of a tree contain `text`, in any case, and their time: those inside others count once."""
-    folded, found, total_ns = text.casefold(), 0, 0
+    """Count the frames of a tree that contain `text`, in any case, and sum their time: nested ones count once."""
+    folded, match_count, total_ns = text.casefold(), 0, 0
     is_below = np.zeros(tree.height + 1, np.bool_)  # the last for the frames without a parent
     for node, parent, name, ns in tree.select("node", "parent", "name", "total_ns").iter_rows():
         is_match = folded in name.casefold()
-        found += is_match
+        match_count += int(is_match)
         total_ns += ns if is_match and not is_below[parent] else 0
         is_below[node] = is_match or is_below[parent]
-    return found, total_ns
+    return match_count, total_ns
 
 
 def difference(before: pl.DataFrame, after: pl.DataFrame, shares: tuple[float, float] = (1.0, 1.0)) -> pl.DataFrame:
@@ -106,12 +106,12 @@ def difference(before: pl.DataFrame, after: pl.DataFrame, shares: tuple[float, f
     ]
     zeros = [np.zeros(side.height, np.int64) for side in sides]
     joined = _joined_forest(sides)
-    own = [side["self_ns"].to_numpy() for side in sides]
+    self_ns = [side["self_ns"].to_numpy() for side in sides]
     table = _tree(
         joined["name"],
         joined["parent"].to_numpy(),
-        before_self_ns=np.concatenate([own[0], zeros[1]]),
-        after_self_ns=np.concatenate([zeros[0], own[1]]),
+        before_self_ns=np.concatenate([self_ns[0], zeros[1]]),
+        after_self_ns=np.concatenate([zeros[0], self_ns[1]]),
     )
     totals = {
         f"{side}_ns": _totals(table["parent"].to_numpy(), table[f"{side}_self_ns"].to_numpy())
@@ -121,7 +121,7 @@ def difference(before: pl.DataFrame, after: pl.DataFrame, shares: tuple[float, f
 
 
 def steps(run: Run, *, step: int | None = None, ranks: Sequence[int] | None = None) -> int:
-    """Return how many steps of ranks a call tree of the run covers; windows without steps count as one."""
+    """Count the steps of ranks that a call tree of the run covers; windows without steps count as one."""
     rows = run.table(_step_count)
     if ranks is not None:
         rows = rows.filter(pl.col("rank").is_in(list(ranks)))
@@ -130,10 +130,10 @@ def steps(run: Run, *, step: int | None = None, ranks: Sequence[int] | None = No
 
 def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
     """Return the stack of each node of a tree, outermost frame first."""
-    found: list[tuple[str, ...]] = []
+    node_stacks: list[tuple[str, ...]] = []
     for parent, name in tree.select("parent", "name").iter_rows():
-        found.append((*(found[parent] if parent >= 0 else ()), name))
-    return found
+        node_stacks.append((*(node_stacks[parent] if parent >= 0 else ()), name))
+    return node_stacks
 
 
 def _step_count(trace: Trace) -> pl.DataFrame:
@@ -141,14 +141,14 @@ def _step_count(trace: Trace) -> pl.DataFrame:
 
 
 @functools.cache
-def _collected(of: str, step: int | None) -> Fact:
+def _tree_fact(kind: str, step: int | None) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        return _of_host(trace, step) if of == HOST else _of_device(trace, step)
+        return _host_call_tree(trace, step) if kind == HOST else _device_call_tree(trace, step)
 
     return fact
 
 
-def _of_host(trace: Trace, step: int | None) -> pl.DataFrame:
+def _host_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     slices = trace.ops
     counts = np.ones(slices.height, np.int64) if step is None else (slices["step"] == step).fill_null(False).to_numpy()
     return _host_tree(slices, trace.lanes, counts)
@@ -159,31 +159,31 @@ def _host_tree(slices: pl.DataFrame, lanes: pl.DataFrame, counts: _Ints, longest
 
     `counts` is 1 for each row that counts. With `longest`, shape (slices,), the tree has a column longest_id.
     """
-    own = slices.select("id", "lane", "parent_id", _frame(), ops.self_times(slices))
-    named = own.join(lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
+    frames = slices.select("id", "lane", "parent_id", _frame(), ops.self_times(slices))
+    joined = frames.join(lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
     # Without the thread's number, which differs between ranks: "thread 140 (pt_autograd_1)" is pt_autograd.
     kind = pl.col("thread").str.extract(r"\((.+?)(?:_\d+)?\)$").fill_null("thread")
-    threads = named.select(kind)["thread"]
+    threads = joined.select(kind)["thread"]
     roots = threads.unique(maintain_order=True)
     root_of = threads.replace_strict(roots, range(len(roots)), return_dtype=pl.Int64).to_numpy()
-    ids = own["id"].to_numpy()
-    parent = columns.rows_of(ids, columns.filled(own["parent_id"], -1))
+    ids = frames["id"].to_numpy()
+    parent = columns.rows_of(ids, columns.to_ints(frames["parent_id"], -1))
     none = np.zeros(len(roots), np.int64)
     tree = _tree(
-        pl.concat([roots.alias("frame"), own["frame"]]),
+        pl.concat([roots.alias("frame"), frames["frame"]]),
         np.concatenate([none - 1, np.where(parent >= 0, parent + len(roots), root_of)]),
         order_by=None if longest is None else np.concatenate([none - 1, np.where(counts, longest, -1)]),
         count=np.concatenate([none, counts]),
-        self_ns=np.concatenate([none, np.where(counts, own["self_ns"].to_numpy(), 0)]),
+        self_ns=np.concatenate([none, np.where(counts, frames["self_ns"].to_numpy(), 0)]),
     )
     if longest is None:
         return tree
-    at = tree["largest"].to_numpy() - len(roots)
-    longest_id = pl.Series("longest_id", ids[np.maximum(at, 0)] if len(ids) else at, pl.Int64)
-    return tree.with_columns(pl.when(pl.Series(at >= 0)).then(longest_id).alias("longest_id"))
+    row = tree["largest"].to_numpy() - len(roots)
+    longest_id = pl.Series("longest_id", ids[np.maximum(row, 0)] if len(ids) else row, pl.Int64)
+    return tree.with_columns(pl.when(pl.Series(row >= 0)).then(longest_id).alias("longest_id"))
 
 
-def _of_device(trace: Trace, step: int | None) -> pl.DataFrame:
+def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     if not trace.on_device:
         return _tree(pl.Series([], dtype=pl.String), _NONE, count=_NONE, self_ns=_NONE)
     work = trace.activities if step is None else trace.activities.filter(step=step)
@@ -208,11 +208,11 @@ def _frame() -> pl.Expr:
     return pl.when(name.str.contains(_STEP_NUMBER)).then(pl.lit(_STEP)).otherwise(name).alias("frame")
 
 
-def _merged(rows: pl.DataFrame, *, by_rank: bool) -> pl.DataFrame:
+def _merge_trees(rows: pl.DataFrame, *, by_rank: bool) -> pl.DataFrame:
     """Return the trees of several traces as one, with total_ns."""
     parts = rows.partition_by("window", "rank", maintain_order=True)
     if by_rank:
-        parts = [_under(f"rank {part['rank'][0]}", part) for part in parts]
+        parts = [_add_root(f"rank {part['rank'][0]}", part) for part in parts]
     joined = _joined_forest(parts)
     sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
     table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
@@ -220,7 +220,7 @@ def _merged(rows: pl.DataFrame, *, by_rank: bool) -> pl.DataFrame:
     return table.with_columns(pl.Series("total_ns", total_ns)).select(list(TREE))
 
 
-def _under(root: str, tree: pl.DataFrame) -> pl.DataFrame:
+def _add_root(root: str, tree: pl.DataFrame) -> pl.DataFrame:
     """Return a tree with one more frame around all."""
     outer = pl.DataFrame({"node": [0], "parent": [-1], "name": [root], "count": [0], "self_ns": [0]})
     return pl.concat([outer, tree.with_columns(pl.col("node", "parent") + 1).select(outer.columns)])
@@ -258,9 +258,9 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
         node_of[level] = node_of[parent[level]]
     nodes = np.concatenate(parts)
     values = {name: np.zeros(first, np.int64) for name in sums}
-    for name, each in sums.items():
-        np.add.at(values[name], node_of, each)
-    has_time = sum((_totals(nodes[:, 0], own) for own in values.values()), np.zeros(first, np.int64)) > 0
+    for name, amounts in sums.items():
+        np.add.at(values[name], node_of, amounts)
+    has_time = sum((_totals(nodes[:, 0], node_sums) for node_sums in values.values()), np.zeros(first, np.int64)) > 0
     number = np.cumsum(has_time) - 1
     above = np.where(nodes[:, 0] >= 0, number[nodes[:, 0]], -1)
     if order_by is not None:
@@ -277,9 +277,9 @@ def _largest(node_of: _Ints, value: _Ints) -> _Ints:
     return largest
 
 
-def _totals(parent: _Ints, own: _Ints) -> _Ints:
+def _totals(parent: _Ints, amounts: _Ints) -> _Ints:
     """Return each node's own value and those of all nodes below it."""
-    total = own.copy()
+    total = amounts.copy()
     for level in reversed(nesting.levels(parent, np.arange(len(parent)))):
         inner = level[parent[level] >= 0]
         np.add.at(total, parent[inner], total[inner])

@@ -30,17 +30,17 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     host: PAGEABLE or PINNED; null where not recorded), exposed_ns; one row per copy with exposed time. Copies of saves
     are left out, and so are copies of a CPU run, which has none.
     """
-    is_to_device, is_to_host = (trace_columns.is_activity_named(trace, each) for each in (_TO_DEVICE, _TO_HOST))
+    is_to_device, is_to_host = (trace_columns.is_activity_named(trace, pattern) for pattern in (_TO_DEVICE, _TO_HOST))
     is_of_save = trace_columns.as_flags(trace.activities["phase"] == conventions.CHECKPOINT)
     is_copy = trace_columns.is_activity_kind(trace, "memcpy") & (is_to_device | is_to_host) & ~is_of_save
     copies = np.flatnonzero(is_copy)
     exposed_ns, device = _exposed_ns(trace, copies)
-    copies, exposed_ns, device = (each[exposed_ns > 0] for each in (copies, exposed_ns, device))
+    copies, exposed_ns, device = (array[exposed_ns > 0] for array in (copies, exposed_ns, device))
     if not len(copies):
         return schema.empty(COLUMNS)
-    found, op = trace.activities[copies], _ops_around(trace, copies)
-    op_id = columns.filled(columns.values_at(trace.ops["id"], op), -1)
-    issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.filled(found["launch_id"], -1)), "op_id")
+    activities, op = trace.activities[copies], _ops_around(trace, copies)
+    op_id = columns.to_ints(columns.values_at(trace.ops["id"], op), -1)
+    issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.to_ints(activities["launch_id"], -1)), "op_id")
     added = [
         issuers,
         columns.with_nulls(device, "device"),
@@ -49,7 +49,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
         _memory(trace, copies),
         pl.Series("exposed_ns", exposed_ns),
     ]
-    located = found.hstack(added).join(
+    located = activities.hstack(added).join(
         owners.code_locations(trace, issuers), on="op_id", how="left", maintain_order="left"
     )
     return schema.select(located.sort("start_ns", maintain_order=True), COLUMNS)
@@ -65,13 +65,13 @@ def _memory(trace: Trace, copies: Ints) -> pl.Series:
 
 
 def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
-    """Return how long each copy runs without compute and collectives on its device, and the device; -1 for none."""
+    """Time of each copy without compute and collectives on its device, and the device; -1 for none."""
     spans = intervals.from_table(trace.activities[["start_ns", "dur_ns"]])[copies]
     lane = columns.rows_of(trace.lanes["lane"].to_numpy(), trace.activities["lane"].to_numpy()[copies])
-    device = sweep_line.at(columns.filled(trace.lanes["device"], -1), lane, -1)
+    device = sweep_line.at(columns.to_ints(trace.lanes["device"], -1), lane, -1)
     exposed_ns = np.where(lane >= 0, spans[:, 1] - spans[:, 0], 0)
-    for each, rows in columns.rows_by_key(device).items():
-        compute, communication, _ = breakdown.busy(trace, None if each < 0 else each)
+    for device_number, rows in columns.rows_by_key(device).items():
+        compute, communication, _ = breakdown.busy(trace, None if device_number < 0 else device_number)
         exposed_ns[rows] -= intervals.coverage(spans[rows], intervals.union(compute, communication))
     return exposed_ns, device
 

@@ -25,15 +25,15 @@ def host_silences(trace: Trace) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     length_ns = np.diff(at_ns)
     longest = np.argsort(-length_ns, kind="stable")[:_MAX_SILENCES]
-    chosen = np.sort(longest[length_ns[longest] >= _MIN_SILENCE_NS])
-    start, end = at_ns[chosen], at_ns[chosen + 1]
+    silences = np.sort(longest[length_ns[longest] >= _MIN_SILENCE_NS])
+    start, end = at_ns[silences], at_ns[silences + 1]
     return pl.DataFrame({"start_ns": start, "dur_ns": end - start}).with_columns(
-        pl.Series("name", _computing(trace, start, end), pl.String)
+        pl.Series("name", _computing_ops(trace, start, end), pl.String)
     ).pipe(schema.select, COLUMNS)  # fmt: skip
 
 
 def _edges(trace: Trace) -> Ints:
-    """Return when slices of the host begin and end, sorted, each time once."""
+    """Times at which slices of the host begin or end, sorted, each time once."""
     spans = [trace_columns.spans(trace)]
     if not trace.on_device:
         start = trace.activities["start_ns"].to_numpy()
@@ -41,7 +41,7 @@ def _edges(trace: Trace) -> Ints:
     return distinct(np.concatenate(spans))
 
 
-def _computing(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
+def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
     """Return the innermost op that computes during each span; None where there is none, or the device computes."""
     if trace.on_device:
         return [None] * len(start_ns)
@@ -50,8 +50,8 @@ def _computing(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
     computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
     computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
     first, past = ops[computes, 0], ops[computes, 1]
-    found: list[str | None] = []
+    names: list[str | None] = []
     for start, end in zip(start_ns.tolist(), end_ns.tolist(), strict=True):
         around = np.flatnonzero((first <= start) & (past >= end))
-        found.append(trace.ops["name"][int(computes[around[0]])] if len(around) else None)
-    return found
+        names.append(trace.ops["name"][int(computes[around[0]])] if len(around) else None)
+    return names

@@ -109,15 +109,15 @@ def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
     stalls = stalls.sort("dur_ns", "start_ns", descending=[True, False]).head(_MAX_STALLS)
     if stalls.is_empty():
         return schema.empty(_STALL_COLUMNS)
-    ended_by, places = columns.filled(stalls["activity_id"], -1), launch_delay.places(trace)
+    ended_by, places = columns.to_ints(stalls["activity_id"], -1), launch_delay.places(trace)
     launched_by = columns.rows_of(trace.activities["id"].to_numpy(), ended_by)
     launched_in = columns.values_at(trace.activities["step"], launched_by).alias("launched_in")
     place = columns.rows_or_nulls(places[["name", "nth"]], columns.rows_of(places["activity_id"].to_numpy(), ended_by))
-    named = stalls.hstack([launched_in, *place]).with_columns(
+    located = stalls.hstack([launched_in, *place]).with_columns(
         pl.coalesce("launched_in", "step").alias("step"),
         gap_step="step", place="name", is_last=pl.lit(value=False),
     )  # fmt: skip
-    return schema.select(named.sort("start_ns", "device"), _STALL_COLUMNS)
+    return schema.select(located.sort("start_ns", "device"), _STALL_COLUMNS)
 
 
 def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
@@ -135,12 +135,7 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         middle = np.array([int(busy[-1, 1]) + idle_ns // 2])
         row = {"step": step["step"], "gap_step": step["step"], "device": step["device"], "start_ns": int(busy[-1, 1])}
         row |= {"dur_ns": idle_ns, "detail": host_state.HOST_STATES[int(host_state.state_at(trace, middle)[0])]}
-        yield pl.DataFrame(
-            [
-                row | _first_place(trace, step),
-            ],
-            schema=_STALL_COLUMNS,
-        )
+        yield pl.DataFrame([row | _first_place(trace, step)], schema=_STALL_COLUMNS)
 
 
 def _first_place(trace: Trace, step: dict[str, Any]) -> dict[str, Any]:
@@ -169,13 +164,13 @@ def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
 
 
 def _during(trace: Trace, spans: intervals.Spans) -> Flags:
-    """Return which ops run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
+    """Mark the ops that run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
     inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
     return inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
 
 
 def _shows(trace: Trace, cause: str) -> Flags:
-    """Return which ops show a cause; shape (ops,)."""
+    """Mark the ops that show a cause; shape (ops,)."""
     matching = trace_columns.is_named(trace, _PATTERNS[cause])
     if cause == PROFILER:
         matching = matching & trace_columns.is_kind(trace, "overhead")
@@ -191,13 +186,13 @@ def _shows(trace: Trace, cause: str) -> Flags:
 
 
 def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
-    """Return during which spans the allocator freed its cache and allocated again."""
+    """Mark the spans in which the allocator freed its cache and allocated again."""
     calls = during & trace_columns.is_kind(trace, "runtime")
     counts = []
     for pattern in (_FREE, _MALLOC):
         starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
-        at = np.searchsorted(starts, spans[:, [0, 1]])
-        counts.append(at[:, 1] - at[:, 0])
+        bounds = np.searchsorted(starts, spans[:, [0, 1]])
+        counts.append(bounds[:, 1] - bounds[:, 0])
     return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
 
 
@@ -207,8 +202,8 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
     long = np.flatnonzero(during & (lengths >= int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())))
     long = long[np.lexsort((trace.ops["id"].to_numpy()[long], lengths[long]))]
     starts, ends, names = ops[long, 0], ops[long, 1], trace.ops["name"]
-    found: list[str | None] = []
+    slice_names: list[str | None] = []
     for start, end in spans.tolist():
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
-        found.append(names[int(long[covers.argmax()])] if covers.any() else None)
-    return found
+        slice_names.append(names[int(long[covers.argmax()])] if covers.any() else None)
+    return slice_names

@@ -36,8 +36,8 @@ def of_run(run: Run) -> pl.DataFrame:
     A log covers the whole process, so each window of a rank has the same calls; the step is that of any window.
     """
     key = ["rank", "start_ns", "dur_ns", "name", "file", "process", "thread", "bytes"]
-    found = run.table(calls).drop("window", strict=False)
-    return found.sort(*key, "step", nulls_last=True).unique(key, keep="first", maintain_order=True)
+    rows = run.table(calls).drop("window", strict=False)
+    return rows.sort(*key, "step", nulls_last=True).unique(key, keep="first", maintain_order=True)
 
 
 def by_file(run: Run) -> pl.DataFrame:
@@ -64,18 +64,18 @@ def by_file(run: Run) -> pl.DataFrame:
         )
     )
     rate = pl.when(pl.col("busy_ns") > 0).then(pl.col("bytes") * 1e9 / pl.col("busy_ns")).alias("moved_bytes_per_s")
-    found = sums.with_columns(rate).sort("busy_ns", *key, descending=[True, False, False, False])
-    return schema.select(found, BY_FILE_COLUMNS)
+    files = sums.with_columns(rate).sort("busy_ns", *key, descending=[True, False, False, False])
+    return schema.select(files, BY_FILE_COLUMNS)
 
 
-def during(found: pl.DataFrame, spans: intervals.Spans) -> pl.DataFrame:
+def during(rows: pl.DataFrame, spans: intervals.Spans) -> pl.DataFrame:
     """Return the calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
-    overlap_ns = intervals.coverage(intervals.from_table(found), intervals.union(spans))
-    overlapping = found.with_columns(pl.Series("overlap_ns", overlap_ns, pl.Int64)).filter(pl.col("overlap_ns") > 0)
+    overlap_ns = intervals.coverage(intervals.from_table(rows), intervals.union(spans))
+    overlapping = rows.with_columns(pl.Series("overlap_ns", overlap_ns, pl.Int64)).filter(pl.col("overlap_ns") > 0)
     return overlapping.sort("overlap_ns", "start_ns", descending=[True, False])
 
 
 def covered_ns(overlapping: pl.DataFrame, spans: intervals.Spans) -> int:
-    """Return how much of the spans any of the calls covers."""
+    """Time of the spans that any of the calls covers, in ns."""
     ran = intervals.union(intervals.from_table(overlapping))
     return int(np.sum(intervals.coverage(intervals.union(spans), ran)))

@@ -42,10 +42,10 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         start_ns, dur_ns, row, synced = rows.start_ns, rows.dur_ns, np.arange(len(rows.gap)), rows.synced
     else:
         start_ns, dur_ns, row, synced = _split_by_wait(rows)
-    named = columns.rows_of(places(trace)["activity_id"].to_numpy(), columns.filled(rows.table["activity_id"], -1))
-    placed = rows.table.hstack(columns.rows_or_nulls(places(trace)[["name", "nth"]], named))[row]
+    place = columns.rows_of(places(trace)["activity_id"].to_numpy(), columns.to_ints(rows.table["activity_id"], -1))
+    gaps = rows.table.hstack(columns.rows_or_nulls(places(trace)[["name", "nth"]], place))[row]
     return schema.select(
-        placed.hstack([
+        gaps.hstack([
             pl.Series("start_ns", start_ns), pl.Series("dur_ns", dur_ns), pl.Series("synced", synced),
             stacks.locations_at(trace, start_ns + dur_ns // 2),
         ]),
@@ -84,9 +84,9 @@ def _by_state(trace: Trace, pieces: pl.DataFrame, rows: Ints) -> _HostTime:
     start_ns = pieces["start_ns"].to_numpy()
     idle_ns = start_ns[begins[gap[first]]]  # pieces of a gap are in order of time
     dry = host_state.state_at(trace, idle_ns - 1) == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
-    own = pieces[["gap", "device", "step", "phase", "unit", "activity_id", "detail"]][rows[first]]
+    table = pieces[["gap", "device", "step", "phase", "unit", "activity_id", "detail"]][rows[first]]
     before_ns, waiting = host_state.waited_ns(trace, idle_ns), np.isin(gap[first], gap[waits])
-    return _HostTime(own, gap[first], start_ns[rows[first]], dur_ns[order], before_ns, waits[first], dry | waiting)
+    return _HostTime(table, gap[first], start_ns[rows[first]], dur_ns[order], before_ns, waits[first], dry | waiting)
 
 
 def _split_by_wait(rows: _HostTime) -> tuple[Ints, Ints, Ints, Flags]:
@@ -105,7 +105,7 @@ def _split_by_wait(rows: _HostTime) -> tuple[Ints, Ints, Ints, Flags]:
     synced_ns = np.minimum(np.maximum(explained_ns[of_gap] - before_ns, 0), dur_ns)
     start_ns, beyond_ns = rows.start_ns[order] + synced_ns, dur_ns - synced_ns
     parts = (synced_ns > 0, beyond_ns > 0)
-    part = np.concatenate([np.flatnonzero(each) for each in parts])
+    part = np.concatenate([np.flatnonzero(has_part) for has_part in parts])
     is_synced = np.arange(len(part)) < parts[0].sum()
     start = np.where(is_synced, rows.start_ns[order][part], start_ns[part])
     dur = np.where(is_synced, synced_ns[part], beyond_ns[part])
@@ -114,22 +114,22 @@ def _split_by_wait(rows: _HostTime) -> tuple[Ints, Ints, Ints, Flags]:
 
 
 def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> Ints:
-    """Return how much of each gap the host's waits explain; 0 of one that is not synced. Shape (gaps,)."""
+    """Time of each gap that the host's waits explain; 0 for one that is not synced. Shape (gaps,)."""
     dur_ns, waits = rows.dur_ns[order], rows.waits[order]
     total_ns, waited_ns = np.zeros(len(first), np.int64), rows.before_ns[order][first].copy()
     np.add.at(total_ns, of_gap, dur_ns)
     np.add.at(waited_ns, of_gap[waits], dur_ns[waits])
     start_ns = np.minimum.reduceat(rows.start_ns[order], first)
     explained_ns = np.zeros(len(first), np.int64)
-    place = [columns.filled(rows.table[name], -1)[order][first] for name in ("device", "step")]
+    place = [columns.to_ints(rows.table[name], -1)[order][first] for name in ("device", "step")]
     synced = np.flatnonzero(rows.synced[order][first])
-    synced = synced[np.lexsort((start_ns[synced], *(each[synced] for each in place)))]
-    bounds = columns.starts_of_groups(*(each[synced] for each in place))
+    synced = synced[np.lexsort((start_ns[synced], *(key[synced] for key in place)))]
+    bounds = columns.starts_of_groups(*(key[synced] for key in place))
     for begin, end in itertools.pairwise(bounds.tolist()):  # the steps of a device
-        own = synced[begin:end]
-        ahead_ns = np.cumsum(waited_ns[own] - total_ns[own])
+        gaps = synced[begin:end]
+        ahead_ns = np.cumsum(waited_ns[gaps] - total_ns[gaps])
         left_ns = ahead_ns - np.minimum(np.minimum.accumulate(ahead_ns), 0)
-        explained_ns[own] = np.append(0, left_ns[:-1]) + waited_ns[own] - left_ns
+        explained_ns[gaps] = np.append(0, left_ns[:-1]) + waited_ns[gaps] - left_ns
     return explained_ns
 
 
@@ -151,12 +151,12 @@ def data_waits(trace: Trace) -> pl.DataFrame:
         .alias("start_ns")
     )
     parts = [schema.empty(WAIT_COLUMNS)]
-    for (device,), own in windows.group_by("device", maintain_order=True):
-        spans = own.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
+    for (device,), device_windows in windows.group_by("device", maintain_order=True):
+        spans = device_windows.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
         loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
-        found = (
-            own.sort("start_ns")[pieces.of[loads]]
+        loading = (
+            device_windows.sort("start_ns")[pieces.span[loads]]
             .select("step")
             .with_columns(
                 pl.lit(device, pl.Int64).alias("device"),
@@ -164,7 +164,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
                 pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
             )
         )
-        parts.append(schema.select(found, WAIT_COLUMNS))
+        parts.append(schema.select(loading, WAIT_COLUMNS))
     return pl.concat(parts)
 
 

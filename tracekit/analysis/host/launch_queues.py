@@ -43,11 +43,11 @@ def launch_queues(trace: Trace) -> pl.DataFrame:
     work = trace.activities.select("lane", "launch_id", "start_ns", "dur_ns")
     linked = work.join(calls, on="launch_id", how="left", maintain_order="left")
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream", "name")
-    rows = [_stream(lane, own) for (lane,), own in linked.group_by("lane", maintain_order=True)]
+    rows = [_stream(lane, lane_work) for (lane,), lane_work in linked.group_by("lane", maintain_order=True)]
     if not rows:
         return QUEUES.empty()
-    found = pl.DataFrame(rows, schema={"lane": pl.Int64, **_MEASURED}).join(lanes, on="lane")
-    return QUEUES.conform(found).sort("device", "stream", "name")
+    queues = pl.DataFrame(rows, schema={"lane": pl.Int64, **_MEASURED}).join(lanes, on="lane")
+    return QUEUES.conform(queues).sort("device", "stream", "name")
 
 
 def by_stream(run: Run) -> pl.DataFrame:
@@ -59,20 +59,20 @@ _MEASURED = {column.name: column.dtype for column in QUEUES.columns if column.na
 
 
 def _stream(lane: object, work: pl.DataFrame) -> dict[str, object]:
-    known = work.drop_nulls("call_ns")
+    launched = work.drop_nulls("call_ns")
     is_short = work["dur_ns"] < SHORT_NS
     row: dict[str, object] = {
         "lane": lane,
         "activities": work.height,
-        "launched": known.height,
+        "launched": launched.height,
         "short_ratio": is_short.mean(),
         "short_ns": work.filter(is_short)["dur_ns"].sum(),
     }
-    return row | (_queue(known) if known.height else {})
+    return row | (_queue(launched) if launched.height else {})
 
 
-def _queue(known: pl.DataFrame) -> dict[str, object]:
-    calls, starts = (np.sort(known[name].to_numpy()) for name in ("call_ns", "start_ns"))
+def _queue(launched: pl.DataFrame) -> dict[str, object]:
+    calls, starts = (np.sort(launched[name].to_numpy()) for name in ("call_ns", "start_ns"))
     at_ns = np.concatenate([calls, starts])
     change = np.concatenate([np.ones(len(calls), np.int64), np.full(len(starts), -1, np.int64)])
     order = np.argsort(at_ns, kind="stable")  # at the same time, the launch comes first
@@ -80,7 +80,7 @@ def _queue(known: pl.DataFrame) -> dict[str, object]:
     whole_ns = int(lasts_ns.sum())
     by_length = np.argsort(length, kind="stable")
     half = np.searchsorted(np.cumsum(lasts_ns[by_length]), whole_ns / 2)
-    delay_ns = np.sort(np.maximum(known["start_ns"].to_numpy() - known["called_ns"].to_numpy(), 0))
+    delay_ns = np.sort(np.maximum(launched["start_ns"].to_numpy() - launched["called_ns"].to_numpy(), 0))
     p50, p95 = (int(delay_ns[int(np.ceil(share * len(delay_ns))) - 1]) for share in (0.5, 0.95))
     return {
         "queue_mean": float((length * lasts_ns).sum() / whole_ns) if whole_ns else 0.0,

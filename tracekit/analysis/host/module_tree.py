@@ -35,22 +35,22 @@ OUTSIDE = "outside modules"
 
 
 def modules(trace: Trace) -> pl.DataFrame:
-    """Return what the modules of a rank take in the recorded window.
+    """Measures of the modules of a rank in the recorded window.
 
     Columns of MODULES; one row per module, and one with module null for what is outside of all, which total_… has in
     none. The own measures sum to those of the trace: compute_ns to copy_ns to the activities of `kernels`, host_ns to
     the self times of `ops`. Sorted by path.
     """
-    own = _own(trace)
-    paths = own.select("module").drop_nulls()
-    every = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _deepest(paths)))])
+    sums = _own_measures(trace)
+    paths = sums.select("module").drop_nulls()
+    nested = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _max_depth(paths)))])
     calls = module_paths.module_calls(trace)
-    rows = pl.concat([every.drop_nulls().unique(), own.filter(pl.col("module").is_null()).select("module").head(1)])
+    rows = pl.concat([nested.drop_nulls().unique(), sums.filter(pl.col("module").is_null()).select("module").head(1)])
     module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
     parent = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
     joined = (
-        rows.join(own, on="module", how="left", nulls_equal=True)
-        .join(_totals(own), on="module", how="left")
+        rows.join(sums, on="module", how="left", nulls_equal=True)
+        .join(_totals(sums), on="module", how="left")
         .join(calls, on="module", how="left")
         .with_columns(
             parent.alias("parent"),
@@ -92,7 +92,7 @@ def tree(table: pl.DataFrame, measure: str) -> pl.DataFrame:
     )
 
 
-def _own(trace: Trace) -> pl.DataFrame:
+def _own_measures(trace: Trace) -> pl.DataFrame:
     """Return the measures of each module without those inside it, null for outside: columns module and MEASURES."""
     of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(module_paths.op_modules(trace))
     of_activity = trace.activities.select(
@@ -102,16 +102,16 @@ def _own(trace: Trace) -> pl.DataFrame:
     parts = [
         of_activity.select("module", pl.col("kind").replace_strict(_KINDS).alias("measure"), value="dur_ns"),
         of_op.select("module", pl.lit("host_ns").alias("measure"), value=ops.self_times(trace.ops)),
-        _valued(flops.counted(trace).drop_nulls("flops").rename({"id": "op_id"}), of_op, "op_id", "flops"),
-        _valued(trace.collectives.drop_nulls("sent_bytes"), of_activity, "activity_id", "sent_bytes"),
-        _valued(in_training, of_op, "op_id", "delta_bytes", measure="allocated_bytes"),
+        _module_values(flops.counted_calls(trace).drop_nulls("flops").rename({"id": "op_id"}), of_op, "op_id", "flops"),
+        _module_values(trace.collectives.drop_nulls("sent_bytes"), of_activity, "activity_id", "sent_bytes"),
+        _module_values(in_training, of_op, "op_id", "delta_bytes", measure="allocated_bytes"),
     ]
     long = pl.concat(part.with_columns(pl.col("value").cast(pl.Int64)) for part in parts)
     value = pl.col("value")
     return long.group_by("module").agg(value.filter(pl.col("measure") == name).sum().alias(name) for name in MEASURES)
 
 
-def _valued(
+def _module_values(
     rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
 ) -> pl.DataFrame:
     """Return the values of a column with their modules: columns module, measure, value."""
@@ -119,12 +119,12 @@ def _valued(
     return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))
 
 
-def _totals(own: pl.DataFrame) -> pl.DataFrame:
+def _totals(sums: pl.DataFrame) -> pl.DataFrame:
     """Return the measures of each module with those inside it: columns module, total_…."""
-    known = own.drop_nulls("module")
-    levels = [known, *(known.with_columns(_ancestor(level)) for level in range(1, _deepest(known)))]
-    every = pl.concat(levels).drop_nulls("module")
-    return every.group_by("module").agg(pl.col(name).sum().alias(f"total_{name}") for name in MEASURES)
+    in_modules = sums.drop_nulls("module")
+    levels = [in_modules, *(in_modules.with_columns(_ancestor(level)) for level in range(1, _max_depth(in_modules)))]
+    nested = pl.concat(levels).drop_nulls("module")
+    return nested.group_by("module").agg(pl.col(name).sum().alias(f"total_{name}") for name in MEASURES)
 
 
 def _ancestor(levels: int) -> pl.Expr:
@@ -134,6 +134,6 @@ def _ancestor(levels: int) -> pl.Expr:
     return pl.when(length > 0).then(names.list.head(length).list.join(_SEPARATOR)).alias("module")
 
 
-def _deepest(rows: pl.DataFrame) -> int:
-    """Return how many names the longest path has."""
+def _max_depth(rows: pl.DataFrame) -> int:
+    """Count the names of the longest path."""
     return int(rows.select(pl.col("module").str.split(_SEPARATOR).list.len().max().fill_null(0)).item())

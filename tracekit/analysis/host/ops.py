@@ -36,15 +36,15 @@ def ops(
     totals.require_known("--by", by, KEYS)
     totals.require_known("--kind", kinds, KINDS)
     keys = tuple(dict.fromkeys((*by, "kind")))
-    fact = _collected(tuple(key for key in keys if key != "rank"), tuple(kinds))
-    run.measure((fact, _whole), on_progress)
-    whole = run.table(_whole)
-    found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
+    fact = _ops_fact(tuple(key for key in keys if key != "rank"), tuple(kinds))
+    run.measure((fact, _trace_totals), on_progress)
+    run_totals = run.table(_trace_totals)
+    rows = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
     rates = {"tflops_per_s": "flops", "tbytes_per_s": "bytes"}
     return (
-        found.with_columns(
-            pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
-            (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
+        rows.with_columns(
+            pl.when(run_totals["on_device"].any()).then("device_ns").alias("device_ns"),
+            (pl.col("self_ns") / (run_totals["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
             pl.when(pl.col("flops") > 0).then("flops").alias("flops"),
             pl.when(pl.col("bytes") > 0).then("bytes").alias("bytes"),
             *(
@@ -87,15 +87,15 @@ def device_times(trace: Trace) -> pl.Series:
     An activity counts for the innermost dispatcher op around its launch, and for no other.
     """
     owner = kernels.innermost_op(trace)
-    known = owner >= 0
-    dur_ns = trace.activities["dur_ns"].to_numpy()[known]
+    has_owner = owner >= 0
+    dur_ns = trace.activities["dur_ns"].to_numpy()[has_owner]
     added_ns = np.zeros(trace.ops.height, np.int64)
-    np.add.at(added_ns, owner[known], dur_ns)
+    np.add.at(added_ns, owner[has_owner], dur_ns)
     return pl.Series("device_ns", added_ns)
 
 
 @functools.cache
-def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
+def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
         slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace)).join(
             efficiency.of_ops(trace), on="id", how="left", maintain_order="left"
@@ -110,6 +110,6 @@ def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
     return fact
 
 
-def _whole(trace: Trace) -> pl.DataFrame:
+def _trace_totals(trace: Trace) -> pl.DataFrame:
     """Return the trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})

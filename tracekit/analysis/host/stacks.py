@@ -23,9 +23,9 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     no stacks.
     """
     python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
-    named = pl.col("name").str.extract_groups(_NAME).struct.unnest()
-    calls = python.with_columns(named).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
-    spans = _on_host(trace, evidence)
+    name_fields = pl.col("name").str.extract_groups(_NAME).struct.unnest()
+    calls = python.with_columns(name_fields).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
+    spans = _host_spans(trace, evidence)
     if calls.is_empty() or not len(spans):
         return schema.empty(COLUMNS)
     inside_ns = intervals.coverage(intervals.from_table(calls), spans)
@@ -59,15 +59,15 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
     ops = ops.sort("start_ns", "id").with_row_index("at")
     row_of = ops.select(parent_id="id", row=pl.col("at").cast(pl.Int64))
     parent = ops.join(row_of, on="parent_id", how="left", maintain_order="left")["row"].fill_null(-1).to_numpy()
-    own = nesting.nearest(parent, ops["own"].to_numpy())
-    found = np.full(len(at_ns), -1, np.int64)
+    nearest = nesting.nearest(parent, ops["own"].to_numpy())
+    innermost = np.full(len(at_ns), -1, np.int64)
     for (_,), thread in ops.select("at", "lane", "start_ns").group_by("lane"):
         rows = np.append(thread["at"].to_numpy().astype(np.int64), -1)  # the last one for times before the first slice
         row = rows[np.searchsorted(thread["start_ns"].to_numpy(), at_ns, side="right") - 1]
         row = _around(row, at_ns, parent, (ops["start_ns"] + ops["dur_ns"]).to_numpy())
-        found = np.maximum(found, np.where(row >= 0, own[np.maximum(row, 0)], -1))  # the one entered last
-    named = pl.DataFrame({"name": ops["name"].gather(np.maximum(found, 0)), "known": found >= 0})
-    return named.select(stack=pl.when("known").then("name")).to_series()
+        innermost = np.maximum(innermost, np.where(row >= 0, nearest[np.maximum(row, 0)], -1))  # the one entered last
+    located = pl.DataFrame({"name": ops["name"].gather(np.maximum(innermost, 0)), "known": innermost >= 0})
+    return located.select(stack=pl.when("known").then("name")).to_series()
 
 
 def _around(row: Ints, at_ns: Ints, parent: Ints, end_ns: Ints) -> Ints:
@@ -80,13 +80,13 @@ def _around(row: Ints, at_ns: Ints, parent: Ints, end_ns: Ints) -> Ints:
     return np.where(ended, -1, row)
 
 
-def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
-    """Return when the host did the work in the evidence: for device work, when it launched that work."""
+def _host_spans(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
+    """Spans in which the host did the work in the evidence: for device work, those in which it launched that work."""
     rows = evidence.select("start_ns", "dur_ns").drop_nulls()
     if trace.on_device:
         work = trace.activities.select("start_ns", "dur_ns", "launch_id")
         calls = trace.ops.select(launch_id="id", launched_ns="start_ns", call_ns="dur_ns")
-        found = rows.join(work, on=["start_ns", "dur_ns"], how="left").join(calls, on="launch_id", how="left")
-        rows = found.select(start_ns=pl.coalesce("launched_ns", "start_ns"), dur_ns=pl.coalesce("call_ns", "dur_ns"))
+        launched = rows.join(work, on=["start_ns", "dur_ns"], how="left").join(calls, on="launch_id", how="left")
+        rows = launched.select(start_ns=pl.coalesce("launched_ns", "start_ns"), dur_ns=pl.coalesce("call_ns", "dur_ns"))
     # An instant has no duration, but still lies inside a function.
     return intervals.union(intervals.from_columns(rows["start_ns"], np.maximum(rows["dur_ns"].to_numpy(), 1)))

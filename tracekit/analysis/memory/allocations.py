@@ -44,9 +44,9 @@ def blocks(trace: Trace) -> pl.DataFrame:
     unfreed was followed by another at its address: its free was not recorded. Old traces without addresses have none.
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
-    found = match_blocks(events)
-    found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
-    return schema.select(found, BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
+    matched = match_blocks(events)
+    matched = matched.join(owners.of_ops(trace, matched["op_id"]), on="op_id", how="left", maintain_order="left")
+    return schema.select(matched, BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
 
 
 def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
@@ -57,26 +57,26 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
     # By address, then by time.
     ordered = events.sort("device", "address", "event")
     next_address = pl.col("address").shift(-1)  # null in the last row
-    here = next_address.eq_missing(pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
-    after = {name: pl.when(here).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
+    is_next = next_address.eq_missing(pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
+    after = {name: pl.when(is_next).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
     ordered = ordered.with_columns(
         end_event=after["event"], end_ns=after["at_ns"], end_step=after["step"],
         taken=pl.col("delta_bytes") > 0,
-        freed=here & (pl.col("delta_bytes").shift(-1) < 0),
-        known=here.shift(1, fill_value=False) & (pl.col("delta_bytes").shift(1) > 0),
+        freed=is_next & (pl.col("delta_bytes").shift(-1) < 0),
+        known=is_next.shift(1, fill_value=False) & (pl.col("delta_bytes").shift(1) > 0),
     )  # fmt: skip
-    whole = ordered.filter("taken").with_columns(start_event="event", start_ns="at_ns")
+    allocated = ordered.filter("taken").with_columns(start_event="event", start_ns="at_ns")
     before = ordered.filter(~pl.col("taken") & ~pl.col("known")).select(
         "device", "address", "delta_bytes", end_event="event", end_ns="at_ns", end_step="step", freed=pl.lit(value=True)
     )
-    return pl.concat([whole, before], how="diagonal").with_columns(
+    return pl.concat([allocated, before], how="diagonal").with_columns(
         bytes=pl.col("delta_bytes").abs(), lifetime_ns=pl.col("end_ns") - pl.col("start_ns")
     )
 
 
 @memoize
 def live(trace: Trace) -> pl.DataFrame:
-    """Return how many bytes are allocated after each event.
+    """Bytes allocated after each event.
 
     Columns LIVE_COLUMNS: slack_bytes is reserved but not allocated; one row per event. Where the trace states totals
     (`total`), the first one is the base, and deltas reproduce the later ones; elsewhere memory from before the window
@@ -92,8 +92,8 @@ def live(trace: Trace) -> pl.DataFrame:
     freed_bytes = pl.when(is_reused).then(before).otherwise(0)
     balance = (pl.col("delta_bytes") - freed_bytes).cum_sum().over(device)
     base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
-    least = (-balance.min().over(device)).clip(lower_bound=0)
-    live_bytes = balance + pl.when(stated & device.is_not_null()).then(base).otherwise(least)
+    earlier_bytes = (-balance.min().over(device)).clip(lower_bound=0)
+    live_bytes = balance + pl.when(stated & device.is_not_null()).then(base).otherwise(earlier_bytes)
     # 0: the allocator does not count reserved bytes, as on the host.
     reserved = pl.when(pl.col("reserved_bytes") > 0).then("reserved_bytes")
     wide = events.with_columns(
@@ -160,7 +160,7 @@ def peaks(trace: Trace) -> pl.DataFrame:
 
 
 def churn(trace: Trace) -> pl.DataFrame:
-    """Return how much is allocated in each step.
+    """Amount allocated in each step.
 
     Columns step, device, count and bytes (of allocations), peak_bytes (of the step), churn_ratio (bytes over peak),
     distinct_sizes; one row per step and device.
@@ -192,9 +192,9 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
         of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),
     )  # fmt: skip
-    own = large.filter(~in_collectives(trace, large["at_ns"]))
-    parts = [own.clear()]
-    for (device,), of_device in own.group_by("device", maintain_order=True):
+    requested = large.filter(~in_collectives(trace, large["at_ns"]))
+    parts = [requested.clear()]
+    for (device,), of_device in requested.group_by("device", maintain_order=True):
         sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
         near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
         dated = of_device.join(near, on="delta_bytes", maintain_order="left")
@@ -214,14 +214,14 @@ def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
-    """Return which times lie inside a collective call: the backend's own allocations."""
+    """Mask of the times inside a collective call: the backend's own allocations."""
     calls = trace_columns.spans(trace)[trace_columns.is_named(trace, "^c10d::")]
     moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
     return pl.Series(intervals.coverage(moments, calls) > 0)
 
 
 def of_training(trace: Trace) -> pl.Expr:
-    """Return which rows are memory of the trace's work: on devices, or on the host of a CPU run."""
+    """Filter for the memory of the trace's work: on devices, or on the host of a CPU run."""
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 

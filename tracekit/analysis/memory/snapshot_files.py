@@ -40,13 +40,13 @@ def files(run: Run) -> tuple[SnapshotFile, ...]:
 
 def first_files(run: Run) -> tuple[SnapshotFile, ...]:
     """Return the first snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
-    chosen, remaining = [], MAX_TOTAL_BYTES
+    first, remaining = [], MAX_TOTAL_BYTES
     for file in files(run):
         remaining -= file.size_bytes
         if remaining < 0:
             break
-        chosen.append(file)
-    return tuple(chosen)
+        first.append(file)
+    return tuple(first)
 
 
 def in_folder(folder: Path) -> list[tuple[int, Path]]:
@@ -69,8 +69,8 @@ def _natural(path: Path) -> list[tuple[str, int]]:
 def without_traces(path: Path) -> tuple[SnapshotFile, ...]:
     """Return the snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
     listed = in_folder(path) if path.is_dir() else [(0, path)]
-    states = [(rank, each, each.stat()) for rank, each in listed]
-    return tuple(SnapshotFile(rank, 0, str(each), of.st_size, of.st_mtime_ns) for rank, each, of in states)
+    states = [(rank, file, file.stat()) for rank, file in listed]
+    return tuple(SnapshotFile(rank, 0, str(file), stat.st_size, stat.st_mtime_ns) for rank, file, stat in states)
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:
@@ -83,7 +83,7 @@ def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]
         return tuple(filter(None, map(_remote, run.sources))), []
     folder = Path(run.path)
     folders = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
-    found: list[SnapshotFile] = []
+    snapshots: list[SnapshotFile] = []
     bad: list[tuple[object, ...]] = []
     for place in folders:
         window = re.fullmatch(r"window(\d+)", place.name)
@@ -98,8 +98,8 @@ def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]
                 bad.append((int(rank[1]), str(file), "unreadable_snapshot", message, 0.0))
                 continue
             number = int(window[1]) if window else 0
-            found.append(SnapshotFile(int(rank[1]), number, str(file), stat.st_size, stat.st_mtime_ns))
-    return tuple(sorted(found, key=lambda file: (file.window, file.rank))), bad
+            snapshots.append(SnapshotFile(int(rank[1]), number, str(file), stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(snapshots, key=lambda file: (file.window, file.rank))), bad
 
 
 def _remote(source: Source) -> SnapshotFile | None:

@@ -123,8 +123,8 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
 @memoize
 def _calls(trace: Trace) -> pl.DataFrame:
     calls = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _DEVICE_CALL)
-    found = columns.where(trace.ops[["step", "name", "start_ns", "dur_ns", "id"]], calls)
-    return found.sort("start_ns", "id") if found.height else found
+    rows = columns.where(trace.ops[["step", "name", "start_ns", "dur_ns", "id"]], calls)
+    return rows.sort("start_ns", "id") if rows.height else rows
 
 
 @memoize

@@ -55,19 +55,19 @@ def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, .
 
 def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
     """Return the table of `lifetimes` from blocks."""
-    known = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
-    size, lived = known["bytes"].to_numpy(), known["lifetime_ns"].fill_null(0).to_numpy()
+    allocated = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
+    size, lived = allocated["bytes"].to_numpy(), allocated["lifetime_ns"].fill_null(0).to_numpy()
     low_bytes, high_bytes = _cell(size, _SIZE_EDGES)
     low_ns, high_ns = (pl.when("freed").then(pl.Series(edge)) for edge in _cell(lived, _TIME_EDGES))
-    cells = known.select(
+    cells = allocated.select(
         "device", "op", "bytes", low_bytes=pl.Series(low_bytes), high_bytes=pl.Series(high_bytes), low_ns=low_ns,
         high_ns=high_ns,
     )  # fmt: skip
     key = ["device", "low_bytes", "high_bytes", "low_ns", "high_ns"]
     of_op = cells.group_by(*key, "op").agg(pl.len().alias("count"), pl.col("bytes").sum())
     ordered = of_op.sort("bytes", "op", descending=[True, False])
-    named = ordered.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), pl.col("op").first())
-    return schema.select(named, LIFETIME_COLUMNS).sort("device", "low_bytes", "low_ns", nulls_last=True)
+    by_cell = ordered.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), pl.col("op").first())
+    return schema.select(by_cell, LIFETIME_COLUMNS).sort("device", "low_bytes", "low_ns", nulls_last=True)
 
 
 def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
@@ -90,19 +90,19 @@ def _moments(live: pl.DataFrame) -> pl.DataFrame:
 
 def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> pl.DataFrame:
     owner = pl.col(owner_kind).fill_null(_NO_OWNER[owner_kind])
-    named = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
-    at = moments["event"].to_numpy().astype(np.int64)
-    bytes_of = {name: live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
+    owned = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
+    events = moments["event"].to_numpy().astype(np.int64)
+    bytes_of = {name: live_bytes_at(part, events) for (name,), part in owned.group_by("owner", maintain_order=True)}
     largest = sorted(bytes_of, key=lambda name: -int(bytes_of[name].max(initial=0)))
-    shown = {str(name): bytes_of[name] for name in largest[:_MOST_OWNERS]}
+    by_owner = {str(name): bytes_of[name] for name in largest[:_MOST_OWNERS]}
     if largest[_MOST_OWNERS:]:
-        shown[OTHERS] = np.sum([bytes_of[name] for name in largest[_MOST_OWNERS:]], axis=0)
+        by_owner[OTHERS] = np.sum([bytes_of[name] for name in largest[_MOST_OWNERS:]], axis=0)
     live = moments["live_bytes"].to_numpy().astype(np.int64)
-    rest = live - (np.sum(list(shown.values()), axis=0) if shown else 0)
-    if rest.any() or not shown:
-        shown = {EARLIER: rest, **shown}
+    rest = live - (np.sum(list(by_owner.values()), axis=0) if by_owner else 0)
+    if rest.any() or not by_owner:
+        by_owner = {EARLIER: rest, **by_owner}
     parts = [
         moments.with_columns(owner_kind=pl.lit(owner_kind), owner=pl.lit(name), bytes=pl.Series(values, dtype=pl.Int64))
-        for name, values in shown.items()
+        for name, values in by_owner.items()
     ]
     return pl.concat(parts).pipe(schema.select, OWNER_COLUMNS)

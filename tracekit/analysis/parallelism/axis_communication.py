@@ -52,7 +52,7 @@ def by_axis(run: Run) -> pl.DataFrame:
 
 
 def sources(run: Run) -> pl.DataFrame:
-    """Return how each axis of the run's collectives is known. Columns axis, source, confidence; one row per axis.
+    """Source of each axis of the run's collectives. Columns axis, source, confidence; one row per axis.
 
     Of several groups of an axis the surest counts. Where no group is of an axis, it is inferred from each collective.
     """
@@ -79,9 +79,9 @@ def calls(run: Run) -> pl.DataFrame:
     purpose of the collective decides: parameters and gradients are of the data-parallel axis (under HSDP all-reduces of
     dp_replicate, others of dp_shard), activations of the one axis that is left; otherwise the axis is null.
     """
-    every = run.run_table(group_axes.axis_of_calls)
+    all_calls = run.run_table(group_axes.axis_of_calls)
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
-    inside = every.drop_nulls("step") if marked else every
+    inside = all_calls.drop_nulls("step") if marked else all_calls
     described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
     axes = (set(mesh.groups_of(run.manifest)) | set(described["axis"])) - JOINT
     by_op = (
@@ -117,18 +117,18 @@ def _only(axes: set[str]) -> str | None:
 
 
 def _sums(run: Run, by: list[str]) -> pl.DataFrame:
-    found = run.run_table(calls)
+    axis_calls = run.run_table(calls)
     compute = compute_spans(run)
     rows = []
-    for place, own in found.partition_by(by, as_dict=True, maintain_order=True).items():
-        spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
+    for place, group_calls in axis_calls.partition_by(by, as_dict=True, maintain_order=True).items():
+        spans = intervals.union(group_calls.select("start_ns", "end_ns").to_numpy())
         hidden_ns = intervals.length(intervals.intersect(spans, compute.get(place[:2], intervals.EMPTY)))
         total_ns = intervals.length(spans)
-        sizes = own["bytes"].drop_nulls()
-        row = dict(zip(by, place, strict=True)) | {"communication_ns": total_ns, "calls": own.height}
+        sizes = group_calls["bytes"].drop_nulls()
+        row = dict(zip(by, place, strict=True)) | {"communication_ns": total_ns, "calls": group_calls.height}
         row |= {"exposed_communication_ns": total_ns - hidden_ns, "bytes": sizes.sum() if len(sizes) else None}
-        rows.append(row | {"steps": own["step"].n_unique()})
-    types = {name: found.schema[name] for name in by} | _SUMMED
+        rows.append(row | {"steps": group_calls["step"].n_unique()})
+    types = {name: axis_calls.schema[name] for name in by} | _SUMMED
     return pl.DataFrame(rows, schema=types).sort(by, nulls_last=True)
 
 
@@ -136,8 +136,8 @@ _SUMMED = schema.columns("communication_ns calls exposed_communication_ns bytes 
 
 
 def compute_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when each rank computes, on any of its devices: by window and rank."""
+    """Spans in which each rank computes, on any of its devices: by window and rank."""
     spans = run.scan(breakdown.spans).filter(pl.col("part") == breakdown.COMPUTE)
     computing = spans.select("window", "rank", "start_ns", "dur_ns").collect()
     of_rank = computing.partition_by("window", "rank", as_dict=True)
-    return {place: intervals.union(intervals.from_table(own)) for place, own in of_rank.items()}
+    return {place: intervals.union(intervals.from_table(rank_spans)) for place, rank_spans in of_rank.items()}

@@ -20,14 +20,14 @@ _ACCUMULATES = r"AccumulateGrad$"
 
 @memoize
 def purposes(trace: Trace) -> pl.DataFrame:
-    """Return what each collective transfers. Columns activity_id, purpose, is_forward; one row per collective.
+    """Purpose of each collective. Columns activity_id, purpose, is_forward; one row per collective.
 
     parameters: in a span of FSDP, or called while autograd accumulates a gradient, where the hooks of DDP, Megatron-LM
     and DeepSpeed run. activations: between two ops of one forward, or in another node of autograd. other: outside of
     both, such as gradients reduced after the backward. null: the trace links no backward op to its forward op, so where
     forward ends is unknown, or it lacks the launch of a collective on a device, which may run long after its call.
     """
-    host = _called(trace)
+    host = _host_calls(trace)
     if host.is_empty():
         return schema.conform(host, COLUMNS)
     moves_parameters = pl.col("accumulates") | (pl.col("span") != _MODULE).fill_null(value=False)
@@ -41,11 +41,11 @@ def purposes(trace: Trace) -> pl.DataFrame:
         .when(pl.col("phase").is_not_null() | pl.col("between_forward_ops").is_not_null())
         .then(pl.lit(OTHER))
     )
-    found = host.with_columns(purpose.alias("purpose"), in_forward.fill_null(value=False).alias("is_forward"))
-    return schema.conform(found.select(*COLUMNS), COLUMNS)
+    table = host.with_columns(purpose.alias("purpose"), in_forward.fill_null(value=False).alias("is_forward"))
+    return schema.conform(table.select(*COLUMNS), COLUMNS)
 
 
-def _called(trace: Trace) -> pl.DataFrame:
+def _host_calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives with phase, span, and where each was called.
 
     Columns accumulates (while a gradient is accumulated) and between_forward_ops (null where no op is known to be of a
@@ -60,12 +60,12 @@ def _called(trace: Trace) -> pl.DataFrame:
     device_lanes = trace.lanes["lane"].filter(trace.lanes["device"].is_not_null())
     is_call_known = pl.Series(call >= 0) | ~calls["lane"].is_in(device_lanes.implode())
     between = _between_forward_ops(trace, called_ns)
-    known = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
-    return calls.hstack([accumulates, known]).rename({"id": "activity_id"})
+    masked = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
+    return calls.hstack([accumulates, masked]).rename({"id": "activity_id"})
 
 
 def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
-    """Return which ops, by id, run while autograd accumulates a gradient; false for -1."""
+    """Mask of the ops, by id, that run while autograd accumulates a gradient; false for -1."""
     marked = trace_columns.is_named(trace, _ACCUMULATES)
     if not marked.any():
         return np.zeros(len(launch_ids), bool)
@@ -76,9 +76,9 @@ def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
 
 
 def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
-    """Return which times lie between two ops of one forward: ops with a gradient, and no backward op between."""
+    """Mask of the times between two ops of one forward: ops with a gradient, and no backward op between."""
     name = "between_forward_ops"
-    with_gradient = columns.rows_of(trace.ops["id"].to_numpy(), distinct(columns.filled(trace.ops["forward_id"], -1)))
+    with_gradient = columns.rows_of(trace.ops["id"].to_numpy(), distinct(columns.to_ints(trace.ops["forward_id"], -1)))
     is_forward = np.zeros(trace.ops.height, np.bool_)
     is_forward[with_gradient[with_gradient >= 0]] = True
     is_backward = trace_columns.is_phase(trace, conventions.BACKWARD)

@@ -65,14 +65,14 @@ class MemoryErrors:
 
 
 def compare(run: Run, late: Collection[int], steps: pl.DataFrame) -> DeviceComparison | None:
-    """Return how the GPUs of late ranks compare with those of the others in `steps` (columns window, step).
+    """Compare the GPUs of late ranks with those of the others in `steps` (columns window, step).
 
     Steps that are null stand for all logged steps. None where either side has no clocks there.
     """
     counters = _counters(run, late, steps)
     is_late = pl.col("is_late")
     clock = pl.col("clock_mhz")
-    each = (
+    by_step = (
         counters.group_by(_STEP)
         .agg(
             clock.filter(is_late).mean(),
@@ -83,14 +83,14 @@ def compare(run: Run, late: Collection[int], steps: pl.DataFrame) -> DeviceCompa
         )
         .drop_nulls(["clock_mhz", "others_clock_mhz"])
     )
-    if each.is_empty():
+    if by_step.is_empty():
         return None
-    slower = each.filter(clock < _MAX_CLOCK_RATIO * pl.col("others_clock_mhz"))
-    is_slower = slower.height * 2 >= each.height
-    cause, cause_steps = _cause(counters.join(each, on=_STEP, how="semi")) if is_slower else (None, 0)
-    medians = each.select(pl.exclude(_STEP).median()).row(0, named=True)
+    slower = by_step.filter(clock < _MAX_CLOCK_RATIO * pl.col("others_clock_mhz"))
+    is_slower = slower.height * 2 >= by_step.height
+    cause, cause_steps = _cause(counters.join(by_step, on=_STEP, how="semi")) if is_slower else (None, 0)
+    medians = by_step.select(pl.exclude(_STEP).median()).row(0, named=True)
     return DeviceComparison(
-        steps=each.height,
+        steps=by_step.height,
         is_slower=is_slower,
         temperature_c=medians.pop(names.TEMPERATURE),
         power_limit_w=medians.pop(names.POWER_LIMIT),
@@ -102,8 +102,8 @@ def compare(run: Run, late: Collection[int], steps: pl.DataFrame) -> DeviceCompa
 
 def memory_errors(run: Run, late: Collection[int]) -> MemoryErrors:
     """Return the memory errors of the GPUs of these ranks, by their latest counters; 0 where not recorded."""
-    own = run.table(device_counters.device_counters).filter(pl.col("rank").is_in(list(late)))
-    latest = own.group_by("rank").agg(
+    counters = run.table(device_counters.device_counters).filter(pl.col("rank").is_in(list(late)))
+    latest = counters.group_by("rank").agg(
         pl.col(names.ECC_UNCORRECTED, names.PENDING_ROW_REMAP).sort_by("step").drop_nulls().last()
     )
     return MemoryErrors(int(latest[names.ECC_UNCORRECTED].sum()), bool((latest[names.PENDING_ROW_REMAP] > 0).any()))
@@ -121,7 +121,7 @@ def _counters(run: Run, late: Collection[int], steps: pl.DataFrame) -> pl.DataFr
 
 
 def _cause(counters: pl.DataFrame) -> tuple[str | None, int]:
-    """Return what limits the clock of the late ranks, and in how many steps; None where nothing is stated.
+    """Limit of the clock of the late ranks, and the number of its steps; None where nothing is stated.
 
     A limit that most of the other ranks have as well, such as the power cap of a busy GPU, counts if there is no other.
     """
@@ -133,11 +133,11 @@ def _cause(counters: pl.DataFrame) -> tuple[str | None, int]:
         pl.col("rank").filter(~pl.col("is_late")).n_unique().alias("others"),
     )
     sizes = counters.group_by(_STEP).agg((~pl.col("is_late")).sum().alias("of_others"))
-    found = by_step.drop_nulls("cause").filter(pl.col("late") > 0).join(sizes, on=_STEP)
-    own = found.filter(pl.col("others") * 2 <= pl.col("of_others"))
-    for limits in (own, found):
+    late_limits = by_step.drop_nulls("cause").filter(pl.col("late") > 0).join(sizes, on=_STEP)
+    only_late = late_limits.filter(pl.col("others") * 2 <= pl.col("of_others"))
+    for limits in (only_late, late_limits):
         if limits.height:
             order = pl.col("cause").replace_strict({cause: rank for rank, cause in enumerate(_CAUSES)})
-            most = limits.group_by("cause").len().sort(pl.col("len"), order, descending=[True, False]).row(0)
-            return str(most[0]), int(most[1])
+            commonest = limits.group_by("cause").len().sort(pl.col("len"), order, descending=[True, False]).row(0)
+            return str(commonest[0]), int(commonest[1])
     return None, 0

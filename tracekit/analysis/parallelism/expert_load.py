@@ -23,7 +23,7 @@ _MIN_PAIRED_RATIO = 0.9
 
 
 def message_sizes(trace: Trace) -> pl.DataFrame:
-    """Return what each all-to-all moves. Columns activity_id, sent_bytes, received_bytes, splits, row_bytes."""
+    """Sizes of each all-to-all. Columns activity_id, sent_bytes, received_bytes, splits, row_bytes."""
     calls = trace.collectives.filter(pl.col("op").is_in(["all_to_all", *EXPERT]))
     return calls.select("activity_id", "sent_bytes", "received_bytes", "splits", "row_bytes")
 
@@ -45,8 +45,8 @@ def expert_load(run: Run) -> pl.DataFrame:
     if not axis_communication.has_calls(run, EP):
         return schema.empty(COLUMNS)
     sizes = run.table(message_sizes)
-    named = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
-    sized = named.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
+    expert_calls = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
+    sized = expert_calls.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
     calls = _with_members(run, sized)
     pairs = _pairs(calls)
     if pairs.is_empty():
@@ -87,11 +87,11 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return a table, which has columns group and members, with the ranks of each group in its order: column ranks."""
-    named = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
-    listed = [(",".join(map(str, of)), of) for of in group_axes.listed_groups(run, EP)]
+    groups = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
+    listed = [(",".join(map(str, ranks)), ranks) for ranks in group_axes.listed_groups(run, EP)]
     stated = pl.DataFrame(listed, {"members": pl.String, "stated": pl.List(pl.Int64)}, orient="row")
     return (
-        table.join(named.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
+        table.join(groups.unique(["group", "members"]), on=["group", "members"], how="left", nulls_equal=True)
         .join(stated, on="members", how="left")
         .with_columns(pl.coalesce("stated", "ranks").alias("ranks"))
         .drop("stated")
@@ -100,9 +100,9 @@ def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     """Return calls with the ranks of their groups, where the trace does not name the groups of calls (gloo)."""
-    members = {rank: ",".join(map(str, of)) for of in group_axes.listed_groups(run, EP) for rank in of}
-    known = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
-    return calls.with_columns(pl.coalesce("members", known).alias("members"))
+    members = {rank: ",".join(map(str, ranks)) for ranks in group_axes.listed_groups(run, EP) for rank in ranks}
+    stated = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
+    return calls.with_columns(pl.coalesce("members", stated).alias("members"))
 
 
 def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
@@ -136,8 +136,8 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
 def _with_compute(run: Run, pairs: pl.DataFrame) -> pl.DataFrame:
     compute = axis_communication.compute_spans(run)
     parts = []
-    for place, own in pairs.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
-        between = own.select("from_ns", pl.max_horizontal("from_ns", "to_ns").alias("to_ns")).to_numpy()
+    for place, rank_pairs in pairs.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+        between = rank_pairs.select("from_ns", pl.max_horizontal("from_ns", "to_ns").alias("to_ns")).to_numpy()
         busy_ns = intervals.coverage(between, compute.get(place, intervals.EMPTY))
-        parts.append(own.with_columns(pl.Series("expert_ns", busy_ns, pl.Int64)))
+        parts.append(rank_pairs.with_columns(pl.Series("expert_ns", busy_ns, pl.Int64)))
     return pl.concat(parts)

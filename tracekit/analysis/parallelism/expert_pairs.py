@@ -32,7 +32,7 @@ _PAIR = ["window", "step", "group", "members", "rank", "peer"]
 
 
 def expert_pairs(run: Run) -> pl.DataFrame:
-    """Return what each rank sends to the experts of each rank of its group, itself too; use ``run.run_table``.
+    """Tokens from each rank to the experts of each rank of its group, itself too; use ``run.run_table``.
 
     Columns as PAIRS; one row per step, rank and peer. The tokens are those of the all-to-alls that bring them to the
     experts: the others return as many. Empty where traces do not record how messages are split, or the group's ranks
@@ -43,8 +43,8 @@ def expert_pairs(run: Run) -> pl.DataFrame:
         return PAIRS.empty()
     sizes = run.table(expert_load.message_sizes).select("window", "rank", "splits", "row_bytes", first_id="activity_id")
     sent = expert_load.ranks_of_groups(run, loads.join(sizes.drop_nulls("splits"), on=["window", "rank", "first_id"]))
-    known = sent.rename({"ranks": "peer"}).filter(pl.col("peer").list.len() == pl.col("splits").list.len())
-    of_pass = known.select(*_PAIR, "layer", "row_bytes", bytes="splits").explode("peer", "bytes")
+    matched = sent.rename({"ranks": "peer"}).filter(pl.col("peer").list.len() == pl.col("splits").list.len())
+    of_pass = matched.select(*_PAIR, "layer", "row_bytes", bytes="splits").explode("peer", "bytes")
     timed = of_pass.join(_transfers(run, loads), on=[*_PAIR, "layer"], how="left", nulls_equal=True)
     ratio = pl.col("bytes") / pl.col("bytes").mean().over("window", "step", "group", "members")
     table = timed.group_by(_PAIR).agg(
@@ -55,7 +55,7 @@ def expert_pairs(run: Run) -> pl.DataFrame:
 
 
 def by_pair(run: Run) -> pl.DataFrame:
-    """Return what each rank sends to the experts of each over all steps, for display: the slowest pair first.
+    """Tokens from each rank to the experts of each over all steps, for display: the slowest pair first.
 
     Columns rank, peer, tokens, bytes, load_ratio (mean over steps), transfer_ns, bytes_per_s. Where no transfer is
     longer than the clock error, the pairs are in the order of their ranks.
@@ -81,7 +81,7 @@ def _rate() -> pl.Expr:
 
 
 def _transfers(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
-    """Return how long both ranks of each pair stay in a pass's two all-to-alls after the group's last arrival.
+    """Time that both ranks of each pair stay in a pass's two all-to-alls after the group's last arrival.
 
     Columns _PAIR, layer, transfer_ns, calls and residual_ns; pairs of different ranks only. A rank leaves when all that
     it sends and receives has arrived: the transfer between two ranks has ended when the first of them leaves.

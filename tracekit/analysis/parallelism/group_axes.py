@@ -53,10 +53,10 @@ FACTS: tuple[Fact, ...] = (
 def described_groups(run: Run) -> pl.DataFrame:
     """Return the groups whose description names their axis, used or not. Columns group, ranks, axis."""
     listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks")
-    known = listed.select("group", ranks="group_ranks", axis=pl.col("axis")).unique(maintain_order=True)
-    known = known.with_columns(rank_lists.lists(known["ranks"]))
-    axes = {text: axis for text in known["axis"].drop_nulls().unique() if (axis := axis_of_description(text))}
-    return known.with_columns(pl.col("axis").replace_strict(axes, default=None, return_dtype=pl.String)).drop_nulls(
+    groups = listed.select("group", ranks="group_ranks", axis=pl.col("axis")).unique(maintain_order=True)
+    groups = groups.with_columns(rank_lists.lists(groups["ranks"]))
+    axes = {text: axis for text in groups["axis"].drop_nulls().unique() if (axis := axis_of_description(text))}
+    return groups.with_columns(pl.col("axis").replace_strict(axes, default=None, return_dtype=pl.String)).drop_nulls(
         "axis"
     )
 
@@ -74,21 +74,21 @@ def group_axes(run: Run) -> pl.DataFrame:
     calls = run.run_table(collective_matching.run_calls)
     if calls.is_empty():
         return AXES.empty()
-    named = list(described_groups(run).iter_rows())
-    described = {(group, _text(ranks)): axis for group, ranks, axis in named}
+    listed = list(described_groups(run).iter_rows())
+    described = {(group, _text(ranks)): axis for group, ranks, axis in listed}
     stated = {_text(ranks): axis for axis, groups in mesh.groups_of(run.manifest).items() for ranks in groups}
     rows = []
     for usage in _usage(run, calls).iter_rows(named=True):
         group, ranks = usage["group"], usage["ranks"]
         axis, source, confidence = described.get((group, _text(ranks))), DESCRIPTION, 1.0
         if axis is None and usage["is_pair"]:
-            axis = next((axis for name, of, axis in named if name == group and set(ranks) <= set(of)), None)
+            axis = next((axis for name, members, axis in listed if name == group and set(ranks) <= set(members)), None)
         if axis is None:
             axis, source = stated.get(_text(ranks)), MANIFEST
         if axis is None and usage["is_pair"]:
             axis = _axis_of_pair(ranks, run)
         if axis is None:
-            axis, confidence = _inferred(usage, len(run.ranks), bool(described or stated))
+            axis, confidence = _infer_axis(usage, len(run.ranks), bool(described or stated))
             source = INFERRED
         rows.append((group, usage["members"], ranks, axis, source, confidence))
     return pl.DataFrame(rows, schema=AXES.schema, orient="row")
@@ -105,25 +105,25 @@ def axis_of_calls(run: Run) -> pl.DataFrame:
     axes = run.run_table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
     purposes = run.table(collective_purposes.purposes)
-    placed = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
-    placed = placed.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
-    return placed.select(*_CALL, "group", "members", "axis", "purpose")
+    table = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    table = table.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
+    return table.select(*_CALL, "group", "members", "axis", "purpose")
 
 
 def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
     """Return the axis of each call: of one without a named group by op and purpose, of others as in column axis."""
     is_unnamed = pl.col("group").is_null() & pl.col("members").is_null()
     unnamed = calls.filter(is_unnamed)
-    others = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
+    rest = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
     purposes = run.table(collective_purposes.purposes).select("window", "rank", "activity_id", "purpose")
     place = ["window", "rank", "activity_id"]
     parts = [
-        others.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")
+        rest.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")
     ]
     if max(part.height for part in parts) == unnamed.height:
         return pl.col("axis")  # calls of one kind, of which the axis of the whole group says more
     axes = [
-        _inferred(_usage(run, part).row(0, named=True), len(run.ranks), has_mesh=False)[0] if part.height else None
+        _infer_axis(_usage(run, part).row(0, named=True), len(run.ranks), has_mesh=False)[0] if part.height else None
         for part in parts
     ]
     if axes[1] == TP and unnamed["op"].is_in(_ALL_TO_ALLS).any():
@@ -159,9 +159,9 @@ def listed_groups(run: Run, axis: str) -> list[list[int]]:
 
 
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:
-    """Return along which axis of the manifest two ranks send to each other, where it can be only one."""
+    """Axis of the manifest along which two ranks send to each other, where it can be only one."""
     groups = mesh.groups_of(run.manifest)
-    possible = [axis for axis in (PP, CP) if any(set(ranks) <= set(of) for of in groups.get(axis, []))]
+    possible = [axis for axis in (PP, CP) if any(set(ranks) <= set(members) for members in groups.get(axis, []))]
     return possible[0] if len(possible) == 1 else None
 
 
@@ -170,7 +170,7 @@ def _text(ranks: list[int] | None) -> str:
 
 
 def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return what runs in each group: ranks, and per op how often, in which phases, and of how many sizes."""
+    """Usage of each group: its ranks, and per op how often, in which phases, and of how many sizes it runs."""
     of_rank = ["window", "rank", "group"]
     listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks").select(*of_rank, "group_ranks")
     lister = listed.select(*of_rank, lister=pl.struct("window", "rank"))
@@ -212,15 +212,15 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
         )
         .sort("group", "members")
     )  # fmt: skip
-    placed = usage.with_columns(pl.col("lister").struct.field("window", "rank"))
-    joined = placed.join(listed, on=of_rank, how="left", maintain_order="left")
+    with_lister = usage.with_columns(pl.col("lister").struct.field("window", "rank"))
+    joined = with_lister.join(listed, on=of_rank, how="left", maintain_order="left")
     pair = pl.col("pair").str.extract_all(r"\b\d{1,9}\b").cast(pl.List(pl.Int64))
     return joined.with_columns(rank_lists.lists(joined["group_ranks"])).with_columns(
         pl.coalesce(pair, "group_ranks", "callers").alias("ranks")
     )
 
 
-def _inferred(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[str | None, float]:
+def _infer_axis(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple[str | None, float]:
     """Return the axis that a group's collectives look like, and how sure that is."""
     if usage["sends"] * 2 > usage["calls"]:
         return PP, 0.8

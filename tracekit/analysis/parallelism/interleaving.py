@@ -32,7 +32,7 @@ def with_virtual_stages(actions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _warm_ups(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return how many forwards each rank runs in a step, and before its first backward: stage, forwards, first."""
+    """Forwards of each rank in a step, and those before its first backward: stage, forwards, first."""
     is_forward = pl.col("action") == FORWARD
     begun_ns = pl.col("host_start_ns").filter(~is_forward).min()
     return actions.group_by(_ACTIONS_OF).agg(
@@ -43,7 +43,7 @@ def _warm_ups(actions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _chunks(warm_ups: pl.DataFrame, ranks: int) -> int:
-    """Return how many chunks each rank has: 1 unless all ranks and steps agree with an interleaved schedule."""
+    """Number of chunks of each rank: 1 unless all ranks and steps agree with an interleaved schedule."""
     ends = warm_ups.filter(pl.col("stage") == ranks - 1)["first"].unique()
     chunks = (int(ends[0]) - 1) // ranks + 1 if len(ends) == 1 else 1
     usual = 2 * (ranks - 1 - pl.col("stage")) + (chunks - 1) * ranks + 1

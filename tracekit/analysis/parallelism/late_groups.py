@@ -40,10 +40,10 @@ def groups(run: Run) -> pl.DataFrame:
     waits = _waits(arrivals)
     joint = _after_pauses(arrivals)
     parallel = _in_parallel_groups(run, waits)
-    found = [each for each in joint if _is_late_together(arrivals, each)]
-    found += [each for each in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, each)]
-    found += [each for each in parallel if _is_not_waiting(waits, each) and _is_late_together(arrivals, each)]
-    latest = max(found, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
+    late_sets = [ranks for ranks in joint if _is_late_together(arrivals, ranks)]
+    late_sets += [ranks for ranks in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, ranks)]
+    late_sets += [ranks for ranks in parallel if _is_not_waiting(waits, ranks) and _is_late_together(arrivals, ranks)]
+    latest = max(late_sets, key=lambda group: (lead_ns(arrivals, group), -len(group)), default=[])
     members = _without_delayed_stages(run, arrivals, latest)
     if rank_places.is_of_stages(run, members):
         members = []
@@ -61,7 +61,7 @@ def judged_arrivals(run: Run) -> pl.DataFrame:
 
 
 def all_arrivals(run: Run) -> pl.DataFrame:
-    """Return when each rank arrived at each collective: window, instance, step, rank, arrival_ns, residual_ns.
+    """Arrivals of each rank at each collective: window, instance, step, rank, arrival_ns, residual_ns.
 
     Without collectives of several pipeline stages: in these the order of the stages decides who arrives last.
     """
@@ -81,12 +81,12 @@ def across_stages(run: Run) -> pl.DataFrame:
 
 
 def lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:
-    """Return for how long, in ns, the others wait for some ranks, over all collectives of `arrivals`."""
+    """Time, in ns, that the others wait for some ranks, over all collectives of `arrivals`."""
     return int(lead(arrivals, group)["lead_ns"].sum())
 
 
 def leads_of_ranks(arrivals: pl.DataFrame) -> dict[int, int]:
-    """Return for how long the others wait for each rank alone, as `lead_ns`, by rank in order."""
+    """Time that the others wait for each rank alone, as `lead_ns`, by rank in order."""
     latest_first = arrivals.sort("arrival_ns", descending=True, nulls_last=True, maintain_order=True)
     by_rank = latest_first.unique([*_KEY, "rank"], keep="first", maintain_order=True)
     arrival_ns = pl.col("arrival_ns")
@@ -128,12 +128,12 @@ def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) 
     longer_ns: dict[int, float] = {}
     behind_ns: dict[int, int] = {}
     for stage in {stage_of[rank] for rank in group if rank in stage_of}:
-        same = [rank for rank, of in stage_of.items() if of == stage and rank in waits_ns]
-        own, others = [rank for rank in same if rank in group], [rank for rank in same if rank not in group]
-        if own and others:
-            late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (own, others))
+        same = [rank for rank, rank_stage in stage_of.items() if rank_stage == stage and rank in waits_ns]
+        inside, outside = [rank for rank in same if rank in group], [rank for rank in same if rank not in group]
+        if inside and outside:
+            late_ns, usual_ns = (statistics.median(waits_ns[rank] for rank in ranks) for ranks in (inside, outside))
             longer_ns[stage] = late_ns - usual_ns
-            leads = lead(arrivals, own).group_by("window", "step").agg(pl.col("lead_ns").max())
+            leads = lead(arrivals, inside).group_by("window", "step").agg(pl.col("lead_ns").max())
             behind_ns[stage] = int(leads["lead_ns"].sum())
     least_ns = min(longer_ns.values(), default=0.0)
     if any(longer_ns[stage] <= -behind_ns[stage] < 0 for stage in longer_ns):
@@ -154,8 +154,8 @@ def _computing_longer(run: Run, group: list[int], behind_ns: dict[int, int]) -> 
     stage_of, longer = rank_places.stages(run), set()
     for stage, ns in behind_ns.items():
         same = [rank for rank in compute_ns if stage_of.get(rank) == stage]
-        own, others = ([compute_ns[rank] for rank in same if (rank in group) == is_own] for is_own in (True, False))
-        if own and others and 2 * (statistics.median(own) - statistics.median(others)) >= ns > 0:
+        inside, outside = ([compute_ns[rank] for rank in same if (rank in group) == is_own] for is_own in (True, False))
+        if inside and outside and 2 * (statistics.median(inside) - statistics.median(outside)) >= ns > 0:
             longer.add(stage)
     return longer
 
@@ -167,8 +167,8 @@ def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
     """
     of_places = (list(place.ranks) for place in rank_places.places(run))
     present = set(waits)
-    sets = (each for each in (*_least_waiting(waits), *of_places) if present >= set(each))
-    return [list(each) for each in dict.fromkeys(map(tuple, sets)) if 1 < len(each) <= len(present) // 2]
+    sets = (ranks for ranks in (*_least_waiting(waits), *of_places) if present >= set(ranks))
+    return [list(ranks) for ranks in dict.fromkeys(map(tuple, sets)) if 1 < len(ranks) <= len(present) // 2]
 
 
 def _after_pauses(arrivals: pl.DataFrame) -> list[list[int]]:
@@ -194,10 +194,10 @@ def _least_waiting(waits: dict[int, int]) -> list[list[int]]:
 
 
 def _waits(arrivals: pl.DataFrame) -> dict[int, int]:
-    """Return how long each rank waits for later ones in the collectives of `arrivals`, in ns."""
+    """Time that each rank waits for later ones in the collectives of `arrivals`, in ns."""
     wait_ns = pl.col("arrival_ns").max().over(_KEY) - pl.col("arrival_ns")
-    each = arrivals.select("rank", pl.when(wait_ns > pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"))
-    return dict(each.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
+    waits = arrivals.select("rank", pl.when(wait_ns > pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"))
+    return dict(waits.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
 
 
 def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:
@@ -213,8 +213,8 @@ def _is_late_in_parallel(arrivals: pl.DataFrame, waits: dict[int, int], group: l
     members = _late_members(arrivals, group)
     if not (_is_every_rank_late(members, group) and _is_not_waiting(waits, group)):
         return False
-    alone = members.filter(pl.len().over(_KEY) == 1)
-    return 2 * _lead_sum_ns(alone) > _lead_sum_ns(members)
+    single = members.filter(pl.len().over(_KEY) == 1)
+    return 2 * _lead_sum_ns(single) > _lead_sum_ns(members)
 
 
 def _late_members(arrivals: pl.DataFrame, group: list[int]) -> pl.DataFrame:
@@ -247,9 +247,9 @@ def _is_not_waiting(waits: dict[int, int], group: list[int]) -> bool:
 
 
 def _longest_alone_ns(arrivals: pl.DataFrame) -> int:
-    """Return for how long the others wait for the single rank that they wait for longest."""
+    """Time that the others wait for the single rank that they wait for longest."""
     ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
     is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
-    alone = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
-    sums = alone.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
+    leads = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
+    sums = leads.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
     return int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]

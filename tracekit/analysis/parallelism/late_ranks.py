@@ -34,7 +34,7 @@ QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 
 
 def queue_times(trace: Trace) -> pl.DataFrame:
-    """Return how long after its launch each collective on a device started. Columns activity_id, queued_ns."""
+    """Delay from the launch of each collective on a device to its start. Columns activity_id, queued_ns."""
     calls = [
         launches.collectives(trace, device).select("id", "start_ns", "launched_ns")
         for device in breakdown.devices(trace)
@@ -56,15 +56,15 @@ FACTS: tuple[Fact, ...] = (
 
 
 def last_arrivals(run: Run) -> pl.DataFrame:
-    """Return which rank arrived last at each collective; use ``run.run_table``.
+    """Rank that arrived last at each collective; use ``run.run_table``.
 
     Columns window, instance, late_rank (among ranks with a trace; the leader of a group that arrived last; null within
     clock error). A rank that waited as long for a rank of another process group in the same step passes that on: then
     late_rank is that one. Collectives of several pipeline stages have no rows: there the stages' order decides.
     """
     members = run.run_table(late_groups.groups)
-    found = run.run_table(collective_instances.instances)
-    last = found.join(run.run_table(late_groups.across_stages), on=_KEY, how="anti")
+    instances = run.run_table(collective_instances.instances)
+    last = instances.join(run.run_table(late_groups.across_stages), on=_KEY, how="anti")
     last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
     of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
@@ -105,16 +105,16 @@ def launched_late_ratio(run: Run, members: tuple[int, ...]) -> float:
 
 
 def extra_time(run: Run, members: tuple[int, ...]) -> pl.DataFrame:
-    """Return what takes late ranks longer than others: the median over steps of the mean over these ranks.
+    """Extra time of late ranks by part: the median over steps of the mean over these ranks.
 
     Columns part (of PARTS), extra_ns (idle time of compute, or compute, beyond the median of the other ranks); one row
     per part that takes longer, the largest first.
     """
     times = run.run_table(_own_time)
     is_late = pl.col("rank").is_in(list(members))
-    late, others = pl.col("dur_ns").filter(is_late).mean(), pl.col("dur_ns").filter(~is_late).median()
-    each = times.group_by(*_STEP, "part").agg((late - others).alias("extra_ns"))
-    medians = each.group_by("part").agg(pl.col("extra_ns").median().round().cast(pl.Int64))
+    late, usual = pl.col("dur_ns").filter(is_late).mean(), pl.col("dur_ns").filter(~is_late).median()
+    by_step = times.group_by(*_STEP, "part").agg((late - usual).alias("extra_ns"))
+    medians = by_step.group_by("part").agg(pl.col("extra_ns").median().round().cast(pl.Int64))
     return medians.filter(pl.col("extra_ns") > 0).sort("extra_ns", "part", descending=[True, False])
 
 
@@ -132,8 +132,8 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
     waits = run.run_table(collective_instances.waits).select(
         *_KEY, "step", waited_ns="wait_ns", waiting=_leader("rank", members)
     )
-    own = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
-    within = own.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
+    caused = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
+    within = caused.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
     delays = pl.concat([within, pipeline_delays.delays(run, members).select(within.columns)])
     for _ in range(_MAX_HOPS):
         others_ns = pl.col("max_wait_ns").sum().over(*_STEP, "late_rank", "ranks")
@@ -169,8 +169,8 @@ def _own_time(run: Run) -> pl.DataFrame:
         .agg(pl.col("dur_ns").max())
         .collect(engine="streaming")
     )
-    every = ranks.select(*_STEP, "rank").join(pl.DataFrame({"part": PARTS[1:]}), how="cross")
-    filled = every.join(idle, on=[*_STEP, "rank", "part"], how="left", nulls_equal=True).with_columns(
+    all_parts = ranks.select(*_STEP, "rank").join(pl.DataFrame({"part": PARTS[1:]}), how="cross")
+    filled = all_parts.join(idle, on=[*_STEP, "rank", "part"], how="left", nulls_equal=True).with_columns(
         pl.col("dur_ns").fill_null(0)
     )
     compute = ranks.with_columns(part=pl.lit(COMPUTE))

@@ -36,13 +36,13 @@ class Pipeline(msgspec.Struct, frozen=True):
 
 def pipeline_of(manifest: Mapping[str, Any]) -> Pipeline:
     """Return the pipeline that a manifest states; empty where it states none or no valid one."""
-    return _converted(manifest.get("pipeline"), Pipeline) or Pipeline()
+    return _convert(manifest.get("pipeline"), Pipeline) or Pipeline()
 
 
 def groups_of(manifest: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     """Return the groups of each axis with two ranks or more: as the manifest lists them, else by its mesh."""
-    listed: Any = _converted(manifest.get("groups"), dict[str, list[list[_Rank]]])
-    mesh: Any = _converted(manifest.get("mesh"), Mesh)
+    listed: Any = _convert(manifest.get("groups"), dict[str, list[list[_Rank]]])
+    mesh: Any = _convert(manifest.get("mesh"), Mesh)
     by_mesh = mesh_groups(mesh) if mesh else {}
     return by_mesh | (listed or {})
 
@@ -61,7 +61,7 @@ def mesh_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """
     if len(mesh.axes) != len(mesh.shape) or math.prod(mesh.shape) > MAX_RANKS:
         return {}
-    return {axis: _along(mesh.shape, at) for at, axis in enumerate(mesh.axes) if mesh.shape[at] > 1}
+    return {axis: _along(mesh.shape, index) for index, axis in enumerate(mesh.axes) if mesh.shape[index] > 1}
 
 
 def coordinates(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[int, dict[str, tuple[int, int]]]:
@@ -70,16 +70,16 @@ def coordinates(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[int, dict
     >>> coordinates({"pp": [[0, 2], [1, 3]]})
     {0: {'pp': (0, 0)}, 2: {'pp': (0, 1)}, 1: {'pp': (1, 0)}, 3: {'pp': (1, 1)}}
     """
-    found: dict[int, dict[str, tuple[int, int]]] = {}
+    places: dict[int, dict[str, tuple[int, int]]] = {}
     for axis, listed in groups.items():
         for number, ranks in enumerate(listed):
             for place, rank in enumerate(ranks):
-                found.setdefault(rank, {})[axis] = (number, place)
-    return found
+                places.setdefault(rank, {})[axis] = (number, place)
+    return places
 
 
-def _along(shape: Sequence[int], at: int) -> list[list[int]]:
-    stride, size = math.prod(shape[at + 1 :]), shape[at]
+def _along(shape: Sequence[int], index: int) -> list[list[int]]:
+    stride, size = math.prod(shape[index + 1 :]), shape[index]
     firsts = [rank for rank in range(math.prod(shape)) if rank // stride % size == 0]
     return [[first + place * stride for place in range(size)] for first in firsts]
 
@@ -91,7 +91,7 @@ def stages_by_rank(manifest: Mapping[str, Any]) -> dict[int, int]:
     return dict(pairs) if len({rank for rank, _ in pairs}) == len(pairs) else {}
 
 
-def _converted(value: object, kind: Any) -> Any:
+def _convert(value: object, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError, TypeError):

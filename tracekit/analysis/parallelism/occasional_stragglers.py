@@ -52,8 +52,8 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     few = measured.filter(is_outlier, pl.col("steps") >= _FEWEST_STEPS)
     few = few.filter(2 * pl.len().over(of_rank) < pl.col("steps"))
     worked = _work(run).rename({"rank": "late_rank"})
-    found = _without_host_stalls(run, few).join(worked, on=[*_STEP, "late_rank"], how="left")
-    return found.pipe(schema.select, COLUMNS).sort("window", "step", "late_rank")
+    table = _without_host_stalls(run, few).join(worked, on=[*_STEP, "late_rank"], how="left")
+    return table.pipe(schema.select, COLUMNS).sort("window", "step", "late_rank")
 
 
 def _work(run: Run) -> pl.DataFrame:
@@ -82,9 +82,9 @@ def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
         meetings, left_on="step", right_on="since", by="window", allow_exact_matches=False, check_sortedness=False
     )
     stalls = run.run_table(outlier_steps.outlier_steps)
-    own = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
+    stalled = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
     is_between = (pl.col("gap_step") <= pl.col("step")) & (pl.col("gap_step") >= pl.coalesce("since", "step"))
-    pairs = since.join(own, on="window").filter(is_between)
+    pairs = since.join(stalled, on="window").filter(is_between)
     of_rank = pairs.filter(pl.col("ranks").list.contains(pl.col("late_rank")))
     sums = of_rank.group_by(*_STEP, "late_rank").agg(pl.col("stalled_ns").sum(), pl.col("lost_ns").first())
     explained = sums.filter(pl.col("stalled_ns") >= _MOST * pl.col("lost_ns"))

@@ -54,8 +54,8 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     row per stall. With three other steps or fewer, each of them must contradict the stall; a window of one step is
     compared with its own other stalls. Stalls in saves are left out.
     """
-    every = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
-    stalls = _without_saves(run, every)
+    all_stalls = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
+    stalls = _without_saves(run, all_stalls)
     if stalls.is_empty():
         return schema.empty(STALL_COLUMNS)
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
@@ -64,7 +64,7 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     )
     joined = stalls.join(counted, on=_DEVICE, nulls_equal=True, maintain_order="left")
     # A step that saves is not judged, but shows which stalls recur at their place without the save.
-    at_place = every.select("id").with_columns(_usual(every, steps, _PLACE))
+    at_place = all_stalls.select("id").with_columns(_usual(all_stalls, steps, _PLACE))
     with_usual = (
         joined.with_columns(_usual(joined, steps, [*_DEVICE, "cause"]))
         .join(at_place, on="id", how="left", maintain_order="left")
@@ -80,9 +80,9 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
     # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
-    judged = with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
+    with_expected = with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
     at_run = alignment.on_run_clock(
-        judged.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")), run.offsets, ("run_start_ns",)
+        with_expected.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")), run.offsets, ("run_start_ns",)
     )
     least_ns = pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns"))
     excess_ns = pl.col("dur_ns") - pl.col("expected_ns")
@@ -131,8 +131,8 @@ def outlier_steps(run: Run) -> pl.DataFrame:
         return schema.empty(COLUMNS)
     lengths, of_ranks = step_lengths(run), _last_steps(run)
     parts = [
-        _priced(own, lengths.filter(pl.col("window") == window), of_ranks.filter(pl.col("window") == window))
-        for (window,), own in events.group_by("window", maintain_order=True)
+        _with_losses(stalls, lengths.filter(pl.col("window") == window), of_ranks.filter(pl.col("window") == window))
+        for (window,), stalls in events.group_by("window", maintain_order=True)
     ]
     return pl.concat(parts).sort("window", "start_ns")
 
@@ -155,23 +155,23 @@ def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _usual(stalls: pl.DataFrame, steps: pl.DataFrame, key: list[str]) -> pl.Series:
-    """Return how long the longest stall with the same key takes in other steps, for each stall."""
+    """Length of the longest stall with the same key in other steps, for each stall."""
     longest = stalls.group_by(*key, "gap_step").agg(pl.col("dur_ns").max().alias("_other_ns"))
     of_step = steps.select(*_DEVICE, pl.col("step").alias("_other")).unique()
-    others = (
+    pairs = (
         stalls.select("id", *key, "gap_step")
         .join(of_step, on=_DEVICE, nulls_equal=True)
         .filter(pl.col("_other").ne_missing(pl.col("gap_step")))
         .join(longest, left_on=[*key, "_other"], right_on=[*key, "gap_step"], how="left", nulls_equal=True)
     )
-    by_stall = others.group_by("id").agg(_usual_of(pl.col("_other_ns").fill_null(0)).cast(pl.Int64).alias("usual"))
+    by_stall = pairs.group_by("id").agg(_usual_of(pl.col("_other_ns").fill_null(0)).cast(pl.Int64).alias("usual"))
     name = f"usual_{'cause' if 'cause' in key else 'place'}"
     joined = stalls.select("id").join(by_stall, on="id", how="left", maintain_order="left")
     return joined["usual"].fill_null(0).alias(name)
 
 
 def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Series:
-    """Return how long the longest sequence of allocator calls takes in other steps, for each stall.
+    """Length of the longest sequence of allocator calls in other steps, for each stall.
 
     For an allocation retry it is the longest sequence that frees memory, as a retry does, else the longest other one.
     """
@@ -191,20 +191,20 @@ def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Seri
         pl.col("dur_ns").filter(~pl.col("frees")).max().alias("filling_ns"),
     )
     of_step = steps.select(*_DEVICE, pl.col("step").alias("_other")).unique()
-    others = (
+    pairs = (
         stalls.select("id", *_DEVICE, "step", "cause")
         .join(of_step, on=_DEVICE, nulls_equal=True)
         .filter(pl.col("_other").ne_missing(pl.col("step")))
         .join(longest, left_on=[*trace, "_other"], right_on=[*trace, "step"], how="left", nulls_equal=True)
     )
     taken_ns = pl.when(pl.col("cause") == host_stalls.RETRY).then("retry_ns").otherwise("filling_ns").fill_null(0)
-    by_stall = others.group_by("id").agg(_usual_of(taken_ns).cast(pl.Int64).alias("usual"))
+    by_stall = pairs.group_by("id").agg(_usual_of(taken_ns).cast(pl.Int64).alias("usual"))
     joined = stalls.select("id").join(by_stall, on="id", how="left", maintain_order="left")
     return joined["usual"].fill_null(0).alias("usual_calls")
 
 
 def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
-    """Return what is usual in other steps: the longest of few, the third quartile of many."""
+    """Usual time in other steps: the longest of few, the third quartile of many."""
     return pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
 
 
@@ -245,7 +245,7 @@ def _events(run: Run) -> pl.DataFrame:
 
 
 def _last_steps(run: Run) -> pl.DataFrame:
-    """Return how long the last of several steps takes each rank, until it ends on the host if nothing runs before.
+    """Duration of the last of several steps on each rank, until it ends on the host if nothing runs before.
 
     Columns window, rank, step, duration_ns.
     """
@@ -260,12 +260,12 @@ def _last_steps(run: Run) -> pl.DataFrame:
 def _with_last_step(length_of: dict[int | None, int], events: pl.DataFrame, of_ranks: pl.DataFrame) -> None:
     """Set the length of the last step to that of the ranks that stall in it, if it is longer on these."""
     for event in events.iter_rows(named=True):
-        here = pl.col("step").is_in([event["step"], event["gap_step"]]) & pl.col("rank").is_in(event["ranks"])
-        for step, own in of_ranks.filter(here).group_by("step").agg(pl.col("duration_ns").median()).iter_rows():
-            length_of[step] = max(length_of.get(step, 0), int(own))
+        in_step = pl.col("step").is_in([event["step"], event["gap_step"]]) & pl.col("rank").is_in(event["ranks"])
+        for step, length_ns in of_ranks.filter(in_step).group_by("step").agg(pl.col("duration_ns").median()).iter_rows():
+            length_of[step] = max(length_of.get(step, 0), int(length_ns))
 
 
-def _priced(events: pl.DataFrame, lengths: pl.DataFrame, of_ranks: pl.DataFrame) -> pl.DataFrame:
+def _with_losses(events: pl.DataFrame, lengths: pl.DataFrame, of_ranks: pl.DataFrame) -> pl.DataFrame:
     """Return the events of one window with what the job loses to each.
 
     What a step takes longer than the reference is shared out among its events, the longest stall first. A stall costs
@@ -295,10 +295,10 @@ def _priced(events: pl.DataFrame, lengths: pl.DataFrame, of_ranks: pl.DataFrame)
 
 def _places(event: dict[str, Any], length_of: dict[int | None, int]) -> list[int | None]:
     """Return the steps that a stall makes longer: its own, and the next one, in which the other ranks wait."""
-    own: list[int | None] = [event["step"], event["gap_step"]]
+    steps: list[int | None] = [event["step"], event["gap_step"]]
     if not event["is_everyone"] and event["gap_step"] is not None:
-        own += sorted(step for step in length_of if step is not None and step > event["gap_step"])[:1]
-    return list(dict.fromkeys(own))
+        steps += sorted(step for step in length_of if step is not None and step > event["gap_step"])[:1]
+    return list(dict.fromkeys(steps))
 
 
 def _reference(stalled: set[int | None], length_of: dict[int | None, int]) -> tuple[int, int]:

@@ -80,53 +80,53 @@ def pipeline_actions(trace: Trace) -> pl.DataFrame:
     receives, they are inferred: compute between two sends or receives, forward or backward by its phase (source
     inferred).
     """
-    marked = _marked(trace)
+    marked = _span_actions(trace)
     if marked.is_empty():
-        marked = _inferred(trace)
+        marked = _infer_actions(trace)
     if marked.is_empty():
         return ACTIONS.empty()
     return ACTIONS.conform(_with_device_times(trace, marked).sort("host_start_ns"))
 
 
-def _marked(trace: Trace) -> pl.DataFrame:
+def _span_actions(trace: Trace) -> pl.DataFrame:
     annotations = trace_columns.is_kind(trace, "annotation")
     ours = annotations & trace_columns.is_named(trace, "^PP:")
-    own = _of_torch(trace, _spans(trace, ours)) if ours.any() else ACTIONS.empty()
-    if own.height or not _sends(trace).height:
-        return own
+    actions = _of_torch(trace, _spans(trace, ours)) if ours.any() else ACTIONS.empty()
+    if actions.height or not _sends(trace).height:
+        return actions
     framework = annotations | trace_columns.is_kind(trace, "python")
     for pattern in (_BY_LOOP, _FRAMEWORK):
-        found = framework & trace_columns.is_named(trace, pattern)
-        if found.any():
-            return _numbered(_outermost(_named(_spans(trace, found), pattern)))
-    return own
+        is_action = framework & trace_columns.is_named(trace, pattern)
+        if is_action.any():
+            return _with_micro_batches(_outermost(_parse_names(_spans(trace, is_action), pattern)))
+    return actions
 
 
 def _spans(trace: Trace, which: Flags) -> pl.DataFrame:
     return trace.ops.select("name", "step", "start_ns", "dur_ns").filter(pl.Series(which))
 
 
-def _outermost(found: pl.DataFrame) -> pl.DataFrame:
+def _outermost(actions: pl.DataFrame) -> pl.DataFrame:
     """Return actions without those inside another of their kind: Megatron-LM's forward_step calls the user's own."""
-    ordered = found.sort("host_start_ns", "host_end_ns", descending=[False, True])
+    ordered = actions.sort("host_start_ns", "host_end_ns", descending=[False, True])
     before_ns = pl.col("host_end_ns").cum_max().shift().over("step", "action")
     return ordered.filter((before_ns <= pl.col("host_start_ns")).fill_null(value=True))
 
 
 def _of_torch(trace: Trace, ours: pl.DataFrame) -> pl.DataFrame:
-    found = _named(ours, _TORCH)
+    actions = _parse_names(ours, _TORCH)
     both = ours.filter(pl.col("name").str.contains(_OVERLAPPED))
-    return pl.concat([found, _split_overlapped(trace, both)]) if both.height else found
+    return pl.concat([actions, _split_overlapped(trace, both)]) if both.height else actions
 
 
-def _named(spans: pl.DataFrame, pattern: str) -> pl.DataFrame:
+def _parse_names(spans: pl.DataFrame, pattern: str) -> pl.DataFrame:
     names = spans.select(pl.col("name").unique()).with_columns(pl.col("name").str.extract_groups(pattern).alias("of"))
     parts = [part for part in ("stage", "code", "micro_batch") if f"<{part}>" in pattern]
-    known = names.select("name", *(pl.col("of").struct.field(part) for part in parts)).drop_nulls("code")
-    known = known.with_columns(
+    parsed = names.select("name", *(pl.col("of").struct.field(part) for part in parts)).drop_nulls("code")
+    parsed = parsed.with_columns(
         pl.lit(None, pl.String).alias(part) for part in ("stage", "micro_batch") if part not in parts
     )
-    return spans.join(known, on="name", maintain_order="left").select(
+    return spans.join(parsed, on="name", maintain_order="left").select(
         "step",
         pl.col("stage", "micro_batch").cast(pl.Int64),
         pl.col("code").replace_strict(_BY_CODE, return_dtype=pl.String).alias("action"),
@@ -136,9 +136,9 @@ def _named(spans: pl.DataFrame, pattern: str) -> pl.DataFrame:
     )
 
 
-def _numbered(found: pl.DataFrame) -> pl.DataFrame:
+def _with_micro_batches(actions: pl.DataFrame) -> pl.DataFrame:
     """Return actions with the micro-batch counted per action and step, where the span does not name it."""
-    ordered = found.sort("host_start_ns")
+    ordered = actions.sort("host_start_ns")
     counted = pl.int_range(pl.len()).over("step", "action").cast(pl.Int64)
     return ordered.with_columns(pl.coalesce("micro_batch", counted).alias("micro_batch"))
 
@@ -182,26 +182,26 @@ def _sends(trace: Trace) -> pl.DataFrame:
     return trace.collectives.filter(pl.col("op").is_in(POINT_TO_POINT))
 
 
-def _inferred(trace: Trace) -> pl.DataFrame:
+def _infer_actions(trace: Trace) -> pl.DataFrame:
     """Return forwards and backwards: compute between sends and receives, in steps with as many of both."""
     sends = _sends(trace).drop_nulls("peer")
     if sends.is_empty():
         return ACTIONS.empty()
     calls = trace.activities.join(sends.select(id="activity_id"), on="id", how="semi").select("launch_id", "start_ns")
-    edges = _launched(trace, calls).select(at_ns="launched_ns").sort("at_ns").with_row_index("piece")
+    edges = _with_launches(trace, calls).select(at_ns="launched_ns").sort("at_ns").with_row_index("piece")
     work = trace.activities.filter(pl.col("kind") == "compute", pl.col("phase").ne_missing("optimizer"))
-    work = _launched(trace, work.select("launch_id", "step", "phase", "start_ns", "dur_ns")).sort("launched_ns")
-    placed = work.join_asof(edges, left_on="launched_ns", right_on="at_ns").with_columns(
+    work = _with_launches(trace, work.select("launch_id", "step", "phase", "start_ns", "dur_ns")).sort("launched_ns")
+    pieces = work.join_asof(edges, left_on="launched_ns", right_on="at_ns").with_columns(
         pl.when(pl.col("phase") == "backward").then(pl.lit(BACKWARD)).otherwise(pl.lit(FORWARD)).alias("action")
     )
-    candidates = _segments(placed).with_columns(
+    candidates = _segments(pieces).with_columns(
         stage=pl.lit(None, pl.Int64), micro_batch=pl.lit(None, pl.Int64), source=pl.lit("inferred")
     )
     forwards, backwards = ((pl.col("action") == kind).sum().over("step") for kind in (FORWARD, BACKWARD))
-    return _numbered(candidates.filter((forwards == backwards) & (forwards > 1)))
+    return _with_micro_batches(candidates.filter((forwards == backwards) & (forwards > 1)))
 
 
-def _segments(placed: pl.DataFrame) -> pl.DataFrame:
+def _segments(pieces: pl.DataFrame) -> pl.DataFrame:
     """Return the spans of work of one action between two transfers, without those of few ops.
 
     Columns step, piece, action, host_start_ns, host_end_ns. Compute after the last backward is of the optimizer.
@@ -209,10 +209,10 @@ def _segments(placed: pl.DataFrame) -> pl.DataFrame:
     place = ["step", "piece", "action"]
     last_ns = pl.col("launched_ns").filter(pl.col("action") == BACKWARD).max().over("step")
     # First, because the ops after the last backward, such as those of the optimizer, may be more than a forward's.
-    until_last = placed.drop_nulls("step").filter(pl.col("launched_ns") <= last_ns)
-    of = until_last.with_columns(pl.struct(place).rle_id().alias("segment"))
+    until_last = pieces.drop_nulls("step").filter(pl.col("launched_ns") <= last_ns)
+    segments = until_last.with_columns(pl.struct(place).rle_id().alias("segment"))
     ops = pl.len().over("segment")
-    large = of.filter(ops >= _MIN_SEGMENT_RATIO * ops.max().over("action"))
+    large = segments.filter(ops >= _MIN_SEGMENT_RATIO * ops.max().over("action"))
     end_ns = pl.col("launched_ns") + pl.col("host_dur_ns")
     return (
         large.with_columns(pl.struct(place).rle_id().alias("segment"))
@@ -225,7 +225,7 @@ def _segments(placed: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _launched(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+def _with_launches(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return work with launched_ns and host_dur_ns: the start and duration of the launching op, else its own."""
     ops = trace.ops.select(launch_id="id", launched_ns="start_ns", host_dur_ns="dur_ns")
     own_dur_ns = pl.col("dur_ns") if "dur_ns" in work.columns else pl.lit(0, pl.Int64)
@@ -259,8 +259,8 @@ def _within_layers(trace: Trace) -> pl.Series:
     """Return the ids of the collectives that layers need, by their groups' descriptions."""
     listed = trace.groups.select("group", "description").rows()
     groups = [group for group, description in listed if axis_of_description(description) in (TP, CP, EP)]
-    of = pl.col("group").is_in(groups) & ~pl.col("op").is_in(POINT_TO_POINT)
-    return trace.collectives.filter(of)["activity_id"]
+    is_within = pl.col("group").is_in(groups) & ~pl.col("op").is_in(POINT_TO_POINT)
+    return trace.collectives.filter(is_within)["activity_id"]
 
 
 def _extent(spans: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
@@ -291,7 +291,7 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
     sent = calls.filter(pl.col("op") != "recv").select(sent_ns="start_ns").sort("sent_ns")
     inner = _extent(spans, work).select("number", first_ns="start_ns", last_ns="end_ns")
     inner = _after_receives(spans.join(inner, on="number", how="left"), receives["received_ns"], work["start_ns"])
-    placed = (
+    timed = (
         inner.with_columns(pl.col("first_ns", "last_ns").fill_null(pl.col("host_end_ns")))  # it only waits
         .sort("first_ns")
         .join_asof(received, left_on="first_ns", right_on="posted_ns")
@@ -299,7 +299,7 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         .join_asof(sent, left_on="last_ns", right_on="sent_ns", strategy="forward")
     )
     waits, sends = pl.col("received_ns") >= pl.col("host_start_ns"), pl.col("sent_ns") <= pl.col("host_end_ns")
-    tightened = placed.with_columns(
+    tightened = timed.with_columns(
         pl.when(waits).then("first_ns").otherwise("start_ns").alias("start_ns"),
         pl.when(sends).then("last_ns").otherwise("end_ns").alias("end_ns"),
     )
@@ -310,7 +310,7 @@ def _after_receives(spans: pl.DataFrame, received_ns: pl.Series, computed_ns: pl
     """Return spans whose first_ns is the first op after the last receive that ends within the span, if there is one."""
     ends = pl.DataFrame({"input_ns": received_ns.sort()})
     starts = pl.DataFrame({"needed_ns": computed_ns.sort()})
-    of = (
+    matched = (
         spans.sort("host_end_ns")
         .join_asof(ends, left_on="host_end_ns", right_on="input_ns")
         .with_columns(pl.max_horizontal("input_ns", "first_ns").alias("input_ns"))
@@ -318,6 +318,6 @@ def _after_receives(spans: pl.DataFrame, received_ns: pl.Series, computed_ns: pl
         .join_asof(starts, left_on="input_ns", right_on="needed_ns", strategy="forward")
     )
     is_inside = pl.col("needed_ns") < pl.col("last_ns")
-    return of.with_columns(pl.when(is_inside).then("needed_ns").otherwise("first_ns").alias("first_ns")).drop(
+    return matched.with_columns(pl.when(is_inside).then("needed_ns").otherwise("first_ns").alias("first_ns")).drop(
         "input_ns", "needed_ns"
     )

@@ -55,14 +55,14 @@ class Balance:
         """
         moved = list(zip(self.rank_of, self.better_layers, self.layers, strict=False))
         giving = {rank for rank, better, layers in moved if better < layers}
-        stages = [at for at, rank in enumerate(self.rank_of) if rank in giving]
+        stages = [stage for stage, rank in enumerate(self.rank_of) if rank in giving]
         if stages:
-            return max(stages, key=lambda at: self.stage_ns[at])
-        return max(range(len(self.layer_ns)), key=lambda at: self.layer_ns[at])
+            return max(stages, key=lambda stage: self.stage_ns[stage])
+        return max(range(len(self.layer_ns)), key=lambda stage: self.layer_ns[stage])
 
     def of_same_rank(self, stage: int) -> list[int]:
         """Return the stages that run on the same rank, the given one included."""
-        return [at for at, rank in enumerate(self.rank_of) if rank == self.rank_of[stage]]
+        return [other for other, rank in enumerate(self.rank_of) if rank == self.rank_of[stage]]
 
     def ratio(self, stage: int) -> float:
         """Return the time of a stage over the median of the others."""
@@ -103,14 +103,14 @@ def own_times(run: Run) -> pl.DataFrame:
     compute = axis_communication.compute_spans(run)
     loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
-    for place, own in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+    for place, rank_actions in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
         waited = intervals.subtract(waits.get(place, intervals.EMPTY), compute.get(place, intervals.EMPTY))
         idle = intervals.union(waited, sharded.get(place, intervals.EMPTY))
-        spans = intervals.from_columns(own["trace_start_ns"], own["end_ns"] - own["start_ns"])
+        spans = intervals.from_columns(rank_actions["trace_start_ns"], rank_actions["end_ns"] - rank_actions["start_ns"])
         idle_ns = intervals.coverage(spans, idle)
         if place in loads:
             idle_ns = idle_ns + _overload_ns(spans, loads[place])
-        parts.append(own.with_columns(pl.Series("idle_ns", idle_ns, pl.Int64)))
+        parts.append(rank_actions.with_columns(pl.Series("idle_ns", idle_ns, pl.Int64)))
     return pl.concat(parts).with_columns((pl.col("end_ns") - pl.col("start_ns") - pl.col("idle_ns")).alias("own_ns"))
 
 
@@ -133,13 +133,13 @@ def balance(run: Run) -> Balance | None:
         return None
     rank_of = dict(example.select("stage", "rank").unique().iter_rows())
     places = tuple(rank_of[stage] for stage in range(stages))
-    better = _divided(counts, layer_ns, extra, places)
+    better = _divide_layers(counts, layer_ns, extra, places)
     scale = [
-        _stage_ns(n, at, layer_ns, extra) / _stage_ns(m, at, layer_ns, extra)
-        for at, (n, m) in enumerate(zip(better, counts, strict=True))
+        _stage_ns(n, stage, layer_ns, extra) / _stage_ns(m, stage, layer_ns, extra)
+        for stage, (n, m) in enumerate(zip(better, counts, strict=True))
     ]
     saved_ns = _saved_ns(example, scale) if better != counts else 0
-    found = Balance(
+    result = Balance(
         tuple(map(round, stage_ns)),
         tuple(layer_ns),
         places,
@@ -149,13 +149,13 @@ def balance(run: Run) -> Balance | None:
         slow_saved_ns=0,
         duration_ns=round(cases["stages_duration_ns"].median() or 0),  # type: ignore[arg-type]
     )
-    slow = found.of_same_rank(found.slowest)
-    usual = [1 / max(1.0, found.slowdown(at)) if at in slow else 1.0 for at in range(stages)]
-    return replace(found, slow_saved_ns=_saved_ns(example, usual))
+    slow = result.of_same_rank(result.slowest)
+    usual = [1 / max(1.0, result.slowdown(stage)) if stage in slow else 1.0 for stage in range(stages)]
+    return replace(result, slow_saved_ns=_saved_ns(example, usual))
 
 
 def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when ranks wait in collectives for late ranks, by window and rank, on the clock of the rank's trace.
+    """Spans in which ranks wait in collectives for late ranks, by window and rank, on the clock of the rank's trace.
 
     In collectives of several stages the order of the stages decides who waits.
     """
@@ -169,24 +169,24 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
 
 
 def _collectives(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when ranks are in collectives, by window and rank, on the clock of the rank's trace."""
+    """Spans in which ranks are in collectives, by window and rank, on the clock of the rank's trace."""
     calls = run.table(collective_matching.calls).filter(~pl.col("op").is_in(collective_instances.MESSAGES))
     of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
-        place: intervals.union(intervals.from_columns(own["start_ns"], own["end_ns"] - own["start_ns"]))
-        for place, own in of_rank.items()
+        place: intervals.union(intervals.from_columns(rank_calls["start_ns"], rank_calls["end_ns"] - rank_calls["start_ns"]))
+        for place, rank_calls in of_rank.items()
     }
 
 
 def _overload_ns(spans: intervals.Spans, loads: pl.DataFrame) -> npt.NDArray[np.int64]:
-    """Return how much longer the experts of a rank compute in each of its actions than with their group's mean load."""
+    """Extra time of a rank's experts in each of its actions, beyond that with their group's mean load."""
     extra_ns = (loads["expert_ns"] - loads["balanced_ns"]).to_numpy()
     order = np.argsort(spans[:, 0], kind="stable")
-    at = np.searchsorted(spans[order, 0], loads["start_ns"].to_numpy(), side="right") - 1
-    is_within = (at >= 0) & (loads["start_ns"].to_numpy() < spans[order[at], 1])
-    found = np.zeros(len(spans), np.int64)
-    np.add.at(found, order[at[is_within]], extra_ns[is_within])
-    return found
+    position = np.searchsorted(spans[order, 0], loads["start_ns"].to_numpy(), side="right") - 1
+    is_within = (position >= 0) & (loads["start_ns"].to_numpy() < spans[order[position], 1])
+    overload_ns = np.zeros(len(spans), np.int64)
+    np.add.at(overload_ns, order[position[is_within]], extra_ns[is_within])
+    return overload_ns
 
 
 def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
@@ -197,8 +197,8 @@ def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     return rows if on_time.is_empty() else on_time
 
 
-def _without(values: Sequence[float], at: int) -> list[float]:
-    return [value for other, value in enumerate(values) if other != at]
+def _without(values: Sequence[float], index: int) -> list[float]:
+    return [value for other, value in enumerate(values) if other != index]
 
 
 def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float | None) -> list[float]:
@@ -209,8 +209,8 @@ def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float 
     return [*times[:-1], stage_ns[-1] / (counts[-1] + extra)]
 
 
-def _stage_ns(count: int, at: int, layer_ns: Sequence[float], extra: float | None) -> float:
-    return layer_ns[at] * (count + (extra or 0.0) * (at == len(layer_ns) - 1))
+def _stage_ns(count: int, stage: int, layer_ns: Sequence[float], extra: float | None) -> float:
+    return layer_ns[stage] * (count + (extra or 0.0) * (stage == len(layer_ns) - 1))
 
 
 def head_layers(manifest: Mapping[str, Any]) -> float | None:
@@ -226,7 +226,7 @@ def head_layers(manifest: Mapping[str, Any]) -> float | None:
     return head / layer if layer > 0 else None
 
 
-def _divided(
+def _divide_layers(
     counts: Sequence[int], layer_ns: Sequence[float], extra: float | None, rank_of: Sequence[int]
 ) -> list[int]:
     """Return layers per stage such that the slowest rank takes least: from where they are, one layer at a time.
@@ -236,19 +236,19 @@ def _divided(
     better = list(counts)
     # Times of equal layers differ by noise, which must not decide between stages of one rank.
     usual_ns = float(np.median(layer_ns))
-    of_layer = [_rounded(ns / usual_ns) for ns in layer_ns]
+    of_layer = [_round_ratio(ns / usual_ns) for ns in layer_ns]
 
-    def slowest(of: Sequence[int]) -> tuple[float, float, float]:
-        stages = [_stage_ns(count, at, of_layer, extra) for at, count in enumerate(of)]
+    def slowest(division: Sequence[int]) -> tuple[float, float, float]:
+        stages = [_stage_ns(count, stage, of_layer, extra) for stage, count in enumerate(division)]
         loads: dict[int, float] = {}
         for rank, load in zip(rank_of, stages, strict=True):
             loads[rank] = loads.get(rank, 0.0) + load
-        of_ranks, of_stages = (round(sum(each * each for each in every), 6) for every in (loads.values(), stages))
+        of_ranks, of_stages = (round(sum(load * load for load in times), 6) for times in (loads.values(), stages))
         return round(max(loads.values()), 6), of_ranks, of_stages
 
     while better:
         moves = [
-            [n - (at == source) + (at == target) for at, n in enumerate(better)]
+            [n - (stage == source) + (stage == target) for stage, n in enumerate(better)]
             for source in range(len(better))
             for target in range(len(better))
             if source != target and better[source] > 1
@@ -260,7 +260,7 @@ def _divided(
     return better
 
 
-def _rounded(ratio: float) -> float:
+def _round_ratio(ratio: float) -> float:
     """Return the time of a layer over the median: in steps, and 1 for what differs from it by noise."""
     return 1.0 if abs(ratio - 1) <= _EQUAL_LAYERS else round(ratio / _LAYER_STEP) * _LAYER_STEP
 
@@ -286,7 +286,7 @@ def _representative_actions(run: Run, stages: int) -> pl.DataFrame | None:
 
 
 def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
-    """Return what a pass is shorter if the actions of each stage take `scale` times as long."""
+    """Time saved in a pass if the actions of each stage take `scale` times as long."""
     order = tuple(actions.select(_place(), "stage", "micro_batch", "action").iter_rows())
     schedule = pipeline_schedule.graph(order)
     if schedule is None:

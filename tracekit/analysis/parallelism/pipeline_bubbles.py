@@ -97,7 +97,7 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
     actions = run.run_table(pipeline_stages.staged_actions)
     if actions.is_empty():
         return BUBBLES.empty()
-    whole = _whole(actions)
+    sizes = _pipeline_sizes(actions)
     gaps = run.run_table(idle_gaps)
     parts = gaps.group_by(_RANK).agg(
         (pl.col("end_ns") - pl.col("start_ns")).sum().alias("bubble_ns"),
@@ -109,7 +109,7 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
     # Waits travel from rank to rank, so the shares of communication and host are those of the whole pipeline.
     shares = gaps.group_by(PIPELINE).agg(pl.col("late_ns").sum(), pl.col("sent_ns").sum())
     ranks = (
-        whole.join(parts, on=_RANK, how="left", nulls_equal=True)
+        sizes.join(parts, on=_RANK, how="left", nulls_equal=True)
         .join(shares, on=PIPELINE, how="left", nulls_equal=True)
         .join(_ideal(run), on=_RANK, how="left", nulls_equal=True)
         .with_columns(pl.col("bubble_ns", *PHASES, "late_ns", "sent_ns").fill_null(0))
@@ -123,9 +123,9 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
 
 def by_stage(run: Run) -> pl.DataFrame:
     """Return the bubbles for display: columns rank, stage, step, … of BUBBLES, one row per rank, stage and step."""
-    shown = run.run_table(pipeline_bubbles)
-    some = [name for name in ("window", "iteration", "pipeline") if shown[name].n_unique() > 1]
-    return shown.select(
+    bubbles = run.run_table(pipeline_bubbles)
+    some = [name for name in ("window", "iteration", "pipeline") if bubbles[name].n_unique() > 1]
+    return bubbles.select(
         "rank", "stage", "step", *some, "duration_ns", "bubble_ns", "bubble_ratio", "ideal_bubble_ratio",
         "formula_bubble_ratio", "forward_ns", "backward_ns", *PHASES, *CAUSES,
     ).sort("rank", "stage", "step", *some)  # fmt: skip
@@ -152,7 +152,7 @@ def idle_gaps(run: Run) -> pl.DataFrame:
     return _with_transfers(run, joined.with_columns(late_ns.alias("late_ns"))).pipe(schema.select, GAPS)
 
 
-def _whole(actions: pl.DataFrame) -> pl.DataFrame:
+def _pipeline_sizes(actions: pl.DataFrame) -> pl.DataFrame:
     """Return each rank of each pipeline with the pipeline's time and size."""
     sizes = actions.group_by(PIPELINE).agg(
         pl.col("start_ns").min(),
@@ -162,8 +162,8 @@ def _whole(actions: pl.DataFrame) -> pl.DataFrame:
         pl.col("micro_batch").n_unique().alias("micro_batches"),
         (pl.col("action") == WEIGHT_GRADIENT).any().alias("is_zero_bubble"),
     )
-    own = actions.group_by(_RANK).agg(pl.col("stage").n_unique().alias("stages_per_rank"))
-    return own.join(sizes, on=PIPELINE, nulls_equal=True)
+    per_rank = actions.group_by(_RANK).agg(pl.col("stage").n_unique().alias("stages_per_rank"))
+    return per_rank.join(sizes, on=PIPELINE, nulls_equal=True)
 
 
 def _by_stage(actions: pl.DataFrame) -> pl.DataFrame:
@@ -225,14 +225,14 @@ def _gaps(actions: pl.DataFrame) -> pl.DataFrame:
 def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
     """Return gaps with sent_ns: the part of late_ns in which the rank sends or receives."""
     spans = alignment.on_run_clock(run.table(transfer_spans), run.offsets, ("start_ns",))
-    of = spans.partition_by("window", "rank", as_dict=True)
+    by_rank = spans.partition_by("window", "rank", as_dict=True)
     parts = [gaps.clear().with_columns(sent_ns=pl.lit(0, pl.Int64))]
-    for place, own in gaps.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
-        late = intervals.from_columns(own["end_ns"] - own["late_ns"], own["late_ns"])
+    for place, rank_gaps in gaps.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+        late = intervals.from_columns(rank_gaps["end_ns"] - rank_gaps["late_ns"], rank_gaps["late_ns"])
         sent_ns = (
-            intervals.coverage(late, intervals.from_table(of[place])) if place in of else np.zeros(own.height, int)
+            intervals.coverage(late, intervals.from_table(by_rank[place])) if place in by_rank else np.zeros(rank_gaps.height, int)
         )
-        parts.append(own.with_columns(pl.Series("sent_ns", sent_ns, pl.Int64)))
+        parts.append(rank_gaps.with_columns(pl.Series("sent_ns", sent_ns, pl.Int64)))
     return pl.concat(parts)
 
 
@@ -240,18 +240,18 @@ def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
 
 
 def schedule_cases(run: Run) -> pl.DataFrame:
-    """Return what the schedule without links takes, in three cases; use ``run.run_table``.
+    """Durations of the schedule without links, in three cases; use ``run.run_table``.
 
     Columns window, step, iteration, pipeline, rank, and bubbles (even_ns, stages_ns, ideal_bubble_ns) and durations
     (even_duration_ns, stages_duration_ns, ideal_duration_ns) with equal times, each stage's mean, and their own times.
     """
     actions = run.run_table(pipeline_stages.staged_actions)
     parts = [schema.empty(_CASES)]
-    for places, ranks, bubbles, durations in _scheduled(actions):
+    for places, ranks, bubbles, durations in _schedule_passes(actions):
         rows = [
-            (*place, rank, *map(round, bubbles[at, case]), *map(round, durations[case]))
+            (*place, rank, *map(round, bubbles[index, case]), *map(round, durations[case]))
             for case, place in enumerate(places)
-            for at, rank in enumerate(ranks[case])
+            for index, rank in enumerate(ranks[case])
         ]
         parts.append(pl.DataFrame(rows, schema=_CASES, orient="row"))
     return pl.concat(parts)
@@ -259,13 +259,13 @@ def schedule_cases(run: Run) -> pl.DataFrame:
 
 def _ideal(run: Run) -> pl.DataFrame:
     """Return the ideal bubble of each rank, and what the bubble changes by with each cause."""
-    even, stages, own = "even_ns", "stages_ns", "ideal_bubble_ns"
+    even, stages, ideal = "even_ns", "stages_ns", "ideal_bubble_ns"
     return run.run_table(schedule_cases).with_columns(
         pl.col(even).alias(SCHEDULE),
         (pl.col(stages) - pl.col(even)).alias(IMBALANCE),
-        (pl.col(own) - pl.col(stages)).alias(UNEVEN),
+        (pl.col(ideal) - pl.col(stages)).alias(UNEVEN),
         pl.when(pl.col("ideal_duration_ns") > 0)
-        .then(pl.col(own) / pl.col("ideal_duration_ns"))
+        .then(pl.col(ideal) / pl.col("ideal_duration_ns"))
         .alias("ideal_bubble_ratio"),
     )
 
@@ -276,34 +276,34 @@ _CASES = schema.columns(
 )
 
 
-def _scheduled(actions: pl.DataFrame) -> Iterator[tuple[list[Any], list[list[int]], Floats, Floats]]:
+def _schedule_passes(actions: pl.DataFrame) -> Iterator[tuple[list[Any], list[list[int]], Floats, Floats]]:
     """Yield, for pipelines whose ranks run the same actions: places, ranks, bubbles (rank, place, case), durations.
 
     The cases are equal times of all actions of a kind, equal times in each stage, and the times as they were.
     """
     by_order: dict[tuple[Any, ...], list[tuple[Any, list[int], pl.DataFrame]]] = {}
-    for place, own in (
+    for place, pass_actions in (
         actions.sort(*_RANK, "start_ns").partition_by(PIPELINE, as_dict=True, maintain_order=True).items()
     ):
-        at = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
-        order = tuple(own.select(at, "stage", "micro_batch", "action").iter_rows())
-        by_order.setdefault(order, []).append((place, own["rank"].unique().sort().to_list(), own))
+        rank_index = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
+        order = tuple(pass_actions.select(rank_index, "stage", "micro_batch", "action").iter_rows())
+        by_order.setdefault(order, []).append((place, pass_actions["rank"].unique().sort().to_list(), pass_actions))
     for order, cases in by_order.items():
         schedule = pipeline_schedule.graph(order)
         if schedule is None:
             continue
-        durations = np.stack([_durations(own) for _, _, own in cases], axis=1).astype(np.float64)
+        durations = np.stack([_durations(pass_actions) for _, _, pass_actions in cases], axis=1).astype(np.float64)
         ends = pipeline_schedule.end_times(schedule, durations)
         rank_of = np.array([action[0] for action in order])
         total = ends.max(axis=0)
-        busy = np.stack([durations[rank_of == at].sum(axis=0) for at in range(rank_of.max() + 1)])
+        busy = np.stack([durations[rank_of == rank].sum(axis=0) for rank in range(rank_of.max() + 1)])
         yield [place for place, _, _ in cases], [ranks for _, ranks, _ in cases], total[None] - busy, total
 
 
-def _durations(own: pl.DataFrame) -> Floats:
+def _durations(actions: pl.DataFrame) -> Floats:
     """Return the durations of actions in the three cases, shape (actions, 3)."""
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
-    cases = own.select(
+    cases = actions.select(
         even=dur_ns.mean().over("action"), stages=dur_ns.mean().over("action", "stage"), own=dur_ns.cast(pl.Float64)
     )
     return cases.to_numpy()

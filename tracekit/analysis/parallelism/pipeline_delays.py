@@ -11,7 +11,7 @@ _STEP = ["window", "step"]
 
 
 def delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
-    """Return how much longer ranks wait for sends and receives than the other ranks of their stage, and for whom.
+    """Extra waits of ranks for sends and receives, beyond the other ranks of their stage, and for whom.
 
     `members` has columns rank and leader of a late group. Columns window, step, waiting, cause (the rank of the same
     pipeline that waits least compared with its own stage; the leader if the group has a rank in that pipeline),
@@ -23,8 +23,8 @@ def delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
         return _EMPTY
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
     pipeline = pl.col("rank").replace_strict(_pipelines(waits), return_dtype=pl.Int64).alias("pipeline")
-    each = waits.group_by(*_STEP, "rank").agg(pl.col("wait_ns").sum()).with_columns(stage, pipeline)
-    compared = _beside_their_stage(each.drop_nulls("stage")).join(members.select("rank", "leader"), "rank", how="left")
+    rank_waits = waits.group_by(*_STEP, "rank").agg(pl.col("wait_ns").sum()).with_columns(stage, pipeline)
+    compared = _beside_stage(rank_waits.drop_nulls("stage")).join(members.select("rank", "leader"), "rank", how="left")
     return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
 
 
@@ -37,18 +37,18 @@ def _pipelines(waits: pl.DataFrame) -> dict[int, int]:
     pipeline_of = {rank: rank for rank in waits["rank"].unique().sort()}
     for first, last in pairs.select("first", "last").unique().sort("first", "last").iter_rows():
         merged, into = sorted((pipeline_of[first], pipeline_of[last]), reverse=True)
-        pipeline_of = {rank: into if of == merged else of for rank, of in pipeline_of.items()}
+        pipeline_of = {rank: into if lowest == merged else lowest for rank, lowest in pipeline_of.items()}
     return pipeline_of
 
 
-def _beside_their_stage(each: pl.DataFrame) -> pl.DataFrame:
+def _beside_stage(rank_waits: pl.DataFrame) -> pl.DataFrame:
     """Return the ranks of stages with several, with longer_ns: their wait less the median of the stage's others."""
     key = [*_STEP, "stage"]
-    ordered = each.sort(*key, "wait_ns", "rank").with_columns(
+    ordered = rank_waits.sort(*key, "wait_ns", "rank").with_columns(
         at=pl.int_range(pl.len()).over(key), others=pl.len().over(key) - 1, all_ns=pl.col("wait_ns").implode().over(key)
     )
     middle = ((pl.col("others") - 1) // 2, pl.col("others") // 2)
-    low, high = (pl.col("all_ns").list.get(at + (at >= pl.col("at")), null_on_oob=True) for at in middle)
+    low, high = (pl.col("all_ns").list.get(index + (index >= pl.col("at")), null_on_oob=True) for index in middle)
     longer_ns = pl.col("wait_ns") - (low + high) // 2
     return ordered.filter(pl.col("others") > 0).with_columns(longer_ns.alias("longer_ns")).drop("all_ns")
 
@@ -56,9 +56,9 @@ def _beside_their_stage(each: pl.DataFrame) -> pl.DataFrame:
 def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:
     """Return the ranks that wait longer, with the rank or group of their pipeline that the others wait for."""
     of_pipeline = [*_STEP, "pipeline"]
-    least = pl.col("rank").sort_by("longer_ns", "rank").first()
-    cause = pl.coalesce(pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(least)).over(
+    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
+    cause = pl.coalesce(pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)).over(
         of_pipeline
     )
-    found = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
-    return found.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))
+    table = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
+    return table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))

@@ -39,25 +39,25 @@ def arrivals(run: Run) -> pl.DataFrame:
     gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls(["action", "ready_ns"])
     sources = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
     key = [*PIPELINE, "rank", *_ACTION]
-    named = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
-    waited = named.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
+    with_sources = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
+    waited = with_sources.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
     delayed = waited.with_columns((pl.col("end_ns") - pl.col("ready_ns")).alias("delay_ns"))
     return delayed.filter(_computing_ns(run, delayed) <= _BUSY_RATIO * delayed["delay_ns"])
 
 
 def _computing_ns(run: Run, delayed: pl.DataFrame) -> pl.Series:
-    """Return how long the rank of each row computes between ready_ns and end_ns."""
+    """Time that the rank of each row computes between ready_ns and end_ns."""
     compute = axis_communication.compute_spans(run)
-    placed = alignment.on_trace_clock(
+    times = alignment.on_trace_clock(
         delayed.select("window", "rank", "ready_ns", "end_ns").with_row_index("row"),
         run.offsets,
         ("ready_ns", "end_ns"),
     )
     parts = [pl.DataFrame(schema={"row": pl.UInt32, "computing_ns": pl.Int64})]
-    for place, own in placed.partition_by("window", "rank", as_dict=True).items():
-        spans = intervals.from_columns(own["ready_ns"], own["end_ns"] - own["ready_ns"])
+    for place, rank_times in times.partition_by("window", "rank", as_dict=True).items():
+        spans = intervals.from_columns(rank_times["ready_ns"], rank_times["end_ns"] - rank_times["ready_ns"])
         covered = intervals.coverage(spans, compute.get(place, intervals.EMPTY))
-        parts.append(pl.DataFrame({"row": own["row"], "computing_ns": pl.Series(covered, dtype=pl.Int64)}))
+        parts.append(pl.DataFrame({"row": rank_times["row"], "computing_ns": pl.Series(covered, dtype=pl.Int64)}))
     return pl.concat(parts).sort("row")["computing_ns"]
 
 
@@ -94,13 +94,13 @@ def transfer_rates(run: Run) -> dict[bool, float]:
     took_ns = (pl.col("end_ns") - pl.col("start_ns")).min()
     pairs = calls.filter(pl.col("rank").is_in(pipelined.implode())).with_columns(turn)
     pairs = pairs.group_by("window", "members", "turn").agg(took_ns.alias("took_ns"), pl.col("bytes").first(), pl.len())
-    known = pairs.filter(pl.col("len") == 2, pl.col("took_ns") > 0)
+    timed = pairs.filter(pl.col("len") == 2, pl.col("took_ns") > 0)
     node_of = rank_places.node_of_rank(run)
     rates: dict[bool, list[float]] = {}
-    for members, size_bytes, took in known.select("members", "bytes", "took_ns").iter_rows():
+    for members, size_bytes, took in timed.select("members", "bytes", "took_ns").iter_rows():
         source, target = (node_of.get(int(rank)) for rank in members.split(">"))
         rates.setdefault(source == target, []).append(collective_instances.SECOND_NS * size_bytes / took)
-    return {is_inside: float(np.median(found)) for is_inside, found in rates.items()}
+    return {is_inside: float(np.median(values)) for is_inside, values in rates.items()}
 
 
 def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
@@ -137,28 +137,28 @@ def _with_savings(run: Run, table: pl.DataFrame) -> pl.DataFrame:
         actions = examples.get((row["window"], row["pipeline"]))
         saved = (0, 0)
         if actions is not None and row["usual_ns"] is not None and row["delay_ns"] > row["usual_ns"]:
-            own = table.filter(pl.col("window") == row["window"], pl.col("pipeline") == row["pipeline"])
-            saved = _saved_ns(actions, own, {row["source_rank"], row["rank"]})
+            links = table.filter(pl.col("window") == row["window"], pl.col("pipeline") == row["pipeline"])
+            saved = _saved_ns(actions, links, {row["source_rank"], row["rank"]})
         rows.append(row | {"saved_ns": saved[0], "duration_ns": saved[1]})
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def _saved_ns(actions: pl.DataFrame, links_of: pl.DataFrame, pair: set[int]) -> tuple[int, int]:
-    """Return what a pass is shorter if a link takes the usual time, and the pass with all links as measured."""
+    """Time saved in a pass if a link takes the usual time, and the pass with all links as measured."""
     place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
     order = tuple(actions.select(place, *_ACTION).iter_rows())
     schedule = pipeline_schedule.graph(order)
     if schedule is None:
         return 0, 0
     ranks = actions["rank"].to_list()
-    known = {(row["source_rank"], row["rank"]): row for row in links_of.iter_rows(named=True)}
+    links = {(row["source_rank"], row["rank"]): row for row in links_of.iter_rows(named=True)}
     delays = np.zeros((len(order), 2))
-    for at, sender in enumerate(schedule.sender):
-        link = known.get((ranks[sender], ranks[at])) if sender is not None else None
+    for index, sender in enumerate(schedule.sender):
+        link = links.get((ranks[sender], ranks[index])) if sender is not None else None
         if link is not None:
             is_slow = {link["source_rank"], link["rank"]} == pair
             usual_ns = min(link["delay_ns"], link["usual_ns"] or link["delay_ns"])
-            delays[at] = link["delay_ns"], usual_ns if is_slow else link["delay_ns"]
+            delays[index] = link["delay_ns"], usual_ns if is_slow else link["delay_ns"]
     dur_ns = actions.select(pl.col("end_ns") - pl.col("start_ns")).to_series().to_numpy().astype(np.float64)
     ends = pipeline_schedule.end_times(schedule, np.stack([dur_ns, dur_ns], axis=1), delays).max(axis=0)
     return max(0, round(ends[0] - ends[1])), round(ends[0])

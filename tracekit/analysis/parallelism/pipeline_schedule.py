@@ -34,7 +34,7 @@ def graph(actions: tuple[Action, ...]) -> ScheduleGraph | None:
     gradient) that of the next stage and its own forward, a weight gradient its input gradient. None where actions wait
     for each other in a circle: the order is none of a schedule.
     """
-    number = {action[1:]: at for at, action in enumerate(actions)}
+    number = {action[1:]: index for index, action in enumerate(actions)}
     last_of: dict[int, int] = {}
     waits_for, sender = [], []
     for at, action in enumerate(actions):
@@ -60,32 +60,32 @@ def producers(stage: int, micro_batch: int, action: str) -> list[tuple[int, int,
 
 
 def end_times(schedule: ScheduleGraph, durations: Floats, delays: Floats | None = None) -> Floats:
-    """Return when each action ends if it starts as soon as it can, from 0; shape (actions, cases) like `durations`.
+    """End of each action if it starts as soon as it can, from 0; shape (actions, cases) like `durations`.
 
     `delays` has the same shape: how long after the end of its sender the input of an action arrives; by default 0.
     """
     ends = np.zeros_like(durations)
-    for at in schedule.order:
-        needed, sender = schedule.waits_for[at], schedule.sender[at]
+    for action in schedule.order:
+        needed, sender = schedule.waits_for[action], schedule.sender[action]
         start = ends[list(needed)].max(axis=0) if needed else np.zeros(durations.shape[1:])
         if delays is not None and sender is not None:
-            start = np.maximum(start, ends[sender] + delays[at])
-        ends[at] = start + durations[at]
+            start = np.maximum(start, ends[sender] + delays[action])
+        ends[action] = start + durations[action]
     return ends
 
 
 def _topological(waits_for: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     remaining = [len(needed) for needed in waits_for]
     followers: list[list[int]] = [[] for _ in waits_for]
-    for at, needed in enumerate(waits_for):
+    for index, needed in enumerate(waits_for):
         for other in needed:
-            followers[other].append(at)
-    ready = [at for at, count in enumerate(remaining) if not count]
+            followers[other].append(index)
+    ready = [index for index, count in enumerate(remaining) if not count]
     order = []
     while ready:
-        at = ready.pop()
-        order.append(at)
-        for follower in followers[at]:
+        index = ready.pop()
+        order.append(index)
+        for follower in followers[index]:
             remaining[follower] -= 1
             if not remaining[follower]:
                 ready.append(follower)

@@ -32,8 +32,8 @@ def peers(trace: Trace) -> pl.DataFrame:
     if trace.collectives["peer"].null_count() == trace.collectives.height:
         return schema.empty(PEER_COLUMNS)
     calls = trace.collectives.filter(pl.col("op").is_in(["send", "recv"])).drop_nulls("peer")
-    at = trace.activities.select(activity_id="id", at_ns="start_ns")
-    ordered = calls.select("activity_id", "op", "peer").join(at, on="activity_id").sort("at_ns")
+    starts = trace.activities.select(activity_id="id", at_ns="start_ns")
+    ordered = calls.select("activity_id", "op", "peer").join(starts, on="activity_id").sort("at_ns")
     first_sends = bool(ordered["op"].head(1).eq("send").any())
     return ordered.select("peer").unique(maintain_order=True).with_columns(is_sender=pl.lit(first_sends))
 
@@ -60,22 +60,22 @@ def staged_actions(run: Run) -> pl.DataFrame:
     actions = run.table(pipeline_actions).filter(pl.col("action").is_in(COMPUTE_ACTIONS)).drop_nulls("start_ns")
     if actions.is_empty():
         return schema.empty(COLUMNS)
-    known = actions.with_columns(pl.coalesce("stage", _stage_of(run, actions)).alias("stage")).drop_nulls("stage")
-    if known.is_empty():
+    staged = actions.with_columns(pl.coalesce("stage", _stage_of(run, actions)).alias("stage")).drop_nulls("stage")
+    if staged.is_empty():
         return schema.empty(COLUMNS)
     if actions["stage"].is_null().all():
-        if not set(run.table(peers)["rank"]) <= set(known["rank"]):
+        if not set(run.table(peers)["rank"]) <= set(staged["rank"]):
             return schema.empty(COLUMNS)  # ranks without actions: neither their stages nor the others' are known
-        known = interleaving.with_virtual_stages(known)
+        staged = interleaving.with_virtual_stages(staged)
     repeated = pl.int_range(pl.len()).over(
         "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"
     )
-    numbered = known.with_columns(repeated.cast(pl.Int64).alias("iteration"))
+    counted = staged.with_columns(repeated.cast(pl.Int64).alias("iteration"))
     on_own_clock = pl.col("start_ns").alias("trace_start_ns")
-    placed = numbered.join(_pipelines(numbered), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
+    in_pipelines = counted.join(_pipelines(counted), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
     stages = pl.col("stage").max() - pl.col("stage").min() + 1
-    placed = placed.filter((stages == pl.col("stage").n_unique()).over("window", "pipeline"))
-    return _on_one_clock(run, placed).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
+    in_pipelines = in_pipelines.filter((stages == pl.col("stage").n_unique()).over("window", "pipeline"))
+    return _on_one_clock(run, in_pipelines).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
 
 
 def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
@@ -84,8 +84,8 @@ def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
     passes = actions.group_by(PIPELINE).agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("duration_ns"))
     ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
     medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))
-    own = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
-    return {(place[0], place[1]): rows for place, rows in own.partition_by("window", "pipeline", as_dict=True).items()}
+    table = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
+    return {(place[0], place[1]): rows for place, rows in table.partition_by("window", "pipeline", as_dict=True).items()}
 
 
 def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:
@@ -110,9 +110,9 @@ def _by_peers(run: Run) -> dict[int, int]:
     neighbors: dict[int, set[int]] = {}
     for rank, peer in table.select("rank", "peer").unique().iter_rows():
         neighbors.setdefault(rank, set()).add(peer)
-    mutual = all(rank in neighbors.get(peer, ()) for rank, others in neighbors.items() for peer in others)
+    mutual = all(rank in neighbors.get(peer, ()) for rank, linked in neighbors.items() for peer in linked)
     senders = set(table.filter(pl.col("is_sender"))["rank"])
-    firsts = sorted(rank for rank, others in neighbors.items() if len(others) == 1 and rank in senders)
+    firsts = sorted(rank for rank, linked in neighbors.items() if len(linked) == 1 and rank in senders)
     if not mutual or not firsts:
         return {}
     stages: dict[int, int] = {}
@@ -144,8 +144,8 @@ def _on_one_clock(run: Run, actions: pl.DataFrame) -> pl.DataFrame:
     limits = _limits(aligned)
     if limits.filter((pl.col("least_ns") > 0) | (pl.col("most_ns") < 0)).is_empty():
         return aligned
-    own = _limits(actions)
-    if own.filter((pl.col("least_ns") > 0) | (pl.col("most_ns") < 0)).is_empty():
+    trace_limits = _limits(actions)
+    if trace_limits.filter((pl.col("least_ns") > 0) | (pl.col("most_ns") < 0)).is_empty():
         return actions  # the files' own clocks agree: collectives without a known group were matched wrongly
     shifts = _shifts(limits)
     shift_ns = pl.col("shift_ns").fill_null(0)
@@ -165,8 +165,8 @@ def dependencies(actions: pl.DataFrame) -> pl.DataFrame:
     needs_forward = pl.col("action") == FORWARD
     needs_gradient = pl.col("action").is_in([BACKWARD, INPUT_GRADIENT])
     parts = [
-        actions.filter(needs).join(made.drop("action"), on=key, nulls_equal=True)
-        for needs, made in ((needs_forward, forwards), (needs_gradient, gradients))
+        actions.filter(needs).join(produced.drop("action"), on=key, nulls_equal=True)
+        for needs, produced in ((needs_forward, forwards), (needs_gradient, gradients))
     ]
     return pl.concat(parts).filter(pl.col("producer_rank") != pl.col("rank"))
 

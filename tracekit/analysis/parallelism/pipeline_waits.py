@@ -18,15 +18,15 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
         return steps
     calls = run.run_table(exposed_communication.exposed_transfers)
     sends = _spans_of(calls.filter(_is_send()))
-    others = _spans_of(calls.filter(~_is_send()))
+    other_spans = _spans_of(calls.filter(~_is_send()))
     exposed = exposed_communication.exposed_on_devices(run)
     parts = [steps.clear()]
-    for place, own in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():
-        only = intervals.subtract(sends.get(place, intervals.EMPTY), others.get(place, intervals.EMPTY))
+    for place, device_steps in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():
+        only = intervals.subtract(sends.get(place, intervals.EMPTY), other_spans.get(place, intervals.EMPTY))
         moved = intervals.intersect(only, exposed.get(place, intervals.EMPTY))
-        windows = intervals.from_columns(own["start_ns"], own["duration_ns"])
+        windows = intervals.from_columns(device_steps["start_ns"], device_steps["duration_ns"])
         moved_ns = pl.Series(intervals.coverage(windows, moved), dtype=pl.Int64)
-        parts.append(own.with_columns(pl.col("exposed_ns") - moved_ns, pl.col("waited_ns") + moved_ns))
+        parts.append(device_steps.with_columns(pl.col("exposed_ns") - moved_ns, pl.col("waited_ns") + moved_ns))
     return pl.concat(parts)
 
 

@@ -39,11 +39,11 @@ class Place:
 
 
 def rank_hosts(trace: Trace) -> pl.DataFrame:
-    """Return where a rank runs. Columns host (from the file's name; null where not known), device; one row."""
-    found = _HOST.search(PurePath(trace.path).name)
+    """Host and device of a rank. Columns host (from the file's name; null where not known), device; one row."""
+    match = _HOST.search(PurePath(trace.path).name)
     device = trace.lanes["device"].min() if trace.lanes.height else None
     return pl.DataFrame(
-        {"host": [found["host"] if found else None], "device": [device]},
+        {"host": [match["host"] if match else None], "device": [device]},
         schema={"host": pl.String, "device": pl.Int64},
     )
 
@@ -85,20 +85,20 @@ def nodes(run: Run) -> pl.DataFrame:
 
 def node_of_rank(run: Run) -> dict[int, str]:
     """Return the node of each rank; {} where nodes are not known, or all ranks share one."""
-    found = dict(run.run_table(nodes).select("rank", "node").iter_rows())
-    return found if len(set(found.values())) > 1 else {}
+    node_of = dict(run.run_table(nodes).select("rank", "node").iter_rows())
+    return node_of if len(set(node_of.values())) > 1 else {}
 
 
 def share_node(run: Run, ranks: Iterable[int]) -> bool:
     """Return whether ranks are known to be on one node: by `nodes`, one host, or devices of different indices."""
-    chosen = sorted(set(ranks))
+    members = sorted(set(ranks))
     if node_of := dict(run.run_table(nodes).select("rank", "node").iter_rows()):
-        return len({node_of.get(rank) for rank in chosen}) == 1
-    places_of_ranks = run.table(rank_hosts).unique("rank").filter(pl.col("rank").is_in(chosen))
+        return len({node_of.get(rank) for rank in members}) == 1
+    places_of_ranks = run.table(rank_hosts).unique("rank").filter(pl.col("rank").is_in(members))
     hosts, indices = places_of_ranks["host"], places_of_ranks["device"]
-    if places_of_ranks.height < len(chosen) or indices.null_count():
+    if places_of_ranks.height < len(members) or indices.null_count():
         return False
-    return indices.n_unique() == len(chosen) or (hosts.null_count() == 0 and hosts.n_unique() == 1)
+    return indices.n_unique() == len(members) or (hosts.null_count() == 0 and hosts.n_unique() == 1)
 
 
 def stages(run: Run) -> dict[int, int]:
@@ -107,42 +107,42 @@ def stages(run: Run) -> dict[int, int]:
     From `pipeline` or `mesh` in run.json, else from groups that are named after the axis.
     """
     pipeline = run.manifest.get("pipeline")
-    found: dict[int, int] = {}
+    stage_of: dict[int, int] = {}
     for stage, ranks in enumerate(_int_lists(pipeline.get("stage_ranks") if isinstance(pipeline, dict) else None)):
-        found |= {rank: stage for rank in ranks if rank not in found}
-    if not found:
+        stage_of |= {rank: stage for rank in ranks if rank not in stage_of}
+    if not stage_of:
         groups = (group for axis, group in axis_groups(run) if axis == strategies.PP)
-        found = {rank: stage for group in groups for stage, rank in enumerate(group)}
-    return found if len(set(found.values())) > 1 else {}
+        stage_of = {rank: stage for group in groups for stage, rank in enumerate(group)}
+    return stage_of if len(set(stage_of.values())) > 1 else {}
 
 
 def is_of_stages(run: Run, ranks: Iterable[int]) -> bool:
     """Return whether some ranks are all traced ranks of one or more pipeline stages."""
-    stage_of, chosen = stages(run), set(ranks)
-    of = {stage_of.get(rank) for rank in chosen}
-    return bool(stage_of) and chosen == {rank for rank in run.ranks if stage_of.get(rank) in of}
+    stage_of, members = stages(run), set(ranks)
+    member_stages = {stage_of.get(rank) for rank in members}
+    return bool(stage_of) and members == {rank for rank in run.ranks if stage_of.get(rank) in member_stages}
 
 
 def places(run: Run) -> list[Place]:
     """Return the places that several ranks share, but not all: nodes, coordinates of axes, process groups."""
-    named = [*_node_places(run), *_coordinate_places(run), *_group_places(run)]
+    all_places = [*_node_places(run), *_coordinate_places(run), *_group_places(run)]
     present = set(run.ranks)
-    with_traces = [Place(each.name, tuple(sorted(present & set(each.ranks)))) for each in named]
-    return [each for each in with_traces if 1 < len(each.ranks) < len(present)]
+    with_traces = [Place(place.name, tuple(sorted(present & set(place.ranks)))) for place in all_places]
+    return [place for place in with_traces if 1 < len(place.ranks) < len(present)]
 
 
 def shared_place(run: Run, ranks: Sequence[int]) -> str | None:
-    """Return what some ranks and no others share, such as "node 3"; two nodes or more are named together.
+    """Place that some ranks and no others share, such as "node 3"; two nodes or more are named together.
 
     None where nothing is known that they share.
     """
-    chosen = tuple(sorted(ranks))
+    members = tuple(sorted(ranks))
     for place in places(run):
-        if place.ranks == chosen:
+        if place.ranks == members:
             return place.name
-    within = [each for each in _node_places(run) if set(each.ranks) <= set(chosen)]
-    if len(within) > 1 and sorted(rank for each in within for rank in each.ranks) == list(chosen):
-        return "nodes " + ", ".join(each.name.removeprefix("node ") for each in within)
+    within = [node for node in _node_places(run) if set(node.ranks) <= set(members)]
+    if len(within) > 1 and sorted(rank for node in within for rank in node.ranks) == list(members):
+        return "nodes " + ", ".join(node.name.removeprefix("node ") for node in within)
     return None
 
 
@@ -155,16 +155,16 @@ def axis_groups(run: Run) -> list[tuple[str, tuple[int, ...]]]:
     if stated := mesh.groups_of(run.manifest):
         return [(axis, tuple(ranks)) for axis, groups in stated.items() for ranks in groups]
     rows = process_groups(run).drop_nulls()
-    named = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
+    described = [(axis_of_description(text), text, tuple(ranks)) for text, ranks in rows.iter_rows()]
     plain: dict[str, str] = {}
-    for axis, text, _ in named:
+    for axis, text, _ in described:
         if axis and axis not in JOINT:
             plain[axis] = min(plain.get(axis, text), text, key=len)
-    return [(axis, ranks) for axis, text, ranks in named if axis in plain and text == plain[axis]]
+    return [(axis, ranks) for axis, text, ranks in described if axis in plain and text == plain[axis]]
 
 
 def _node_size(run: Run, places_of_ranks: pl.DataFrame) -> int | None:
-    """Return how many consecutive ranks share a node; None if not known, or if all do."""
+    """Number of consecutive ranks that share a node; None if not known, or if all do."""
     hardware = run.manifest.get("hardware")
     stated = hardware.get("gpus_per_node") if isinstance(hardware, dict) else None
     if isinstance(stated, int) and 0 < stated < len(run.ranks):
@@ -206,5 +206,5 @@ def _group_places(run: Run) -> Iterator[Place]:
 
 def _int_lists(value: object) -> list[tuple[int, ...]]:
     """Return the lists of whole numbers in a list from run.json; others are left out."""
-    lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
-    return [tuple(each) for each in lists if each and all(isinstance(number, int) for number in each)]
+    lists = [entry for entry in value if isinstance(entry, list)] if isinstance(value, list) else []
+    return [tuple(numbers) for numbers in lists if numbers and all(isinstance(number, int) for number in numbers)]

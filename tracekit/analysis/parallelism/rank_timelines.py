@@ -46,19 +46,19 @@ def totals(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     Columns rank, device, compute_ns, transfer_ns, waiting_ns, copy_ns, idle_ns, and waiting_for_N_ns for each awaited
     rank; waiting for an unknown rank is in waiting_ns only.
     """
-    of, inside = ["rank", "device"], within(rows, window)
+    key, inside = ["rank", "device"], within(rows, window)
     dur_ns, peer = pl.col("dur_ns"), pl.col("peer_rank")
-    each = [dur_ns.filter(pl.col("state") == state).sum().alias(f"{state}_ns") for state in STATES]
+    sums = [dur_ns.filter(pl.col("state") == state).sum().alias(f"{state}_ns") for state in STATES]
     late = inside["peer_rank"].drop_nulls().unique().sort().to_list()
-    each += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
-    table = inside.group_by(of).agg(dur_ns.sum().alias("_all_ns"), *each).sort(of)
+    sums += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
+    table = inside.group_by(key).agg(dur_ns.sum().alias("_all_ns"), *sums).sort(key)
     idle_ns = (window[1] - window[0] - pl.col("_all_ns")).alias("idle_ns")
-    own = [f"{state}_ns" for state in STATES]
-    return table.with_columns(idle_ns).select(*of, *own, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
+    state_columns = [f"{state}_ns" for state in STATES]
+    return table.with_columns(idle_ns).select(*key, *state_columns, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
 
 
 def wait_times(run: Run) -> pl.DataFrame:
-    """Return how long each rank waited for each other rank; use ``run.run_table``.
+    """Time that each rank waited for each other rank; use ``run.run_table``.
 
     Columns rank, peer_rank (the last arrival; null where unknown), waited_ns: the states of kind waiting, so that
     concurrent collectives count once and hidden waiting does not count. One row per pair that occurs.
@@ -67,8 +67,8 @@ def wait_times(run: Run) -> pl.DataFrame:
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
 
 
-def awaited(run: Run) -> pl.DataFrame:
-    """Return how long other ranks wait for each rank in each step; use ``run.run_table``.
+def awaited_times(run: Run) -> pl.DataFrame:
+    """Time that other ranks wait for each rank in each step; use ``run.run_table``.
 
     Columns window, step (of the rank that waits; null outside steps), rank (the last arrival), awaited_ns (the longest
     wait of one other rank), waiting_rank (which rank that is) and all_waits_ns (the sum over ranks); one row per step
@@ -80,10 +80,10 @@ def awaited(run: Run) -> pl.DataFrame:
     )
     aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns"))
     # Without a null in the keys: the device of a CPU run is null, and nulls do not match.
-    left, right = (rows.with_columns(pl.col("device").fill_null(-1)).sort("start_ns") for rows in (waits, aligned))
-    placed = left.join_asof(right, on="start_ns", by=list(_OF), check_sortedness=False)
+    wait_rows, step_rows = (rows.with_columns(pl.col("device").fill_null(-1)).sort("start_ns") for rows in (waits, aligned))
+    in_steps = wait_rows.join_asof(step_rows, on="start_ns", by=list(_OF), check_sortedness=False)
     in_step = pl.when(pl.col("start_ns") < pl.col("end_ns")).then("step").alias("step")
-    pairs = placed.group_by("window", in_step, "peer_rank", "rank").agg(pl.col("dur_ns").sum())
+    pairs = in_steps.group_by("window", in_step, "peer_rank", "rank").agg(pl.col("dur_ns").sum())
     longest_first = pairs.sort("dur_ns", "rank", descending=[True, False])
     table = longest_first.group_by("window", "step", "peer_rank", maintain_order=True).agg(
         pl.col("dur_ns").first().alias("awaited_ns"),
@@ -99,7 +99,7 @@ def spread(run: Run) -> pl.DataFrame:
     More columns: awaited_ns and waiting_rank of `awaited` (0 and null where nobody waits), and awaited_ratio, the share
     of the median step of all ranks.
     """
-    waits = run.run_table(awaited).drop_nulls("step").drop("all_waits_ns")
+    waits = run.run_table(awaited_times).drop_nulls("step").drop("all_waits_ns")
     steps = run.run_table(exposed_communication.spread)
     joined = steps.join(waits, on=["window", "step", "rank"], how="left", maintain_order="left")
     awaited_ns = pl.col("awaited_ns").fill_null(0)
@@ -139,9 +139,9 @@ def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFr
     if calls is None:
         return rows.with_columns(pl.lit(None).alias(name) for name in ("op", "unit", "peer_rank"))
     began = calls.select("start_ns", "op", "unit", "peer_rank").sort("start_ns")
-    named = rows.join_asof(began, on="start_ns")
+    with_calls = rows.join_asof(began, on="start_ns")
     communicates, waits = pl.col("state").is_in([TRANSFER, WAITING]), pl.col("state") == WAITING
-    return named.with_columns(
+    return with_calls.with_columns(
         *(pl.when(communicates).then(name).alias(name) for name in ("op", "unit")),
         pl.when(waits).then("peer_rank").alias("peer_rank"),
     )

@@ -27,28 +27,28 @@ _PLACE = ["window", "rank", "step"]
 
 
 def ring_overlap(run: Run) -> pl.DataFrame:
-    """Return how much of a ring's transfers compute hides; use ``run.run_table``. Columns as RINGS.
+    """Share of a ring's transfers that compute hides; use ``run.run_table``. Columns as RINGS.
 
     A transfer is under way from its issue to its completion: on a device its kernel, under gloo from the call to the
     end of the wait. Empty without sends and receives along axis cp.
     """
     if not axis_communication.has_calls(run, CP):
         return RINGS.empty()
-    named = run.run_table(axis_communication.calls).filter(
+    ring_calls = run.run_table(axis_communication.calls).filter(
         pl.col("axis") == CP, pl.col("op").is_in([PAIRED, "send", "recv"])
     )
     compute, rows = axis_communication.compute_spans(run), []
-    for place, own in _with_waits(run, named).partition_by(_PLACE, as_dict=True, maintain_order=True).items():
-        spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
+    for place, calls in _with_waits(run, ring_calls).partition_by(_PLACE, as_dict=True, maintain_order=True).items():
+        spans = intervals.union(calls.select("start_ns", "end_ns").to_numpy())
         busy = compute.get(place[:2], intervals.EMPTY)
-        known = own.drop_nulls("present_ns")
-        waits = intervals.union(known.select("start_ns", "present_ns").to_numpy())
+        timed = calls.drop_nulls("present_ns")
+        waits = intervals.union(timed.select("start_ns", "present_ns").to_numpy())
         total_ns, hidden_ns = intervals.length(spans), intervals.length(intervals.intersect(spans, busy))
         waited_ns = intervals.length(waits) - intervals.length(intervals.intersect(waits, busy))
-        sizes = own["bytes"].drop_nulls()
-        row = dict(zip(_PLACE, place, strict=True)) | {"calls": own.height, "communication_ns": total_ns}
+        sizes = calls["bytes"].drop_nulls()
+        row = dict(zip(_PLACE, place, strict=True)) | {"calls": calls.height, "communication_ns": total_ns}
         row |= {"hidden_ns": hidden_ns, "exposed_communication_ns": total_ns - hidden_ns}
-        row |= {"waited_ns": waited_ns if known.height else None, "bytes": sizes.sum() if len(sizes) else None}
+        row |= {"waited_ns": waited_ns if timed.height else None, "bytes": sizes.sum() if len(sizes) else None}
         rows.append(row | {"hidden_ratio": hidden_ns / total_ns if total_ns else None})
     return RINGS.conform(pl.DataFrame(rows, RINGS.schema)).sort(_PLACE, nulls_last=True)
 

@@ -26,13 +26,13 @@ _OPS = ("all_gather", "reduce_scatter")
 _ACTION = ["stage", "micro_batch", "action"]
 _KEY = [*pipeline_stages.PIPELINE, "rank", *_ACTION]
 FACTS: tuple[Fact, ...] = (
-    *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed, breakdown.by_step,
+    *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed_calls, breakdown.by_step,
 )  # fmt: skip
 """The facts that the run tables of this module read."""
 
 
 def sharded_micro_batches(run: Run) -> pl.DataFrame:
-    """Return for how many micro-batches data-parallel collectives run; use ``run.run_table``.
+    """Number of micro-batches that data-parallel collectives run for; use ``run.run_table``.
 
     Columns COLUMNS; one row per rank, step, axis and op (all_gather, reduce_scatter): with_calls (micro-batches during
     or after whose actions such a collective started), exposed_ns (without waits), lost_ns (that beyond one
@@ -42,11 +42,11 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
     if bubbles.is_empty() or calls.is_empty():
         return schema.empty(COLUMNS)
-    placed = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
+    aligned = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
     actions = run.run_table(pipeline_stages.staged_actions).select(
         "window", "rank", "step", "micro_batch", at_ns="start_ns"
     )
-    during = placed.join_asof(
+    during = aligned.join_asof(
         actions.sort("at_ns"),
         left_on="start_ns",
         right_on="at_ns",
@@ -65,7 +65,7 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
 
 
 def passes(run: Run) -> pl.DataFrame:
-    """Return what one pass of each pipeline is longer because of those collectives; use ``run.run_table``.
+    """Delay of one pass of each pipeline by those collectives; use ``run.run_table``.
 
     Columns PASSES; one row per pipeline, for its pass of median duration. Its actions are scheduled on links without
     cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
@@ -96,7 +96,7 @@ def passes(run: Run) -> pl.DataFrame:
 
 
 def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
-    """Return when each rank runs such collectives, all of whose ranks have arrived, and computes nothing.
+    """Spans in which each rank runs such collectives, all of whose ranks have arrived, and computes nothing.
 
     Keys are (window, rank), times on the clock of the rank's trace.
     """
@@ -105,8 +105,8 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).drop_nulls("dur_ns")
     of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
-        place: intervals.subtract(exposed_communication.transfer_spans(own), compute.get(place, intervals.EMPTY))
-        for place, own in of_rank.items()
+        place: intervals.subtract(exposed_communication.transfer_spans(rank_calls), compute.get(place, intervals.EMPTY))
+        for place, rank_calls in of_rank.items()
     }
 
 
@@ -116,10 +116,10 @@ def data_parallel_calls(run: Run) -> pl.DataFrame:
     Use ``run.run_table``.
     """
     other_axes = [PP, TP, EP, CP, "world"]
-    named = run.run_table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))
+    calls = run.run_table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))
     times = ("exposed_ns", "waited_ns", "dur_ns")
     exposed = run.run_table(exposed_communication.exposed_transfers).select("window", "rank", "activity_id", *times)
-    return named.drop(times, strict=False).join(
+    return calls.drop(times, strict=False).join(
         exposed, on=["window", "rank", "activity_id"], how="left", maintain_order="left"
     )
 
@@ -132,12 +132,12 @@ def exposed_around(
     `exposed` are the spans of `exposed_spans`.
     """
     before, within = np.zeros((2, actions.height), np.int64)
-    numbered = actions.with_row_index("at").with_columns(
+    indexed = actions.with_row_index("at").with_columns(
         idle_ns.alias("idle_ns"), (pl.col("end_ns") - pl.col("start_ns")).alias("own")
     )
-    for place, rows in numbered.partition_by("window", "rank", as_dict=True).items():
-        at, start_ns, idle = (rows[name] for name in ("at", "trace_start_ns", "idle_ns"))
+    for place, rows in indexed.partition_by("window", "rank", as_dict=True).items():
+        index, start_ns, idle = (rows[name] for name in ("at", "trace_start_ns", "idle_ns"))
         spans = exposed.get(place, intervals.EMPTY)
-        before[at] = intervals.coverage(intervals.from_columns(start_ns - idle, idle), spans)
-        within[at] = intervals.coverage(intervals.from_columns(start_ns, rows["own"]), spans)
+        before[index] = intervals.coverage(intervals.from_columns(start_ns - idle, idle), spans)
+        within[index] = intervals.coverage(intervals.from_columns(start_ns, rows["own"]), spans)
     return before, within

@@ -54,8 +54,8 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     the rank with the shortest wait), event (those that stall at once have one number), ranks (with a trace); one row
     per collective. Sends and receives, saves and the first collective of a group are left out.
     """
-    every = _judged(run)
-    usual = _usual(every)
+    calls = _classify_calls(run)
+    usual = _usual(calls)
     if usual.is_empty():
         return schema.empty(CALL_COLUMNS)
     excess_ns = pl.col("transfer_ns") - pl.col("usual_ns")
@@ -63,12 +63,12 @@ def stalled_calls(run: Run) -> pl.DataFrame:
         pl.col("excess_ns") >= _MIN_EXCESS_NS, pl.col("exposed_ns") > 0
     )
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    placed = alignment.on_run_clock(
+    aligned = alignment.on_run_clock(
         stalls.with_columns((end_ns - pl.col("excess_ns")).alias("excess_start_ns")), run.offsets, ("excess_start_ns",)
     ).sort("window", "excess_start_ns")
     reach_ns = (pl.col("excess_start_ns") + pl.col("excess_ns")).cum_max().shift(1).over("window")
     begins = (pl.col("excess_start_ns") > reach_ns).fill_null(value=True)
-    return placed.with_columns(begins.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, CALL_COLUMNS)
+    return aligned.with_columns(begins.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, CALL_COLUMNS)
 
 
 def stalled_collectives(run: Run) -> pl.DataFrame:
@@ -92,27 +92,27 @@ def stalled_collectives(run: Run) -> pl.DataFrame:
     key = ["window", "step"]
     events = _without_host_stalls(run, _events(calls))
     priced = events.join(lengths, on=key, how="left", nulls_equal=True).join(windows, on="window", how="left")
-    named = priced.rename({"duration_ns": "step_ns"}).join(_silent(run, events), on="event", how="left")
-    return named.with_columns(pl.col("silent_ranks").fill_null([])).pipe(schema.select, COLUMNS).sort("event")
+    table = priced.rename({"duration_ns": "step_ns"}).join(_silent_hosts(run, events), on="event", how="left")
+    return table.with_columns(pl.col("silent_ranks").fill_null([])).pipe(schema.select, COLUMNS).sort("event")
 
 
-def _judged(run: Run) -> pl.DataFrame:
+def _classify_calls(run: Run) -> pl.DataFrame:
     """Return the collectives of `group_bandwidth.collective_times` with the class of their size, and place and row."""
-    every = run.run_table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
+    calls = run.run_table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
     size_class = pl.col("bytes").cast(pl.Float64).log(2).floor().alias("size_class")
-    ordered = every.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
+    ordered = calls.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
     nth = pl.int_range(pl.len()).over(*_ONE, *_KIND).alias("place")
     is_first = pl.int_range(pl.len()).over(_GROUP) == 0
     return ordered.with_columns(nth, is_first.alias("is_first")).with_row_index("row")
 
 
-def _usual(every: pl.DataFrame) -> pl.DataFrame:
+def _usual(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the collectives that take far longer than the others, with usual_ns and others (how many)."""
     middle_ns = pl.col("transfer_ns").quantile(0.5, "lower").over(_KIND)
-    long = every.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
+    long = calls.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
     candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
-    of_kind = _of_others(every, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
-    at_place = _of_others(every, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
+    of_kind = _of_others(calls, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
+    at_place = _of_others(calls, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
     compared = candidates.join(of_kind, on="row").join(at_place, on="row")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
     return compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
@@ -122,24 +122,24 @@ def _usual(every: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _of_others(every: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """Return what the other collectives with the same key take, for each candidate.
+def _of_others(calls: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """Usual time of the other collectives with the same key, for each candidate.
 
     Columns row, usual_ns, tail_ns (null among few), others (how many); one row per candidate. A run may have tens of
     thousands of one kind, so they are not joined in pairs.
     """
-    alike = every.join(candidates.select(key).unique(), on=key, how="semi", nulls_equal=True)
+    alike = calls.join(candidates.select(key).unique(), on=key, how="semi", nulls_equal=True)
     times = {
-        place: np.sort(own["transfer_ns"].drop_nulls().to_numpy())
-        for place, own in alike.partition_by(key, as_dict=True).items()
+        place: np.sort(group_calls["transfer_ns"].drop_nulls().to_numpy())
+        for place, group_calls in alike.partition_by(key, as_dict=True).items()
     }
     rows = []
     for row, own_ns, *place in candidates.select("row", "transfer_ns", *key).iter_rows():
         ascending = times[tuple(place)]
-        others = np.delete(ascending, np.searchsorted(ascending, own_ns))
-        usual_ns = _quantile(others, 1.0 if len(others) <= _FEW else _USUAL_QUANTILE)
-        tail_ns = _quantile(others, _TAIL_QUANTILE) if len(others) >= _MANY else None
-        rows.append((row, usual_ns, tail_ns, len(others)))
+        other_ns = np.delete(ascending, np.searchsorted(ascending, own_ns))
+        usual_ns = _quantile(other_ns, 1.0 if len(other_ns) <= _FEW else _USUAL_QUANTILE)
+        tail_ns = _quantile(other_ns, _TAIL_QUANTILE) if len(other_ns) >= _MANY else None
+        rows.append((row, usual_ns, tail_ns, len(other_ns)))
     types = {"row": candidates.schema["row"], **schema.columns("usual_ns tail_ns others")}
     return pl.DataFrame(rows, schema=types, orient="row")
 
@@ -151,13 +151,13 @@ def _quantile(ascending: Ints, ratio: float) -> int | None:
 
 def _events(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the events of stalled collectives with the time that the job loses in each."""
-    whole = (pl.col("ranks").list.len() == pl.col("group_size")).fill_null(value=False)
+    is_whole = (pl.col("ranks").list.len() == pl.col("group_size")).fill_null(value=False)
     end_ns = pl.col("excess_start_ns") + pl.col("excess_ns")
     lost_ns = pl.min_horizontal("excess_ns", "exposed_ns").sum()
     longest = calls.sort("excess_ns", descending=True)
     return longest.group_by("event", maintain_order=True).agg(
         pl.col("window", "step", "op", "group", "group_size", "bytes", "transfer_ns", "usual_ns").first(),
-        pl.col("ranks").explode().unique().sort(), whole.all().alias("is_whole"),
+        pl.col("ranks").explode().unique().sort(), is_whole.all().alias("is_whole"),
         pl.len().cast(pl.Int64).alias("collectives"),
         pl.struct("group", "ranks").n_unique().cast(pl.Int64).alias("groups"),
         pl.col("excess_start_ns").min().alias("start_ns"), end_ns.max().alias("end_ns"),
@@ -175,8 +175,8 @@ def _without_host_stalls(run: Run, events: pl.DataFrame) -> pl.DataFrame:
     return events.join(explained, on="event", how="anti", maintain_order="left")
 
 
-def _silent(run: Run, events: pl.DataFrame) -> pl.DataFrame:
-    """Return which ranks' hosts did nothing in an event while others did. Columns event, silent_ranks, name.
+def _silent_hosts(run: Run, events: pl.DataFrame) -> pl.DataFrame:
+    """Ranks whose hosts did nothing in an event while others did. Columns event, silent_ranks, name.
 
     A host that waits is silent, too, so it shows nothing where all are silent: unless one is in an op that computes.
     """

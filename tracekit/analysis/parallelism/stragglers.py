@@ -52,13 +52,13 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     transfer time, without waiting, is subtracted: that is a slow link. Steps with saves are left out.
     """
     waits = run.run_table(late_calls)
-    judged = steps(run)
+    plain_steps = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
-    waited = _of_others(run, per_rank, judged).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
-    idle = _of_others(run, _idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
+    waited = _of_others(run, per_rank, plain_steps).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
+    idle = _of_others(run, _idle(run), plain_steps).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
     keys = [*_KEY, "late_rank"]
-    late = judged.join(_late_ranks(run, waits), how="cross").join(
+    late = plain_steps.join(_late_ranks(run, waits), how="cross").join(
         waited.select(*keys, "waited_ns", "share"), on=keys, how="left", nulls_equal=True
     )
     for columns in (idle, _exposed_longer(run), _calls(run)):
@@ -87,10 +87,10 @@ def steps(run: Run) -> pl.DataFrame:
     rows = steps_without_saves.steps(run)
     # A trace without marked steps shares no step with others that have some.
     rows = rows.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
-    judged = rows.group_by(_KEY).agg(
+    table = rows.group_by(_KEY).agg(
         pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")
     )
-    return judged.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
+    return table.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
 
 
 def waiting_pieces(run: Run) -> pl.DataFrame:
@@ -108,7 +108,7 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
 
 
 def late_parts(run: Run) -> pl.DataFrame:
-    """Return in how many parts of a window most of the waiting in collectives is for each rank; use ``run.run_table``.
+    """Parts of a window in which most of the waiting in collectives is for each rank; use ``run.run_table``.
 
     Columns window, late_rank, led (such parts), parts (PARTS, with equal numbers of collectives), largest_ratio (the
     share of one collective in all waiting for the rank); one row per window and rank that leads a part. Windows with
@@ -122,9 +122,9 @@ def late_parts(run: Run) -> pl.DataFrame:
     leads = pl.col("wait_ns") * 2 > pl.col("wait_ns").sum().over("window", "part")
     led = sums.filter(leads).group_by("window", "late_rank").agg(pl.len().cast(pl.Int64).alias("led"))
     largest = pl.col("wait_ns").max() / pl.col("wait_ns").sum()
-    whole = calls.group_by("window", "late_rank").agg(largest.alias("largest_ratio"))
-    found = led.with_columns(pl.lit(PARTS, pl.Int64).alias("parts")).join(whole, on=["window", "late_rank"])
-    return found.sort("window", "late_rank")
+    shares = calls.group_by("window", "late_rank").agg(largest.alias("largest_ratio"))
+    table = led.with_columns(pl.lit(PARTS, pl.Int64).alias("parts")).join(shares, on=["window", "late_rank"])
+    return table.sort("window", "late_rank")
 
 
 def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
@@ -134,7 +134,7 @@ def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
     return ranks.with_columns(pl.coalesce("late_ranks", pl.concat_list("late_rank")).alias("late_ranks"))
 
 
-def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
+def _of_others(run: Run, per_rank: pl.DataFrame, plain_steps: pl.DataFrame) -> pl.DataFrame:
     """Return for each step and late rank the median over all other ranks of wait_ns (median_ns), and its sum (all_ns).
 
     Ranks without a row waited 0. Under pipeline parallelism the others are those of the same stages.
@@ -143,13 +143,13 @@ def _of_others(run: Run, per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.Dat
     mates = _mates(run, late)
     counts = mates.group_by("late_rank").agg(pl.len().cast(pl.Int64).alias("mates")).join(late, on="late_rank")
     of_mates = per_rank.join(mates, on=["late_rank", "rank"], how="semi").group_by(*_KEY, "late_rank")
-    each = of_mates.agg(pl.col("wait_ns").sort(descending=True).alias("each"))
+    sorted_waits = of_mates.agg(pl.col("wait_ns").sort(descending=True).alias("each"))
     sums = per_rank.group_by(*_KEY, "late_rank").agg(pl.col("wait_ns").sum().alias("all_ns"))
-    known = judged.select(*_KEY, "ranks")
-    joined = sums.join(known, on=_KEY, nulls_equal=True).join(counts, on="late_rank", how="left")
-    others = pl.min_horizontal(pl.col("ranks") - pl.col("late_ranks").list.len().cast(pl.Int64), "mates").fill_null(0)
-    middle = pl.col("each").list.get(others // 2, null_on_oob=True)
-    return joined.join(each, on=[*_KEY, "late_rank"], how="left", nulls_equal=True).with_columns(
+    rank_counts = plain_steps.select(*_KEY, "ranks")
+    joined = sums.join(rank_counts, on=_KEY, nulls_equal=True).join(counts, on="late_rank", how="left")
+    count = pl.min_horizontal(pl.col("ranks") - pl.col("late_ranks").list.len().cast(pl.Int64), "mates").fill_null(0)
+    middle = pl.col("each").list.get(count // 2, null_on_oob=True)
+    return joined.join(sorted_waits, on=[*_KEY, "late_rank"], how="left", nulls_equal=True).with_columns(
         middle.fill_null(0).alias("median_ns")
     )
 
@@ -164,16 +164,16 @@ def _mates(run: Run, late: pl.DataFrame) -> pl.DataFrame:
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
     members = late.explode("late_ranks").select("late_rank", rank="late_ranks")
     stages = members.with_columns(stage).select("late_rank", "stage").unique()
-    others = ranks.with_columns(stage).join(stages, on="stage", nulls_equal=True)
-    return others.join(members, on=["late_rank", "rank"], how="anti").select("late_rank", "rank")
+    candidates = ranks.with_columns(stage).join(stages, on="stage", nulls_equal=True)
+    return candidates.join(members, on=["late_rank", "rank"], how="anti").select("late_rank", "rank")
 
 
 def _idle(run: Run) -> pl.DataFrame:
     """Return each rank's idle time while it waited for another: columns late_rank, wait_ns, window, step, rank."""
     pieces = waiting_pieces(run)
     late = run.run_table(late_calls).select("window", "rank", "late_rank", collective_id="activity_id")
-    named = pieces.join(late.unique(["window", "rank", "collective_id"]), on=["window", "rank", "collective_id"])
-    return named.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
+    waits = pieces.join(late.unique(["window", "rank", "collective_id"]), on=["window", "rank", "collective_id"])
+    return waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
 
 
 def _exposed_longer(run: Run) -> pl.DataFrame:
@@ -181,11 +181,11 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
     extra_idle_ns: how much longer the others'; own_transfer_excess_ns: how much longer its own, waiting excluded.
     """
-    each = run.table(breakdown.by_step)
+    by_step = run.table(breakdown.by_step)
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
     # Devices of one rank run in lockstep: the one that waits least shows the rank's own time.
     ranks = (
-        each.group_by(*_KEY, "rank")
+        by_step.group_by(*_KEY, "rank")
         .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
         .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
@@ -201,15 +201,15 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
 def _beyond_others(step: pl.DataFrame) -> pl.DataFrame:
     """Return `_exposed_longer` of the ranks of one step: no row for one whose group has all ranks."""
-    own = step.group_by("late_rank").agg(
+    leaders = step.group_by("late_rank").agg(
         pl.col(*_KEY).first(), own_ns=pl.col("exposed_ns").median(), own_moving_ns=pl.col("moving_ns").median()
     )
-    own = own.sort("late_rank")
-    group = np.searchsorted(own["late_rank"].to_numpy(), step["late_rank"].to_numpy())
+    leaders = leaders.sort("late_rank")
+    group = np.searchsorted(leaders["late_rank"].to_numpy(), step["late_rank"].to_numpy())
     exposed_ns, moving_ns = (_medians_of_others(step[name].to_numpy(), group) for name in ("exposed_ns", "moving_ns"))
     extra_idle_ns = pl.Series(exposed_ns) - pl.col("own_ns")
     own_transfer_excess_ns = pl.col("own_moving_ns") - pl.Series(moving_ns)
-    compared = own.select(
+    compared = leaders.select(
         *_KEY,
         "late_rank",
         extra_idle_ns=extra_idle_ns,
@@ -230,24 +230,24 @@ def _medians_of_others(values: npt.NDArray[Any], group: npt.NDArray[Any]) -> npt
     ascending, position = values[order].astype(np.float64), np.empty(len(values), np.int64)
     position[order] = np.arange(len(values))
     medians = np.full(int(group.max(initial=-1)) + 1, np.nan)
-    left = len(values) - 1
+    other_count = len(values) - 1
     is_alone = np.bincount(group) == 1
-    if left > 0:
-        alone = is_alone[group]
-        removed = position[alone]
-        lower, upper = (middle + (middle >= removed) for middle in ((left - 1) // 2, left // 2))
-        medians[group[alone]] = (ascending[lower] + ascending[upper]) / 2
+    if other_count > 0:
+        is_single = is_alone[group]
+        removed = position[is_single]
+        lower, upper = (middle + (middle >= removed) for middle in ((other_count - 1) // 2, other_count // 2))
+        medians[group[is_single]] = (ascending[lower] + ascending[upper]) / 2
     for several in np.flatnonzero(~is_alone):
-        others = values[group != several]
-        medians[several] = np.median(others) if len(others) else np.nan
+        rest = values[group != several]
+        medians[several] = np.median(rest) if len(rest) else np.nan
     return medians
 
 
 def _calls(run: Run) -> pl.DataFrame:
-    """Return in how many collectives each rank arrived last per step: late_calls, calls, is_whole."""
-    found = run.run_table(collective_instances.instances)
-    whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
-    counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))
+    """Number of collectives in which each rank arrived last per step: late_calls, calls, is_whole."""
+    instances = run.run_table(collective_instances.instances)
+    is_whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
+    counted = instances.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), is_whole.alias("is_whole"))
     return (
         counted.join(run.run_table(late_ranks.last_arrivals), on=["window", "instance"])
         .drop_nulls("late_rank")

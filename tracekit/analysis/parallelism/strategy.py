@@ -21,7 +21,7 @@ COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
 
 
 def marks(trace: Trace) -> pl.DataFrame:
-    """Return how many annotations each wrapper left in the trace.
+    """Number of annotations that each wrapper left in the trace.
 
     Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
     """
@@ -40,5 +40,5 @@ def of_run(run: Run) -> str | None:
     if stated in _PREFIXES:
         return str(stated)
     totals = run.table(marks).group_by("strategy").agg(pl.col("marks").sum())
-    most = totals.sort("marks", "strategy", descending=[True, False])
-    return None if most.is_empty() else str(most["strategy"][0])
+    ranking = totals.sort("marks", "strategy", descending=[True, False])
+    return None if ranking.is_empty() else str(ranking["strategy"][0])

@@ -30,7 +30,7 @@ def links(trace: Trace) -> pl.DataFrame:
 _LINKS = pl.Schema({"link_bytes_per_s": pl.Float64, "peer_bytes_per_s": pl.Float64})
 FACTS: tuple[Fact, ...] = (
     *axis_communication.FACTS,
-    exposed_communication.exposed,
+    exposed_communication.exposed_calls,
     exposed_communication.save_collectives,
     rank_places.rank_hosts,
     links,
@@ -51,10 +51,10 @@ def exposed_calls(run: Run) -> pl.DataFrame:
     Columns of `axis_communication.calls`, all_exposed_ns (no compute runs), exposed_ns (of that, with all ranks
     present: the transfer).
     """
-    named = run.run_table(axis_communication.calls).filter(pl.col("axis") == TP)
-    whole = run.table(exposed_communication.exposed).select(*_ACTIVITY, all_exposed_ns="exposed_ns")
+    calls = run.run_table(axis_communication.calls).filter(pl.col("axis") == TP)
+    exposed = run.table(exposed_communication.exposed_calls).select(*_ACTIVITY, all_exposed_ns="exposed_ns")
     moving = run.run_table(exposed_communication.exposed_transfers).select(*_ACTIVITY, "exposed_ns")
-    joined = named.join(whole, on=_ACTIVITY, how="left").join(moving, on=_ACTIVITY, how="left")
+    joined = calls.join(exposed, on=_ACTIVITY, how="left").join(moving, on=_ACTIVITY, how="left")
     return joined.with_columns(pl.col("all_exposed_ns", "exposed_ns").fill_null(0)).sort("window", "rank", "start_ns")
 
 
@@ -107,28 +107,28 @@ def groups_across_nodes(run: Run) -> list[list[int]]:
 
 
 def link_bandwidth(run: Run, size: int) -> float | None:
-    """Return what a device's links carry in one direction inside a node, to a group of `size` ranks, in bytes/s.
+    """Bandwidth of a device's links in one direction inside a node, to a group of `size` ranks, in bytes/s.
 
     None where the kind of device or its links are not known.
     """
-    known = run.table(links).select(_LINKS.names()).unique()
-    if known.height != 1:
+    rates = run.table(links).select(_LINKS.names()).unique()
+    if rates.height != 1:
         return None
     link: float | None
     peer: float | None
-    link, peer = known.row(0)
+    link, peer = rates.row(0)
     return link if peer is None or link is None else min(link, max(size - 1, 1) * peer)
 
 
 def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool, least_bytes: int = _LARGE_BYTES) -> float | None:
     """Return the median bus bandwidth of large collectives of groups, or of all others (inside), in bytes per s."""
-    chosen = {tuple(sorted(ranks)) for ranks in groups}
-    found = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
+    group_ranks = {tuple(sorted(ranks)) for ranks in groups}
+    instances = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
     node_of = rank_places.node_of_rank(run)
-    large = found.filter(pl.col("bytes") >= least_bytes).select("ranks", "bus_bytes_per_s")
+    large = instances.filter(pl.col("bytes") >= least_bytes).select("ranks", "bus_bytes_per_s")
     rates = [
         rate
         for ranks, rate in large.iter_rows()
-        if (len({node_of.get(rank) for rank in ranks}) == 1 if inside else tuple(ranks) in chosen)
+        if (len({node_of.get(rank) for rank in ranks}) == 1 if inside else tuple(ranks) in group_ranks)
     ]
     return float(pl.Series(rates).median() or 0) if rates else None  # type: ignore[arg-type]

@@ -22,21 +22,21 @@ _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 
 
 def marks(trace: Trace) -> pl.DataFrame:
-    """Return how many dispatcher ops the host ran, and how many slices and kernels only training has.
+    """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels), and how many graphs were
     launched; one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
-    named, compiled = (_named(trace, pattern) for pattern in (_TRAINING, _COMPILED))
+    training, compiled = (_count_matches(trace, pattern) for pattern in (_TRAINING, _COMPILED))
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
-    row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + named + reduced, compiled, graphs)
+    row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + training + reduced, compiled, graphs)
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
 
 
-def _named(trace: Trace, pattern: str) -> int:
-    """Return how many slices and kernels have a name that a pattern matches."""
+def _count_matches(trace: Trace, pattern: str) -> int:
+    """Number of slices and kernels whose name a pattern matches."""
     return int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
 
 

@@ -18,7 +18,7 @@ MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
 
 
 def contents(trace: Trace) -> pl.DataFrame:
-    """Return how many rows of each kind a trace contains. Columns COLUMNS; one row.
+    """Number of rows of each kind in a trace. Columns COLUMNS; one row.
 
     span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
     (launched in a known phase); ops, shaped (with input shapes), stacked (Python frames); collectives, sized, grouped
@@ -103,7 +103,7 @@ _LABELS = {
 
 
 def missing(run: Run) -> pl.DataFrame:
-    """Return what some ranks did not record at all; use ``run.run_table``.
+    """Data that some ranks did not record at all; use ``run.run_table``.
 
     Columns missing, ranks (that lack it), consequence (what remains unknown), how_to_record.
     """
@@ -113,7 +113,7 @@ def missing(run: Run) -> pl.DataFrame:
         ranks = table.filter(applies, pl.col(name) == 0)["rank"].unique().sort().to_list()
         if ranks:
             rows.append((_LABELS[name], ranks, consequence, how_to_record))
-    with_snapshot = {found.rank for found in snapshot_files.files(run)}
+    with_snapshot = {file.rank for file in snapshot_files.files(run)}
     on_device = table.filter("on_device")["rank"].unique().sort().to_list()
     if lack := [rank for rank in on_device if rank not in with_snapshot]:
         consequence = "No memory map of the device; allocator settings can be replayed by inference only."

@@ -60,8 +60,8 @@ def _may_begin_before(trace: Trace) -> bool:
 
     In a sampled trace most forward ops are missing everywhere.
     """
-    known, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
-    return known and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
+    has_forward_ids, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
+    return has_forward_ids and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
 
 
 def _may_be_optimizer(trace: Trace) -> bool:
@@ -78,8 +78,8 @@ def _backward(trace: Trace) -> pl.DataFrame:
     """Return the backward ops of each step. Columns step, backward_ops, known_ops (with a recorded forward op)."""
     backward = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, _BACKWARD)
     ops = trace.ops.select("step", "forward_id").filter(pl.Series(backward))
-    known = pl.col("forward_id").is_not_null().sum().cast(pl.Int64)
-    return ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("backward_ops"), known.alias("known_ops"))
+    known_ops = pl.col("forward_id").is_not_null().sum().cast(pl.Int64)
+    return ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("backward_ops"), known_ops.alias("known_ops"))
 
 
 def _optimizer(trace: Trace) -> pl.DataFrame:

@@ -33,8 +33,8 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
     Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
-    found = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped(trace), *_warm_up(trace), *_cut(trace))
-    measured = pl.DataFrame(found, schema=schema.DATA_QUALITY.schema, orient="row")
+    rows = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped_records(trace), *_warm_up(trace), *_cut(trace))
+    measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
 
 
@@ -48,7 +48,7 @@ def versions(trace: Trace) -> pl.DataFrame:
 
 
 def recorded_times(trace: Trace) -> pl.DataFrame:
-    """Return what identifies a recording. Columns activities (number of rows), times_hash; one row.
+    """Identity of a recording. Columns activities (number of rows), times_hash; one row.
 
     Two processes never start and end each activity in the same nanosecond: equal values are copies of one recording.
     """
@@ -95,7 +95,7 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
 
 
 def _device_use(trace: Trace) -> str | None:
-    """Return what shows that a trace without device activity is of training on a device; None if nothing does."""
+    """Sign that a trace without device activity is of training on a device; None without one."""
     info = trace.header.get("distributedInfo")
     if isinstance(info, Mapping) and info.get("backend") == "nccl":
         return "its collectives run over NCCL"
@@ -117,7 +117,7 @@ def _launches(trace: Trace) -> Iterator[_Row]:
             1.0,
         )
         return
-    yield from _unlinked(work, total_ns)
+    yield from _missing_launches(work, total_ns)
     stepless_ns = _stepless_ns(work)
     # Outside iterations that were found is a prefill, set-up or a cut iteration: the issue on them states the share.
     if stepless_ns and not trace.steps["step"].is_null().all() and not _has_found_iterations(trace):
@@ -146,11 +146,11 @@ def _unrecorded_launches(trace: Trace) -> str:
     return "CPU activity was not recorded, neither operators nor launches"
 
 
-def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
+def _missing_launches(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
     """Work without a launch: queued before the recording if its stream has no launched work before it, else lost."""
     if not work["launch_id"].null_count():
         return
-    is_linked = columns.filled(work["launch_id"], -1) >= 0
+    is_linked = columns.to_ints(work["launch_id"], -1) >= 0
     lane, start, dur, id_ = (work[name].to_numpy() for name in ("lane", "start_ns", "dur_ns", "id"))
     order = np.lexsort((id_, start, lane))
     _, first_of_lane = np.unique(lane[order], return_index=True)
@@ -178,7 +178,7 @@ def _unlinked(work: pl.DataFrame, total_ns: int) -> Iterator[_Row]:
 
 def _before_launch(trace: Trace, total_ns: int) -> Iterator[_Row]:
     """Work that begins before the call that launches it."""
-    launch = columns.filled(trace.activities["launch_id"], -1)
+    launch = columns.to_ints(trace.activities["launch_id"], -1)
     call = columns.rows_of(trace.ops["id"].to_numpy(), launch)
     start, dur = (trace.activities[name].to_numpy() for name in ("start_ns", "dur_ns"))
     early_ns = np.where((launch >= 0) & (call >= 0), at(trace.ops["start_ns"].to_numpy(), call, 0) - start, 0)
@@ -226,7 +226,7 @@ def _launch_calls(trace: Trace) -> pl.DataFrame:
 
 def _overlaps(trace: Trace) -> Iterator[_Row]:
     """Slices that overlap on one stream, which runs one thing at a time."""
-    lanes = columns.where(trace.lanes[["lane"]], columns.filled(trace.lanes["device"], -1) >= 0)
+    lanes = columns.where(trace.lanes[["lane"]], columns.to_ints(trace.lanes["device"], -1) >= 0)
     if not _overlap_on_lane(trace.activities, lanes["lane"].to_numpy()):
         return
     work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
@@ -255,9 +255,9 @@ def _overlap_on_lane(work: pl.DataFrame, lanes: Ints) -> bool:
     return bool(np.isin(lane[1:][overlaps], lanes).any())
 
 
-def _dropped(trace: Trace) -> Iterator[_Row]:
+def _dropped_records(trace: Trace) -> Iterator[_Row]:
     """Records that the profiler reports as dropped, in the header's warnings."""
-    warnings = [str(line) for name in ("WARNING", "ERROR") for line in _listed(trace.header.get(name))]
+    warnings = [str(line) for name in ("WARNING", "ERROR") for line in _as_list(trace.header.get(name))]
     lost = [match for line in warnings if (match := _DROPPED.search(line))]
     if not lost:
         return
@@ -273,26 +273,26 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
     of_devices = breakdown.by_step(trace)[["step", "duration_ns", "device"]].rows()
     for step, duration_ns, device in sorted(row for row in of_devices if row[0] is not None):
         steps.setdefault(device, []).append((step, duration_ns))
-    for own in steps.values():
-        (step, duration_ns), *rest = own
-        others = [each_ns for each, each_ns in rest if each not in saving]
-        if len(others) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
+    for device_steps in steps.values():
+        (step, duration_ns), *rest = device_steps
+        other_ns = [step_ns for number, step_ns in rest if number not in saving]
+        if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
             continue
-        median_ns = float(statistics.median(others))
+        median_ns = float(statistics.median(other_ns))
         if duration_ns > WARM_UP_RATIO * median_ns:
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({step}) takes {units.duration(duration_ns)} and "
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
-                duration_ns / sum(each_ns for _, each_ns in own),
+                duration_ns / sum(step_ns for _, step_ns in device_steps),
             )
 
 
 def _has_more_work(trace: Trace, step: int) -> bool:
     """Return whether a step runs far more operators than the others: an evaluation is no warm-up."""
     counts = dict(operators.by_step(trace).iter_rows())
-    others = [count for of, count in counts.items() if of != step]
-    return bool(others) and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(others)
+    other_counts = [count for other, count in counts.items() if other != step]
+    return bool(other_counts) and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(other_counts)
 
 
 def _cut(trace: Trace) -> Iterator[_Row]:
@@ -313,5 +313,5 @@ def _cut(trace: Trace) -> Iterator[_Row]:
 _FEWEST_OTHERS = 2
 
 
-def _listed(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []

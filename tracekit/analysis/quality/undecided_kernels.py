@@ -18,7 +18,7 @@ _MIN_RATIO = 2.0
 """How many times farther apart starts must be than ends: kernels that compute keep their distance."""
 
 
-def undecided(trace: Trace) -> pl.DataFrame:
+def undecided_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels that count as compute although their names hint at communication.
 
     Columns COLUMNS: nth (number among the kernels of its name, by start), busy_ns (of all work of the trace); one row
@@ -30,38 +30,38 @@ def undecided(trace: Trace) -> pl.DataFrame:
     undecided_names = [name for name in names if communication_kernels.kind_of(name) == "undecided"]
     if not undecided_names:
         return schema.empty(COLUMNS)
-    own = trace.activities.filter(pl.col("kind") == "compute", pl.col("name").is_in(undecided_names))
-    own = own.sort("start_ns", "id")
-    return own.select(
+    kernels = trace.activities.filter(pl.col("kind") == "compute", pl.col("name").is_in(undecided_names))
+    kernels = kernels.sort("start_ns", "id")
+    return kernels.select(
         "name", pl.int_range(pl.len()).over("name").cast(pl.Int64).alias("nth"), "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), "dur_ns",
         pl.lit(int(trace.activities["dur_ns"].sum()), pl.Int64).alias("busy_ns"),
     )  # fmt: skip
 
 
-FACTS = (undecided,)
+FACTS = (undecided_kernels,)
 
 
 def ending_together(run: Run) -> pl.DataFrame:
-    """Return how far apart undecided kernels start and end on the ranks of the run; use ``run.run_table``.
+    """Spread of the starts and the ends of undecided kernels over the ranks of the run; use ``run.run_table``.
 
     Columns TOGETHER_COLUMNS: ranks (that have the kernel equally often), calls (of each), start_spread_ns and
     end_spread_ns (median over calls, first to last rank), residual_ns (clock error), ends_together (the ends are within
     half of the starts, and the starts are farther apart than the clock error); one row per window and name.
     """
-    rows = run.table(undecided)
+    rows = run.table(undecided_kernels)
     if len(run.ranks) < 2 or rows.is_empty():
         return schema.empty(TOGETHER_COLUMNS)
     clocks = run.offsets.select("window", "rank", "residual_ns").drop_nulls()
-    placed = alignment.on_run_clock(rows, run.offsets, ("start_ns", "end_ns")).join(clocks, on=["window", "rank"])
-    own = placed.with_columns(pl.len().over("window", "rank", "name").alias("calls"))
-    usual = own.with_columns(pl.col("calls").mode().sort().last().over("window", "name").alias("usual"))
+    aligned = alignment.on_run_clock(rows, run.offsets, ("start_ns", "end_ns")).join(clocks, on=["window", "rank"])
+    counted = aligned.with_columns(pl.len().over("window", "rank", "name").alias("calls"))
+    usual = counted.with_columns(pl.col("calls").mode().sort().last().over("window", "name").alias("usual"))
     calls = (
         usual.filter(pl.col("calls") == pl.col("usual"))
         .group_by("window", "name", "nth")
         .agg(
             pl.col("rank").unique().sort().alias("ranks"),
-            *((pl.col(each).max() - pl.col(each).min()).alias(each) for each in ("start_ns", "end_ns")),
+            *((pl.col(column).max() - pl.col(column).min()).alias(column) for column in ("start_ns", "end_ns")),
             pl.col("dur_ns").max(), pl.col("busy_ns").max(), pl.col("residual_ns").max(),
         )
         .filter(pl.col("ranks").list.len() > 1)
@@ -72,23 +72,23 @@ def ending_together(run: Run) -> pl.DataFrame:
         pl.col("start_ns").median().cast(pl.Int64).alias("start_spread_ns"),
         pl.col("end_ns").median().cast(pl.Int64).alias("end_spread_ns"),
     )  # fmt: skip
-    apart = pl.col("start_spread_ns") > pl.max_horizontal(_MIN_RATIO * pl.col("end_spread_ns"), "residual_ns")
-    together = table.with_columns(((pl.col("calls") >= _MIN_CALLS) & apart).alias("ends_together"))
+    is_apart = pl.col("start_spread_ns") > pl.max_horizontal(_MIN_RATIO * pl.col("end_spread_ns"), "residual_ns")
+    together = table.with_columns(((pl.col("calls") >= _MIN_CALLS) & is_apart).alias("ends_together"))
     return schema.select(together.sort("window", "name"), TOGETHER_COLUMNS)
 
 
 def data_quality(run: Run) -> pl.DataFrame:
     """Return an issue for undecided kernels that end together on all ranks, columns as RUN_DATA_QUALITY."""
-    found = run.run_table(ending_together).filter("ends_together").sort("dur_ns", descending=True)
-    if found.is_empty():
+    together = run.run_table(ending_together).filter("ends_together").sort("dur_ns", descending=True)
+    if together.is_empty():
         return RUN_DATA_QUALITY.empty()
-    first = found.row(0, named=True)
-    more = f" and {found.height - 1} more" if found.height > 1 else ""
+    first = together.row(0, named=True)
+    more = f" and {together.height - 1} more" if together.height > 1 else ""
     message = (
         f"{first['name'][:80]}{more}: ranks start these kernels {units.duration(first['start_spread_ns'])} apart and "
         f"end them within {units.duration(first['end_spread_ns'])}, as in collectives. They count as compute."
     )
-    share = int(found["dur_ns"].sum()) / max(int(found["busy_ns"].max() or 1), 1)  # type: ignore[arg-type]
+    share = int(together["dur_ns"].sum()) / max(int(together["busy_ns"].max() or 1), 1)  # type: ignore[arg-type]
     row = ("undecided_ending_together", message, share)
     table = pl.DataFrame([row], schema=["kind", "message", "affected_ratio"], orient="row")
     return RUN_DATA_QUALITY.conform(table)

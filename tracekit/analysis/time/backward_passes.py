@@ -22,7 +22,7 @@ _MIN_FORWARD_RATIO = 0.05
 
 @memoize
 def backward_starts(trace: Trace) -> pl.DataFrame:
-    """Return when the first work of each backward pass was launched.
+    """Launch time of the first work of each backward pass.
 
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
     of more than 5% of the step's compute was launched: the next forward pass. Steps without known phases have no rows.
@@ -32,17 +32,17 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
 
 def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the `backward_starts` of one device, by step and pass."""
-    work, of = launches.work(trace, device), launches.work_columns(trace, device)
+    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
     is_back = trace_columns.as_flags(work["phase"] == conventions.BACKWARD)
     if not is_back.any():
         return schema.empty(START_COLUMNS)
-    step, launched_ns = columns.filled(work["step"], -1), of.launched_or_start_ns
-    rows = np.flatnonzero(of.computes & trace_columns.in_steps(trace, work))
-    rows = rows[np.lexsort((of.id[rows], launched_ns[rows], step[rows]))]
+    step, launched_ns = columns.to_ints(work["step"], -1), arrays.launched_or_start_ns
+    rows = np.flatnonzero(arrays.computes & trace_columns.in_steps(trace, work))
+    rows = rows[np.lexsort((arrays.id[rows], launched_ns[rows], step[rows]))]
     # Stretches of compute of one step, either backward or not.
     bounds = columns.starts_of_groups(step[rows], is_back[rows].astype(np.int64))
     first = rows[bounds[:-1]]
-    dur_ns = np.diff(np.append(0, np.cumsum(of.spans[rows, 1] - of.spans[rows, 0]))[bounds])
+    dur_ns = np.diff(np.append(0, np.cumsum(arrays.spans[rows, 1] - arrays.spans[rows, 0]))[bounds])
     _, of_step = np.unique(step[first], return_inverse=True)
     step_ns = np.bincount(of_step, dur_ns)[of_step]
     first = first[is_back[first] | (dur_ns > _MIN_FORWARD_RATIO * step_ns)]
@@ -58,7 +58,7 @@ def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
 
 
 def _repeats(values: Ints) -> Flags:
-    """Return which values equal the one before."""
+    """Mask of the values equal to the one before."""
     return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
@@ -76,7 +76,7 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
         return schema.empty(REDUCTION_COLUMNS)
     gradients = _gradients(trace)
     at_ns = np.where(
-        gradients["launched_ns"].is_null(), gradients["start_ns"], columns.filled(gradients["launched_ns"], 0)
+        gradients["launched_ns"].is_null(), gradients["start_ns"], columns.to_ints(gradients["launched_ns"], 0)
     )
     row = _rows_of_passes(starts, gradients, at_ns)
     key, of_gradients = _places(starts, gradients)
@@ -90,12 +90,12 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
 
 
 def _updates_before(trace: Trace, at_ns: Ints) -> Ints:
-    """Return how much compute of optimizers was launched before each time, shape (n,)."""
+    """Number of optimizers' compute activities launched before each time, shape (n,)."""
     parts = []
     for device in breakdown.devices(trace):
-        work, of = launches.work(trace, device), launches.work_columns(trace, device)
-        updates = of.computes & trace_columns.as_flags(work["phase"] == conventions.OPTIMIZER)
-        parts.append(of.launched_or_start_ns[updates])
+        work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+        updates = arrays.computes & trace_columns.as_flags(work["phase"] == conventions.OPTIMIZER)
+        parts.append(arrays.launched_or_start_ns[updates])
     return np.searchsorted(np.sort(np.concatenate(parts)), at_ns).astype(np.int64)
 
 
@@ -109,14 +109,14 @@ def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:
 
 def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> Ints:
     """Return the row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
-    key, wanted = _places(starts, rows)
-    return columns.last_rows(key, starts["launched_ns"].to_numpy(), wanted, at_ns)
+    key, row_key = _places(starts, rows)
+    return columns.last_rows(key, starts["launched_ns"].to_numpy(), row_key, at_ns)
 
 
 def _places(*tables: pl.DataFrame) -> list[Ints]:
     """Return a number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
     both = pl.concat([table.select("device", "step") for table in tables])
-    place = columns.filled(both.select(pl.struct("device", "step").rank("dense")).to_series(), 0)
+    place = columns.to_ints(both.select(pl.struct("device", "step").rank("dense")).to_series(), 0)
     return np.split(place.astype(np.int64), np.cumsum([table.height for table in tables])[:-1])
 
 

@@ -24,7 +24,7 @@ SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _
 
 
 def spans(trace: Trace) -> pl.DataFrame:
-    """Return when each device is in which part of the breakdown: disjoint spans, by device, part and start.
+    """Spans of each part of the breakdown on each device: disjoint, by device, part and start.
 
     Columns device, part (of PARTS; the rest is idle), start_ns, dur_ns. `by_step` gives their coverage of each step's
     window.
@@ -34,14 +34,14 @@ def spans(trace: Trace) -> pl.DataFrame:
         compute, communication, copy = busy(trace, device)
         exposed = intervals.subtract(communication, compute)
         copied = intervals.subtract(copy, intervals.union(compute, communication))
-        for part, found in zip(PARTS, (compute, exposed, copied), strict=True):
+        for part, part_spans in zip(PARTS, (compute, exposed, copied), strict=True):
             parts.append(
                 pl.DataFrame(
                     [
-                        pl.Series("device", [device], _INT).new_from_index(0, len(found)),
-                        pl.Series("part", [part]).new_from_index(0, len(found)),
-                        pl.Series("start_ns", found[:, 0]),
-                        pl.Series("dur_ns", found[:, 1] - found[:, 0]),
+                        pl.Series("device", [device], _INT).new_from_index(0, len(part_spans)),
+                        pl.Series("part", [part]).new_from_index(0, len(part_spans)),
+                        pl.Series("start_ns", part_spans[:, 0]),
+                        pl.Series("dur_ns", part_spans[:, 1] - part_spans[:, 0]),
                     ]
                 )
             )
@@ -58,12 +58,12 @@ def by_step(trace: Trace) -> pl.DataFrame:
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
     """
     steps = trace_columns.windows(trace)
-    device, windows = steps["device"].to_list(), steps[["start_ns", "end_ns"]].to_numpy()
+    row_devices, windows = steps["device"].to_list(), steps[["start_ns", "end_ns"]].to_numpy()
     terms = np.zeros((len(windows), len(TERMS)), np.int64)
-    for each in dict.fromkeys(device):
-        on_device = np.array([other == each for other in device], np.bool_)
-        terms[on_device] = _split(busy(trace, each), windows[on_device])
-    return _table(steps["step"].to_list(), device, windows, terms)
+    for device in dict.fromkeys(row_devices):
+        on_device = np.array([other == device for other in row_devices], np.bool_)
+        terms[on_device] = _split(busy(trace, device), windows[on_device])
+    return _table(steps["step"].to_list(), row_devices, windows, terms)
 
 
 def by_rank(trace: Trace) -> pl.DataFrame:
@@ -106,7 +106,7 @@ def is_on_device(run: Run) -> bool:
 
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
-    lanes = [lane for lane, its in _device_of(trace).items() if its == device]
+    lanes = [lane for lane, lane_device in _device_of(trace).items() if lane_device == device]
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
     spans = intervals.from_table(activities)
@@ -129,12 +129,12 @@ def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
 
     exposed_ns is the time in which no compute ran on the activity's device.
     """
-    device, spans = columns.filled(work["device"], _NO_DEVICE), intervals.from_table(work)
+    row_device, spans = columns.to_ints(work["device"], _NO_DEVICE), intervals.from_table(work)
     rows, exposed_ns = np.empty(0, np.int64), spans[:, 1] - spans[:, 0]
-    for each in devices(trace):
-        own = np.flatnonzero(device == (_NO_DEVICE if each is None else each))
-        exposed_ns[own] -= intervals.coverage(spans[own], busy(trace, each)[0])
-        rows = np.concatenate((rows, own))
+    for device in devices(trace):
+        device_rows = np.flatnonzero(row_device == (_NO_DEVICE if device is None else device))
+        exposed_ns[device_rows] -= intervals.coverage(spans[device_rows], busy(trace, device)[0])
+        rows = np.concatenate((rows, device_rows))
     return work[rows].hstack([pl.Series("exposed_ns", exposed_ns[rows])])
 
 

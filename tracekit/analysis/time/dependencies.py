@@ -57,13 +57,13 @@ def dependencies(trace: Trace) -> pl.DataFrame:
     between = _between_work(pl.concat([order, waits]), items, work)
     synced = host_waits(trace, items)
     calls = pl.DataFrame(
-        [(call, work[item]) for call, found in synced.items() for item in found],
+        [(call, work[item]) for call, awaited in synced.items() for item in awaited],
         schema=schema.columns("waiting_id awaited_id"),
         orient="row",
     )
     host_sync = calls.filter(pl.col("awaited_id") >= 0).with_columns(kind=pl.lit(SYNC), inferred=False)
-    every = pl.concat([table.select(DEPENDENCIES.schema.names()) for table in (launches, between, host_sync)])
-    return DEPENDENCIES.conform(every.unique(maintain_order=True))
+    all_waits = pl.concat([table.select(DEPENDENCIES.schema.names()) for table in (launches, between, host_sync)])
+    return DEPENDENCIES.conform(all_waits.unique(maintain_order=True))
 
 
 @memoize
@@ -79,8 +79,8 @@ def lane_items(trace: Trace) -> pl.DataFrame:
     keys = ("ref", "start_ns", "is_wait", "launched_reach_ns", "lane")
     ordered = both[np.lexsort([both[name].to_numpy() for name in keys])]
     item = pl.Series("item", np.arange(ordered.height, dtype=np.int64))
-    numbered = pl.DataFrame([item, *ordered.get_columns(), _previous(ordered)])
-    return schema.select(numbered, ITEM_COLUMNS)
+    table = pl.DataFrame([item, *ordered.get_columns(), _previous(ordered)])
+    return schema.select(table, ITEM_COLUMNS)
 
 
 def _launched_work(trace: Trace) -> pl.DataFrame:
@@ -93,7 +93,7 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
     launched = np.minimum(start, called)
     order = np.lexsort((ref, start, lane))
     order = order[device[order] >= 0]
-    own = {
+    new_columns = {
         "device": device[order],
         "launched_ns": launched[order],
         "launched_reach_ns": _reach(launched[order], lane[order]),
@@ -102,7 +102,7 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
         "is_wait": np.zeros(len(order), np.bool_),
     }
     items = activities[[name for name in activities.columns if name in ITEM_COLUMNS]][order]
-    return pl.DataFrame([*items.get_columns(), *(pl.Series(name, values) for name, values in own.items())])
+    return pl.DataFrame([*items.get_columns(), *(pl.Series(name, values) for name, values in new_columns.items())])
 
 
 def _reach(times: Ints, lane: Ints) -> Ints:
@@ -127,7 +127,7 @@ def item_waits(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def completion_ns(trace: Trace) -> Ints:
-    """Return when each item had completed: work as recorded, a wait once its event and its lane's earlier work had."""
+    """Completion time of each item: work as recorded, a wait after its event and its lane's earlier work."""
     items = lane_items(trace)
     is_wait, previous = items["is_wait"].to_numpy(), items["previous"].to_numpy()
     end = items["end_ns"].to_numpy()
@@ -154,12 +154,12 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
     stream = pl.when(pl.col("kind") == "event").then("awaited_stream").otherwise("stream")
     requests = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).drop_nulls("at_id")
     lanes = trace.lanes.select("lane", "device", "stream").drop_nulls()
-    placed = requests.join(lanes, on=["device", "stream"])
-    row = rows_of(trace.ops["id"].to_numpy(), placed["at_id"].to_numpy())
-    placed, row = where(placed, row >= 0), row[row >= 0]
-    found = last_before(items, placed["lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
+    lane_requests = requests.join(lanes, on=["device", "stream"])
+    row = rows_of(trace.ops["id"].to_numpy(), lane_requests["at_id"].to_numpy())
+    lane_requests, row = where(lane_requests, row >= 0), row[row >= 0]
+    last_items = last_before(items, lane_requests["lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
     waits: dict[int, list[int]] = {}
-    for call, item in zip(placed["call_id"].to_list(), found.tolist(), strict=True):
+    for call, item in zip(lane_requests["call_id"].to_list(), last_items.tolist(), strict=True):
         if item >= 0:
             waits.setdefault(call, []).append(item)
     return waits
@@ -167,14 +167,14 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
 
 def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
     """Return the last item launched on each lane before each time; -1 for none."""
-    found = np.full(len(lane), -1, np.int64)
+    last_item = np.full(len(lane), -1, np.int64)
     lanes, reach, item = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "item"))
-    for each in distinct(lane):
-        rows, here = np.flatnonzero(lane == each), np.flatnonzero(lanes == each)
-        if len(here):
-            last = np.searchsorted(reach[here], at_ns[rows], side="left") - 1
-            found[rows] = np.where(last >= 0, item[here[np.maximum(last, 0)]], -1)
-    return found
+    for lane_id in distinct(lane):
+        rows, item_rows = np.flatnonzero(lane == lane_id), np.flatnonzero(lanes == lane_id)
+        if len(item_rows):
+            last = np.searchsorted(reach[item_rows], at_ns[rows], side="left") - 1
+            last_item[rows] = np.where(last >= 0, item[item_rows[np.maximum(last, 0)]], -1)
+    return last_item
 
 
 def _device_lanes(trace: Trace) -> pl.DataFrame:
@@ -185,13 +185,13 @@ def _stream_waits(trace: Trace) -> pl.DataFrame:
     if trace.syncs.is_empty():
         return pl.DataFrame()
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
-    placed = waits.select("device", "stream", pl.col("call_id").alias("ref")).join(
+    lane_waits = waits.select("device", "stream", pl.col("call_id").alias("ref")).join(
         _device_lanes(trace), on=["device", "stream"]
     )
-    row = rows_of(trace.ops["id"].to_numpy(), placed["ref"].to_numpy())
-    placed, called_ns = where(placed, row >= 0), pl.Series(trace.ops["start_ns"].to_numpy()[row[row >= 0]])
+    row = rows_of(trace.ops["id"].to_numpy(), lane_waits["ref"].to_numpy())
+    lane_waits, called_ns = where(lane_waits, row >= 0), pl.Series(trace.ops["start_ns"].to_numpy()[row[row >= 0]])
     times = dict.fromkeys(("start_ns", "end_ns", "launched_ns", "launched_reach_ns"), called_ns)
-    return placed.select("ref", "lane", "device", **times, is_wait=True)
+    return lane_waits.select("ref", "lane", "device", **times, is_wait=True)
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
@@ -219,12 +219,12 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
         return schema.empty(inferred_dependencies.WAIT_COLUMNS)
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
     lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
-    own = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
-    found = waits.join(own, on="call_id").join(lanes, on=["device", "awaited_stream"])
-    row = rows_of(trace.ops["id"].to_numpy(), found["record_id"].to_numpy())
-    found, row = where(found, row >= 0), row[row >= 0]
-    awaited = last_before(items, found["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
-    waits = found.select(
+    wait_items = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
+    lane_waits = waits.join(wait_items, on="call_id").join(lanes, on=["device", "awaited_stream"])
+    row = rows_of(trace.ops["id"].to_numpy(), lane_waits["record_id"].to_numpy())
+    lane_waits, row = where(lane_waits, row >= 0), row[row >= 0]
+    awaited = last_before(items, lane_waits["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
+    waits = lane_waits.select(
         pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
     )
     return waits.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
@@ -233,9 +233,9 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 def _work_of(items: pl.DataFrame) -> Ints:
     """Return the activity of each item; for a wait, the activity before it on its lane; -1: none."""
     has = ~items["is_wait"].to_numpy()
-    at = np.where(has, np.arange(len(items)), -1)
+    work_row = np.where(has, np.arange(len(items)), -1)
     lane = items["lane"].to_numpy()
-    last = np.maximum.accumulate(at)
+    last = np.maximum.accumulate(work_row)
     same = (last >= 0) & (lane[np.maximum(last, 0)] == lane)
     return np.where(same, items["ref"].to_numpy()[np.maximum(last, 0)], -1)
 

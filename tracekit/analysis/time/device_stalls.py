@@ -37,7 +37,7 @@ _LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
 
 @memoize
 def device_stalls(trace: Trace) -> pl.DataFrame:
-    """Return when each device did not run the work that was queued.
+    """Spans in which each device did not run the work that was queued.
 
     Columns device, activity_id, name, lane (of the work that runs next, or that is paused), step (whose device window
     the stall begins in), kind (of KINDS), is_recurring, start_ns, dur_ns, usual_ns (of a paused kernel, how long it
@@ -62,21 +62,21 @@ def device_stalls(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def recurring_spans(trace: Trace, device: int | None) -> Spans:
-    """Return when one device is idle although work is queued, for a cause outside the program."""
+    """Spans in which one device is idle although work is queued, for a cause outside the program."""
     return _idle_spans(trace, device, pl.col("is_recurring"))
 
 
 @memoize
 def unexplained_spans(trace: Trace, device: int | None) -> Spans:
-    """Return when one device is idle although work is queued, for an unknown cause."""
+    """Spans in which one device is idle although work is queued, for an unknown cause."""
     return _idle_spans(trace, device, ~pl.col("is_recurring"))
 
 
 def _idle_spans(trace: Trace, device: int | None, which: pl.Expr) -> Spans:
     if device_stalls(trace).is_empty():
         return intervals.EMPTY
-    here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-    return intervals.from_table(device_stalls(trace).filter(here, pl.col("kind") == IDLE, which))
+    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    return intervals.from_table(device_stalls(trace).filter(on_device, pl.col("kind") == IDLE, which))
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ _NONE = _Stalls(np.zeros(0, np.int64), intervals.EMPTY, _NO_FLAGS, _NO_FLAGS, _N
 
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     work = launches.work(trace, device)
-    idle, paused = _idle(trace, device), _paused(trace, device)
+    idle, paused = _idle(trace, device), _paused_kernels(trace, device)
     slice_ns = common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
     if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
-        paused = _paused(trace, device, slice_ns)
+        paused = _paused_kernels(trace, device, slice_ns)
     alike = _is_multiple(paused.dur_ns, slice_ns)
     recurs = (idle.is_unusual.sum() + alike.sum()) >= MIN_STALLS
     of_cause = idle.is_unusual | (idle.is_whole & ~idle.in_graph & _is_multiple(idle.dur_ns, slice_ns))
@@ -136,8 +136,8 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
 def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
     """Return the step in whose device window each moment is."""
     windows = trace_columns.windows(trace).filter(pl.col("device") == device)
-    at = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
-    index = pl.Series(at, dtype=pl.Int64)
+    window_row = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
+    index = pl.Series(window_row, dtype=pl.Int64)
     return windows["step"].gather(index.set(index < 0, None)).alias("step")
 
 
@@ -151,7 +151,7 @@ def common_length(lengths_ns: Ints) -> float | None:
 
 
 def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
-    """Return which lengths are about that of a time slice, or of several; none where that is not known."""
+    """Mask of the lengths that are about that of a time slice, or of several; all false where that is not known."""
     if slice_ns is None:
         return np.zeros(len(lengths_ns), np.bool_)
     times = lengths_ns / slice_ns
@@ -159,7 +159,7 @@ def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
 
 
 def _idle(trace: Trace, device: int) -> _Stalls:
-    """Return when nothing runs on any device of the trace, although the work that runs next had been launched."""
+    """Stalls in which nothing runs on any device of the trace, although the work that runs next had been launched."""
     spans = launches.work_columns(trace, device).spans
     start, end = spans[:, 0], spans[:, 1]
     busy = intervals.union(spans)
@@ -172,17 +172,17 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     spans = np.stack((np.maximum(idle[:, 0], queued[row]), idle[:, 1]), axis=1)
     before = np.searchsorted(np.sort(end), idle[:, 0], side="left")
     since = np.minimum(queued[np.argsort(end, kind="stable")[np.minimum(before, len(end) - 1)]], queued[row])
-    is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_explained(trace, work, spans, since)
+    is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_has_other_cause(trace, work, spans, since)
     if not is_long.any():
         return _NONE
-    unusual = _unusual(_codes(kernel_ids.places(work)), row[is_long])
+    unusual = _is_unusual(_codes(kernel_ids.places(work)), row[is_long])
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
-    whole = queued[row] <= idle[:, 0]
-    return _Stalls(row[is_long], spans[is_long], whole[is_long], unusual & ~in_graph, in_graph)
+    is_whole = queued[row] <= idle[:, 0]
+    return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, in_graph)
 
 
-def _unusual(place: Ints, row: Ints) -> Flags:
-    """Return which stalls are at a place that the program also passes without one; none if that is not as frequent."""
+def _is_unusual(place: Ints, row: Ints) -> Flags:
+    """Mask of the stalls at a place that the program also passes without one; all false if that is not as frequent."""
     stalled, seen = np.bincount(place[row], minlength=1), np.bincount(place, minlength=1)
     passed = np.flatnonzero((stalled > 0) & (seen[: len(stalled)] > stalled))
     if seen[passed].sum() < stalled[passed].sum() / _MOSTLY:
@@ -191,7 +191,7 @@ def _unusual(place: Ints, row: Ints) -> Flags:
 
 
 def _graph_spans(trace: Trace, work: pl.DataFrame) -> Spans:
-    """Return when each launched CUDA graph may run: between the work before and after it on its stream.
+    """Span in which each launched CUDA graph may run: between the work before and after it on its stream.
 
     Profilers can lose kernels of a graph, so an idle device says little then.
     """
@@ -230,30 +230,30 @@ def _queued_ns(trace: Trace, device: int) -> Ints:
 _LATER = np.iinfo(np.int64).max // 2
 
 
-def _explained(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -> Flags:
-    """Return which idle times something else may explain.
+def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: Ints) -> Flags:
+    """Mask of the idle times that something else may explain.
 
     Another device of the process is busy, the profiler itself works, or kernels were launched between the work before
     and the work after that were not recorded: they may have run then.
     """
-    others = _on_other_devices(trace, work["device"][0])
+    other_work = _other_device_spans(trace, work["device"][0])
     profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
-    own = intervals.coverage(spans, profiler) > _MOSTLY * lengths
+    in_profiler = intervals.coverage(spans, profiler) > _MOSTLY * lengths
     calls = np.flatnonzero(trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _LAUNCH))
     launched = np.isin(trace.ops["id"].to_numpy()[calls], trace.activities["launch_id"].drop_nulls().to_numpy())
     lost = np.sort(trace_columns.spans(trace)[calls[~launched], 0])
     some = np.searchsorted(lost, spans[:, 1]) > np.searchsorted(lost, since_ns)
-    return np.asarray((intervals.coverage(spans, others) > 0) | own | some, np.bool_)
+    return np.asarray((intervals.coverage(spans, other_work) > 0) | in_profiler | some, np.bool_)
 
 
-def _on_other_devices(trace: Trace, device: int) -> Spans:
-    """Return when other devices of the process work."""
-    others = [other for other in breakdown.devices(trace) if other not in (None, device)]
-    return np.concatenate([intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in others)])
+def _other_device_spans(trace: Trace, device: int) -> Spans:
+    """Spans of work on the other devices of the process."""
+    other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
+    return np.concatenate([intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)])
 
 
-def _paused(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
+def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
     """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
@@ -266,13 +266,13 @@ def _paused(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls
     place = _codes(kernel_ids.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
     # A kernel that always takes longer at this place of the program has more to do there.
-    there = _quartiles(place, dur)[0]
-    usual = np.where(there - usual <= _MOSTLY * (dur - usual), usual, _LATER)
+    place_low_ns = _quartiles(place, dur)[0]
+    usual = np.where(place_low_ns - usual <= _MOSTLY * (dur - usual), usual, _LATER)
     usual = np.where(usual == _LATER, _usual_ns(place, dur, slice_ns), usual)
     spans = np.stack((np.minimum(start + np.minimum(usual, dur), start + dur), start + dur), axis=1)
     lengths = spans[:, 1] - spans[:, 0]
-    alone = intervals.coverage(spans, _other_lanes(work, compute)) <= launches.ALONE_RATIO * lengths
-    rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (alone | (lengths > _FAR * usual)))
+    is_alone = intervals.coverage(spans, _other_lanes(work, compute)) <= launches.ALONE_RATIO * lengths
+    rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (is_alone | (lengths > _FAR * usual)))
     yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
     return _Stalls(compute[rows], spans[rows], yes, yes, no)
 
@@ -299,13 +299,13 @@ _FAR = 4
 
 
 def _other_lanes(work: launches.WorkColumns, compute: Ints) -> Spans:
-    """Return when work runs on lanes other than the one with most compute."""
+    """Spans of work on lanes other than the one with most compute."""
     dur = work.spans[:, 1] - work.spans[:, 0]
     lanes, code = np.unique(work.lane[compute], return_inverse=True)
     # Of lanes with equal compute, the one with the highest number.
     main = int(lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]]) if len(lanes) else -1
-    others: Spans = work.spans[work.lane != main]
-    return others
+    other_spans: Spans = work.spans[work.lane != main]
+    return other_spans
 
 
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
@@ -315,5 +315,5 @@ def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
     order = np.lexsort((values, code))
     many = np.bincount(code, minlength=1)
     first = np.cumsum(many) - many
-    at = [values[order[np.minimum(first + (many - 1) * quarter // 4, len(order) - 1)]] for quarter in (1, 2, 3)]
-    return at[0][code], at[1][code], at[2][code]
+    quartiles = [values[order[np.minimum(first + (many - 1) * quarter // 4, len(order) - 1)]] for quarter in (1, 2, 3)]
+    return quartiles[0][code], quartiles[1][code], quartiles[2][code]

@@ -12,21 +12,21 @@ RUN_CLOCK = schema.columns("window rank offset_ns drift at_ns zero_ns", drift=pl
 
 
 def extent(trace: Trace) -> pl.DataFrame:
-    """Return where a trace begins and which steps it has. Columns first_ns, steps; one row.
+    """First time and steps of a trace. Columns first_ns, steps; one row.
 
     first_ns is the start of its first operation, activity, allocation, step or checkpoint stage; 0 without any.
     """
     starts = [trace.ops["start_ns"].min(), trace.activities["start_ns"].min(), trace.allocations["at_ns"].min()]
     starts += [trace.steps["start_ns"].min(), trace.checkpoints["start_ns"].min()]
-    known = [start for start in starts if isinstance(start, int)]
+    known_starts = [start for start in starts if isinstance(start, int)]
     return pl.DataFrame(
-        {"first_ns": [min(known, default=0)], "steps": [trace.steps["step"].drop_nulls().unique().sort().to_list()]},
+        {"first_ns": [min(known_starts, default=0)], "steps": [trace.steps["step"].drop_nulls().unique().sort().to_list()]},
         schema=COLUMNS,
     )
 
 
 def run_clock(run: Run) -> pl.DataFrame:
-    """Return how to display the times of each trace: columns RUN_CLOCK, one row per window and rank.
+    """Clock for the display of each trace's times: columns RUN_CLOCK, one row per window and rank.
 
     offset_ns, drift and at_ns convert a time to the run's clock, as in `Run.offsets`. zero_ns is when the first trace
     of the window begins on that clock. Traces that could not be aligned with others have a zero of their own.

@@ -23,8 +23,8 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
     ends the gap; one row per gap. A phase begins with the first activity launched in it;
     unknown phases and steps count as one each. Collectives of saves end no gap.
     """
-    parts = [_closed(trace, device) for device in breakdown.devices(trace)]
-    return _numbered([schema.empty(COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
+    parts = [_closing_collectives(trace, device) for device in breakdown.devices(trace)]
+    return _number_gaps([schema.empty(COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
 
 
 @memoize
@@ -38,13 +38,13 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     parts = [
         _idle(trace, windows.filter(pl.col("device").eq_missing(device)), device) for device in breakdown.devices(trace)
     ]
-    return _numbered([schema.empty(COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
+    return _number_gaps([schema.empty(COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
 
 
-def _closed(trace: Trace, device: int | None) -> pl.DataFrame:
+def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return each collective that ends a span without one since its phase began, with the span's times."""
-    work, of = launches.work(trace, device), launches.work_columns(trace, device)
-    rows = np.flatnonzero(of.communicates)
+    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    rows = np.flatnonzero(arrays.communicates)
     calls = work.select("device", "step", "phase", "unit", "lane", "name", collective_id="id")[rows]
     begun = work.group_by("step", "phase").agg(pl.col("start_ns").min())
     begun_ns = (
@@ -52,13 +52,13 @@ def _closed(trace: Trace, device: int | None) -> pl.DataFrame:
         .join(begun, on=["step", "phase"], how="left", nulls_equal=True, maintain_order="left")["start_ns"]
         .to_numpy()
     )
-    start, end = of.spans[rows, 0], of.spans[rows, 1]
+    start, end = arrays.spans[rows, 0], arrays.spans[rows, 1]
     reached = np.concatenate((np.array([sweep_line.NEVER]), np.maximum.accumulate(end)))[: len(rows)]
     since = np.maximum(reached, begun_ns)
     is_save = trace_columns.as_flags(calls["phase"] == conventions.CHECKPOINT)
     closing = np.flatnonzero((start > since) & ~is_save)
     times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
-    return calls[closing].hstack([_ops(trace, of.id[rows[closing]]), *times])
+    return calls[closing].hstack([_ops(trace, arrays.id[rows[closing]]), *times])
 
 
 def _ops(trace: Trace, ids: Ints) -> pl.Series:
@@ -69,18 +69,18 @@ def _ops(trace: Trace, ids: Ints) -> pl.Series:
 
 def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
     """Return the spans of the windows without compute, with the compute that ends each."""
-    work, of = launches.work(trace, device), launches.work_columns(trace, device)
-    rows = np.flatnonzero(of.computes)
-    busy = intervals.union(of.spans[rows])
+    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    rows = np.flatnonzero(arrays.computes)
+    busy = intervals.union(arrays.spans[rows])
     steps: list[int | None] = []
-    found: list[Spans] = [intervals.EMPTY]
+    idle_spans: list[Spans] = [intervals.EMPTY]
     for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():
         first, past = np.searchsorted(busy[:, 1], start_ns, side="right"), np.searchsorted(busy[:, 0], end_ns)
         idle = intervals.gaps(busy[first:past], (start_ns, end_ns))
-        found.append(idle)
+        idle_spans.append(idle)
         steps += [step] * len(idle)
-    spans = np.concatenate(found)
-    following = np.searchsorted(of.spans[rows, 0], spans[:, 1], side="left")
+    spans = np.concatenate(idle_spans)
+    following = np.searchsorted(arrays.spans[rows, 0], spans[:, 1], side="left")
     row = np.concatenate((rows, np.array([-1])))[following]
     return columns.rows_or_nulls(work.select("phase", "unit", "lane", "name", activity_id="id"), row).hstack(
         [
@@ -92,7 +92,7 @@ def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFra
     )
 
 
-def _numbered(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:
-    found = pl.concat([schema.conform(part, columns) for part in parts]).sort("device", "start_ns")
-    number = pl.Series("gap", np.arange(found.height), pl.Int64)
-    return found.replace_column(found.get_column_index("gap"), number)
+def _number_gaps(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:
+    table = pl.concat([schema.conform(part, columns) for part in parts]).sort("device", "start_ns")
+    number = pl.Series("gap", np.arange(table.height), pl.Int64)
+    return table.replace_column(table.get_column_index("gap"), number)

@@ -53,10 +53,10 @@ def state_changes(trace: Trace) -> Ints:
 def _states(trace: Trace) -> Ints:
     """Return the state from each of `state_changes` to the next one."""
     changes = state_changes(trace)
-    found = np.full(len(changes), HOST_STATES.index(PYTHON), np.int64)
+    states = np.full(len(changes), HOST_STATES.index(PYTHON), np.int64)
     for index, spans in reversed(list(enumerate(_spans(trace)))):
-        found[running(spans, changes) >= 0] = index
-    return found
+        states[running(spans, changes) >= 0] = index
+    return states
 
 
 def has_state(trace: Trace, state: str) -> bool:
@@ -65,7 +65,7 @@ def has_state(trace: Trace, state: str) -> bool:
 
 
 def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
-    """Return for how long the host had been waiting for the device until each time; 0 where it was not."""
+    """Time for which the host had been waiting for the device at each time, in ns; 0 where it was not."""
     spans = _spans(trace)[HOST_STATES.index(SYNCHRONIZE)]
     waiting = running(spans, at_ns - 1)
     return np.where(waiting >= 0, at_ns - at(spans[:, 0], waiting, 0), 0)
@@ -86,7 +86,7 @@ def launching_threads(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def is_launching(trace: Trace) -> Flags:
-    """Return which ops run on a thread that launches work; shape (ops,)."""
+    """Mask of the ops on a thread that launches work; shape (ops,)."""
     return np.isin(trace.ops["lane"].to_numpy(), launching_threads(trace)["lane"].to_numpy())
 
 
@@ -110,13 +110,13 @@ def _spans(trace: Trace) -> list[Spans]:
         OP: trace_columns.is_kind(trace, "cpu_op"),
     }
     spans = trace_columns.spans(trace)
-    found = [intervals.union(spans[flags[each] & launching]) for each in HOST_STATES[:-1]]
+    state_spans = [intervals.union(spans[flags[state] & launching]) for state in HOST_STATES[:-1]]
     allocator = HOST_STATES.index(ALLOCATOR)
-    found[allocator] = _with_pauses(found[allocator], spans[launching & ~flags[ALLOCATOR]])
-    return found
+    state_spans[allocator] = _with_pauses(state_spans[allocator], spans[launching & ~flags[ALLOCATOR]])
+    return state_spans
 
 
-def _with_pauses(calls: Spans, others: Spans) -> Spans:
+def _with_pauses(calls: Spans, other_spans: Spans) -> Spans:
     """Return the spans of calls joined across the pauses in which nothing else begins or ends.
 
     The allocator frees its cache block by block: a pause between two of these calls that is shorter than both is its
@@ -124,7 +124,7 @@ def _with_pauses(calls: Spans, others: Spans) -> Spans:
     """
     if len(calls) < 2:
         return calls
-    edges = np.sort(others, axis=None)
+    edges = np.sort(other_spans, axis=None)
     before, after = np.searchsorted(edges, calls[:-1, 1]), np.searchsorted(edges, calls[1:, 0], side="right")
     pause = calls[1:, 0] - calls[:-1, 1]
     lengths = calls[:, 1] - calls[:, 0]

@@ -56,10 +56,10 @@ def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 def by_device(items: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the work of each device by lane and order, from items (`dependencies.lane_items`) without waits."""
-    device, is_work = items["device"].to_numpy(), ~items["is_wait"].to_numpy()
-    devices = distinct(device[is_work])
-    for each in devices:
-        which = is_work & (device == each)
+    item_device, is_work = items["device"].to_numpy(), ~items["is_wait"].to_numpy()
+    devices = distinct(item_device[is_work])
+    for device in devices:
+        which = is_work & (item_device == device)
         yield items if which.all() else items[np.flatnonzero(which)]
 
 
@@ -85,15 +85,15 @@ class _Work:
     classes: int
 
     def count(self, which: Flags) -> Ints:
-        """Return how many of `which` each class has."""
+        """Number of rows of `which` in each class."""
         return np.bincount(self.code[which], minlength=self.classes)
 
     def launched_before(self, lane: int, back: int) -> Ints:
         """Return the last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
         rows = np.flatnonzero(self.lane == lane)
         reach = np.maximum.accumulate(self.launched[rows])
-        at = np.searchsorted(reach, self.launched, side="left") - 1 - back
-        return np.where((at >= 0) & (self.lane != lane), rows[np.maximum(at, 0)], -1)
+        index = np.searchsorted(reach, self.launched, side="left") - 1 - back
+        return np.where((index >= 0) & (self.lane != lane), rows[np.maximum(index, 0)], -1)
 
 
 def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
@@ -106,20 +106,20 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
-            known = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
-            done = known & (work.end[on] <= work.start + SLACK_NS)
+            is_pair = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
+            done = is_pair & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= work.near)
-            count, broken, bound = (work.count(which) for which in (known, known & ~done, binds))
+            count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
             waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
             if lane == main and back == 0:
-                waits |= open_ & (work.count(work.reduces & known) > 0) & (broken == 0)
-            chosen = np.flatnonzero(done & waits[work.code])
-            waiting.append(work.item[chosen])
-            awaited.append(work.item[on[chosen]])
+                waits |= open_ & (work.count(work.reduces & is_pair) > 0) & (broken == 0)
+            rows = np.flatnonzero(done & waits[work.code])
+            waiting.append(work.item[rows])
+            awaited.append(work.item[on[rows]])
             explained |= binds & waits[work.code]
             open_ &= ~waits
-    alone, after = _right_after(work, work.late_alone & ~explained)
-    return _waits(np.concatenate((*waiting, alone)), np.concatenate((*awaited, after)), "event")
+    late_items, after = _right_after(work, work.late_alone & ~explained)
+    return _waits(np.concatenate((*waiting, late_items)), np.concatenate((*awaited, after)), "event")
 
 
 def _awaited_lanes(lane: Ints) -> list[int]:
@@ -134,7 +134,7 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
     launched = device_work["launched_ns"].to_numpy()
     first = np.append(True, lane[1:] != lane[:-1])
     previous = np.where(first, NEVER, np.append(NEVER, end[:-1]))
-    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(device_work))
+    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _earlier_starts(device_work))
     is_launched = ids(device_work["launch_id"]) >= 0
     op = trace.collectives["op"]
     reduces = flags(op == "reduce_scatter") | flags(op == "all_reduce")
@@ -170,7 +170,7 @@ def _codes(column: pl.Series) -> Ints:
 
 
 def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
-    """Return which work is the first that its thread launches after a call that lets a stream wait for an event."""
+    """Mask of the work that is the first its thread launches after a call that lets a stream wait for an event."""
     ops = trace.ops
     is_wait = trace_columns.is_kind(trace, "runtime") & trace_columns.is_named(trace, _WAIT_CALL)
     launch = rows_of(ops["id"].to_numpy(), ids(device_work["launch_id"]))
@@ -187,23 +187,23 @@ def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
     return np.asarray(np.where(launch >= 0, follows[launch], False), np.bool_)
 
 
-def _others_start(device_work: pl.DataFrame) -> Ints:
-    """Return when all work launched earlier had started, if one queue feeds all lanes; else a time long before."""
+def _earlier_starts(device_work: pl.DataFrame) -> Ints:
+    """Time at which all work launched earlier had started, if one queue feeds all lanes; else a time long before."""
     since = np.full(len(device_work), NEVER, np.int64)
     order = start_order(device_work)
     if order.height:
-        at = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
-        at[device_work["item"].to_numpy()] = np.arange(len(device_work))
-        since[at[order["waiting"].to_numpy()]] = device_work["start_ns"].to_numpy()[at[order["awaited"].to_numpy()]]
+        rows = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
+        rows[device_work["item"].to_numpy()] = np.arange(len(device_work))
+        since[rows[order["waiting"].to_numpy()]] = device_work["start_ns"].to_numpy()[rows[order["awaited"].to_numpy()]]
     return since
 
 
 def _main_lane(device_work: pl.DataFrame) -> int:
     computes = flags(device_work["kind"] == "compute")
     lane, start, end = (device_work[name].to_numpy()[computes] for name in ("lane", "start_ns", "end_ns"))
-    lanes, of = np.unique(lane, return_inverse=True)
+    lanes, lane_index = np.unique(lane, return_inverse=True)
     busy_ns = np.zeros(len(lanes), np.int64)
-    np.add.at(busy_ns, of, end - start)
+    np.add.at(busy_ns, lane_index, end - start)
     return int(lanes[np.lexsort((lanes, busy_ns))[-1]]) if len(lanes) else -1
 
 
@@ -212,15 +212,15 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
     # Of equal ends, which clocks of whole µs have, the last launched counts, whatever number its stream has.
     order = np.lexsort((work.launched, work.start, work.end))
     rows = np.flatnonzero(which)
-    found = np.full(len(rows), -1, np.int64)
+    awaited = np.full(len(rows), -1, np.int64)
     for back in range(_BACK):
-        at = np.searchsorted(work.end[order], work.start[rows] + SLACK_NS, side="right") - 1 - back
-        on = order[np.maximum(at, 0)]
-        near = (at >= 0) & (work.start[rows] - work.end[on] <= work.near[rows]) & (work.lane[on] != work.lane[rows])
+        index = np.searchsorted(work.end[order], work.start[rows] + SLACK_NS, side="right") - 1 - back
+        on = order[np.maximum(index, 0)]
+        near = (index >= 0) & (work.start[rows] - work.end[on] <= work.near[rows]) & (work.lane[on] != work.lane[rows])
         near &= ~(work.carries[rows] & work.carries[on])
-        found = np.where((found < 0) & near & (work.launched[on] <= work.launched[rows]), on, found)
-    has = found >= 0
-    return work.item[rows[has]], work.item[found[has]]
+        awaited = np.where((awaited < 0) & near & (work.launched[on] <= work.launched[rows]), on, awaited)
+    has = awaited >= 0
+    return work.item[rows[has]], work.item[awaited[has]]
 
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
@@ -230,12 +230,12 @@ def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     """
     if not (lane := items["lane"].to_numpy()).size or lane.min() == lane.max():
         return schema.empty(WAIT_COLUMNS)
-    known = trace.collectives.select("activity_id", "group").drop_nulls()
-    call = np.where(items["is_wait"].to_numpy(), -1, rows_of(ids(known["activity_id"]), items["ref"].to_numpy()))
+    groups = trace.collectives.select("activity_id", "group").drop_nulls()
+    call = np.where(items["is_wait"].to_numpy(), -1, rows_of(ids(groups["activity_id"]), items["ref"].to_numpy()))
     rows = np.flatnonzero(call >= 0)
     if not len(rows):
         return schema.empty(WAIT_COLUMNS)
-    group = _codes(known["group"])[call[rows]]
+    group = _codes(groups["group"])[call[rows]]
     device, launched, start = (items[name].to_numpy()[rows] for name in ("device", "launched_ns", "start_ns"))
     order = np.lexsort((start, launched, group, device))
     rows, key = rows[order], device[order] * (group.max() + 1) + group[order]

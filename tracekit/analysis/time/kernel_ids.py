@@ -52,10 +52,10 @@ def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArra
     """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
     lane = work["lane"].to_numpy()
     order = np.argsort(lane, kind="stable")
-    own, on = plain[order], lane[order]
-    mixed = own.copy()
+    hashes, on = plain[order], lane[order]
+    mixed = hashes.copy()
     for distance in _NEIGHBOURS:
-        near = np.where(np.roll(on, distance) == on, np.roll(own, distance), np.uint64(0))
+        near = np.where(np.roll(on, distance) == on, np.roll(hashes, distance), np.uint64(0))
         near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
         mixed = mixed * np.uint64(_ODD) + near
     ids = np.empty_like(mixed)

@@ -46,7 +46,7 @@ class WorkColumns:
 
     @property
     def launched_or_start_ns(self) -> Ints:
-        """Return when each piece of work was launched; when it started where that is unknown."""
+        """Launch time of each piece of work; its start where that is unknown."""
         return np.where(self.launched_ns == sweep_line.NEVER, self.spans[:, 0], self.launched_ns)
 
 
@@ -59,11 +59,11 @@ def work_columns(trace: Trace, device: int | None) -> WorkColumns:
         table["id"].to_numpy(),
         table["lane"].to_numpy(),
         intervals.from_table(table),
-        columns.filled(table["launched_ns"], sweep_line.NEVER),
+        columns.to_ints(table["launched_ns"], sweep_line.NEVER),
         (kind == "compute").to_numpy(),
         (kind == "communication").to_numpy(),
         ((kind == "memcpy") | (kind == "memset")).to_numpy(),
-        columns.rows_of(trace.ops["id"].to_numpy(), columns.filled(table["launch_id"], -1)),
+        columns.rows_of(trace.ops["id"].to_numpy(), columns.to_ints(table["launch_id"], -1)),
     )
 
 
@@ -91,7 +91,7 @@ def _all_work(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def messages(trace: Trace) -> pl.DataFrame:
-    """Return what the collectives move. Columns id (of the activity), op, group, group_size, dtype, message_bytes."""
+    """Messages of the collectives. Columns id (of the activity), op, group, group_size, dtype, message_bytes."""
     size = pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes")
     return trace.collectives.select(
         pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype", size
@@ -101,10 +101,10 @@ def messages(trace: Trace) -> pl.DataFrame:
 @memoize
 def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
-    whole, moved = work(trace, device), messages(trace)
-    own = columns.where(whole[_without(whole, "bytes")], work_columns(trace, device).communicates)
-    row = columns.rows_of(moved["id"].to_numpy(), own["id"].to_numpy())
-    return own.hstack(columns.rows_or_nulls(moved[_without(moved, "id")], row))
+    all_work, moved = work(trace, device), messages(trace)
+    calls = columns.where(all_work[_without(all_work, "bytes")], work_columns(trace, device).communicates)
+    row = columns.rows_of(moved["id"].to_numpy(), calls["id"].to_numpy())
+    return calls.hstack(columns.rows_or_nulls(moved[_without(moved, "id")], row))
 
 
 def _without(table: pl.DataFrame, column: str) -> list[str]:
@@ -126,77 +126,77 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
 
 @memoize
 def _all_preparation(trace: Trace) -> pl.DataFrame:
-    whole = _all_work(trace)
+    all_work = _all_work(trace)
     sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
     if len(breakdown.devices(trace)) == 1:
-        return _prepares(whole, sizes)
-    parts = [_prepares(own, sizes) for own in whole.partition_by("device", maintain_order=True)]
-    return pl.concat(parts) if parts else _prepares(whole, sizes)
+        return _prepares(all_work, sizes)
+    parts = [_prepares(device_work, sizes) for device_work in all_work.partition_by("device", maintain_order=True)]
+    return pl.concat(parts) if parts else _prepares(all_work, sizes)
 
 
 def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
     is_call = columns.flags(work["kind"] == "communication")
     is_other = columns.flags(work["kind"] != "communication")
-    others, calls = columns.where(work, is_other), columns.where(work, is_call)
-    by_span = _under_span(others, calls)
-    by_lane = _on_lane(others.join(by_span, on="id", how="anti") if by_span.height else others, calls)
+    other_work, calls = columns.where(work, is_other), columns.where(work, is_call)
+    by_span = _under_span(other_work, calls)
+    by_lane = _on_lane(other_work.join(by_span, on="id", how="anti") if by_span.height else other_work, calls)
     if by_span.is_empty() and by_lane.is_empty():
         return work.clear().hstack(schema.empty(_ADDED))
-    found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
-    found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
-    return _with_alone(found.with_columns(_overlapped(found, work)))
+    prepared = pl.concat([by_span, by_lane]).sort("start_ns", "id")
+    prepared = prepared.join(sizes, on="collective_id", how="left", maintain_order="left")
+    return _with_alone(prepared.with_columns(_overlap_ns(prepared, work)))
 
 
-def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    if others["span"].null_count() == others.height or calls["span"].null_count() == calls.height:
-        return others.clear().hstack(schema.empty(_FOUND))
-    both = pl.concat([others[[*_KEY, "launched_ns"]], calls[[*_KEY, "launched_ns"]]])
+def _under_span(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    if other_work["span"].null_count() == other_work.height or calls["span"].null_count() == calls.height:
+        return other_work.clear().hstack(schema.empty(_FOUND))
+    both = pl.concat([other_work[[*_KEY, "launched_ns"]], calls[[*_KEY, "launched_ns"]]])
     names, code = trace_columns.distinct_names(both["span"])
     prepares = trace_columns.matches(names, _SPANS_OF_COLLECTIVES) & ~trace_columns.matches(names, _NO_PREPARATION)
-    launched_ns = columns.filled(both["launched_ns"], sweep_line.NEVER)
+    launched_ns = columns.to_ints(both["launched_ns"], sweep_line.NEVER)
     is_known = prepares[code] & (launched_ns != sweep_line.NEVER)
     _, key = np.unique(both.select(pl.struct(_KEY).hash(seed=0)).to_series().to_numpy(), return_inverse=True)
     (key, key_of_call), (at_ns, called_ns) = (
-        np.split(each, [others.height]) for each in (np.where(is_known, key, -1), launched_ns)
+        np.split(values, [other_work.height]) for values in (np.where(is_known, key, -1), launched_ns)
     )
     # The next call is the last one in reverse; of those launched at once, the first.
     row = columns.last_rows(key_of_call[::-1], -called_ns[::-1], key, -at_ns)
     rows = np.flatnonzero(row >= 0)
     call = calls.height - 1 - row[rows]
-    return others[rows].hstack([
+    return other_work[rows].hstack([
         calls["id"][call].alias("collective_id"), pl.Series("evidence", ["span"]).new_from_index(0, len(rows))
     ])  # fmt: skip
 
 
-def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    own, following_calls = (
-        columns.where(rows, columns.flags(rows["role"] == "communication")) for rows in (others, calls)
+def _on_lane(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    lane_work, following_calls = (
+        columns.where(rows, columns.flags(rows["role"] == "communication")) for rows in (other_work, calls)
     )
-    if own.is_empty():
-        return others.clear().hstack(schema.empty(_FOUND))
-    both = pl.concat([own, following_calls]).sort("lane", "start_ns", "id")
+    if lane_work.is_empty():
+        return other_work.clear().hstack(schema.empty(_FOUND))
+    both = pl.concat([lane_work, following_calls]).sort("lane", "start_ns", "id")
     following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
-    found = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
-    return found.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
+    matched = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
+    return matched.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
 
 
-def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
-    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), found["id"].to_numpy())
+def _overlap_ns(prepared: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
+    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
     by = intervals.union(intervals.from_table(work)[computes])
-    return pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(found), by), pl.Int64)
+    return pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
 
 
-def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
+def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
     sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
-    grids = found.select("grid").drop_nulls().unique()
+    grids = prepared.select("grid").drop_nulls().unique()
     blocks = [float(math.prod(map(int, grid.split("x")))) for grid in grids["grid"]]
     counted = grids.with_columns(pl.Series("_blocks", blocks, pl.Float64))
-    keyed = found.with_columns(sized.alias("_size")).join(counted, on="grid", how="left", maintain_order="left")
-    alone = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
+    keyed = prepared.with_columns(sized.alias("_size")).join(counted, on="grid", how="left", maintain_order="left")
+    solo = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
     key, like = ["name", "lane", "grid", "block", "_size"], ["name", "lane", "block"]
-    same = alone.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))
+    same = solo.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))
     each_ns = (pl.col("dur_ns") / pl.col("_blocks")).median().alias("block_ns")
-    scaled = alone.filter(pl.col("_blocks") >= _MANY_BLOCKS).group_by(like).agg(each_ns)
+    scaled = solo.filter(pl.col("_blocks") >= _MANY_BLOCKS).group_by(like).agg(each_ns)
     joined = keyed.join(same, on=key, how="left", nulls_equal=True, maintain_order="left").join(
         scaled, on=like, how="left", nulls_equal=True, maintain_order="left"
     )

@@ -22,7 +22,7 @@ _WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
 
 
 def stalls(run: Run) -> pl.DataFrame:
-    """Return when devices did not run the work that was queued. Columns window, rank, those of `device_stalls`.
+    """Spans in which devices did not run the work that was queued. Columns window, rank, those of `device_stalls`.
 
     On devices with recurring stalls of one length, a kernel is paused, too, if it takes longer than the same kernel in
     another step or on other ranks by that length or a multiple of it. The same kernel has the same `kernel_ids` and
@@ -33,18 +33,18 @@ def stalls(run: Run) -> pl.DataFrame:
     lengths = _lengths(of_traces.filter("is_recurring"))
     if lengths.is_empty():
         return of_traces
-    places = _usual(run.table(kernel_durations), lengths)
+    places = _usual_durations(run.table(kernel_durations), lengths)
     kernels = run.table(long_kernels).join(places, on=[*_WINDOW, *_PLACE], nulls_equal=True)
     excess_ns = pl.col("dur_ns") - pl.col("usual_ns")
     times = (excess_ns / pl.col("slice_ns")).alias("times")
     is_multiple = (pl.col("times").round() >= 1) & (
         (pl.col("times") - pl.col("times").round()).abs() <= device_stalls.ALIKE_RATIO
     )
-    known = of_traces.filter(pl.col("kind") == device_stalls.PAUSED).select(*_WINDOW, "activity_id")
+    recorded = of_traces.filter(pl.col("kind") == device_stalls.PAUSED).select(*_WINDOW, "activity_id")
     paused = (
         kernels.with_columns(times)
         .filter(is_multiple, excess_ns >= device_stalls.MIN_STALL_NS)
-        .join(known, on=known.columns, how="anti")
+        .join(recorded, on=recorded.columns, how="anti")
         .with_columns(
             pl.lit(device_stalls.PAUSED).alias("kind"),
             pl.lit(value=True).alias("is_recurring"),
@@ -56,7 +56,7 @@ def stalls(run: Run) -> pl.DataFrame:
 
 
 def kernel_durations(trace: Trace) -> pl.DataFrame:
-    """Return how long compute kernels take over the steps, those of 0.1 ms or more.
+    """Durations of compute kernels over the steps, those of 0.1 ms or more.
 
     Columns device, kernel and nth (`kernel_ids`, and the number of such a kernel within its step), low_ns and middle_ns
     (quartile and median); one row per device, kernel and number.
@@ -89,9 +89,9 @@ FACTS: tuple[Fact, ...] = (device_stalls.device_stalls, kernel_durations, long_k
 def _kernels(trace: Trace) -> pl.DataFrame:
     parts = [schema.empty(KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():
-        of = launches.work_columns(trace, device)
-        rows = np.flatnonzero(of.computes)
-        rows = rows[np.lexsort((of.id[rows], of.launched_ns[rows]))]
+        arrays = launches.work_columns(trace, device)
+        rows = np.flatnonzero(arrays.computes)
+        rows = rows[np.lexsort((arrays.id[rows], arrays.launched_ns[rows]))]
         work = launches.work(trace, device).select(
             "device", "name", "step", "lane", "start_ns", "dur_ns", activity_id="id"
         )
@@ -108,32 +108,32 @@ def _lengths(recurring: pl.DataFrame) -> pl.DataFrame:
     """Return the length that most stalls of a device have: window, rank, slice_ns; none where they differ."""
     rows = [
         (*key, length_ns)
-        for key, own in recurring.group_by(*_WINDOW, maintain_order=True)
-        if (length_ns := device_stalls.common_length(own["dur_ns"].to_numpy())) is not None
+        for key, rank_stalls in recurring.group_by(*_WINDOW, maintain_order=True)
+        if (length_ns := device_stalls.common_length(rank_stalls["dur_ns"].to_numpy())) is not None
     ]
     return pl.DataFrame(rows, schema={**dict.fromkeys(_WINDOW, pl.Int64), "slice_ns": pl.Float64}, orient="row")
 
 
-def _usual(durations: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
-    """Return what the kernels of stalled ranks usually take: window, rank, kernel, nth, slice_ns, usual_ns.
+def _usual_durations(durations: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:
+    """Usual durations of the kernels of stalled ranks: window, rank, kernel, nth, slice_ns, usual_ns.
 
     That is the shortest of the rank's own steps if it is no longer than on the other ranks, else what it takes there.
     """
     parts = [pl.DataFrame(schema={**dict.fromkeys(_WINDOW, pl.Int64), "kernel": pl.UInt64, "nth": pl.Int64,
                                   "slice_ns": pl.Float64, "usual_ns": pl.Int64})]  # fmt: skip
     for window, rank, slice_ns in lengths.iter_rows():
-        here = durations.filter(pl.col("window") == window)
-        others = here.filter(pl.col("rank") != rank).group_by(*_PLACE).agg(
+        window_rows = durations.filter(pl.col("window") == window)
+        other_ranks = window_rows.filter(pl.col("rank") != rank).group_by(*_PLACE).agg(
             pl.col("middle_ns").median().alias("there_ns"),
             (pl.col("middle_ns").max() - pl.col("middle_ns").min()).alias("spread_ns"),
             pl.col("rank").n_unique().alias("ranks"),
         )  # fmt: skip
-        own = here.filter(pl.col("rank") == rank).join(others, on=_PLACE, maintain_order="left")
-        slower = (own["low_ns"] / own["there_ns"]).median()
+        rank_rows = window_rows.filter(pl.col("rank") == rank).join(other_ranks, on=_PLACE, maintain_order="left")
+        slower = (rank_rows["low_ns"] / rank_rows["there_ns"]).median()
         near_ns = device_stalls.ALIKE_RATIO * slice_ns
         there_ns = pl.col("there_ns") * (slower if isinstance(slower, float) else 1.0)
         usual_ns = pl.when(pl.col("low_ns") <= there_ns + near_ns).then("low_ns").otherwise(there_ns)
-        agreed = own.filter(pl.col("ranks") >= _OTHER_RANKS, pl.col("spread_ns") <= near_ns)
+        agreed = rank_rows.filter(pl.col("ranks") >= _OTHER_RANKS, pl.col("spread_ns") <= near_ns)
         parts.append(
             agreed.select(
                 *_WINDOW, *_PLACE,

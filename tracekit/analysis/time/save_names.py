@@ -30,7 +30,7 @@ _SAVE_FUNCTION = (
 
 @memoize
 def is_save(trace: Trace) -> Flags:
-    """Return which ops are saves by their name: annotations, and functions of traces with stacks; shape (ops,)."""
+    """Mask of the ops that are saves by their name: annotations, and functions of traces with stacks; shape (ops,)."""
     by_span = trace_columns.is_kind(trace, "annotation") & trace_columns.is_named(trace, _SAVE_SPAN)
     python = trace_columns.is_kind(trace, "python")
     return by_span | (python & trace_columns.is_named(trace, _SAVE_FUNCTION)) if python.any() else by_span

@@ -24,6 +24,6 @@ def step_parts(trace: Trace) -> pl.DataFrame:
         table.select(*columns, pl.lit(part).alias("part"))
         for part, table in ((COMPUTE, compute), (GAP, gaps.compute_gaps(trace)))
     )
-    named = rows.filter(pl.col("step").is_not_null()).with_columns(pl.col("name").fill_null(""))
-    sums = named.group_by("step", "device", "part", "name").agg(pl.col("dur_ns").sum())
+    step_rows = rows.filter(pl.col("step").is_not_null()).with_columns(pl.col("name").fill_null(""))
+    sums = step_rows.group_by("step", "device", "part", "name").agg(pl.col("dur_ns").sum())
     return schema.select(sums, COLUMNS).sort("step", "device", "part", "name")

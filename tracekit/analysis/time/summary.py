@@ -60,8 +60,8 @@ def by_clock(run: Run) -> pl.DataFrame:
 
     `clock_domain` is present only where the ranks are on several clocks, `window` where there are several.
     """
-    found = run.offsets.drop("at_ns")
-    return found.drop(name for name in ("window", "clock_domain") if found[name].n_unique() < 2)
+    offsets = run.offsets.drop("at_ns")
+    return offsets.drop(name for name in ("window", "clock_domain") if offsets[name].n_unique() < 2)
 
 
 def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:

@@ -19,7 +19,7 @@ def spans(trace: Trace) -> Spans:
 @memoize
 def parent_ids(trace: Trace) -> Ints:
     """Return the parent_id of each op, shape (ops,); -1 for none."""
-    return columns.filled(trace.ops["parent_id"], -1)
+    return columns.to_ints(trace.ops["parent_id"], -1)
 
 
 @memoize
@@ -31,7 +31,7 @@ def parent_rows(trace: Trace) -> Ints:
 @memoize
 def launch_ids(trace: Trace) -> Ints:
     """Return the launch_id of each activity, shape (activities,); -1 for none."""
-    return columns.filled(trace.activities["launch_id"], -1)
+    return columns.to_ints(trace.activities["launch_id"], -1)
 
 
 @memoize
@@ -43,7 +43,7 @@ def launch_rows(trace: Trace) -> Ints:
 @memoize
 def activity_steps(trace: Trace) -> Ints:
     """Return the step of each activity, shape (activities,); -1 for none."""
-    return columns.filled(trace.activities["step"], -1)
+    return columns.to_ints(trace.activities["step"], -1)
 
 
 def has_issue(trace: Trace, kind: str) -> bool:
@@ -58,32 +58,32 @@ def windows(trace: Trace) -> pl.DataFrame:
 
 
 def in_steps(trace: Trace, rows: pl.DataFrame) -> Flags:
-    """Return which rows of a table with column step belong to a step, as `Trace.in_steps`; shape (rows,)."""
+    """Mask of the rows of a table with column step that belong to a step, as `Trace.in_steps`; shape (rows,)."""
     marked = trace.steps["step"].null_count() < trace.steps.height
-    return columns.filled(rows["step"], -1) >= 0 if marked else np.ones(rows.height, np.bool_)
+    return columns.to_ints(rows["step"], -1) >= 0 if marked else np.ones(rows.height, np.bool_)
 
 
 @memoize
 def is_kind(trace: Trace, kind: str) -> Flags:
-    """Return which ops are of a kind, such as runtime; shape (ops,)."""
+    """Mask of the ops of a kind, such as runtime; shape (ops,)."""
     return as_flags(trace.ops["kind"] == kind)
 
 
 @memoize
 def is_activity_kind(trace: Trace, kind: str) -> Flags:
-    """Return which activities are of a kind, such as compute; shape (activities,)."""
+    """Mask of the activities of a kind, such as compute; shape (activities,)."""
     return as_flags(trace.activities["kind"] == kind)
 
 
 @memoize
 def is_phase(trace: Trace, phase: str) -> Flags:
-    """Return which ops are in a phase, such as backward; shape (ops,)."""
+    """Mask of the ops in a phase, such as backward; shape (ops,)."""
     return as_flags(trace.ops["phase"] == phase)
 
 
 @memoize
 def is_named(trace: Trace, pattern: str) -> Flags:
-    """Return which ops have a name in which the regular expression matches; shape (ops,).
+    """Mask of the ops that have a name in which the regular expression matches; shape (ops,).
 
     Each distinct name is matched once: a trace has far fewer names than ops.
     """
@@ -92,15 +92,15 @@ def is_named(trace: Trace, pattern: str) -> Flags:
 
 
 def matches(names: list[str], pattern: str) -> Flags:
-    """Return which of some distinct names a regular expression matches; what is known of other traces is reused."""
-    known = _known_matches.get(pattern, {})
-    unknown = [name for name in names if name not in known]
+    """Mask of the distinct names in which a regular expression matches; results of other traces are reused."""
+    cached = _known_matches.get(pattern, {})
+    unknown = [name for name in names if name not in cached]
     if unknown:
-        if len(known) + len(unknown) > _MAX_KNOWN_NAMES:
-            known, unknown = {}, names
-        found = pl.Series(unknown, dtype=pl.String).str.contains(pattern)
-        known = _known_matches[pattern] = known | dict(zip(unknown, found.to_list(), strict=True))
-    return np.fromiter(map(known.__getitem__, names), np.bool_, len(names))
+        if len(cached) + len(unknown) > _MAX_KNOWN_NAMES:
+            cached, unknown = {}, names
+        is_match = pl.Series(unknown, dtype=pl.String).str.contains(pattern)
+        cached = _known_matches[pattern] = cached | dict(zip(unknown, is_match.to_list(), strict=True))
+    return np.fromiter(map(cached.__getitem__, names), np.bool_, len(names))
 
 
 _known_matches: dict[str, dict[str, bool]] = {}
@@ -110,7 +110,7 @@ _MAX_KNOWN_NAMES = 10_000
 
 @memoize
 def is_activity_named(trace: Trace, pattern: str) -> Flags:
-    """Return which activities have a name in which the regular expression matches; shape (activities,)."""
+    """Mask of the activities that have a name in which the regular expression matches; shape (activities,)."""
     names, code = activity_names(trace)
     return np.asarray(matches(names, pattern)[code], np.bool_)
 

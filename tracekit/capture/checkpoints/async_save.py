@@ -20,8 +20,8 @@ from tracekit.capture.checkpoints import dcp, io_counters, operation
 from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.log_entry import Entry, with_counters
 from tracekit.capture.checkpoints.operation import Operation, Row
-from tracekit.capture.checkpoints.patching import replaced_for_all
-from tracekit.capture.checkpoints.recording import guarded
+from tracekit.capture.checkpoints.patching import patch_for_all
+from tracekit.capture.checkpoints.recording import guard
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch
@@ -59,15 +59,15 @@ class BackgroundSave:
         _saves_by_operation[id(running)] = self
         window.callback(_saves_by_operation.pop, id(running), None)
         for executor in _executors():
-            window.enter_context(replaced_for_all(executor, "execute_save", _linked_execute_save))
+            window.enter_context(patch_for_all(executor, "execute_save", _linked_execute_save))
 
     def watch_futures(self, response: Any) -> None:
         """Add callbacks to the futures that async_save returned."""
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
             self._staging_ns.append(time.time_ns())
-            staging.add_done_callback(guarded(self._staged))
-        getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
+            staging.add_done_callback(guard(self._on_staged))
+        getattr(response, "upload_completion", response).add_done_callback(guard(self._complete))
 
     def hand_over(self, lines: list[Row]) -> None:
         """Let the saving thread write the training thread's lines; write them now if it has finished."""
@@ -98,7 +98,7 @@ class BackgroundSave:
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as window:
-            guarded(self._enter)(window)
+            guard(self._enter)(window)
             return function(*args, **kwargs)
 
     def _enter(self, window: contextlib.ExitStack) -> None:
@@ -112,10 +112,10 @@ class BackgroundSave:
             window.enter_context(
                 _replaced_main(functools.partial(self._serve, str(self.entry.folder.absolute()), self.entry.rank))
             )
-        own = threading.get_ident()
-        dcp.on_log(window, {function}, lambda *_: callback() if threading.get_ident() == own else None)
+        thread_id = threading.get_ident()
+        dcp.on_log(window, {function}, lambda *_: callback() if threading.get_ident() == thread_id else None)
 
-    def _staged(self, _: "Future[None]") -> None:
+    def _on_staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
         staged_by = self.entry.on_worker(conventions.THREAD)
         # If staging has finished already, the thread that adds the callback calls it at once.
@@ -160,11 +160,11 @@ def current_background_save() -> BackgroundSave | None:
 
 def in_daemon() -> bool:
     """Return whether this is the process that torch started to save for a training process."""
-    frame, left = sys._getframe(1), _MOST_FRAMES
-    while frame is not None and left:
+    frame, frames_left = sys._getframe(1), _MOST_FRAMES
+    while frame is not None and frames_left:
         if frame.f_code.co_name == "_execute_save" and frame.f_code.co_filename.endswith(_DAEMON_FILE):
             return True
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+        frame, frames_left = frame.f_back, frames_left - 1  # type: ignore[assignment]
     return False
 
 
@@ -200,7 +200,7 @@ def _linked_execute_save(original: Callable[..., Any]) -> Callable[..., Any]:
         running = operation.current()
         background = _saves_by_operation.get(id(running))
         if running is not None and background is not None:
-            guarded(background.bind)(running, executor, staged)
+            guard(background.bind)(running, executor, staged)
         return original(executor, staged, *args, **kwargs)
 
     return execute_save

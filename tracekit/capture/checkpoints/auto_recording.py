@@ -17,7 +17,7 @@ from tracekit.capture.checkpoints import dcp, operation, recording, single_file
 from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
 from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guarded
+from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guard
 
 Begin = Callable[[RunContext, Path, tuple[Any, ...], dict[str, Any]], Endable | None]
 
@@ -25,7 +25,7 @@ _MARK = "_recorded_by_tracekit"
 _contexts: dict[str, RunContext] = {}
 
 
-@guarded
+@guard
 def watch_torch_files(
     folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
 ) -> None:
@@ -41,7 +41,7 @@ def watch_torch_files(
     _replace("torch", torch.serialization, "load", _recording_file(single_file.TORCH_LOAD))
 
 
-@guarded
+@guard
 def watch_safetensors(
     folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
 ) -> None:
@@ -54,7 +54,7 @@ def watch_safetensors(
     _replace("safetensors", module, "load_file", _recording_file(single_file.SAFETENSORS_LOAD))
 
 
-@guarded
+@guard
 def watch_distributed_checkpoints(
     folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
 ) -> None:
@@ -108,7 +108,7 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
         with RecordedCall(lambda: _begin_async_save(_contexts["dcp"], background)) as recorded:
             response = original(*args, **kwargs)
             if recorded.recording is not None:
-                guarded(background.watch_futures)(response)
+                guard(background.watch_futures)(response)
             return response
 
     return async_save
@@ -155,7 +155,7 @@ def _begin_dcp_load(context: RunContext, folder: Path, args: tuple[Any, ...], kw
     return recording.begin(operation.LOAD, dcp.attach_load, lambda _: entry, step=context.step)
 
 
-@guarded
+@guard
 def _background_save(
     context: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BackgroundSave:

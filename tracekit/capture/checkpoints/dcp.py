@@ -17,7 +17,7 @@ from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording, storage_streams
 from tracekit.capture.checkpoints.log_entry import Entry
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.patching import patch_for_all
 from tracekit.capture.checkpoints.recording import RecordedCall
 from tracekit.capture.rank_info import this_rank
 
@@ -133,7 +133,7 @@ class _LogListener(logging.Handler):
     def __init__(self, functions: Container[str], callback: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
         self._functions = functions
-        self._callback = recording.guarded(callback)
+        self._callback = recording.guard(callback)
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Handle one message, without a lock: torch logs two irrelevant ones per tensor."""
@@ -162,7 +162,7 @@ def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
     _on_storage_setup(
         window, state_dict_loader, running, functools.partial(storage_streams.attach_reader, running, window)
     )
-    window.enter_context(replaced_for_all(state_dict_loader, "_load_state_dict", _finishing_load))
+    window.enter_context(patch_for_all(state_dict_loader, "_load_state_dict", _finishing_load))
 
 
 _storage_callbacks: dict[int, Callable[[Any], None]] = {}
@@ -172,9 +172,9 @@ def _on_storage_setup(
     window: contextlib.ExitStack, module: Any, running: Operation, callback: Callable[[Any], None]
 ) -> None:
     """Call `callback` with the storage that the module sets up on the operation's thread."""
-    _storage_callbacks[id(running)] = recording.guarded(callback)
+    _storage_callbacks[id(running)] = recording.guard(callback)
     window.callback(_storage_callbacks.pop, id(running))
-    window.enter_context(replaced_for_all(module, "_storage_setup", _reported_storage_setup))
+    window.enter_context(patch_for_all(module, "_storage_setup", _reported_storage_setup))
 
 
 def _reported_storage_setup(original: Callable[..., Any]) -> Callable[..., Any]:

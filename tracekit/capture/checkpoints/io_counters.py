@@ -48,7 +48,7 @@ def read(thread: int, proc: str = _PROC) -> Counters:
     """Read all counters; `thread` is the native id of the thread of this process whose processor time is meant."""
     pages = _values(_DIRTY, _text(f"{proc}/meminfo"), 1024)
     pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"), 1000)
-    own = _values(_OWN_IO, _text(f"{proc}/self/io"))
+    process_io = _values(_OWN_IO, _text(f"{proc}/self/io"))
     cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
     if thread == threading.get_native_id():
         cpu_ns = time.thread_time_ns()  # the same clock, but exact: Linux updates the other once per tick
@@ -60,8 +60,8 @@ def read(thread: int, proc: str = _PROC) -> Counters:
         io_full_ns=pressure.get("full"),
         cpu_ns=cpu_ns,
         run_delay_ns=run_delay_ns,
-        storage_written_bytes=own.get("write_bytes"),
-        storage_read_bytes=own.get("read_bytes"),
+        storage_written_bytes=process_io.get("write_bytes"),
+        storage_read_bytes=process_io.get("read_bytes"),
     )
 
 

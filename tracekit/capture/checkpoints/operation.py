@@ -96,7 +96,7 @@ class ThreadSampler:
         self._samples += 1
         self._always_waited = frame is not None and _waits(frame)
 
-    def blocked(self) -> bool:
+    def is_blocked(self) -> bool:
         """Return whether training waited in every sample and finished no step meanwhile."""
         return not self._is_other or (self._always_waited and self._samples > 0 and self._count_steps() == self.step)
 
@@ -264,9 +264,9 @@ def running(operation: Operation) -> Iterator[None]:
 
 def current() -> Operation | None:
     """Return the operation that the calling thread runs or takes part in; None if there is none."""
-    own: Operation | None = getattr(_here, "operation", None)
-    if own is not None or not _running:
-        return own
+    of_thread: Operation | None = getattr(_here, "operation", None)
+    if of_thread is not None or not _running:
+        return of_thread
     return next((operation for operation in tuple(_running) if operation.includes_this_thread()), None)
 
 

@@ -11,10 +11,10 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
+def patch_method(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     """Wrap a method of one object, not of its class, for the block, if the object allows it."""
     original = getattr(owner, name, None)
-    own = getattr(owner, "__dict__", {}).get(name)
+    previous = getattr(owner, "__dict__", {}).get(name)
     wrapped = wrap(original) if callable(original) else None
     if wrapped is None or not _set(owner, name, wrapped):
         yield
@@ -24,14 +24,14 @@ def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     finally:
         # It may have been replaced again meanwhile.
         if owner.__dict__.get(name) is wrapped:
-            if own is None:
+            if previous is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, previous)
 
 
 @contextlib.contextmanager
-def replaced_for_all(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
+def patch_for_all(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     """Wrap a function of a module or class while at least one thread is in such a block.
 
     `wrap` gets the original function; it must be the same for each block of an owner and name. A name that `owner`

@@ -14,7 +14,7 @@ from tracekit.capture.checkpoints import io_counters, operation
 from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.log_entry import Entry, with_counters
 from tracekit.capture.checkpoints.operation import Operation, OperationKind, Row
-from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.patching import patch_for_all
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
 MakeEntry = Callable[[Operation], Entry | None]
@@ -41,7 +41,7 @@ class Recording:
         """End it; write its lines unless the call failed. All patches are removed even where this raises."""
         try:
             self.operation.stop()
-            blocking = self.operation.sampler.blocked() if self.blocking is None else self.blocking
+            blocking = self.operation.sampler.is_blocked() if self.blocking is None else self.blocking
             after = (io_counters.read_processor_time if self.hand_over else io_counters.read)(self.before.thread)
         finally:
             self.window.close()
@@ -71,7 +71,7 @@ def begin(
         window.callback(running.close_span)
         window.enter_context(operation.running(running))
         for name in ("fsync", "sync"):
-            window.enter_context(replaced_for_all(os, name, operation.timed_sync))
+            window.enter_context(patch_for_all(os, name, operation.timed_sync))
         attach(running, window)
         return Recording(running, before, window.pop_all(), make_entry, blocking, hand_over)
 
@@ -111,7 +111,7 @@ class RecordedCall(contextlib.AbstractContextManager["RecordedCall"]):
 _reported: set[str] = set()
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def guard(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it never raises: an error is reported on stderr once, and None is returned."""
 
     @functools.wraps(function)

@@ -19,7 +19,7 @@ from tracekit.capture.checkpoints import operation, recording, torch_zip
 from tracekit.capture.checkpoints.async_save import tensor_bytes
 from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation, OperationKind
-from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.patching import patch_for_all
 from tracekit.capture.checkpoints.recording import Attach, Endable
 
 MIN_BYTES = 1 << 20
@@ -67,9 +67,9 @@ def _begin_save(call: Call, context: RunContext, folder: Path, value: Any, targe
 
 
 def _begin_load(call: Call, context: RunContext, folder: Path, source: Any) -> Endable:
-    def conclude(loaded: Operation) -> Entry:
-        known = loaded.counted_bytes(conventions.TOTAL) is not None
-        loaded.count(conventions.READ, None if known else _size_bytes(source), 0 if type(source) is io.BytesIO else 1)
+    def conclude(load: Operation) -> Entry:
+        is_sized = load.counted_bytes(conventions.TOTAL) is not None
+        load.count(conventions.READ, None if is_sized else _size_bytes(source), 0 if type(source) is io.BytesIO else 1)
         return context.entry(folder, call.operation, call.call, _path(source))
 
     if (_size_bytes(source) or 0) < MIN_BYTES:
@@ -91,8 +91,8 @@ class _SmallTransfer:
     def end(self, *, failed: bool) -> None:
         """Write one line for its only stage and one for the total, if it was not small."""
         elapsed_ns = time.time_ns() - self._start_ns
-        found = None if failed else _size_bytes(self._target)
-        size_bytes = None if found is None else found - self._before_bytes
+        after_bytes = None if failed else _size_bytes(self._target)
+        size_bytes = None if after_bytes is None else after_bytes - self._before_bytes
         if failed or (elapsed_ns < MIN_NS and (size_bytes or 0) < MIN_BYTES):
             return
         entry = self._context.entry(self._folder, self._call.operation, self._call.call, _path(self._target))
@@ -128,7 +128,7 @@ def _size_bytes(target: Any) -> int | None:
 
 
 def _attach_safetensors(_: Operation, window: ExitStack) -> None:
-    window.enter_context(replaced_for_all(sys.modules["safetensors.torch"], "serialize_file", _timed_writing))
+    window.enter_context(patch_for_all(sys.modules["safetensors.torch"], "serialize_file", _timed_writing))
 
 
 def _timed_writing(original: Callable[..., Any]) -> Callable[..., Any]:

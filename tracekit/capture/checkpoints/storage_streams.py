@@ -11,7 +11,7 @@ import torch
 from tracekit import conventions
 from tracekit.capture.checkpoints.durability import File
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.patching import replaced
+from tracekit.capture.checkpoints.patching import patch_method
 from tracekit.capture.checkpoints.timed_streams import StreamTransfer, timed_reader, timed_writer
 
 
@@ -21,50 +21,50 @@ def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: An
         operation.worker_stage = conventions.STAGE
         paired = str(getattr(getattr(writer, "serialization_format", None), "name", "TORCH_SAVE")) != "SAFETENSORS"
         timed = functools.partial(_timed_create_stream, operation, tells_twice=paired)
-        window.enter_context(replaced(writer.fs, "create_stream", timed))
+        window.enter_context(patch_method(writer.fs, "create_stream", timed))
 
     def with_timed_planner(write_data: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
             sizes_bytes: list[int] = []
             timed = functools.partial(_timed_resolve_data, operation, sizes_bytes)
-            with replaced(_planner(args, kwargs), "resolve_data", timed):
+            with patch_method(_planner(args, kwargs), "resolve_data", timed):
                 written = write_data(*args, **kwargs)
             operation.count(conventions.STAGE, sum(sizes_bytes) if sizes_bytes else None, None)
             return written
 
         return write
 
-    window.enter_context(replaced(writer, "write_data", with_timed_planner))
+    window.enter_context(patch_method(writer, "write_data", with_timed_planner))
 
 
 def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: Any) -> None:
     """Time a storage reader until `window` closes: its streams, and its planner's methods."""
     operation.worker_stage = conventions.READ
     if hasattr(getattr(reader, "fs", None), "create_stream"):
-        window.enter_context(replaced(reader.fs, "create_stream", functools.partial(_timed_read_stream, operation)))
+        window.enter_context(patch_method(reader.fs, "create_stream", functools.partial(_timed_read_stream, operation)))
 
     def with_timed_planner(read_data: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
             planner = _planner(args, kwargs)
             with (
-                replaced(planner, "load_bytes", functools.partial(_timed_load_bytes, operation)),
-                replaced(planner, "resolve_tensor", functools.partial(_timed_resolve_tensor, operation)),
-                replaced(planner, "commit_tensor", functools.partial(_timed_commit_tensor, operation)),
+                patch_method(planner, "load_bytes", functools.partial(_timed_load_bytes, operation)),
+                patch_method(planner, "resolve_tensor", functools.partial(_timed_resolve_tensor, operation)),
+                patch_method(planner, "commit_tensor", functools.partial(_timed_commit_tensor, operation)),
             ):
                 operation.whole_bytes = _checkpoint_bytes(reader)
                 return read_data(*args, **kwargs)
 
         return read
 
-    window.enter_context(replaced(reader, "read_data", with_timed_planner))
+    window.enter_context(patch_method(reader, "read_data", with_timed_planner))
 
 
 def _checkpoint_bytes(reader: Any) -> int | None:
     """Return the bytes of all shards by the reader's metadata; None where the metadata lacks lengths."""
     shards = getattr(reader, "storage_data", None)
     lengths = [getattr(info, "length", None) for info in shards.values()] if isinstance(shards, dict) else []
-    known = [length for length in lengths if isinstance(length, int)]
-    return sum(known) if known and len(known) == len(lengths) else None
+    valid_lengths = [length for length in lengths if isinstance(length, int)]
+    return sum(valid_lengths) if valid_lengths and len(valid_lengths) == len(lengths) else None
 
 
 def _planner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import torch.serialization
 
 from tracekit import conventions
 from tracekit.capture.checkpoints.operation import Operation, current
-from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.patching import patch_for_all
 
 _PICKLE = "data.pkl"  # the first record; storages follow, each copied from its device just before
 
@@ -23,7 +23,7 @@ def attach(running: Operation, window: contextlib.ExitStack) -> None:
         ("_open_zipfile_reader", functools.partial(_timed_open, _ZipReader, conventions.READ)),
         ("_get_restore_location", _timed_restoring),
     ):
-        window.enter_context(replaced_for_all(torch.serialization, name, wrap))
+        window.enter_context(patch_for_all(torch.serialization, name, wrap))
 
 
 _attached: set[Operation] = set()
@@ -105,10 +105,10 @@ def _timed_restoring(original: Callable[..., Any]) -> Callable[..., Any]:
         if operation is None:
             return restore
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed_restore(*args: Any, **kwargs: Any) -> Any:
             with operation.thread_clock().inside(conventions.COPY):
                 return restore(*args, **kwargs)
 
-        return timed
+        return timed_restore
 
     return get_restore_location

@@ -41,13 +41,13 @@ def dump(messages: MessageLog, *, most_entries: int | None = None) -> dict[str, 
     """Return the flight recorder's dump in torch's format, with stacks; of its entries the last ones, if limited."""
     with _without_inductor():
         dumps = [call() for name in _NAMES if (call := getattr(torch._C._distributed_c10d, name, None))]
-    found = [pickle.loads(each) for each in dumps]  # noqa: S301 of this very process
+    recorders = [pickle.loads(data) for data in dumps]  # noqa: S301 of this very process
     result: dict[str, Any] = {"version": "2.10", "pg_config": {}, "pg_status": {}}
     entries: list[dict[str, Any]] = []
-    for each in found:
-        own = each.pop("entries", [])
-        entries += own
-        result.update({key: value for key, value in each.items() if own or key not in result})
+    for recorder in recorders:
+        recorder_entries = recorder.pop("entries", [])
+        entries += recorder_entries
+        result.update({key: value for key, value in recorder.items() if recorder_entries or key not in result})
     entries += messages.entries()
     host_calls.add(entries)
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))

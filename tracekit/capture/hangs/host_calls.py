@@ -39,14 +39,14 @@ def install() -> None:
     for name, op in _OPERATIONS.items():
         method = getattr(group, name, None)
         if method is not None and getattr(method, "__code__", None) is not _in_call_code():
-            setattr(group, name, _observed(method, op))
+            setattr(group, name, _observe(method, op))
 
 
-def _observed(method: Callable[..., Any], op: str) -> Callable[..., Any]:
+def _observe(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     @functools.wraps(method)
-    def in_call(group: Any, *args: Any, **named: Any) -> Any:
+    def in_call(group: Any, *args: Any, **kwargs: Any) -> Any:
         call = (op, time.time_ns())  # noqa: F841 `add` reads it from the frame, as nothing is to be undone then
-        return method(group, *args, **named)
+        return method(group, *args, **kwargs)
 
     vars(in_call)["_torchdynamo_disable"] = True
     return in_call
@@ -54,7 +54,7 @@ def _observed(method: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 def _in_call_code() -> CodeType:
     """Return the code that all observed methods share."""
-    return next(each for each in _observed.__code__.co_consts if isinstance(each, CodeType))
+    return next(const for const in _observe.__code__.co_consts if isinstance(const, CodeType))
 
 
 def add(entries: list[dict[str, Any]]) -> None:
@@ -78,17 +78,17 @@ def _innermost_call(frame: FrameType | None) -> dict[str, Any] | None:
 def _add_call(values: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     group, (op, entered_ns) = values["group"], values["call"]
     name = (str(group.group_name), str(group.group_desc))
-    same = [each for each in entries if str(each["process_group"][0]) == name[0]]
-    recorded = [each for each in same if each["time_created_ns"] >= entered_ns - _CLOCK_STEP_NS]
+    same = [entry for entry in entries if str(entry["process_group"][0]) == name[0]]
+    recorded = [entry for entry in same if entry["time_created_ns"] >= entered_ns - _CLOCK_STEP_NS]
     if recorded:
         recorded[-1]["host_in_call"] = True
         return
     is_message = op in _MESSAGES
     number = "p2p_seq_id" if is_message else "collective_seq_id"
-    seq = 1 + max((each[number] for each in same if bool(each.get("is_p2p")) is is_message), default=0)
+    seq = 1 + max((entry[number] for entry in same if bool(entry.get("is_p2p")) is is_message), default=0)
     entries.append({
         "process_group": name, "collective_seq_id": 0 if is_message else seq, "p2p_seq_id": seq if is_message else 0,
-        "op_id": seq, "profiling_name": f"{group.name().lower()}:{_named(op, group.rank(), values['args'])}",
+        "op_id": seq, "profiling_name": f"{group.name().lower()}:{_call_name(op, group.rank(), values['args'])}",
         "time_created_ns": entered_ns, "input_sizes": [], "input_dtypes": [], "output_sizes": [], "output_dtypes": [],
         "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
         "retired": False, "is_p2p": is_message, "frames": threads.stack(values["caller"]), "host_in_call": True,
@@ -96,10 +96,10 @@ def _add_call(values: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     })  # fmt: skip
 
 
-def _named(op: str, own: int, args: Iterable[Any]) -> str:
+def _call_name(op: str, rank: int, args: Iterable[Any]) -> str:
     """Return the operation; of a send or receive, with its ranks in the group."""
     if op not in _MESSAGES:
         return op
     values = tuple(args)
     peer = values[1] if len(values) > 2 else "?"
-    return f"send {own}->{peer}" if op == "send" else f"recv {own}<-{peer}"
+    return f"send {rank}->{peer}" if op == "send" else f"recv {rank}<-{peer}"

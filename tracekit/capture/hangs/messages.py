@@ -29,10 +29,10 @@ class MessageLog:
         """Observe the methods of process groups that send and receive."""
         group = distributed.ProcessGroup
         for name, op in (("send", "send"), ("recv", "recv"), ("recv_anysource", "recv")):
-            setattr(group, name, self._observed(getattr(group, name), op))
+            setattr(group, name, self._observe(getattr(group, name), op))
 
     def progress(self) -> tuple[int, int]:
-        """Return how many calls were made, and how many of the last ones are complete."""
+        """Return the number of calls made, and that of the last ones which are complete."""
         calls = list(self._calls)
         return sum(self._numbers.values()), sum(_is_complete(call) for call in calls)
 
@@ -40,17 +40,17 @@ class MessageLog:
         """Return the calls as entries of a flight recorder."""
         return [_entry(call) for call in list(self._calls)]
 
-    def _observed(self, method: Callable[..., Any], op: str) -> Callable[..., Any]:
+    def _observe(self, method: Callable[..., Any], op: str) -> Callable[..., Any]:
         @functools.wraps(method)
-        def observed(group: Any, tensors: Any, *args: Any, **named: Any) -> Any:
+        def wrapper(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
             call = self._begin(group, op, tensors, args)
-            work = method(group, tensors, *args, **named)
+            work = method(group, tensors, *args, **kwargs)
             if call is not None and work is not None:
                 call["work"] = weakref.ref(work)
             return work
 
-        vars(observed)["_torchdynamo_disable"] = True
-        return observed
+        vars(wrapper)["_torchdynamo_disable"] = True
+        return wrapper
 
     def _begin(self, group: Any, op: str, tensors: Any, args: tuple[Any, ...]) -> dict[str, Any] | None:
         try:
@@ -85,14 +85,14 @@ def _is_complete(call: dict[str, Any]) -> bool:
 
 
 def _entry(call: dict[str, Any]) -> dict[str, Any]:
-    own, other = call["own"], "?" if call["peer"] is None else call["peer"]
+    rank, peer = call["own"], "?" if call["peer"] is None else call["peer"]
     is_send = call["op"] == "send"
     return {
         "process_group": call["name"],
         "collective_seq_id": 0,
         "p2p_seq_id": call["seq"],
         "op_id": call["seq"],
-        "profiling_name": f"gloo:send {own}->{other}" if is_send else f"gloo:recv {own}<-{other}",
+        "profiling_name": f"gloo:send {rank}->{peer}" if is_send else f"gloo:recv {rank}<-{peer}",
         "time_created_ns": call["created_ns"],
         "input_sizes": call["sizes"] if is_send else [],
         "input_dtypes": call["dtypes"] if is_send else [],

@@ -63,7 +63,7 @@ class HangWatch:
         create = distributed_c10d.init_process_group
 
         @functools.wraps(create)
-        def created(*args: Any, **kwargs: Any) -> Any:
+        def create_and_begin(*args: Any, **kwargs: Any) -> Any:
             result = create(*args, **kwargs)
             try:
                 self.begin()
@@ -71,8 +71,8 @@ class HangWatch:
                 notices.report_failure("hangs are not watched", error)
             return result
 
-        distributed_c10d.init_process_group = created
-        distributed.init_process_group = created
+        distributed_c10d.init_process_group = create_and_begin
+        distributed.init_process_group = create_and_begin
 
     def begin(self) -> None:
         """Begin to watch; the process group exists. Raises RuntimeError where torch has no flight recorder for it."""
@@ -118,7 +118,7 @@ class HangWatch:
                 before, since = now, time.monotonic()
                 polls_with_progress += 1
                 if polls_with_progress > 1:  # once, it may be a call that fails because another rank was ended
-                    self._resumed()
+                    self._on_resume()
             elif time.monotonic() - since >= self._timeout_s and not self._reason:
                 polls_with_progress = 0
                 self.write(TIMEOUT, stalled_s=time.monotonic() - since)
@@ -131,7 +131,7 @@ class HangWatch:
             self._stop.wait(pause_s)
         faulthandler.cancel_dump_traceback_later()
 
-    def _resumed(self) -> None:
+    def _on_resume(self) -> None:
         """Remove the dump of a wait that has ended."""
         with self._lock:
             if self._reason == TIMEOUT and not self._has_failed:
@@ -145,16 +145,16 @@ class HangWatch:
         wait = work.wait
 
         @functools.wraps(wait)
-        def waited(*args: Any, **kwargs: Any) -> Any:
+        def wait_or_dump(*args: Any, **kwargs: Any) -> Any:
             try:
                 return wait(*args, **kwargs)
             except Exception as error:
-                self._failed(error, threads.stack(sys._getframe(1)))
+                self._on_failure(error, threads.stack(sys._getframe(1)))
                 raise
 
-        vars(waited)["_torchdynamo_disable"] = True
+        vars(wait_or_dump)["_torchdynamo_disable"] = True
         with contextlib.suppress(TypeError, AttributeError):
-            work.wait = waited
+            work.wait = wait_or_dump
         excepthook = sys.excepthook
 
         def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -164,7 +164,7 @@ class HangWatch:
 
         sys.excepthook = uncaught
 
-    def _failed(self, error: Exception, frames: list[dict[str, Any]]) -> None:
+    def _on_failure(self, error: Exception, frames: list[dict[str, Any]]) -> None:
         """Dump because a call of this rank failed, at once: the launcher may be about to end the process.
 
         A dump of a timeout stays: the ranks that are then ended make the calls of others fail.
@@ -221,7 +221,7 @@ class HangWatch:
                 return  # a slow rank, which has gone on: its stacks and calls would be of different times
             if callers is not None:
                 flight_recorder.mark_failed(dump["entries"], error, callers)
-            own = {
+            header = {
                 "schema": SCHEMA,
                 "rank": self._rank,
                 "world_size": rank_info.this_world_size(),
@@ -234,7 +234,7 @@ class HangWatch:
                 "threads": states,
                 "dead_ranks": self._dead_ranks() if reason != EXIT else [],
             }
-            text = json.dumps({**dump, "tracekit": own}, separators=(",", ":"))
+            text = json.dumps({**dump, "tracekit": header}, separators=(",", ":"))
             with atomic_files.atomic_write(self._path) as partial:
                 partial.write_text(text, encoding="utf-8")
             self._reason = reason
@@ -262,7 +262,7 @@ def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:
 
 
 def _process(pid: "int | None" = None) -> dict[str, Any]:
-    """Return what identifies a process of this host: a process id is used again after its process has ended."""
+    """Return the identity of a process of this host: a process id is used again after its process has ended."""
     pid = os.getpid() if pid is None else pid
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

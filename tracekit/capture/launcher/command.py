@@ -223,7 +223,7 @@ def _require_access(parser: argparse.ArgumentParser, url: str) -> None:
         parser.error(f"--out {object_storage.shown(url)}: a web server takes no files; name a folder, s3:// or gs://")
     try:
         system, path = object_storage.connect(url)
-        object_storage.retried(url, lambda: system.ls(path, detail=False))
+        object_storage.call_with_retries(url, lambda: system.ls(path, detail=False))
     except object_storage.StorageError as error:
         if error.kind in object_storage.TRANSIENT:
             notices.notify(f"--out {error}; recording begins, and uploads are tried again")
@@ -237,7 +237,7 @@ def _has_bucket(url: str) -> bool:
     bucket = f"{scheme}://{rest.partition('/')[0]}"
     try:
         system, path = object_storage.connect(bucket)
-        object_storage.retried(bucket, lambda: system.ls(path, detail=False))
+        object_storage.call_with_retries(bucket, lambda: system.ls(path, detail=False))
     except object_storage.StorageError as error:
         return error.kind in object_storage.TRANSIENT
     return True

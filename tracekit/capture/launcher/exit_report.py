@@ -168,11 +168,11 @@ def _uploaded_names(url: str) -> set[str]:
     """Return the names of the files in the run at a URL, without folders; none if it cannot be listed."""
     try:
         system, path = object_storage.connect(url)
-        found = object_storage.retried(url, lambda: system.find(path))
+        paths = object_storage.call_with_retries(url, lambda: system.find(path))
     except object_storage.StorageError as error:
         notices.notify(str(error))
         return set()
-    return {str(each).rsplit("/", 1)[-1] for each in found}
+    return {str(path).rsplit("/", 1)[-1] for path in paths}
 
 
 def _wait_for_traces(run: "Path | str", ranks: "set[int]") -> None:
@@ -200,5 +200,5 @@ def _named_ranks(ranks: list[int]) -> str:
 
 
 def _display_path(folder: Path) -> str:
-    here = Path.cwd()
-    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+    cwd = Path.cwd()
+    return str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)

@@ -42,16 +42,16 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     The folders for notes and uncompressed traces are created here, and removed at the end. A signal that ends the
     command ends this process too. The signal `on_signal` requests a window instead of reaching the command.
     """
-    with _folders(settings) as placed:
+    with _folders(settings) as config:
         try:
-            code = _run(_resolved(command), environment(placed), lambda: exit_report.request_window(placed), on_signal)
+            code = _run(_resolve(command), environment(config), lambda: exit_report.request_window(config), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             notices.notify(f"{command[0]}: {'command not found' if missing else error.strerror}")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
-            hangs.report(placed, quiet=quiet)
-            exit_report.report(placed, code=code, quiet=quiet)
+            hangs.report(config, quiet=quiet)
+            exit_report.report(config, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
@@ -104,7 +104,7 @@ def environment(settings: Settings) -> dict[str, str]:
     }
 
 
-def _resolved(command: list[str]) -> list[str]:
+def _resolve(command: list[str]) -> list[str]:
     """Return the command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):

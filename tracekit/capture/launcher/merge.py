@@ -52,7 +52,7 @@ def finish(scratch: Path, run: Path, rank: int) -> list[Path]:
 
 
 def _path_in_run(path: Path) -> Path:
-    """Return where a file of a part belongs in the run."""
+    """Return the path in the run for a file of a part."""
     match = _UNCOMPRESSED.fullmatch(path.name)
     if match is None:
         return path

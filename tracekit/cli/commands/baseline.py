@@ -78,7 +78,7 @@ def save(
 
     saved = baselines.of_reports(options.check(runs), allow_different=options.allow_different)
     _write(saved, out)
-    output.notify(f"{out}: {_counted(saved)} of {saved.name}, {out.stat().st_size:,} bytes{_advice(saved)}")
+    output.notify(f"{out}: {_recording_count(saved)} of {saved.name}, {out.stat().st_size:,} bytes{_advice(saved)}")
 
 
 @baseline.command(short_help="Update a baseline with newer runs.")
@@ -121,10 +121,10 @@ def update(
         )
         raise typer.Exit(REFUSED)
     new = baselines.of_reports(reports, allow_different=options.allow_different)
-    updated, reason = checks.updated(old, new, result, thresholds=settings.baseline)
+    updated, reason = checks.update(old, new, result, thresholds=settings.baseline)
     if updated is not old:
         _write(updated, file)
-    output.notify(f"{file}: {reason}; {_counted(updated)}{_advice(updated)}")
+    output.notify(f"{file}: {reason}; {_recording_count(updated)}{_advice(updated)}")
 
 
 @baseline.command(short_help="Show a baseline.")
@@ -157,7 +157,7 @@ def _write(saved: "Baseline", path: Path) -> None:
     output.emit(baseline_json.render(saved), path)
 
 
-def _counted(saved: "Baseline") -> str:
+def _recording_count(saved: "Baseline") -> str:
     from tracekit.model import units
 
     return units.count(len(saved.recordings), "recording")

@@ -51,5 +51,5 @@ def cache(
                 raise InputError(f"{cache.folder}: its files cannot be removed; check permissions")
     else:
         sizes = {name: units.size(cache.size_bytes()) for name, cache in caches.items() if cache}
-        others = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
-        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{others}\n")
+        rest = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
+        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{rest}\n")

@@ -96,8 +96,8 @@ def _results(
         if options.baseline is None
         else run_loading.open_baseline(options.baseline, rules, cache=cache, devices=devices, executor=executor)
     )
-    wanted = [*facts, *reported]
-    checked = run_loading.check_runs(paths, rules, facts=wanted, cache=cache, devices=devices, executor=executor)
+    all_facts = [*facts, *reported]
+    checked = run_loading.check_runs(paths, rules, facts=all_facts, cache=cache, devices=devices, executor=executor)
     reports = [apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
     recordings = [run_loading.open_measured(path, facts, cache=cache, executor=executor) for path in repeats]
     return [

@@ -41,28 +41,28 @@ def verify(
 
     verified = checkpoint_files.verify(path)
     table.emit(_as_json(verified) if table.is_json else "".join(map(_as_text, verified)))
-    statuses = {each.status for each in verified}
+    statuses = {ckpt.status for ckpt in verified}
     if statuses != {checkpoint_files.WHOLE}:
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
 
 
-def _as_text(each: "VerifiedCheckpoint") -> str:
+def _as_text(ckpt: "VerifiedCheckpoint") -> str:
     from tracekit.model import escaping
 
     lines = [
-        f"{each.status:<10}  {each.path}  {each.files} files, {units.size(each.total_bytes)}: {_verified_share(each)}"
+        f"{ckpt.status:<10}  {ckpt.path}  {ckpt.files} files, {units.size(ckpt.total_bytes)}: {_verified_share(ckpt)}"
     ]
-    lines += [f"  {_problem(problem)}" for problem in each.problems]
-    lines += [f"  note: {note}" for note in each.notes if not each.problems]
-    if each.remedy:
-        lines.append(f"  what to do: {each.remedy}")
+    lines += [f"  {_problem(problem)}" for problem in ckpt.problems]
+    lines += [f"  note: {note}" for note in ckpt.notes if not ckpt.problems]
+    if ckpt.remedy:
+        lines.append(f"  what to do: {ckpt.remedy}")
     return "".join(escaping.inert(line, len(line) + 1) + "\n" for line in lines)
 
 
-def _verified_share(each: "VerifiedCheckpoint") -> str:
-    if not each.total_bytes:
-        return ", ".join(each.kinds)
-    return f"{units.share(each.checked_bytes / each.total_bytes)} by checksum ({', '.join(each.kinds)})"
+def _verified_share(ckpt: "VerifiedCheckpoint") -> str:
+    if not ckpt.total_bytes:
+        return ", ".join(ckpt.kinds)
+    return f"{units.share(ckpt.checked_bytes / ckpt.total_bytes)} by checksum ({', '.join(ckpt.kinds)})"
 
 
 def _problem(problem: "Problem") -> str:
@@ -70,18 +70,18 @@ def _problem(problem: "Problem") -> str:
 
 
 def _as_json(verified: "list[VerifiedCheckpoint]") -> str:
-    def row(each: "VerifiedCheckpoint") -> dict[str, Any]:
-        problems = [{"rank": one.rank, "file": one.file, "what": one.what} for one in each.problems]
+    def row(ckpt: "VerifiedCheckpoint") -> dict[str, Any]:
+        problems = [{"rank": problem.rank, "file": problem.file, "what": problem.what} for problem in ckpt.problems]
         return {
-            "path": each.path,
-            "status": each.status,
-            "kinds": list(each.kinds),
-            "files": each.files,
-            "bytes": each.total_bytes,
-            "checked_bytes": each.checked_bytes,
+            "path": ckpt.path,
+            "status": ckpt.status,
+            "kinds": list(ckpt.kinds),
+            "files": ckpt.files,
+            "bytes": ckpt.total_bytes,
+            "checked_bytes": ckpt.checked_bytes,
             "problems": problems,
-            "notes": list(each.notes),
-            "remedy": each.remedy or None,
+            "notes": list(ckpt.notes),
+            "remedy": ckpt.remedy or None,
         }
 
-    return json.dumps({"schema": SCHEMA, "checkpoints": [row(each) for each in verified]}, indent=2) + "\n"
+    return json.dumps({"schema": SCHEMA, "checkpoints": [row(ckpt) for ckpt in verified]}, indent=2) + "\n"

@@ -65,10 +65,10 @@ def compare(
     if by is None:
         sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
         compared = comparing.compare(*sides, allow_different=allow_different)
-        output_options.emit(_written(comparison_format, comparison, compared, output_options.style))
+        output_options.emit(_render(comparison_format, comparison, compared, output_options.style))
     else:
         changed = _step_change((reference, candidate), by, allow_different=allow_different, cache=cache)
-        output_options.emit(_written(comparison_format, step_change, changed, output_options.style, top=top))
+        output_options.emit(_render(comparison_format, step_change, changed, output_options.style, top=top))
         compared = changed.compared
     _judge(parsed, compared)
 
@@ -84,15 +84,15 @@ def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cach
     return step_change.step_change(a, b, keys, allow_different=allow_different)
 
 
-def _written(chosen: ComparisonFormat, renderer: Any, value: Any, style: dict[str, Any], **shown: int) -> str:
-    """Return a comparison in one of its formats; `shown` limits the rows for people."""
+def _render(output_format: ComparisonFormat, renderer: Any, value: Any, style: dict[str, Any], **limits: int) -> str:
+    """Return a comparison in one of its formats; `limits` cap the rows for people."""
     written: str
-    if chosen is ComparisonFormat.TEXT:
-        written = renderer.as_text(value, **style, **shown)
-    elif chosen is ComparisonFormat.MARKDOWN:
-        written = renderer.as_markdown(value, **shown)
+    if output_format is ComparisonFormat.TEXT:
+        written = renderer.as_text(value, **style, **limits)
+    elif output_format is ComparisonFormat.MARKDOWN:
+        written = renderer.as_markdown(value, **limits)
     else:
-        written = renderer.as_csv(value) if chosen is ComparisonFormat.CSV else renderer.as_json(value)
+        written = renderer.as_csv(value) if output_format is ComparisonFormat.CSV else renderer.as_json(value)
     return written
 
 

@@ -30,6 +30,6 @@ def critical_path(
     from tracekit.report import critical_path as report
 
     run = source.measure(path.FACTS)
-    found = path.critical_path(run, step)
-    text = report.as_text(found, run=run.name, top=top, **table.style) if not table.is_json else ""
-    table.emit(text or report.as_json(found, run=run.name))
+    critical = path.critical_path(run, step)
+    text = report.as_text(critical, run=run.name, top=top, **table.style) if not table.is_json else ""
+    table.emit(text or report.as_json(critical, run=run.name))

@@ -161,8 +161,8 @@ def _listen(host: str, port: int) -> None:
 
 
 def _server() -> Path:
-    found = importlib.util.find_spec("dashboard")
-    server = Path(found.origin).parent / "server" / "serve.py" if found and found.origin else None
+    spec = importlib.util.find_spec("dashboard")
+    server = Path(spec.origin).parent / "server" / "serve.py" if spec and spec.origin else None
     if server is None or not server.is_file():
         raise MissingExtraError("the dashboard's pages are not installed: pip install 'torch-tracekit[dashboard]'")
     return server

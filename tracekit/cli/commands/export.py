@@ -129,7 +129,7 @@ def _latest(folder: Path) -> bytes:
 
 
 def _write_bytes(content: bytes, out: Path) -> None:
-    with output.atomic_file(out) as file, _compressed(file, out) as packed:
+    with output.atomic_file(out) as file, _compress(file, out) as packed:
         packed.write(content)
 
 
@@ -143,11 +143,11 @@ def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findin
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback((1 + findings) * len(run.sources))
-        shown = engine.check(run, on_progress=callback).findings if findings else ()
+        report_findings = engine.check(run, on_progress=callback).findings if findings else ()
         explained = path.critical_path(run, step) if with_path else None
-        with output.atomic_file(out) as file, _compressed(file, out) as packed:
+        with output.atomic_file(out) as file, _compress(file, out) as packed:
             written = perfetto.write(
-                run, packed, findings=shown, path=explained, step=step, ranks=selected, on_progress=callback
+                run, packed, findings=report_findings, path=explained, step=step, ranks=selected, on_progress=callback
             )
     extra = f"; {units.count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
     output.notify(
@@ -173,7 +173,7 @@ def _report_unaligned(run: "Run") -> None:
 
 
 @contextlib.contextmanager
-def _compressed(file: BinaryIO, out: Path) -> Iterator[BinaryIO]:
+def _compress(file: BinaryIO, out: Path) -> Iterator[BinaryIO]:
     if out.suffix != ".gz":
         yield file
         return

@@ -23,7 +23,7 @@ def flamegraph(
             help="File to write; its ending decides the format: .folded, .speedscope.json or .pftrace.",
         ),
     ],
-    of: Annotated[
+    time_kind: Annotated[
         str,
         typer.Option("--of", metavar="KIND", help="Time of the device, by stack of the launch, or of the host."),
     ] = "device",
@@ -45,18 +45,18 @@ def flamegraph(
     from tracekit.report.export import flame_graphs
 
     write = flame_graphs.writer_for(out)
-    if against is not None and write is not flame_graphs.collapsed:
+    if against is not None and write is not flame_graphs.collapsed_stacks:
         raise ConfigError("--against: only .folded files have two values per stack")
     step, selected = work.step, work.rank_numbers()
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
-        tree = call_trees.call_tree(run, of, step=step, ranks=selected, by_rank=by_rank, on_progress=callback)
-    title = f"{run.name} · {of} time"
+        tree = call_trees.call_tree(run, time_kind, step=step, ranks=selected, by_rank=by_rank, on_progress=callback)
+    title = f"{run.name} · {time_kind} time"
     if against is not None:
         other = run_loading.open_run(against, cache=source.cache)
-        before = call_trees.call_tree(other, of, step=step, ranks=selected, by_rank=by_rank)
-        shares = [1 / call_trees.steps(each, step=step, ranks=selected) for each in (other, run)]
+        before = call_trees.call_tree(other, time_kind, step=step, ranks=selected, by_rank=by_rank)
+        shares = [1 / call_trees.steps(side, step=step, ranks=selected) for side in (other, run)]
         tree = call_trees.difference(before, tree, (shares[0], shares[1]))
     with output.atomic_file(out) as file:
         write(tree, file, title)

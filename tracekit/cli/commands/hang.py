@@ -38,7 +38,7 @@ def hang(
     from tracekit.ingest.hang_dumps import folder as dumps
     from tracekit.report import hang as report
 
-    found = diagnosis.diagnose(dumps.read(folder), min_wait_ns=int(min_wait * 1e9))
-    table.write(report, found)
-    if found.is_hang:
+    result = diagnosis.diagnose(dumps.read(folder), min_wait_ns=int(min_wait * 1e9))
+    table.write(report, result)
+    if result.is_hang:
         raise typer.Exit(HANG_FOUND)

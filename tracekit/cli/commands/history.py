@@ -53,9 +53,9 @@ def add(
     entries: list[HistoryEntry] = []
     for path in runs:
         if json.is_report(Path(path)):
-            entries += _saved(Path(path), trained)
+            entries += _saved_entries(Path(path), trained)
         else:
-            entries.append(_checked(path, trained, cache=cache))
+            entries.append(_check_run(path, trained, cache=cache))
     _report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
@@ -127,7 +127,7 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
     output.notify(f"{db}: {', '.join(parts)}")
 
 
-def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
+def _check_run(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     from tracekit.cli import settings
     from tracekit.regression import gate as checks
     from tracekit.rules.registry import all_rules
@@ -141,12 +141,12 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 
-def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":
+def _saved_entries(path: Path, commit: "Commit") -> "list[HistoryEntry]":
     from tracekit.regression.history.entry import history_entry
     from tracekit.report import json
 
     with json.report_errors(path):
-        return [history_entry(each, json.comparison_side(each), commit=commit) for each in json.read_reports(path)]
+        return [history_entry(doc, json.comparison_side(doc), commit=commit) for doc in json.read_reports(path)]
 
 
 def _metric(name: str) -> str:

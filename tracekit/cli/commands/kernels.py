@@ -64,18 +64,18 @@ def kernels(
     if launched_by is not None:
         table.write(kernel_sequences.by_call(run, launched_by), sequence_table.as_text)
         return
-    ops = analysis.recorded_ops if eager_twin is None else _captured(run, eager_twin, cache=source.cache)
+    ops = analysis.recorded_ops if eager_twin is None else _graph_ops(run, eager_twin, cache=source.cache)
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, output.split_names(by), ops=ops, on_progress=callback)
     table.write(rows)
 
 
-def _captured(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":
-    """Return what names the ops of kernels in CUDA graphs by their twin; say of how many it does."""
+def _graph_ops(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":
+    """Return the op columns of kernels in CUDA graphs by their twin; report the number of kernels that have one."""
     from tracekit.analysis.compute import graph_replays
 
     eager = graph_replays.EagerTwin(run_loading.open_run(twin, cache=cache))
-    replayed, known = graph_replays.attribution(run, eager)
-    output.notify(f"{known:,} of {replayed:,} kernels in CUDA graphs have the op of the same kernels in {twin}")
+    replayed, matched = graph_replays.attribution(run, eager)
+    output.notify(f"{matched:,} of {replayed:,} kernels in CUDA graphs have the op of the same kernels in {twin}")
     return eager.op_columns

@@ -141,7 +141,7 @@ def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> 
     usage = report.of_snapshots(read)
     if options.replay is None:
         return usage
-    snapshot = next(each for rank, each in read if rank == usage.rank)
+    snapshot = next(candidate for rank, candidate in read if rank == usage.rank)
     return options.apply(usage, replaying.from_snapshot(snapshot, _device(snapshot, options.device)))
 
 
@@ -153,9 +153,9 @@ def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryRe
     if options.replay is not None and report.uses_unit_buffers(options.replay):
         raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
     snapshot = reader.read(path, cache=cache)
-    chosen = _device(snapshot, options.device)
-    usage = report.of_snapshot(snapshot, chosen)
-    return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, chosen))
+    device = _device(snapshot, options.device)
+    usage = report.of_snapshot(snapshot, device)
+    return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, device))
 
 
 def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":

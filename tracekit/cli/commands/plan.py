@@ -43,8 +43,8 @@ class SizeOptions:
 
     def parameters(self) -> float | None:
         """Return the number of parameters; None if no option states it."""
-        known = None if self.params is not None else _model(self.model)
-        return self.params if known is None else float(known.parameters)
+        model = None if self.params is not None else _model(self.model)
+        return self.params if model is None else float(model.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +122,15 @@ def checkpoint(
     recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))
     constants = {} if recorded is None else dataclasses.asdict(recorded)
     result = planned.checkpoint(
-        _required("--params or --model", size.parameters(), constants.get("params")),
+        _require("--params or --model", size.parameters(), constants.get("params")),
         layout.layout(recorded),
         planned.Storage(
-            _required("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
+            _require("--write-bandwidth", storage.write_bandwidth, constants.get("write_bytes_per_second")),
             storage.read_bandwidth,
             storage.node_write_limit,
             storage.burst_buffer,
         ),
-        interval_s=_required("--interval", _seconds("--interval", interval), constants.get("interval_seconds")),
+        interval_s=_require("--interval", _seconds("--interval", interval), constants.get("interval_seconds")),
         mtbf_s=_seconds("--mtbf", mtbf),
         bytes_per_param=_first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
     )
@@ -175,7 +175,7 @@ def memory(
 
     work = planned.Workload(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
     result = planned.plan(
-        _required("--params or --model", size.parameters()),
+        _require("--params or --model", size.parameters()),
         Layout(tp, pp, dp, zero),
         model=_model(size.model),
         work=work,
@@ -246,11 +246,11 @@ def pipeline(
     """
     from tracekit.plan import pipeline as planned
 
-    of = _model(model)
-    across = width or (of.width if of else None)
+    spec = _model(model)
+    across = width or (spec.width if spec else None)
     sizes = None
     if sequence and across:
-        sizes = planned.Sizes(batch, sequence, across, layers or (of.layers if of else None), tp, scatter_gather)
+        sizes = planned.Sizes(batch, sequence, across, layers or (spec.layers if spec else None), tp, scatter_gather)
     result = planned.plan(stages, micro_batches, chunks=chunks, schedule=schedule, sizes=sizes)
     _emit(dataclasses.asdict(result), table)
 
@@ -272,12 +272,12 @@ def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _required(option: str, *values: float | None) -> float:
-    known: float | None = _first_known(*values)
-    if known is None:
+def _require(option: str, *values: float | None) -> float:
+    stated: float | None = _first_known(*values)
+    if stated is None:
         recorded = "; or take it from a recorded run by --measured RUN" if len(values) > 1 else ""
         raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
-    return known
+    return stated
 
 
 def _emit(values: Mapping[str, Any], table: TableOptions, *, measured: Mapping[str, Any] | None = None) -> None:

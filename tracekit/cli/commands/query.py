@@ -71,21 +71,21 @@ def query(
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
 
 
-def _write(shown: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:
+def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:
     """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
         from tracekit.model import parquet_files
 
         with output.atomic_file(result.out) as file:
-            parquet_files.write(shown, Path(file.name))
+            parquet_files.write(rows, Path(file.name))
         return
     from tracekit.report import query_rows
 
     if row_format is RowFormat.TABLE:
-        result.emit(query_rows.as_text(shown, **result.style, more=count > shown.height))
+        result.emit(query_rows.as_text(rows, **result.style, more=count > rows.height))
     else:
-        text = query_rows.as_csv(shown) if row_format is RowFormat.CSV else query_rows.as_json(shown)
+        text = query_rows.as_csv(rows) if row_format is RowFormat.CSV else query_rows.as_json(rows)
         output.emit_rows(text, result.out)
 
 

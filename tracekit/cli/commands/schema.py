@@ -20,6 +20,6 @@ def schema(
 
     # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
     is_document = document_format is DocumentFormat.MARKDOWN
-    known = table_documents.own_documents() if is_document else table_documents.all_documents()
-    tables = [table_documents.find(table, known)] if table else known
+    documents = table_documents.own_documents() if is_document else table_documents.all_documents()
+    tables = [table_documents.find(table, documents)] if table else documents
     result.write_as(document_format, schema_pages, tables)

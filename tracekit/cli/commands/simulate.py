@@ -84,7 +84,7 @@ class JobOptions:
         return max(self.pp, self.tp, self.ep, self.virtual_stages) > 1 or self.schedule is not None
 
     def arguments(self, job: "Job") -> dict[str, object]:
-        """Return what run.json states as the arguments."""
+        """Return the arguments that run.json states."""
         stated = dataclasses.asdict(self)
         if job.hybrid is None:
             stated = {name: value for name, value in stated.items() if name not in _LAYOUT}
@@ -173,9 +173,9 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     what = f"{_layout_text(job)}{job.strategy}, {trained}"
     step = units.duration(recording.total_ns // job.steps)
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(job.written_ranks)} traces in {out}"]
-    for known in simulated.known:
-        ranks, steps = (units.numbered(what, of) for what, of in (("rank", known.ranks), ("step", known.steps)))
-        lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} per step, {ranks}, {steps}")
+    for fault in simulated.known_faults:
+        ranks, steps = (units.numbered(what, ids) for what, ids in (("rank", fault.ranks), ("step", fault.steps)))
+        lines.append(f"  {fault.code:<9}  {fault.fault}: {units.duration(fault.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 
 

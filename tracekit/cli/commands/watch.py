@@ -135,7 +135,7 @@ def _show_live(watched: "Watch", interval_s: float) -> None:
     from tracekit.cli.watch import screen
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without '▁' shows '?'
-    signal.signal(signal.SIGTERM, _terminated)  # the terminal gets its cursor back
+    signal.signal(signal.SIGTERM, _terminate)  # the terminal gets its cursor back
     console = Console(highlight=False, markup=False, emoji=False)
     with Live(console=console, auto_refresh=False) as live:
         _follow(
@@ -145,7 +145,7 @@ def _show_live(watched: "Watch", interval_s: float) -> None:
         )
 
 
-def _terminated(*_: object) -> NoReturn:
+def _terminate(*_: object) -> NoReturn:
     sys.exit(_TERMINATED)
 
 

@@ -78,7 +78,7 @@ class OutlierDetector:
         return middle + max(SPREADS * spread, min_rise)
 
     def judge(self, value: float, min_rise: float) -> Verdict:
-        """Return how a value compares with the added ones."""
+        """Compare a value with the added ones."""
         if len(self._last) < MIN_VALUES or value <= _median(self._ordered) + min_rise:
             return Verdict.NORMAL  # cheaper to compute than the limit
         limit = self.limit(min_rise)
@@ -96,8 +96,8 @@ def _median(ordered: list[float]) -> float:
 class DownsampledCurve:
     """A series of any length as at most `max_points` means of equal parts."""
 
-    def __init__(self, most: int = 240) -> None:
-        self._max_points = most
+    def __init__(self, max_points: int = 240) -> None:
+        self._max_points = max_points
         self._stretch = 1
         self._sum, self._count = 0.0, 0
         self.values: list[float] = []

@@ -164,6 +164,6 @@ def _size(line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _custom_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    found = ((name[:_MAX_NAME], _number(line[name])) for name in line.keys() - _KNOWN_METRICS)
-    numbers = sorted((name, value) for name, value in found if value is not None and math.isfinite(value))
+    pairs = ((name[:_MAX_NAME], _number(line[name])) for name in line.keys() - _KNOWN_METRICS)
+    numbers = sorted((name, value) for name, value in pairs if value is not None and math.isfinite(value))
     return dict(numbers[:_MAX_CUSTOM_METRICS])

@@ -50,12 +50,12 @@ class Watch:
             self._start()
             self._read(now_s)
         positions = [log.position for log in self._ranks.values() if not log.tail.is_closed]
-        known = [position for position in positions if position is not None]
+        logged = [position for position in positions if position is not None]
         self.is_over = self._has_ended(now_s)
         if self.is_over:
             self.judge_pending()
-        elif known and len(known) == len(positions):
-            self._steps.judge_ready(min(known), now_s)
+        elif logged and len(logged) == len(positions):
+            self._steps.judge_ready(min(logged), now_s)
         else:
             self._steps.judge_ready(None, now_s)
 
@@ -141,7 +141,7 @@ class Watch:
         """Return it with the profiled windows during it, which are known only when their traces are written."""
         steps = range(outlier.step, min(outlier.last_step, outlier.step + _MAX_STEPS_SEARCHED) + 1)
         windows = dict.fromkeys(window for step in steps for window in self._manifest.events_at(step))
-        return replace(outlier, events=(*outlier.events, *(each for each in windows if each not in outlier.events)))
+        return replace(outlier, events=(*outlier.events, *(event for event in windows if event not in outlier.events)))
 
     def _read(self, now_s: float) -> bool:
         """Read new data; return False if a log was replaced, so that earlier data is invalid."""
@@ -170,8 +170,8 @@ class Watch:
         except OSError:
             return
         new = sorted({int(match[1]) for match in matches} - set(self._ranks))
-        least, most = _FIRST_BYTES_OF_RANK
-        first_bytes = max(least, min(_FIRST_BYTES // max(1, len(new)), most))
+        min_bytes, max_bytes = _FIRST_BYTES_OF_RANK
+        first_bytes = max(min_bytes, min(_FIRST_BYTES // max(1, len(new)), max_bytes))
         for rank in new:
             path = self.folder / conventions.rank_file(rank, conventions.METRICS_SUFFIX)
             self._ranks[rank] = RankLog(rank, path, first_bytes=first_bytes)
@@ -185,7 +185,7 @@ class Watch:
 
 
 def _buffered_steps(median_step_ns: float | None) -> float:
-    """Return how many steps a rank may have done that its log does not have yet."""
+    """Return the number of steps that a rank may have done and its log does not have yet."""
     return 0 if not median_step_ns else conventions.METRICS_WRITE_S * 1e9 / median_step_ns + 1
 
 
@@ -194,5 +194,5 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return int(sum(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return int(sum(numbers)) if numbers else None

@@ -123,8 +123,8 @@ def _ranks(state: TrainingState) -> Iterator[str | tuple[str, str]]:
     if not state.ranks_logging:
         yield "no metrics log yet"
         return
-    known = max(state.world_size or 0, state.ranks_logging)
-    yield f"{state.ranks_logging:,} of {known:,}{'' if state.is_over else ' logging'}"
+    rank_count = max(state.world_size or 0, state.ranks_logging)
+    yield f"{state.ranks_logging:,} of {rank_count:,}{'' if state.is_over else ' logging'}"
     if 0 < state.ranks_closed < state.ranks_logging:
         yield f" · {state.ranks_closed} ended"
     if state.slowest_rank is not None:
@@ -161,10 +161,10 @@ def _outlier_rows(state: TrainingState, room: int) -> Iterator[RenderableType]:
     if not count:
         yield text_layout.line((f"No outlier steps{since}", text_layout.DIM))
         return
-    shown = state.outliers[-room:]
-    more = f", last {len(shown)} shown" if count > len(shown) else ""
+    latest = state.outliers[-room:]
+    more = f", last {len(latest)} shown" if count > len(latest) else ""
     yield text_layout.line((f"{_count(count, 'outlier', 'outliers')}{since}{more}", text_layout.BOLD))
-    yield text_layout.indented(text_layout.grid([_cells(outlier) for outlier in shown]))
+    yield text_layout.indent(text_layout.grid([_cells(outlier) for outlier in latest]))
 
 
 def _cells(outlier: OutlierStep) -> list[RenderableType]:
@@ -269,8 +269,8 @@ def _rank_names(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
 def _age(seconds: float) -> str:
@@ -301,7 +301,7 @@ def _json(document: Mapping[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _finite(each) for name, each in value.items()}
+        return {str(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

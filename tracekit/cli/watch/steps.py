@@ -165,7 +165,7 @@ class StepMonitor:
         if was_slow and not self._is_slow:
             self._end_stretch()
         # A slow step with a known cause does not count for the median.
-        if not any(each.kind in (EventKind.SAVE, EventKind.PROFILED, EventKind.TRACE_WRITTEN) for each in events):
+        if not any(event.kind in (EventKind.SAVE, EventKind.PROFILED, EventKind.TRACE_WRITTEN) for event in events):
             self._median_times.add(median)
             self._slowest_times.add(slowest)
         if pending.waits_ns:
@@ -184,7 +184,7 @@ class StepMonitor:
         last = self.outliers[-1]
         worst = max(last.step_time_ns or 0, time_ns)
         ranks = tuple(sorted({*last.ranks, *stragglers}))
-        new = tuple(each for each in events if each not in last.events)
+        new = tuple(event for event in events if event not in last.events)
         events = (last.events + new)[:8]
         self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=events)
 
@@ -225,7 +225,7 @@ class StepMonitor:
         ranks: tuple[int, ...],
         events: tuple[StepEvent, ...],
     ) -> None:
-        found = OutlierStep(
+        outlier = OutlierStep(
             symptom=symptom,
             step=step,
             last_step=step,
@@ -237,21 +237,21 @@ class StepMonitor:
             rank_count=max(len(pending.times_ns), len(pending.losses) + len(pending.bad_losses)),
             events=events,
         )
-        self.outliers.append(found)
+        self.outliers.append(outlier)
         self.outlier_count += 1
         self._unreported.append(self.outlier_count)
 
     def _events(self, step: int, pending: _PendingStep) -> tuple[StepEvent, ...]:
-        found = [*self._recorded_events(step, self.median_ns)]
+        events = [*self._recorded_events(step, self.median_ns)]
         if pending.waits_ns and pending.times_ns:
             rank, wait_ns = max(pending.waits_ns.items(), key=lambda item: item[1])
             excess_ns = max(pending.times_ns.values()) - (self.median_ns or 0)
             if wait_ns - (self._waits_ns.median or 0) >= _MIN_EXPLAINED_RATIO * excess_ns > 0:
-                found.append(StepEvent(EventKind.DATA_WAIT, dur_ns=wait_ns, rank=rank))
+                events.append(StepEvent(EventKind.DATA_WAIT, dur_ns=wait_ns, rank=rank))
         if pending.retries:
-            found.append(StepEvent(EventKind.RETRIES, count=pending.retries))
+            events.append(StepEvent(EventKind.RETRIES, count=pending.retries))
         if pending.device_allocs:
-            found.append(StepEvent(EventKind.DEVICE_ALLOCS, count=pending.device_allocs))
+            events.append(StepEvent(EventKind.DEVICE_ALLOCS, count=pending.device_allocs))
         if pending.is_skipped:
-            found.append(StepEvent(EventKind.SKIPPED))
-        return tuple(found)
+            events.append(StepEvent(EventKind.SKIPPED))
+        return tuple(events)

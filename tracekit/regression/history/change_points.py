@@ -82,49 +82,49 @@ class Trend:
     drifts: tuple[Drift, ...] = ()
 
 
-def trend(values: Values, *, least: float) -> Trend:
-    """Return where a series changed its level or drifted, by at least `least` in its own unit.
+def trend(values: Values, *, min_change: float) -> Trend:
+    """Find the changes of level and drifts of a series, of at least `min_change` in its own unit.
 
     `values` has shape (n,), in the order of time. Of more than `MOST_RUNS` only the latest are looked at; `index` still
     counts from the first.
 
-    >>> found = trend(np.array([10.0, 10.1, 9.9, 10.0, 10.1, 10.0, 12.1, 12.0, 11.9, 12.0, 12.1, 12.0]), least=0.1)
+    >>> found = trend(np.array([10.0, 10.1, 9.9, 10.0, 10.1, 10.0, 12.1, 12.0, 11.9, 12.0, 12.1, 12.0]), min_change=0.1)
     >>> [(step.index, step.before, step.after) for step in found.shifts]
     [(6, 10.0, 12.0)]
     """
     if len(values) < LEAST_RUNS:
         return Trend()
     skipped = max(0, len(values) - MOST_RUNS)
-    series = _Series.of(values[skipped:], least)
+    series = _Series.of(values[skipped:], min_change)
     slopes: list[tuple[int, int]] = []
     edges = [
-        at for stairs, a, b in series.stairs(series.cheapest()) for at in _unless_slope(series, stairs, a, b, slopes)
+        i for stairs, a, b in series.stairs(series.cheapest()) for i in _unless_slope(series, stairs, a, b, slopes)
     ]
     slopes += [
         (a, b)
         for a, b in pairwise([0, *edges, len(series.values)])
         if not any(first < b and a < past for first, past in slopes) and series.is_slope(a, b, ())
     ]
-    return _trend(series, edges, sorted(slopes), skipped=skipped, least=least)
+    return _trend(series, edges, sorted(slopes), skipped=skipped, min_change=min_change)
 
 
 def price(count: int) -> float:
-    """Return what a change costs in a series of `count` runs: the more places it may lie at, the more it must show."""
+    """Return the cost of a change in a series of `count` runs: the more places it may lie at, the more it must show."""
     return _PRICE + max(0.0, math.log(max(count, 1) / 20))
 
 
 def _trend(
-    series: "_Series", edges: Sequence[int], slopes: Sequence[tuple[int, int]], *, skipped: int, least: float
+    series: "_Series", edges: Sequence[int], slopes: Sequence[tuple[int, int]], *, skipped: int, min_change: float
 ) -> Trend:
     drifts = {bounds: series.drift(*bounds) for bounds in slopes}
     bounds = [0, *edges, len(series.values)]
     begins = {a: drifts[a, b].before if (a, b) in drifts else series.level(a, b) for a, b in pairwise(bounds)}
     ends = {b: drifts[a, b].after if (a, b) in drifts else series.level(a, b) for a, b in pairwise(bounds)}
-    steps = [LevelShift(at + skipped, ends[at], begins[at]) for at in edges]
+    steps = [LevelShift(edge + skipped, ends[edge], begins[edge]) for edge in edges]
     sloped = [Drift(d.first + skipped, d.past + skipped, d.before, d.after) for d in drifts.values()]
     return Trend(
-        tuple(step for step in steps if abs(step.after - step.before) >= least),
-        tuple(drift for drift in sloped if abs(drift.after - drift.before) >= least),
+        tuple(step for step in steps if abs(step.after - step.before) >= min_change),
+        tuple(drift for drift in sloped if abs(drift.after - drift.before) >= min_change),
     )
 
 
@@ -141,10 +141,10 @@ def _unless_slope(
         return list(stairs)
     bounds = [first, *stairs, past]
     rises = {
-        at: abs(series.level(at, b) - series.level(a, at)) for a, at, b in zip(bounds, stairs, bounds[2:], strict=False)
+        i: abs(series.level(i, b) - series.level(a, i)) for a, i, b in zip(bounds, stairs, bounds[2:], strict=False)
     }
-    largest = max(stairs, key=lambda at: rises[at])
-    earlier, later = [at for at in stairs if at < largest], [at for at in stairs if at > largest]
+    largest = max(stairs, key=lambda i: rises[i])
+    earlier, later = [i for i in stairs if i < largest], [i for i in stairs if i > largest]
     return [
         *_unless_slope(series, earlier, first, largest, slopes),
         largest,
@@ -160,30 +160,30 @@ class _Series:
     noise: float
 
     @classmethod
-    def of(cls, values: Values, least: float) -> "_Series":
+    def of(cls, values: Values, min_change: float) -> "_Series":
         largest = float(np.abs(values).max())
-        return cls(values, max(noise(values), _LEAST_NOISE * least, _ROUNDING * largest) or 1.0)
+        return cls(values, max(noise(values), _LEAST_NOISE * min_change, _ROUNDING * largest) or 1.0)
 
     def cheapest(self) -> list[int]:
-        """Return where the cheapest split into levels changes."""
+        """Return the indices at which the cheapest split into levels changes."""
         count = len(self.values)
-        costs, each = self._costs(), price(count)
+        costs, per_change = self._costs(), price(count)
         best = np.full(count + 1, np.inf)
-        best[0] = -each
+        best[0] = -per_change
         came_from = np.zeros(count + 1, dtype=np.int64)
         for past in range(MIN_RUNS, count + 1):
-            totals = best[: past - MIN_RUNS + 1] + costs[: past - MIN_RUNS + 1, past] + each
+            totals = best[: past - MIN_RUNS + 1] + costs[: past - MIN_RUNS + 1, past] + per_change
             came_from[past] = int(totals.argmin())
             best[past] = totals[came_from[past]]
         edges: list[int] = []
-        at = int(came_from[count])
-        while at > 0:
-            edges.append(at)
-            at = int(came_from[at])
+        edge = int(came_from[count])
+        while edge > 0:
+            edges.append(edge)
+            edge = int(came_from[edge])
         return edges[::-1]
 
     def _costs(self) -> Values:
-        """Return what each stretch of one level costs, shape (n, n + 1): from a run to past another."""
+        """Return the cost of each stretch of one level, shape (n, n + 1): from a run to past another."""
         count = len(self.values)
         costs = np.full((count, count + 1), np.inf)
         for length in range(MIN_RUNS, count + 1):
@@ -213,11 +213,11 @@ class _Series:
         if len(values) < MIN_DRIFT_RUNS:
             return False
         intercept, slope = _line(values)
-        bounds = [0, *(at - first for at in stairs), len(values)]
+        bounds = [0, *(i - first for i in stairs), len(values)]
         levels = sum(float(self._cost(values[a:b] - np.median(values[a:b]))) for a, b in pairwise(bounds))
         line = float(self._cost(values - intercept - slope * np.arange(len(values))))
-        each = price(len(self.values))
-        return line + each - _SLOPE_DISCOUNT < levels + each * len(stairs)
+        per_change = price(len(self.values))
+        return line + per_change - _SLOPE_DISCOUNT < levels + per_change * len(stairs)
 
     def drift(self, first: int, past: int) -> Drift:
         """Return the slope of a stretch."""

@@ -29,10 +29,10 @@ def known_commit(
 ) -> Commit:
     """Return the commit that is trained: as given, else from CI's environment, else from the checkout `folder`."""
     in_checkout = git.is_checkout(folder)
-    given = sha or _first(environment, _SHAS)
-    sha = given or (git.head(folder) if in_checkout else None)
+    stated_sha = sha or _first(environment, _SHAS)
+    sha = stated_sha or (git.head(folder) if in_checkout else None)
     branch = branch or _first(environment, _BRANCHES)
-    if branch is None and given is None and in_checkout:
+    if branch is None and stated_sha is None and in_checkout:
         branch = git.output(folder, "symbolic-ref", "--quiet", "--short", "HEAD") or None
     text = _first(environment, _TEXTS)
     if text is None and in_checkout and sha and _NAME.fullmatch(sha):

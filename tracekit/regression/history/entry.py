@@ -66,7 +66,7 @@ class HistoryEntry:
 
     @property
     def fingerprint(self) -> str:
-        """Return the hash of what must agree for runs to be in one series."""
+        """Return the hash of the fields that must agree for runs to be in one series."""
         return _hash(sorted(self.identity.items()))[:12]
 
     @property
@@ -84,7 +84,7 @@ def history_entry(
     commit: Commit | None = None,
     failures: Sequence[str] | None = None,
 ) -> HistoryEntry:
-    """Return what to keep of a report, as JSON has it, and its samples.
+    """Return the entry of a report, as JSON has it, and its samples.
 
     `failures` is what failed the check of it, empty where it passed; by default what the report says of its own, which
     may be nothing. Raises KeyError or TypeError where the document is no whole report.
@@ -102,31 +102,31 @@ def history_entry(
         tool_version=str(document["tool_version"]),
         passed=None if failures is None else not failures,
         failures=tuple(failures or ()),
-        metrics=tuple(_measured(metric, values) for metric, values in job_samples(side.samples).items()),
-        findings=tuple(_found(each) for each in document["findings"]),
+        metrics=tuple(_metric_summary(metric, values) for metric, values in job_samples(side.samples).items()),
+        findings=tuple(_finding_summary(finding) for finding in document["findings"]),
     )
 
 
-def with_known_commit(new: HistoryEntry, old: Commit, given: Commit) -> HistoryEntry:
-    """Return an entry with the commit that was known before, except for what a person has `given` now."""
-    sha = given.sha or old.sha or new.commit.sha
+def with_known_commit(new: HistoryEntry, old: Commit, stated: Commit) -> HistoryEntry:
+    """Return an entry with the commit that was known before, except for what a person has `stated` now."""
+    sha = stated.sha or old.sha or new.commit.sha
     # Where the same files are checked again, the environment may be of another commit: its words are not of this one.
-    text = next((each.text for each in (old, new.commit) if each.sha == sha and each.text), None)
-    branch = given.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
+    text = next((c.text for c in (old, new.commit) if c.sha == sha and c.text), None)
+    branch = stated.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
     return replace(new, commit=Commit(sha, text, branch))
 
 
 def identity(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must agree for runs to be in one series: a baseline's fingerprint but for versions.
+    """Return the fields that must agree for runs to be in one series: a baseline's fingerprint but for versions.
 
     An upgrade that makes training slower is a change to be seen, not the start of another series.
     """
-    own = baseline.fingerprint(Run(str(run["name"]), (), manifest=run))
-    return {field: _short(value) for field, value in sorted(own.items()) if not field.startswith("versions.") and value}
+    fields = baseline.fingerprint(Run(str(run["name"]), (), manifest=run))
+    return {key: _short(value) for key, value in sorted(fields.items()) if not key.startswith("versions.") and value}
 
 
 def facts(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return what else a manifest states of a run, by dotted name, as short text."""
+    """Return the other fields of a run's manifest, by dotted name, as short text."""
     fields = baseline.flat({key: run.get(key) for key in RECORDED_FACTS})
     left_out = {*_LEFT_OUT, *identity(run)}
     return {field: _short(value) for field, value in sorted(fields.items()) if field not in left_out}
@@ -154,27 +154,27 @@ def median_interval(values: Values) -> tuple[float | None, float | None]:
     return float(ordered[below]), float(ordered[count - 1 - below])
 
 
-def _measured(metric: str, values: Values) -> MetricSummary:
+def _metric_summary(metric: str, values: Values) -> MetricSummary:
     low, high = median_interval(values)
     return MetricSummary(metric, float(np.median(values)), low, high, len(values))
 
 
-def _found(each: Mapping[str, Any]) -> FindingSummary:
+def _finding_summary(document: Mapping[str, Any]) -> FindingSummary:
     return FindingSummary(
-        finding=str(each["id"]),
-        code=str(each["code"]),
-        name=str(each["name"]),
-        severity=str(each["severity"]),
-        impact_ratio=float(each["impact"] or 0.0),
-        cost_ns=int(each["cost_ns"]),
-        cost_bytes=int(each["cost_bytes"]),
-        message=str(each["message"]),
+        finding=str(document["id"]),
+        code=str(document["code"]),
+        name=str(document["name"]),
+        severity=str(document["severity"]),
+        impact_ratio=float(document["impact"] or 0.0),
+        cost_ns=int(document["cost_ns"]),
+        cost_bytes=int(document["cost_bytes"]),
+        message=str(document["message"]),
     )
 
 
 def _content(document: Mapping[str, Any], side: RunSamples) -> str:
     """Return a hash of the files that were checked; where they were not hashed, of what was measured in them."""
-    hashes = sorted(str(each["sha256"]) for each in document["inputs"])
+    hashes = sorted(str(file["sha256"]) for file in document["inputs"])
     if hashes and all(hashes):
         return _hash(hashes)[:32]
     order = ["metric", "rank", "step", "value"]

@@ -87,7 +87,7 @@ def add(
         if not os.path.lexists(path):
             _make(path)
         check(path, timeout_s=timeout_s)
-        with _opened(path, read_only=False, timeout_s=timeout_s) as connection:
+        with _open(path, read_only=False, timeout_s=timeout_s) as connection:
             connection.execute("BEGIN")
             counts = [_put(connection, entry, commit or Commit()) for entry in entries]
             connection.execute("COMMIT")
@@ -98,7 +98,7 @@ def add(
 def check(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
     """Raise InputError where a file exists and is not a history. It is not written to."""
     if os.path.lexists(path):
-        with _opened(path, read_only=True, timeout_s=timeout_s) as connection:
+        with _open(path, read_only=True, timeout_s=timeout_s) as connection:
             _refuse_other_databases(connection, path)
 
 
@@ -106,7 +106,7 @@ def read(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> History:
     """Return the content of a history. Raises InputError where there is none."""
     if not path.exists():
         raise InputError(f"{path}: there is no such file; tracekit history add RUN --db {path} makes one")
-    with _opened(path, read_only=True, timeout_s=timeout_s) as connection:
+    with _open(path, read_only=True, timeout_s=timeout_s) as connection:
         _refuse_other_databases(connection, path)
         runs, facts, metrics, findings = (_frame(connection, table) for table in tables.RUN_TABLES)
     return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
@@ -155,11 +155,11 @@ def _busy(path: Path, timeout_s: float) -> InputError:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, read_only: bool, timeout_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
+def _open(path: Path, *, read_only: bool, timeout_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
     if not path.is_file():
         raise InputError(f"{path}: is not a file, so it is not a history")
     with _one_at_a_time:
-        connection = _connected(path, read_only=read_only, timeout_s=timeout_s)
+        connection = _connect(path, read_only=read_only, timeout_s=timeout_s)
         try:
             yield connection
         except duckdb.Error as error:
@@ -169,7 +169,7 @@ def _opened(path: Path, *, read_only: bool, timeout_s: float) -> Iterator[duckdb
                 connection.close()
 
 
-def _connected(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckDBPyConnection:
+def _connect(path: Path, *, read_only: bool, timeout_s: float) -> duckdb.DuckDBPyConnection:
     _refuse_other_formats(path)
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -212,36 +212,36 @@ def _make(path: Path) -> None:
     except (OSError, duckdb.Error) as error:
         raise InputError(f"{path}: cannot be made: {_first_line(error)}") from None
     finally:
-        for left in (partial, partial.with_name(partial.name + ".wal")):
+        for file in (partial, partial.with_name(partial.name + ".wal")):
             with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
 
 def _refuse_other_databases(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     """Raise InputError where a database has not our tables. A view of such a name is none."""
-    named = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+    table_names = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     columns = connection.execute("SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal").fetchall()
-    there = {(name, column) for name, column in columns if name in named}
-    if not any(name == tables.VERSION.name for name, _ in there):
+    present = {(name, column) for name, column in columns if name in table_names}
+    if not any(name == tables.VERSION.name for name, _ in present):
         raise InputError(f"{path}: is a database, but not a history of tracekit; name another file")
-    found = connection.execute(f'SELECT max("schema") FROM {tables.VERSION.name}').fetchone()  # noqa: S608
-    version = found[0] if found else None
+    row = connection.execute(f'SELECT max("schema") FROM {tables.VERSION.name}').fetchone()  # noqa: S608
+    version = row[0] if row else None
     if isinstance(version, int) and version > SCHEMA:
         raise InputError(
             f"{path}: was written by a later tracekit (history {version}, this one knows {SCHEMA}): upgrade tracekit"
         )
-    missing = [f"{t.name}.{c.name}" for t in tables.RUN_TABLES for c in t.columns if (t.name, c.name) not in there]
+    missing = [f"{t.name}.{c.name}" for t in tables.RUN_TABLES for c in t.columns if (t.name, c.name) not in present]
     if version != SCHEMA or missing:
         raise InputError(f"{path}: is not a complete history: it lacks {missing[0] if missing else 'its version'}")
 
 
-def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, given: Commit) -> str:
+def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, stated: Commit) -> str:
     """Store one run; return what became of it."""
     old = connection.execute(
         'SELECT "commit", commit_text, branch, digest, added_ns FROM runs WHERE run = ?', [entry.run]
     ).fetchone()
     if old is not None:
-        entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), given)
+        entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), stated)
         if entry.digest == old[3]:
             return "same"
         for table in tables.RUN_TABLES:
@@ -278,8 +278,8 @@ def _rows(entry: HistoryEntry, added_ns: int) -> dict[schema.Table, list[list[An
     tables_of_run: dict[schema.Table, Iterable[dict[str, Any]]] = {
         tables.RUNS: [run],
         tables.FACTS: facts,
-        tables.METRICS: [vars(each) for each in entry.metrics],
-        tables.FINDINGS: [vars(each) for each in entry.findings],
+        tables.METRICS: [vars(summary) for summary in entry.metrics],
+        tables.FINDINGS: [vars(summary) for summary in entry.findings],
     }
     return {
         table: [[_as_text({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]

@@ -75,11 +75,11 @@ def groups(
     `last` takes so many of the latest runs of each; `branch` those of one branch.
     """
     runs = history.runs if branch is None else history.runs.filter(pl.col("branch") == branch)
-    found = []
+    dated_groups = []
     for (fingerprint,), rows in runs.group_by("fingerprint", maintain_order=True):
-        taken = rows if last is None else rows.tail(last)
-        found.append((int(taken["at_ns"][-1]), _group(history, str(fingerprint), taken, metrics)))
-    return tuple(group for _, group in sorted(found, key=lambda pair: -pair[0]))
+        latest = rows if last is None else rows.tail(last)
+        dated_groups.append((int(latest["at_ns"][-1]), _group(history, str(fingerprint), latest, metrics)))
+    return tuple(group for _, group in sorted(dated_groups, key=lambda pair: -pair[0]))
 
 
 def latest_first(group: Group) -> tuple[MetricShift, ...]:
@@ -89,25 +89,25 @@ def latest_first(group: Group) -> tuple[MetricShift, ...]:
     return tuple(sorted(shifts, key=lambda shift: (-shift.first, not shift.is_worse, order.index(shift.metric))))
 
 
-def _group(history: History, fingerprint: str, runs: pl.DataFrame, wanted: Sequence[str] | None) -> Group:
+def _group(history: History, fingerprint: str, runs: pl.DataFrame, metrics: Sequence[str] | None) -> Group:
     keys = runs.select("run")
     measured, findings, facts = (
         table.join(keys, on="run", how="semi") for table in (history.metrics, history.findings, history.facts)
     )
-    own = facts.filter(pl.col("is_identity") & (pl.col("run") == runs["run"][-1]))
-    known = set(measured["metric"])
+    identity_facts = facts.filter(pl.col("is_identity") & (pl.col("run") == runs["run"][-1]))
+    present = set(measured["metric"])
     values = {
-        metric.key: _values(measured, runs, metric.key) for metric in all_metrics().values() if metric.key in known
+        metric.key: _values(measured, runs, metric.key) for metric in all_metrics().values() if metric.key in present
     }
     medians = {key: float(np.nanmedian(series)) for key, series in values.items()}
     series = [
         _series(metric_of(key), medians_by_run, medians.get(metric_of(key).part_of or ""), runs, findings, facts)
         for key, medians_by_run in values.items()
-        if wanted is None or key in wanted
+        if metrics is None or key in metrics
     ]
     return Group(
         fingerprint,
-        dict(own.select("field", "value").sort("field").iter_rows()),
+        dict(identity_facts.select("field", "value").sort("field").iter_rows()),
         runs,
         measured,
         findings,
@@ -122,10 +122,10 @@ def _values(measured: pl.DataFrame, runs: pl.DataFrame, metric: str) -> Values:
 
 
 def _series(
-    metric: Metric, values: Values, whole: float | None, runs: pl.DataFrame, findings: pl.DataFrame, facts: pl.DataFrame
+    metric: Metric, values: Values, total: float | None, runs: pl.DataFrame, findings: pl.DataFrame, facts: pl.DataFrame
 ) -> Series:
     measured = np.flatnonzero(np.isfinite(values))
-    trend = change_points.trend(values[measured], least=_least_change(metric, values[measured], whole))
+    trend = change_points.trend(values[measured], min_change=_least_change(metric, values[measured], total))
     shifts = []
     for shift in trend.shifts:
         last, first = int(measured[shift.index - 1]), int(measured[shift.index])
@@ -142,12 +142,12 @@ def _series(
     return Series(metric.key, values, tuple(shifts), tuple(drifts))
 
 
-def _least_change(metric: Metric, values: Values, whole: float | None) -> float:
-    """Return the smallest change that is one, in the metric's own unit; `whole` is the median of what contains it."""
+def _least_change(metric: Metric, values: Values, total: float | None) -> float:
+    """Return the smallest change that is one, in the metric's own unit; `total` is the median of what contains it."""
     if metric.is_share:
         return MIN_CHANGE_RATIO
-    least = MIN_CHANGE_RATIO * abs(float(np.median(values))) if len(values) else 0.0
-    return max(least, MIN_CONTAINER_SHARE * whole) if whole else least
+    min_change = MIN_CHANGE_RATIO * abs(float(np.median(values))) if len(values) else 0.0
+    return max(min_change, MIN_CONTAINER_SHARE * total) if total else min_change
 
 
 def _findings_changed(
@@ -158,8 +158,8 @@ def _findings_changed(
         _shares(findings, runs["run"].slice(begin, count))
         for begin, count in ((max(0, first - _NEIGHBOURS), min(first, _NEIGHBOURS)), (first, _NEIGHBOURS))
     )
-    came = sorted(each for each in after if after[each] - before.get(each, 0.0) > _OFTEN)
-    went = sorted(each for each in before if before[each] - after.get(each, 0.0) > _OFTEN)
+    came = sorted(finding for finding in after if after[finding] - before.get(finding, 0.0) > _OFTEN)
+    went = sorted(finding for finding in before if before[finding] - after.get(finding, 0.0) > _OFTEN)
     return tuple(came), tuple(went)
 
 

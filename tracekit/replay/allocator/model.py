@@ -104,7 +104,7 @@ class Allocator:
         """Return a block of at least `requested_bytes`. Raises OutOfMemory, or Overlap at an address in use."""
         size = self._rounded.get(requested_bytes)
         if size is None:
-            size = self._rounded[requested_bytes] = self.settings.rounded(requested_bytes)
+            size = self._rounded[requested_bytes] = self.settings.round_up(requested_bytes)
         free = self._pools.get((pool, size <= SMALL_BYTES, stream)) or self.pool(pool, size <= SMALL_BYTES, stream)
         block = self._best_fit(free, size) or self._allocate_from_device(free, size)
         rest = block.bytes - size
@@ -158,10 +158,10 @@ class Allocator:
     def pool(self, number: int, small: bool, stream: int) -> Pool:
         """Return the free blocks of a private pool (or the common one), size class and stream."""
         key = (number, small, stream)
-        found = self._pools.get(key)
-        if found is None:
-            found = self._pools[key] = Pool(number, small, stream)
-        return found
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = Pool(number, small, stream)
+        return pool
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         if pool.small or self.settings.expandable:
@@ -208,16 +208,16 @@ class Allocator:
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
-        wanted = segment_bytes(size)
-        if self.reserved_bytes + wanted > self.allowed_bytes:
+        needed_bytes = segment_bytes(size)
+        if self.reserved_bytes + needed_bytes > self.allowed_bytes:
             return None
         if self.settings.expandable:
             return expandable_segments.mapped_block(self, pool, size)
-        if self.reserved_bytes + wanted > self.capacity_bytes:
+        if self.reserved_bytes + needed_bytes > self.capacity_bytes:
             return None
-        address = self.place(wanted, pool)
-        self.reserve(ALLOC, address, wanted, pool)
-        return Block(address, wanted, pool)
+        address = self.place(needed_bytes, pool)
+        self.reserve(ALLOC, address, needed_bytes, pool)
+        return Block(address, needed_bytes, pool)
 
     def reserve(self, action: str, address: int, size_bytes: int, pool: Pool) -> None:
         """Account for memory allocated from the device."""
@@ -265,18 +265,18 @@ class Allocator:
         limit = self.settings.max_split_bytes
         if limit == UNLIMITED:
             return False
-        wanted = max(size, limit)
-        place = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        min_bytes = max(size, limit)
+        place = bisect_left(pool.keys, min_bytes << ADDRESS_BITS)
         if place < len(pool.keys):
             self.release(pool.by_key[pool.keys[place]])
             return True
         released_bytes = 0
         for block in reversed(pool.blocks()):
-            if released_bytes >= wanted or block.bytes < limit:
+            if released_bytes >= min_bytes or block.bytes < limit:
                 break
             released_bytes += block.bytes
             self.release(block)
-        return released_bytes >= wanted
+        return released_bytes >= min_bytes
 
     def _collect_garbage(self) -> None:
         """Release unused large segments, the least recently used first (garbage_collection_threshold)."""

@@ -60,15 +60,15 @@ class Settings:
         if text.strip() in ("", "default"):
             return cls()
         recorded: dict[str, object] = {}
-        at = 0
-        while at < len(text):
-            pair = _PAIR.match(text, at)
+        position = 0
+        while position < len(text):
+            pair = _PAIR.match(text, position)
             if pair is None:
                 raise InputError(
-                    f"{text[at:]!r}: allocator settings are key:value pairs, such as max_split_size_mb:128"
+                    f"{text[position:]!r}: allocator settings are key:value pairs, such as max_split_size_mb:128"
                 )
             recorded |= _one(pair[1], pair[2])
-            at = pair.end()
+            position = pair.end()
         return cls(**recorded)  # type: ignore[arg-type]
 
     @classmethod
@@ -92,12 +92,12 @@ class Settings:
         """Whether the allocator may give back a part of its cache, rather than all of it, when it needs memory."""
         return self.gc_threshold > 0 or self.max_split_bytes < UNLIMITED
 
-    def rounded(self, requested_bytes: int) -> int:
+    def round_up(self, requested_bytes: int) -> int:
         """Return the size of the block that a request needs.
 
-        >>> Settings().rounded(1), Settings().rounded(513)
+        >>> Settings().round_up(1), Settings().round_up(513)
         (512, 1024)
-        >>> Settings(roundup_divisions=(4,) * 16).rounded(1200 * 1024)
+        >>> Settings(roundup_divisions=(4,) * 16).round_up(1200 * 1024)
         1310720
         """
         if requested_bytes < BLOCK_BYTES:
@@ -159,22 +159,22 @@ def _divisions(value: str) -> tuple[int, ...]:
     """Return divisions by interval, of `8` or `[256:1,512:2,>:4]`: what comes before the first is as the first."""
     if not value.startswith("["):
         return (_division(value),) * INTERVALS
-    found = [0] * INTERVALS
+    by_interval = [0] * INTERVALS
     last = -1
     for pair in value.strip("[] ").split(","):
         size, _, count = (part.strip() for part in pair.partition(":"))
         divisions = _division(count)
         if size == ">":
-            found[last + 1 :] = [divisions] * (INTERVALS - last - 1)
+            by_interval[last + 1 :] = [divisions] * (INTERVALS - last - 1)
             continue
         if not size.isdigit() or int(size) & (int(size) - 1) or int(size) == 0:
             raise InputError(f"roundup_power2_divisions: {size!r} must be a power of two, in MiB, or >")
         index = min(int(size).bit_length() - 1, INTERVALS - 1)
         if last < 0:
-            found[:index] = [divisions] * index
-        found[index] = divisions
+            by_interval[:index] = [divisions] * index
+        by_interval[index] = divisions
         last = index
-    return tuple(found)
+    return tuple(by_interval)
 
 
 def _division(value: str) -> int:
@@ -184,9 +184,9 @@ def _division(value: str) -> int:
 
 
 def _of_snapshot(recorded: Mapping[object, object]) -> tuple[int, ...]:
-    found = [0] * INTERVALS
+    by_interval = [0] * INTERVALS
     for size, divisions in recorded.items():
         index = int(str(size)).bit_length() - 1
         if 0 <= index < INTERVALS and isinstance(divisions, int):
-            found[index] = divisions
-    return tuple(found)
+            by_interval[index] = divisions
+    return tuple(by_interval)

@@ -36,12 +36,12 @@ def _pairs(graph: Graph) -> pl.DataFrame:
     most_ratio is the highest load_ratio of the ranks in the same layer.
     """
     loads = graph.expert_loads
-    most = pl.col("load_ratio").max().over("step", "group", "members", "layer").alias("most_ratio")
+    most_ratio = pl.col("load_ratio").max().over("step", "group", "members", "layer").alias("most_ratio")
     calls = graph.parts.select("rank", "ref", "at", "done")
-    rows = loads.select("rank", "load_ratio", most, "first_id", "second_id")
-    for side, of in (("from", "first_id"), ("to", "second_id")):
-        named = calls.rename({"ref": of, "at": f"{side}_at", "done": f"{side}_done"})
-        rows = rows.join(named, on=["rank", of])
+    rows = loads.select("rank", "load_ratio", most_ratio, "first_id", "second_id")
+    for side, id_column in (("from", "first_id"), ("to", "second_id")):
+        side_calls = calls.rename({"ref": id_column, "at": f"{side}_at", "done": f"{side}_done"})
+        rows = rows.join(side_calls, on=["rank", id_column])
     return rows
 
 
@@ -70,7 +70,7 @@ def _balanced_transfers(graph: Graph, pairs: pl.DataFrame) -> tuple[np.ndarray, 
     fixed = slow_transfers.costs(took).select("op", "fixed_ns")
     sides = [pairs.select("most_ratio", done=f"{side}_done") for side in ("from", "to")]
     of_pairs = pl.concat(sides).group_by("done").agg(pl.col("most_ratio").max())
-    found = of_pairs.join(took, on="done").join(fixed, on="op", how="left")
+    transfers = of_pairs.join(took, on="done").join(fixed, on="op", how="left")
     fixed_ns = pl.min_horizontal(pl.col("fixed_ns").fill_null(0), "took_ns")
-    balanced = found.select("done", ns=fixed_ns + (pl.col("took_ns") - fixed_ns) / pl.col("most_ratio"))
+    balanced = transfers.select("done", ns=fixed_ns + (pl.col("took_ns") - fixed_ns) / pl.col("most_ratio"))
     return balanced["done"].to_numpy(), balanced["ns"].to_numpy()

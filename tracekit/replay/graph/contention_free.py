@@ -18,10 +18,10 @@ _KEY = ["rank", "kernel"]
 
 def uncontended_compute(graph: Graph) -> Graph:
     """Return the graph with compute at its speed without collectives. Raises InsufficientDataError without samples."""
-    at, slowdown = compute_slowdowns(graph)
+    node, slowdown = compute_slowdowns(graph)
     compute = _compute_nodes(graph)
     lost_ns = np.round(compute["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
-    return graph.with_durations(at, graph.own_ns[at] - lost_ns)
+    return graph.with_durations(node, graph.own_ns[node] - lost_ns)
 
 
 def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
@@ -31,11 +31,11 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     compares work that a collective overlaps for its whole time with work without, by name, or over all names where one
     has too few samples. Raises InsufficientDataError without samples of both.
     """
-    found = _compute_nodes(graph)
-    known = found.filter(pl.col("overlap_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
-    alone = known.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
-    overlapped = found.filter(pl.col("overlap_ns") >= _OVERLAPPED * pl.col("took_ns"), ~pl.col("crowded"))
-    ratios = overlapped.join(alone, on=_KEY, nulls_equal=True).with_columns(
+    compute = _compute_nodes(graph)
+    solo = compute.filter(pl.col("overlap_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
+    solo_ns = solo.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
+    overlapped = compute.filter(pl.col("overlap_ns") >= _OVERLAPPED * pl.col("took_ns"), ~pl.col("crowded"))
+    ratios = overlapped.join(solo_ns, on=_KEY, nulls_equal=True).with_columns(
         (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer")
     )
     if ratios.height < _SAMPLES:
@@ -45,8 +45,8 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
     by_name = ratios.group_by("name").agg(pl.col("longer").median(), pl.len().alias("samples"))
     longer = pl.when(pl.col("samples") >= _SAMPLES).then("longer").fill_null(overall)
-    slowdown = found.join(by_name, on="name", how="left", maintain_order="left").select(longer)["longer"].to_numpy()
-    return found["at"].to_numpy(), np.where(slowdown < _LEAST, 0, slowdown)
+    slowdown = compute.join(by_name, on="name", how="left", maintain_order="left").select(longer)["longer"].to_numpy()
+    return compute["at"].to_numpy(), np.where(slowdown < _LEAST, 0, slowdown)
 
 
 def preparation_slowdown(graph: Graph) -> float | None:
@@ -65,18 +65,18 @@ def uncontended_collectives(graph: Graph) -> Graph:
     Where no size ran both overlapped and alone, the time per byte of the nearest size is compared. Raises
     InsufficientDataError without samples of both.
     """
-    found = _collective_nodes(graph)
+    collectives = _collective_nodes(graph)
     share = pl.col("overlap_ns") / pl.col("took_ns")
-    alone = found.filter(share <= _ALONE)
-    overlapped = found.filter(share >= _OVERLAPPED)
+    solo = collectives.filter(share <= _ALONE)
+    overlapped = collectives.filter(share >= _OVERLAPPED)
     same = ["op", "group", "bytes"]
-    ratios = _slowdowns(overlapped, alone, same)
+    ratios = _slowdowns(overlapped, solo, same)
     for other in (["op", "group_size"], ["group_size"]):
-        ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(overlapped, alone, other)
+        ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(overlapped, solo, other)
     if ratios.height < _SAMPLES:
         raise InsufficientDataError("no collective of one kind ran both overlapped by compute and alone")
     by_op = ratios.group_by("op").agg(pl.col("longer").median(), pl.len().alias("samples"))
-    calls = found.join(by_op, on="op", how="left", maintain_order="left")
+    calls = collectives.join(by_op, on="op", how="left", maintain_order="left")
     slowdown = calls["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
     slowdown = np.where(slowdown < _LEAST, 0, slowdown)
     lost_ns = np.round(calls["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
@@ -99,9 +99,9 @@ def without_give_way(graph: Graph) -> Graph:
     slowed = _with_alone(graph).filter(pl.col("overlapped_ns") > 0)
     if slowed.height and slowed["alone"].null_count() == slowed.height:
         raise InsufficientDataError("no preparation ran alone: record a step without concurrent compute")
-    known = slowed.drop_nulls("alone")
-    shorter_ns = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
-    return graph.with_durations(known["node"].to_numpy(), shorter_ns)
+    comparable = slowed.drop_nulls("alone")
+    shorter_ns = np.minimum(comparable["took_ns"].to_numpy(), comparable["alone"].to_numpy())
+    return graph.with_durations(comparable["node"].to_numpy(), shorter_ns)
 
 
 def _with_alone(graph: Graph) -> pl.DataFrame:
@@ -120,9 +120,9 @@ def _with_alone(graph: Graph) -> pl.DataFrame:
     return with_rates.with_columns(pl.coalesce("alone_ns", scaled).alias("alone"))
 
 
-def _slowdowns(overlapped: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:
+def _slowdowns(overlapped: pl.DataFrame, solo: pl.DataFrame, same: list[str]) -> pl.DataFrame:
     per_byte = (pl.col("took_ns") / pl.col("bytes")).median().alias("alone_per_byte")
-    rates = alone.filter(pl.col("bytes") > 0).group_by(same).agg(per_byte)
+    rates = solo.filter(pl.col("bytes") > 0).group_by(same).agg(per_byte)
     joined = overlapped.filter(pl.col("bytes") > 0).join(rates, on=same, nulls_equal=True)
     return joined.with_columns((pl.col("took_ns") / pl.col("bytes") / pl.col("alone_per_byte") - 1).alias("longer"))
 
@@ -143,10 +143,10 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
     calls, computes = frame["kind"] == "communication", frame["kind"] == "compute"
     off_main = ~pl.Series(graph.is_main_lane[frame["at"].to_numpy()])
-    own = computes & ~prepares & (frame["took_ns"] > 0)
-    overlap = overlapped_ns(frame, own.to_numpy(), calls.to_numpy())
-    crowded = overlapped_ns(frame, own.to_numpy(), (prepares | computes & off_main).to_numpy()) > 0
-    return frame.filter(own).select(
+    is_compute = computes & ~prepares & (frame["took_ns"] > 0)
+    overlap = overlapped_ns(frame, is_compute.to_numpy(), calls.to_numpy())
+    crowded = overlapped_ns(frame, is_compute.to_numpy(), (prepares | computes & off_main).to_numpy()) > 0
+    return frame.filter(is_compute).select(
         "at", *_KEY, "name", "took_ns", pl.Series("overlap_ns", overlap), pl.Series("crowded", crowded)
     )
 
@@ -158,8 +158,8 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
             "no device activity was recorded; on the CPU, concurrent compute cannot be identified"
         )
     took = graph.own_ns[graph.parts["done"].to_numpy()]
-    at = graph.parts["at"].to_numpy()
-    ends = pl.DataFrame([graph.frame[name].gather(at) for name in ("end_ns", "device", "rank")])
+    part_nodes = graph.parts["at"].to_numpy()
+    ends = pl.DataFrame([graph.frame[name].gather(part_nodes) for name in ("end_ns", "device", "rank")])
     calls = pl.concat([graph.parts.drop("rank"), ends], how="horizontal").with_columns(pl.Series("took_ns", took))
     calls = calls.with_columns((pl.col("end_ns") - pl.col("took_ns")).alias("start_ns"))
     work = graph.frame.select("start_ns", "end_ns", "device", "rank", "kind")
@@ -167,18 +167,18 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
     both = pl.concat([calls.select(compute.columns), compute])
     is_call = np.arange(len(both)) < len(calls)
     overlap = pl.Series("overlap_ns", overlapped_ns(both, is_call, ~is_call))
-    each = calls.with_columns(overlap).filter(pl.col("took_ns") > 0)
-    return each.group_by("done", maintain_order=True).agg(
+    overlapped = calls.with_columns(overlap).filter(pl.col("took_ns") > 0)
+    return overlapped.group_by("done", maintain_order=True).agg(
         pl.col("op", "group", "group_size", "bytes", "took_ns").first(), pl.col("overlap_ns").max()
     )
 
 
 def overlapped_ns(frame: pl.DataFrame, which: Flags, by: Flags) -> Ints:
-    """Return how long rows `by` of the same rank and device overlap each row of `which`, in ns."""
+    """Overlap of each row of `which` with the rows `by` of the same rank and device, in ns."""
     spans = np.stack((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), axis=1)
     place = frame.select(pl.struct("rank", "device").rank("dense")).to_series().to_numpy().astype(np.int64)
-    found = np.zeros(len(frame), np.int64)
-    for here in rows_by_key(place).values():
-        rows = here[which[here]]
-        found[rows] = intervals.coverage(spans[rows], intervals.union(spans[here[by[here]]]))
-    return found[which]
+    overlap_ns = np.zeros(len(frame), np.int64)
+    for device_rows in rows_by_key(place).values():
+        rows = device_rows[which[device_rows]]
+        overlap_ns[rows] = intervals.coverage(spans[rows], intervals.union(spans[device_rows[by[device_rows]]]))
+    return overlap_ns[which]

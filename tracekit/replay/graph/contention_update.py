@@ -55,12 +55,12 @@ def apply_contention(
             "the change creates a cycle of waits between ranks: some inferred waits must be wrong"
         )
     first = changed.replayed
-    known = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
-    if known is None:
+    contention = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
+    if contention is None:
         return changed, first
     ranks = np.arange(graph.count)
     before = _lost_before(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
-    own_ns = _moved(changed.own_ns[ranks], before, _lost(graph, known, first))
+    own_ns = _update_durations(changed.own_ns[ranks], before, _lost(graph, contention, first))
     if (own_ns == changed.own_ns[ranks]).all():
         return changed, first
     again = changed.with_durations(ranks, own_ns)
@@ -69,11 +69,11 @@ def apply_contention(
 
 def extrapolates(graph: Graph, played: Replay) -> bool:
     """Return whether preparation overlaps main compute in the replay, although the recording never shows that."""
-    known = _contention(graph)
-    if known is None or known.is_measured:
+    contention = _contention(graph)
+    if contention is None or contention.is_measured:
         return False
-    lost = _lost(graph, known, played).yielded_ns.sum()
-    return bool(lost > _GUESSED * graph.own_ns[: graph.count][known.prepares].sum())
+    lost = _lost(graph, contention, played).yielded_ns.sum()
+    return bool(lost > _GUESSED * graph.own_ns[: graph.count][contention.prepares].sum())
 
 
 _GUESSED = 0.1  # of the time of preparation: less changes little
@@ -81,22 +81,22 @@ _GUESSED = 0.1  # of the time of preparation: less changes little
 
 def _remaining_contention(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> _Contention | None:
     """Return the recorded contention without what `apply_contention` leaves out."""
-    known = _contention(graph)
-    if known is None:
+    contention = _contention(graph)
+    if contention is None:
         return None
     if not slow_preparation:
-        known = replace(known, preparation_loss=0.0, main_loss=0.0)
+        contention = replace(contention, preparation_loss=0.0, main_loss=0.0)
     if not slow_compute:
-        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
-    return known
+        contention = replace(contention, compute_loss=np.zeros_like(contention.compute_loss))
+    return contention
 
 
 @memoize
 def _lost_before(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> "_Lost":
     """Return the loss of each node in the unchanged replay: each change is compared with it."""
-    known = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
-    assert known is not None
-    return _lost(graph, known, graph.replayed)
+    contention = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
+    assert contention is not None
+    return _lost(graph, contention, graph.replayed)
 
 
 @memoize
@@ -108,8 +108,8 @@ def _contention(graph: Graph) -> _Contention | None:
     prepares = is_kernel & graph.frame["at"].is_in(graph.prepared["node"].implode()).to_numpy()
     compute_loss = np.zeros(graph.count)
     with suppress(InsufficientDataError):
-        at, longer = contention_free.compute_slowdowns(graph)
-        compute_loss[at] = longer / (1 + longer)
+        node, longer = contention_free.compute_slowdowns(graph)
+        compute_loss[node] = longer / (1 + longer)
     measured = contention_free.preparation_slowdown(graph)
     slowdown = measured or 0.0
     if not compute_loss.any() and not prepares.any():
@@ -135,14 +135,14 @@ class _Lost:
     yielded_ns: Floats
 
 
-def _moved(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
+def _update_durations(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
     """Return the updated durations of nodes with a changed loss, at least a twentieth of their time."""
     same = (before.share == after.share) & (before.yielded_ns == after.yielded_ns)
     work = np.maximum(took_ns * (1 - before.share) - before.yielded_ns, (1 - _MOST) * took_ns)
     return np.where(same, took_ns, np.round((work + after.yielded_ns) / (1 - after.share))).astype(np.int64)
 
 
-def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
+def _lost(graph: Graph, contention: _Contention, played: Replay) -> _Lost:
     """Return the loss of each node to concurrent work in a replay.
 
     Collectives and main compute slow concurrent work for as long as they overlap it. Main compute yields to
@@ -152,17 +152,18 @@ def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
     spans = np.stack((start, end), axis=1)
     took = np.maximum(end - start, 1)
     share, yielded = np.zeros(graph.count), np.zeros(graph.count)
-    kinds = (known.main, known.prepares, known.communicates)
+    kinds = (contention.main, contention.prepares, contention.communicates)
     of_place = [
-        {at: rows[of] for at, of in rows_by_key(known.place[rows]).items()} for rows in map(np.flatnonzero, kinds)
+        {key: rows[index] for key, index in rows_by_key(contention.place[rows]).items()}
+        for rows in map(np.flatnonzero, kinds)
     ]
     none = np.empty(0, np.int64)
     for place in of_place[0]:
         main, prepares, carries = (rows.get(place, none) for rows in of_place)
         in_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
-        share[main] = known.compute_loss[main] * in_calls
+        share[main] = contention.compute_loss[main] * in_calls
         if len(prepares):
             in_main = intervals.coverage(spans[prepares], intervals.union(spans[main])) / took[prepares]
-            share[prepares] = known.preparation_loss * in_main
-            yielded[main] = known.main_loss * intervals.coverage(spans[main], intervals.union(spans[prepares]))
+            share[prepares] = contention.preparation_loss * in_main
+            yielded[main] = contention.main_loss * intervals.coverage(spans[main], intervals.union(spans[prepares]))
     return _Lost(np.minimum(share, _MOST), yielded)

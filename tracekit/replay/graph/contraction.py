@@ -66,14 +66,14 @@ class Contracted:
         return np.where((node >= 0) & remains[node], self.first[node], -1)
 
     def earliest(self) -> Ints:
-        """Return when each row may start by waits for the window's start alone."""
+        """Earliest start of each row by waits for the window's start alone."""
         start = np.where(self.starts_at_0, 0, _EVER)
         of_window = self.awaited < 0
         np.maximum.at(start, self.waiting[of_window], self.lag_ns[of_window])
         return start
 
     def all_starts(self, start_ns: Ints) -> Ints:
-        """Return when every node of the network starts, given the starts of the rows."""
+        """Start of every node of the network, given the starts of the rows."""
         end = start_ns + self.own_ns
         ends = end[self.first] + self.first_ns
         two = np.flatnonzero(self.second >= 0)
@@ -82,21 +82,21 @@ class Contracted:
 
 
 def starts(network: Network) -> Ints:
-    """Return when every node starts if each starts as soon as its waits allow, in one pass in topological order."""
-    left = contract(network)
-    known = np.flatnonzero(left.awaited >= 0)
+    """Start of every node if each starts as soon as its waits allow, in one pass in topological order."""
+    contracted = contract(network)
+    edge = np.flatnonzero(contracted.awaited >= 0)
     place = np.empty(len(network.order), np.int64)
     place[network.order] = np.arange(len(network.order))
-    known = known[np.argsort(place[left.node[left.waiting[known]]], kind="stable")]
-    awaited = left.awaited[known]
-    start = left.earliest().tolist()
-    waits = (left.waiting[known], awaited, left.lag_ns[known] + left.own_ns[awaited])
+    edge = edge[np.argsort(place[contracted.node[contracted.waiting[edge]]], kind="stable")]
+    awaited = contracted.awaited[edge]
+    start = contracted.earliest().tolist()
+    waits = (contracted.waiting[edge], awaited, contracted.lag_ns[edge] + contracted.own_ns[awaited])
     # Each start needs those of the awaited nodes, so this loop cannot be vectorised.
-    for at, on, after_ns in zip(*(each.tolist() for each in waits), strict=True):
+    for row, on, after_ns in zip(*(column.tolist() for column in waits), strict=True):
         time = start[on] + after_ns
-        if time > start[at]:
-            start[at] = time
-    return left.all_starts(np.array(start, np.int64))
+        if time > start[row]:
+            start[row] = time
+    return contracted.all_starts(np.array(start, np.int64))
 
 
 def contract(network: Network, remaining: Flags | None = None) -> Contracted:
@@ -110,19 +110,19 @@ def contract(network: Network, remaining: Flags | None = None) -> Contracted:
     del chained, launched
     caller = head[launch]
     joins[1:] &= ~joins[:-1] | (caller[1:] == caller[:-1])
-    own, chain_ns = network.own_ns[before], network.chain_ns[before]
+    own_ns, chain_ns = network.own_ns[before], network.chain_ns[before]
     chain_ns = chain_ns + after_ns[np.maximum(before - 1, 0)]
-    first, first_ns = _runs(joins, chain_ns + own)
-    called_ns = network.launch_ns[before] + after_ns[launch] + own - first_ns
+    first, first_ns = _runs(joins, chain_ns + own_ns)
+    called_ns = network.launch_ns[before] + after_ns[launch] + own_ns - first_ns
     second_ns = np.where(joins, first_ns + _running_maximum(np.where(joins, called_ns, _EVER), first), NEVER)
     of_node = np.full(len(head), -1, np.int32)
     of_node[before] = np.arange(len(before), dtype=np.int32)
     runs = _Runs(joins, first, first_ns, of_node[caller], second_ns)
-    return _joined(network, before, of_node[head], after_ns, runs)
+    return _contract_runs(network, before, of_node[head], after_ns, runs)
 
 
 def _followers(network: Network, remaining: Flags | None) -> tuple[Flags, Flags]:
-    """Return which nodes wait for the one before alone, and which also for their launch, without the `remaining`."""
+    """Mark nodes that wait for the one before alone, and those that also wait for their launch, without `remaining`."""
     count = len(network.own_ns)
     waits = np.bincount(network.waiting, minlength=count) + (network.chain >= 0) + (network.launch >= 0)
     follows = network.chain == np.arange(count) - 1
@@ -143,7 +143,7 @@ class _Runs:
     second_ns: Ints
 
 
-def _joined(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Runs) -> Contracted:
+def _contract_runs(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Runs) -> Contracted:
     """Return the network of the rows that join no run; `run` is the row in `before` by which each node ends."""
     row = np.cumsum(~runs.joins, dtype=np.int32) - np.int32(1)
     first, second = row[runs.first][run], np.where(runs.joins, row[runs.caller], np.int32(-1))[run]
@@ -156,8 +156,8 @@ def _joined(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Ru
     awaited = np.concatenate((network.awaited, network.chain[chain], network.launch[launch]))
     lag = np.concatenate((network.lag_ns, network.chain_ns[chain], network.launch_ns[launch]))
     on = np.maximum(awaited, 0)
-    known = awaited >= 0
-    two = known & (second[on] >= 0)
+    has_awaited = awaited >= 0
+    two = has_awaited & (second[on] >= 0)
     waiting = first[waiting]
     starts_at_0 = np.bincount(waiting, minlength=len(node)) == 0
     return Contracted(
@@ -165,8 +165,8 @@ def _joined(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Ru
         node,
         network.own_ns[node],
         np.concatenate((waiting, waiting[two])),
-        np.concatenate((np.where(known, first[on], -1), second[on][two])),
-        np.concatenate((np.where(known, lag + first_ns[on], lag), (lag + second_ns[on])[two])),
+        np.concatenate((np.where(has_awaited, first[on], -1), second[on][two])),
+        np.concatenate((np.where(has_awaited, lag + first_ns[on], lag), (lag + second_ns[on])[two])),
         starts_at_0,
         first,
         first_ns,
@@ -190,11 +190,11 @@ def _runs(continues: Flags, took_ns: Ints) -> tuple[Rows, Ints]:
 
 def _running_maximum(values: Ints, first: Rows) -> Ints:
     """Return the maximum of the values so far in each run, found by doubling: `first` is the run's first row."""
-    found = values.copy()
+    maxima = values.copy()
     length = np.arange(len(values)) - first
     reach = 1
     while reach <= int(length.max(initial=0)):
         rows = np.flatnonzero(length >= reach)
-        found[rows] = np.maximum(found[rows], found[rows - reach])
+        maxima[rows] = np.maximum(maxima[rows], maxima[rows - reach])
         reach *= 2
-    return found
+    return maxima

@@ -16,7 +16,7 @@ from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, gap_
 
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_BUSY = [host_state.HOST_STATES.index(each) for each in (host_state.DATA, host_state.CHECKPOINT)]
+_BUSY = [host_state.HOST_STATES.index(state) for state in (host_state.DATA, host_state.CHECKPOINT)]
 
 
 _WORK_COLUMNS = (
@@ -34,17 +34,17 @@ def build(trace: Trace) -> TraceGraph:
     reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if first_call else start
     paused = np.maximum(start, reach)
     gap_ns = host_time.time_by_state(trace, reach, paused)
-    awaited, until = _awaited(calls, reach, paused)
-    waited = _waited(trace, reach, awaited, until)
+    awaited, until = _awaited_collectives(calls, reach, paused)
+    waited = _waiting_ns(trace, reach, awaited, until)
     gap_ns = np.maximum(gap_ns - waited, 0)
     waits = np.flatnonzero(awaited >= 0)
     lag = (paused - until)[waits]
-    own = np.maximum(end - paused, 0)
-    woken = _woken(calls, start)
+    own_ns = np.maximum(end - paused, 0)
+    woken = _wake_up_ns(calls, start)
     nodes = host.with_columns(
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
         pl.Series("chain_ns", gap_ns.sum(axis=1)),
-        pl.Series("own_ns", own),
+        pl.Series("own_ns", own_ns),
         *gap_series(gap_ns),
         what=pl.lit(HOST, pl.Int8),
     )
@@ -105,7 +105,7 @@ def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
     ).select(*_WORK_COLUMNS)
 
 
-def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Ints]:
+def _awaited_collectives(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Ints]:
     """Return the collective whose end is the last within each pause of the host (-1: none), and that end.
 
     A send or receive of gloo ends where the host waits for it, so a short wait shows that it was complete before.
@@ -117,26 +117,26 @@ def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Int
         return np.full(len(to_ns), -1, np.int64), to_ns
     row = order[np.maximum(last, 0)]
     least_ns = np.where(calls["is_message"].to_numpy()[row], _LEAST_WAIT_NS, 0)
-    found = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns + least_ns)
-    return np.where(found, row, -1), np.where(found, ends[row], to_ns)
+    is_awaited = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns + least_ns)
+    return np.where(is_awaited, row, -1), np.where(is_awaited, ends[row], to_ns)
 
 
-def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
-    """Return how long each collective's thread took to start it after its issue and its predecessor's end."""
+def _wake_up_ns(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
+    """Time that each collective's thread took to start it after its issue and its predecessor's end, in ns."""
     launch, previous = calls["launch"].to_numpy(), calls["previous"].to_numpy()
     start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
     if not len(start):
         return start
     could = np.where(launch >= 0, issued_ns[np.maximum(launch, 0)] if len(issued_ns) else start, start.min())
     could = np.where(previous >= 0, np.maximum(could, end[np.maximum(previous, 0)]), could)
-    known = (launch >= 0) | (previous >= 0)
-    return np.asarray(np.where(known, np.maximum(start - could, 0), 0), np.int64)
+    is_known = (launch >= 0) | (previous >= 0)
+    return np.asarray(np.where(is_known, np.maximum(start - could, 0), 0), np.int64)
 
 
-def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
+def _waiting_ns(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
     """Return, by host state, the part of each pause that was waiting."""
-    found = np.flatnonzero(awaited >= 0)
+    rows = np.flatnonzero(awaited >= 0)
     waiting = np.zeros((len(from_ns), host_time.STATE_COUNT), np.int64)
-    waiting[found] = host_time.time_by_state(trace, from_ns[found], until[found])
+    waiting[rows] = host_time.time_by_state(trace, from_ns[rows], until[rows])
     waiting[:, _BUSY] = 0
     return waiting

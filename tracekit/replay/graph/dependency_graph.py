@@ -84,7 +84,7 @@ class Graph:
 
     @cached_property
     def is_main_lane(self) -> Flags:
-        """Return which of the ranks' nodes are on the lane of their device with most compute."""
+        """Mark the ranks' nodes on the lane of their device with most compute."""
         work = self.frame.select("rank", "device", "lane", "kind", own_ns=self.own_ns[: self.count])
         busy = work.filter(pl.col("kind") == "compute").group_by("rank", "device", "lane").agg(pl.col("own_ns").sum())
         main = busy.sort("own_ns", "lane", descending=[True, False]).unique(["rank", "device"], keep="first")
@@ -95,7 +95,7 @@ class Graph:
 
     @cached_property
     def is_queued_before(self) -> Flags:
-        """Return which of the ranks' nodes are work queued before the window: see `queued_before`."""
+        """Mark the ranks' nodes that are work queued before the window: see `queued_before`."""
         return queued_before(self.frame, self.launch[: self.count])
 
     @cached_property
@@ -113,7 +113,7 @@ class Graph:
         return self.frame[name].to_numpy()
 
     def matches(self, column: str, value: str) -> Flags:
-        """Return which of the ranks' nodes have this value in a column."""
+        """Mark the ranks' nodes that have this value in a column."""
         return np.asarray((self.frame[column] == value).fill_null(value=False).to_numpy())
 
     def with_durations(self, nodes: npt.NDArray[Any], own_ns: npt.ArrayLike) -> "Graph":
@@ -167,17 +167,17 @@ def graphs(run: Run) -> list[Graph]:
     """Return the graph of each window of a run."""
     run.measure(FACTS)
     stored, corrected = _nodes(run)
-    whole = _with_columns(stored, corrected)
+    all_nodes = _with_columns(stored, corrected)
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
-    shared = shared_waits.shared_waits(whole.select(*shared_waits.NODES), own_edges)
+    shared = shared_waits.shared_waits(all_nodes.select(*shared_waits.NODES), own_edges)
     edges = pl.concat([own_edges, shared.select(own_edges.columns)])
     counts = stored.select("window").to_series().value_counts(sort=False).sort("window")  # rows are by window and rank
     built, first = [], 0
     for window, count in counts.iter_rows():
-        own = whole
+        window_nodes = all_nodes
         if count < stored.height:
-            own = _with_columns(stored.slice(first, count), corrected.slice(first, count))
-        built.append(_graph(run, window, own, _of_window(edges, window), _of_window(windows, window)))
+            window_nodes = _with_columns(stored.slice(first, count), corrected.slice(first, count))
+        built.append(_graph(run, window, window_nodes, _of_window(edges, window), _of_window(windows, window)))
         first += count
     return built
 
@@ -191,8 +191,8 @@ def _nodes(run: Run) -> tuple[NodeTable, pl.DataFrame]:
     return stored, on_clock.with_columns(recorded_stalls.pauses_on_other_ranks(run, stored))
 
 
-def _with_columns(nodes: NodeTable, others: pl.DataFrame) -> NodeTable:
-    return nodes.with_columns(others.get_columns())
+def _with_columns(nodes: NodeTable, columns: pl.DataFrame) -> NodeTable:
+    return nodes.with_columns(columns.get_columns())
 
 
 def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
@@ -202,7 +202,7 @@ def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
 
 
 def queued_before(frame: NodeTable, launch: Ints) -> Flags:
-    """Return which nodes are work before the first work of their stream with a recorded launch (`launch` >= 0).
+    """Mark work before the first work of its stream with a recorded launch (`launch` >= 0).
 
     A stream runs work in launch order, so it was launched before the window began. What it waited for is not recorded:
     its start is given.
@@ -214,7 +214,7 @@ def queued_before(frame: NodeTable, launch: Ints) -> Flags:
 
 
 def replay(graph: Graph) -> Replay:
-    """Return when every node starts and ends if each starts as soon as its waits allow.
+    """Start and end of every node if each starts as soon as its waits allow.
 
     A collective ends on all ranks its own duration after the last arrival. While a kernel that fills its device runs,
     kernels of other streams wait for room.
@@ -281,20 +281,20 @@ def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
     """Return the nodes that depend on no cycle, in topological order."""
     by = np.argsort(before, kind="stable")
     following, first = after[by].tolist(), np.searchsorted(before[by], np.arange(count + 1)).tolist()
-    left = np.bincount(after, minlength=count).tolist()
-    free = [node for node, waits in enumerate(left) if not waits]
+    waits_left = np.bincount(after, minlength=count).tolist()
+    free = [node for node, waits in enumerate(waits_left) if not waits]
     for node in free:  # grows during the loop
         for other in following[first[node] : first[node + 1]]:
-            left[other] -= 1
-            if not left[other]:
+            waits_left[other] -= 1
+            if not waits_left[other]:
                 free.append(other)
     return free
 
 
-def _without_weakest_cycle_edges(graph: Graph, key: Ints, most: int) -> Graph:
+def _without_weakest_cycle_edges(graph: Graph, key: Ints, limit: int) -> Graph:
     """Return the graph without the least certain edges of each part whose nodes all depend on each other.
 
-    Inferred edges that contradict the recorded order are dropped. Without any, `most` that are next to it are: their
+    Inferred edges that contradict the recorded order are dropped. Without any, `limit` that are next to it are: their
     ends are the closest in time. The others stay, since one wrong edge is enough for a cycle.
     """
     edges, part = graph.edges, _mutually_dependent(graph)
@@ -302,7 +302,7 @@ def _without_weakest_cycle_edges(graph: Graph, key: Ints, most: int) -> Graph:
     slack_ns = key[edges.waiting] - key[edges.awaited]
     inferred = within & edges.inferred
     wrong = inferred & (slack_ns < 0)
-    nearest = _nearest(np.where(inferred & ~_in_parts(part, edges, wrong), slack_ns, -_FAR), part[edges.waiting], most)
+    nearest = _nearest(np.where(inferred & ~_in_parts(part, edges, wrong), slack_ns, -_FAR), part[edges.waiting], limit)
     across = within & (edges.kind == COLLECTIVE) & ~_in_parts(part, edges, inferred)
     for which in (wrong | nearest, across):
         if which.any():
@@ -322,44 +322,44 @@ def _mutually_dependent(graph: Graph) -> Ints:
 
 
 def _in_parts(part: Ints, edges: Edges, which: Flags) -> Flags:
-    """Return which edges begin in a part of the graph that has one of some edges."""
+    """Mark the edges that begin in a part of the graph that has one of some edges."""
     return np.isin(part[edges.waiting], part[edges.waiting[which]])
 
 
-def _nearest(slack_ns: Ints, part: Ints, most: int) -> Flags:
-    """Return the edges with the least slack in each part, at most `most` each; not those with the largest number."""
+def _nearest(slack_ns: Ints, part: Ints, limit: int) -> Flags:
+    """Return the edges with the least slack in each part, at most `limit` each; not those with the largest number."""
     order = np.lexsort((slack_ns, part))
     first = np.searchsorted(part[order], part[order], side="left")
-    chosen = np.zeros(len(part), bool)
-    chosen[order] = np.arange(len(part)) - first < most
-    return chosen & (slack_ns < -_FAR)
+    is_nearest = np.zeros(len(part), bool)
+    is_nearest[order] = np.arange(len(part)) - first < limit
+    return is_nearest & (slack_ns < -_FAR)
 
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:
     nodes = np.arange(len(graph.chain))
     waiting = np.concatenate((nodes, nodes, graph.edges.waiting))
     awaited = np.concatenate((graph.chain, graph.launch, graph.edges.awaited))
-    known = awaited >= 0
-    return waiting[known], awaited[known]
+    is_wait = awaited >= 0
+    return waiting[is_wait], awaited[is_wait]
 
 
 # Building ------------------------------------------------------------------------------------------------------------
 
 
 def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows: pl.DataFrame) -> Graph:
-    placed = nodes.with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
-    frame = filled_devices.with_rooms(placed)
-    rank = placed["rank"]
+    table = nodes.with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
+    frame = filled_devices.with_rooms(table)
+    rank = table["rank"]
     firsts = pl.DataFrame([rank.unique(maintain_order=True), rank.rle_id().arg_unique().cast(pl.Int64).alias("base")])
     base = firsts["base"].to_numpy()[rank.rle_id().to_numpy()]
-    joint_of, joints = _join_nodes(run, window, placed)
+    joint_of, joints = _join_nodes(run, window, table)
     done = np.where(joint_of >= 0, joint_of, np.arange(len(joint_of)))
     nothing = np.full(len(joints), -1, np.int64)
     chain, launch = (
-        np.concatenate((_graph_nodes(placed[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
+        np.concatenate((_graph_nodes(table[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
     )
-    own = np.where(joint_of >= 0, 0, placed["own_ns"].to_numpy())
-    origin = int(placed["start_ns"].min() or 0)  # type: ignore[arg-type]
+    own_ns = np.where(joint_of >= 0, 0, table["own_ns"].to_numpy())
+    origin = int(table["start_ns"].min() or 0)  # type: ignore[arg-type]
     moved = edges.join(firsts, on="rank", how="left", maintain_order="left")
     graph = Graph(
         window,
@@ -367,10 +367,10 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
         joint_of,
         chain,
         launch,
-        np.concatenate((placed["launch_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
-        np.concatenate((own, joints["transfer_ns"].to_numpy())),
-        np.concatenate((placed["chain_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
-        _trace_edges(moved, done).concat(_join_edges(joint_of)).concat(_release_edges(placed, chain, launch, origin)),
+        np.concatenate((table["launch_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
+        np.concatenate((own_ns, joints["transfer_ns"].to_numpy())),
+        np.concatenate((table["chain_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
+        _trace_edges(moved, done).concat(_join_edges(joint_of)).concat(_release_edges(table, chain, launch, origin)),
         windows.join(firsts, on="rank").with_columns(pl.col("first") + pl.col("base")).drop("base"),
         _parts(run, window, frame, done),
         run.table(trace_graph.preparation)
@@ -382,12 +382,12 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
         np.empty(0, np.int64),
         late_ranks.latest(run),
         run.run_table(expert_load.expert_load).filter(pl.col("window") == window),
-        filled_devices.devices(frame, len(own) + len(joints)),
+        filled_devices.devices(frame, len(own_ns) + len(joints)),
     )
-    return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
+    return sort_topologically(graph, _recorded_order(table, joint_of, len(joints)))
 
 
-def _join_nodes(run: Run, window: int, placed: NodeTable) -> tuple[Ints, pl.DataFrame]:
+def _join_nodes(run: Run, window: int, nodes: NodeTable) -> tuple[Ints, pl.DataFrame]:
     """Return each node's join node, and the transfer time of each join node: the shortest duration of its ranks.
 
     The last-arriving rank only transfers; the others wait before. On the CPU, a send ends where its host waits for it,
@@ -400,7 +400,7 @@ def _join_nodes(run: Run, window: int, placed: NodeTable) -> tuple[Ints, pl.Data
     several = calls.filter(pl.len().over("instance") > 1).select(
         "rank", pl.col("activity_id").alias("ref"), "instance", is_message
     )
-    work = placed.select("at", "rank", "ref", "own_ns", "what", "device", "start_ns", "end_ns")
+    work = nodes.select("at", "rank", "ref", "own_ns", "what", "device", "start_ns", "end_ns")
     work = work.filter(pl.col("what") == WORK)
     parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
     shortest_ns, together_ns = pl.col("own_ns").min(), (pl.col("end_ns").min() - pl.col("start_ns").max()).clip(0)
@@ -409,9 +409,9 @@ def _join_nodes(run: Run, window: int, placed: NodeTable) -> tuple[Ints, pl.Data
     joints = (
         parts.group_by("instance", maintain_order=True)
         .agg(transfer_ns.alias("transfer_ns"), "at")
-        .with_columns((pl.int_range(pl.len()) + placed.height).cast(pl.Int64).alias("joint"))
+        .with_columns((pl.int_range(pl.len()) + nodes.height).cast(pl.Int64).alias("joint"))
     )
-    joint_of = np.full(placed.height, -1, np.int64)
+    joint_of = np.full(nodes.height, -1, np.int64)
     members = joints.select("joint", "at").explode("at")
     joint_of[members["at"].to_numpy()] = members["joint"].to_numpy()
     return joint_of, joints
@@ -422,10 +422,10 @@ def _parts(run: Run, window: int, frame: NodeTable, done: Ints) -> pl.DataFrame:
     messages = calls.select(
         "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
     ).unique(["rank", "ref"])
-    at = np.flatnonzero((frame["kind"] == "communication").fill_null(value=False).to_numpy())
-    numbers = [pl.Series("at", at), pl.Series("done", done[at])]
-    own = [frame[name].gather(at) for name in ("rank", "ref", "step", "phase", "unit")]
-    return pl.DataFrame([*numbers, *own]).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
+    call_nodes = np.flatnonzero((frame["kind"] == "communication").fill_null(value=False).to_numpy())
+    numbers = [pl.Series("at", call_nodes), pl.Series("done", done[call_nodes])]
+    call_columns = [frame[name].gather(call_nodes) for name in ("rank", "ref", "step", "phase", "unit")]
+    return pl.DataFrame([*numbers, *call_columns]).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
 
 
 def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
@@ -451,11 +451,11 @@ def _join_edges(joint_of: Ints) -> Edges:
     return edges(joint_of[parts], parts, COLLECTIVE)
 
 
-def _release_edges(placed: NodeTable, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
+def _release_edges(nodes: NodeTable, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
     """Return the waits for the window's start: of each rank's host, and of work queued before."""
-    unbound = (chain[: placed.height] < 0) & (launch[: placed.height] < 0)
-    free = np.flatnonzero(unbound | queued_before(placed, placed["launch"].to_numpy()))
-    return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)
+    unbound = (chain[: nodes.height] < 0) & (launch[: nodes.height] < 0)
+    free = np.flatnonzero(unbound | queued_before(nodes, nodes["launch"].to_numpy()))
+    return edges(free, np.full(len(free), -1, np.int64), RELEASE, nodes["start_ns"].to_numpy()[free] - origin_ns)
 
 
 def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edges:
@@ -464,9 +464,9 @@ def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edg
     return Edges(waiting, awaited, lag, np.full(len(waiting), how), np.zeros(len(waiting), bool))
 
 
-def _recorded(placed: NodeTable, joint_of: Ints, joints: int) -> Ints:
-    """Return when each node was done, or arrived: the recorded order, which is nearly topological."""
-    start, end = placed["start_ns"].to_numpy(), placed["end_ns"].to_numpy()
+def _recorded_order(nodes: NodeTable, joint_of: Ints, joints: int) -> Ints:
+    """Time when each node was done, or arrived: the recorded order, which is nearly topological."""
+    start, end = nodes["start_ns"].to_numpy(), nodes["end_ns"].to_numpy()
     key = np.where(joint_of >= 0, start, end)
     together = np.full(joints, np.iinfo(np.int64).min, np.int64)
     parts = np.flatnonzero(joint_of >= 0)

@@ -47,52 +47,52 @@ def resource_waits(
         return pl.concat(parts)
     is_awaited = is_open & np.isin(item + first_item, host_awaited)
     kernels = np.flatnonzero(flags(items["kind"] == "compute"))
-    for own in rows_by_key(items["device"].to_numpy()[kernels]).values():
-        here = kernels[own]
-        rows, on = _in_last_wave(items, here, is_open)
+    for device_rows in rows_by_key(items["device"].to_numpy()[kernels]).values():
+        device_kernels = kernels[device_rows]
+        rows, on = _in_last_wave(items, device_kernels, is_open)
         by_chance = start[on] < ready[rows]
         lag = start[rows] - end[on]
         awaited = item[on] + first_item
         awaited[by_chance], lag[by_chance] = _delays(items, rows[by_chance], first_item, launch, launched_ns)
         parts.append(edge_table(item[rows] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
         is_awaited[rows] = False
-        left = here[is_awaited[here]]
-        awaited, lag = _delays(items, left, first_item, launch, launched_ns)
-        parts.append(edge_table(item[left] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
+        delayed = device_kernels[is_awaited[device_kernels]]
+        awaited, lag = _delays(items, delayed, first_item, launch, launched_ns)
+        parts.append(edge_table(item[delayed] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
     return pl.concat(parts)
 
 
-def late_kernels(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> pl.DataFrame:
+def late_kernels(items: pl.DataFrame, waits: pl.DataFrame, first_item: int, launched_ns: Ints) -> pl.DataFrame:
     """Return the items with `ready_ns`, when each could have started, and whether it is a kernel that started `late`.
 
-    `items` are those of `dependencies.lane_items`, `known` the waits between them, other arguments as of
+    `items` are those of `dependencies.lane_items`, `waits` the waits between them, other arguments as of
     `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
     """
     is_kernel = flags(items["kind"] == "compute") & (ids(items["launch_id"]) >= 0) & ~items["is_wait"].to_numpy()
-    ready_ns = _ready_ns(items, known, first_item, launched_ns)
+    ready_ns = _ready_ns(items, waits, first_item, launched_ns)
     late = is_kernel & (items["start_ns"].to_numpy() - ready_ns > _LATE_NS)
     return items.with_columns(ready_ns=ready_ns, late=late)
 
 
 def _delays(items: pl.DataFrame, kernels: Ints, first_item: int, launch: Ints, launched_ns: Ints) -> tuple[Ints, Ints]:
-    """Return what each kernel (a row) could have started after, its launching call or the work before it; the delay."""
+    """Node that each kernel (a row) could have started after, its launching call or the work before it; the delay."""
     previous, called_ns = items["previous"].to_numpy()[kernels], launched_ns[kernels]
     before_ns = np.where(previous < 0, 0, items["end_ns"].to_numpy()[np.maximum(previous, 0)])
     awaited = np.where(before_ns > called_ns, previous + first_item, launch[kernels])
     return awaited, items["start_ns"].to_numpy()[kernels] - np.maximum(before_ns, called_ns)
 
 
-def _ready_ns(items: pl.DataFrame, known: pl.DataFrame, first_item: int, launched_ns: Ints) -> Ints:
-    """Return when each item could have started, by its launch, its stream and its known waits.
+def _ready_ns(items: pl.DataFrame, waits: pl.DataFrame, first_item: int, launched_ns: Ints) -> Ints:
+    """Earliest start of each item by its launch, its stream and its known waits.
 
     A launch can take long, such as at a kernel's first use; its kernel then starts when the call ends.
     """
     start, end, previous = (items[name].to_numpy() for name in ("start_ns", "end_ns", "previous"))
     before = np.where(previous < 0, 0, end[np.maximum(previous, 0)])
     ready_ns = np.maximum.reduce([before, items["launched_ns"].to_numpy() + _LAUNCH_NS, launched_ns])
-    on = known["awaited"].to_numpy() - first_item
-    awaited_ns = np.where(flags(known["kind"] == "start_order"), start[on], end[on])
-    np.maximum.at(ready_ns, known["waiting"].to_numpy() - first_item, awaited_ns + known["lag_ns"].to_numpy())
+    on = waits["awaited"].to_numpy() - first_item
+    awaited_ns = np.where(flags(waits["kind"] == "start_order"), start[on], end[on])
+    np.maximum.at(ready_ns, waits["waiting"].to_numpy() - first_item, awaited_ns + waits["lag_ns"].to_numpy())
     return np.asarray(ready_ns)
 
 
@@ -101,13 +101,13 @@ def _in_last_wave(items: pl.DataFrame, kernels: Ints, late: Flags) -> tuple[Ints
     start, end, lane, launched = (items[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
     order = kernels[np.lexsort((launched[kernels], start[kernels], end[kernels]))]
     rows = kernels[late[kernels]]
-    found = np.full(len(rows), -1, np.int64)
+    filler = np.full(len(rows), -1, np.int64)
     for after in range(4):
-        at = np.searchsorted(end[order], start[rows], side="right") + after
-        on = order[np.minimum(at, len(order) - 1)]
+        place = np.searchsorted(end[order], start[rows], side="right") + after
+        on = order[np.minimum(place, len(order) - 1)]
         left_ns = end[on] - start[rows]
-        in_wave = (at < len(order)) & (left_ns > 0) & (left_ns <= LAST_WAVE_RATIO * (end[on] - start[on]))
+        in_wave = (place < len(order)) & (left_ns > 0) & (left_ns <= LAST_WAVE_RATIO * (end[on] - start[on]))
         in_wave &= (lane[on] != lane[rows]) & (launched[on] <= launched[rows])
-        found = np.where((found < 0) & in_wave, on, found)
-    has = found >= 0
-    return rows[has], found[has]
+        filler = np.where((filler < 0) & in_wave, on, filler)
+    has = filler >= 0
+    return rows[has], filler[has]

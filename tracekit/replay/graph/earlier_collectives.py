@@ -40,24 +40,24 @@ def prefetch_all_gathers(graph: Graph) -> Graph:
     awaited[delayed["edge"].to_numpy()] = delayed["instead"].to_numpy()
     moved = replace(graph, edges=replace(graph.edges, awaited=awaited))
     after = pl.concat([
-        delayed.select("at", pl.Series("after", _computed(graph, delayed["instead"].to_numpy()), pl.Int64)),
+        delayed.select("at", pl.Series("after", _last_work(graph, delayed["instead"].to_numpy()), pl.Int64)),
         _reductions_after(graph, calls),
     ]).with_columns(delayed=pl.lit(True))  # fmt: skip
-    return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
+    return _in_turn(moved, _swap_calls(calls.join(after, on="at", how="left", maintain_order="left")))
 
 
 def all_gathers_first(graph: Graph) -> Graph:
     """Return the graph with each all-gather moved before the reduce-scatter that directly precedes it."""
     calls = _in_order(graph)
-    return _in_turn(graph, _swapped(calls.with_columns(delayed=pl.lit(True), after=pl.lit(None, pl.Int64))))
+    return _in_turn(graph, _swap_calls(calls.with_columns(delayed=pl.lit(True), after=pl.lit(None, pl.Int64))))
 
 
 def _in_order(graph: Graph) -> pl.DataFrame:
     """Return all-gathers and reduce-scatters in topological order, by rank and group."""
-    found = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
-    at = found["at"].to_numpy()
-    placed = found.with_columns(graph.frame["lane"].gather(at), pl.Series("turn", graph.position[at]))
-    return placed.sort("rank", "group", "turn")
+    calls = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
+    nodes = calls["at"].to_numpy()
+    with_turns = calls.with_columns(graph.frame["lane"].gather(nodes), pl.Series("turn", graph.position[nodes]))
+    return with_turns.sort("rank", "group", "turn")
 
 
 def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
@@ -74,55 +74,57 @@ def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
     waits = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
-    numbered = calls.with_columns(MICRO_BATCH)
-    placed = waits.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
+    with_batches = calls.with_columns(MICRO_BATCH)
+    ordered = waits.join(with_batches.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
     earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
-    return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
+    return ordered.with_columns(earlier.alias("instead")).drop_nulls("instead")
 
 
 def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
     """Return each all-gather (at) with itself and the waits directly before it on its lane (item)."""
     is_wait = graph.column("what") == WAIT
-    at, item = [gathers], [gathers]
-    current, of = graph.chain[gathers], gathers
+    gather_nodes, item = [gathers], [gathers]
+    current, gather = graph.chain[gathers], gathers
     while True:
         going = (current >= 0) & (current < graph.count)
         going[going] &= is_wait[current[going]]
         if not going.any():
-            return pl.DataFrame({"at": np.concatenate(at), "item": np.concatenate(item)})
-        current, of = current[going], of[going]
-        at.append(of)
+            return pl.DataFrame({"at": np.concatenate(gather_nodes), "item": np.concatenate(item)})
+        current, gather = current[going], gather[going]
+        gather_nodes.append(gather)
         item.append(current)
         current = graph.chain[current]
 
 
-def _computed(graph: Graph, nodes: Ints) -> Ints:
+def _last_work(graph: Graph, nodes: Ints) -> Ints:
     """Return the last work up to each item of a main lane: equal for items that wait for the same compute."""
-    found = nodes.copy()
+    work = nodes.copy()
     is_wait = graph.column("what") == WAIT
-    while (waits := is_wait[found] & (graph.chain[found] >= 0)).any():
-        found[waits] = graph.chain[found[waits]]
-    return found
+    while (waits := is_wait[work] & (graph.chain[work] >= 0)).any():
+        work[waits] = graph.chain[work[waits]]
+    return work
 
 
 def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     """Return the reduce-scatters (at) with known awaited compute (after), their own or their preparation's."""
-    every, done = graph.edges, graph.done
-    rows = np.flatnonzero((every.kind == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
-    rows = rows[graph.is_main_lane[every.awaited[rows]]]
-    awaited = dict(zip(every.waiting[rows].tolist(), _computed(graph, every.awaited[rows]).tolist(), strict=True))
+    waits, done = graph.edges, graph.done
+    rows = np.flatnonzero((waits.kind == EVENT) & (waits.awaited >= 0) & (waits.awaited < graph.count))
+    rows = rows[graph.is_main_lane[waits.awaited[rows]]]
+    awaited = dict(zip(waits.waiting[rows].tolist(), _last_work(graph, waits.awaited[rows]).tolist(), strict=True))
     ends = set(done[calls["at"].to_numpy()].tolist())
-    found = {}
-    for at in calls.filter(pl.col("op") == _REDUCE)["at"].to_list():
-        item = at
+    compute_of = {}
+    for call in calls.filter(pl.col("op") == _REDUCE)["at"].to_list():
+        item = call
         while item not in awaited and 0 <= (before := int(graph.chain[item])) < graph.count and before not in ends:
             item = before
         if item in awaited:
-            found[at] = awaited[item]
-    return pl.DataFrame({"at": list(found), "after": list(found.values())}, schema={"at": pl.Int64, "after": pl.Int64})
+            compute_of[call] = awaited[item]
+    return pl.DataFrame(
+        {"at": list(compute_of), "after": list(compute_of.values())}, schema={"at": pl.Int64, "after": pl.Int64}
+    )
 
 
-def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
+def _swap_calls(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the calls in their new order: a delayed all-gather moves before a directly preceding reduce-scatter.
 
     Not where the reduce-scatter is known to wait for no later compute (`after`) than the all-gather.
@@ -131,8 +133,10 @@ def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
     before = pl.col("op").shift(1).over(key) == _REDUCE
     later = (pl.col("after").shift(1).over(key) > pl.col("after")).fill_null(value=True)
     jumps = (pl.col("op") == _GATHER) & before & later & pl.col("delayed").fill_null(value=False)
-    numbered = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
-    jumped = numbered.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
+    with_places = calls.with_columns(
+        pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps")
+    )
+    jumped = with_places.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
     place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)
     return jumped.with_columns(place.alias("place")).sort(*key, "place")
 
@@ -143,13 +147,13 @@ def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
     turns = swapped.with_columns(before=pl.col("at").shift(1).over("rank", "group")).drop_nulls("before")
     across = edges(turns["at"].to_numpy(), done[turns["before"].to_numpy()], COMMUNICATOR)
     had = (graph.edges.kind == COMMUNICATOR).any() or (graph.edges.kind == COLLECTIVE).any()
-    every = graph.edges.select(graph.edges.kind != COMMUNICATOR)
-    chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
-    both = every.concat(replace(across, inferred=np.ones_like(across.inferred))) if had else every
+    kept_edges = graph.edges.select(graph.edges.kind != COMMUNICATOR)
+    chain = _reorder_chain(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
+    both = kept_edges.concat(replace(across, inferred=np.ones_like(across.inferred))) if had else kept_edges
     return sort_topologically(replace(graph, edges=both, chain=chain), graph.position)
 
 
-def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
+def _reorder_chain(graph: Graph, calls: pl.DataFrame) -> Ints:
     """Return the lane order with each call moved together with the items that lead to it."""
     chain = graph.chain.copy()
     if calls.is_empty():
@@ -159,18 +163,18 @@ def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
     with_heads = calls.with_columns(pl.Series("head", heads))
     first = with_heads.sort("turn").group_by("rank", "lane").agg(pl.col("head").first())
     last = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
-    for rank, lane, at, head in with_heads.sort("rank", "lane", "place").select("rank", "lane", "at", "head").rows():
+    for rank, lane, call, head in with_heads.sort("rank", "lane", "place").select("rank", "lane", "at", "head").rows():
         chain[head] = last[rank, lane]
-        last[rank, lane] = int(done[at])
+        last[rank, lane] = int(done[call])
     return chain
 
 
 def _heads(graph: Graph, calls: Ints, ends: set[int]) -> list[int]:
     """Return for each call the first item after the previous call on its lane."""
-    found = []
-    for at in calls.tolist():
-        head = at
+    heads = []
+    for call in calls.tolist():
+        head = call
         while (before := int(graph.chain[head])) >= 0 and before not in ends and before < graph.count:
             head = before
-        found.append(head)
-    return found
+        heads.append(head)
+    return heads

@@ -38,7 +38,7 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     is_kernel = flags(late["kind"] == "compute") & ~late["is_wait"].to_numpy()
     kernels = late.with_columns(grid_id.alias("grid_id")).filter(is_kernel)
     devices = kernels.sort("start_ns", "item").partition_by("device", maintain_order=True)
-    starts = pl.concat([schema.empty(_CONCURRENT_START), *(_concurrent_starts(here) for here in devices)])
+    starts = pl.concat([schema.empty(_CONCURRENT_START), *(_concurrent_starts(device) for device in devices)])
     counts = starts.group_by("grid_id").agg(
         held_up=pl.col("on").filter("late", "in_last_wave", "ran_before").n_unique(),
         shared=pl.col("on").filter(~pl.col("late") & ~pl.col("in_last_wave")).n_unique(),
@@ -83,8 +83,10 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
     grids = frame.select("grid_id", "room_ns", dur_ns=pl.col("end_ns") - pl.col("start_ns"))
-    shown = grids.filter(pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns"))
-    usual = shown.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
+    recorded_rooms = grids.filter(
+        pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns")
+    )
+    usual = recorded_rooms.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
     joined = grids.join(usual, on="grid_id", how="left", maintain_order="left")
     room_ns = pl.max_horizontal("room_ns", "usual_ns")
     fills = pl.col("usual_ns").is_not_null() & (room_ns < pl.col("dur_ns"))
@@ -93,32 +95,32 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     kernels = rooms.select(
         "at", "rank", "device", "lane", "start_ns", "end_ns", "room_ns", "is_late", kernel=is_kernel()
     )
-    for here in kernels.filter("kernel").partition_by(_DEVICE):
-        at, on = _shared(here.sort("start_ns", "at"))
-        shares_with[at] = on
+    for device_kernels in kernels.filter("kernel").partition_by(_DEVICE):
+        node, on = _shared_starts(device_kernels.sort("start_ns", "at"))
+        shares_with[node] = on
     return rooms.with_columns(pl.Series("shares_with", shares_with))
 
 
-def _shared(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
+def _shared_starts(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
     """Return the kernels of a device that start at once before the last wave of one that fills it, and that one (at).
 
     `kernels` are sorted by start.
     """
-    start, end, lane, at = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "at"))
+    start, end, lane, node = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "at"))
     fillers = np.flatnonzero(kernels["room_ns"].to_numpy() >= 0)
     last_wave_ns = end - device_sharing.LAST_WAVE_RATIO * (end - start)
-    found = np.full(len(start), _NONE, np.int64)
+    filler = np.full(len(start), _NONE, np.int64)
     for back in range(1, _BACK + 1):
         before = np.searchsorted(start[fillers], start, side="right") - back
-        on = fillers[np.maximum(before, 0)] if len(fillers) else found
+        on = fillers[np.maximum(before, 0)] if len(fillers) else filler
         runs = (before >= 0) & (lane[on] != lane) & (last_wave_ns[on] > start)
-        found = np.where((found < 0) & runs, on, found)
-    rows = np.flatnonzero((found >= 0) & ~kernels["is_late"].to_numpy())
-    return at[rows], at[found[rows]]
+        filler = np.where((filler < 0) & runs, on, filler)
+    rows = np.flatnonzero((filler >= 0) & ~kernels["is_late"].to_numpy())
+    return node[rows], node[filler[rows]]
 
 
 def is_kernel() -> pl.Expr:
-    """Return which nodes need multiprocessors and are not collectives."""
+    """Expression for nodes that need multiprocessors and are not collectives."""
     return (pl.col("what") == WORK) & (pl.col("kind") == "compute")
 
 
@@ -159,7 +161,7 @@ def devices(frame: NodeTable, count: int) -> Devices | None:
 
 
 def starts(network: Network, devices: Devices | None) -> Ints:
-    """Return when each node starts where kernels wait for room on these devices.
+    """Start of each node where kernels wait for room on these devices.
 
     Only kernels that become ready while another one fills their device have to be visited in the order of time: those
     that the result so far shows, until it shows no more.
@@ -169,15 +171,15 @@ def starts(network: Network, devices: Devices | None) -> Ints:
     fillers = (devices.room_ns >= 0) & (network.own_ns > devices.room_ns)
     in_time = (devices.contended | fillers) & devices.contended.any()
     start_ns = _in_time(network, devices, in_time) if in_time.any() else contraction.starts(network)
-    while (more := _contended(devices, fillers, start_ns, network.own_ns) & ~in_time).any():
+    while (more := _contended_kernels(devices, fillers, start_ns, network.own_ns) & ~in_time).any():
         devices.contended[more] = True
         in_time |= more | fillers
         start_ns = _in_time(network, devices, in_time)
     return start_ns
 
 
-def _contended(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -> Flags:
-    """Return which kernels start while one of another stream runs that leaves no room."""
+def _contended_kernels(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -> Flags:
+    """Mark kernels that start while one of another stream runs that leaves no room."""
     rows, kernels = np.flatnonzero(fillers), np.flatnonzero(devices.place >= 0)
     until_ns = start_ns[rows] + own_ns[rows] - devices.room_ns[rows]
     times = distinct(np.concatenate((start_ns[rows], until_ns)))
@@ -186,28 +188,28 @@ def _contended(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -
     kernel_at = np.searchsorted(times, start_ns[kernels], side="right")
     for place, sign in ((devices.place, 1), (devices.lane, -1)):
         base, of_kernel = (place[which].astype(np.int64) * (len(times) + 1) for which in (rows, kernels))
-        begin, until, at = base + start_at, base + until_at, of_kernel + kernel_at
-        running = np.searchsorted(np.sort(begin), at, side="right") - np.searchsorted(np.sort(until), at, side="right")
+        begin, end, now = base + start_at, base + until_at, of_kernel + kernel_at
+        running = np.searchsorted(np.sort(begin), now, side="right") - np.searchsorted(np.sort(end), now, side="right")
         count += sign * running
-    found = np.zeros(len(fillers), np.bool_)
-    found[kernels[count > 0]] = True
-    return found
+    is_contended = np.zeros(len(fillers), np.bool_)
+    is_contended[kernels[count > 0]] = True
+    return is_contended
 
 
 _LANES = 1 << 20
 
 
 def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
-    """Return when each node starts, found in the order of time: which kernel finds room depends on all before.
+    """Start of each node, found in the order of time: which kernel finds room depends on all before.
 
     Kernels that are not `in_time` find room at once.
     """
-    left = contraction.contract(network, in_time)
-    starts_at, waits_left, following, lags, first = _order(left)
-    place = np.where(in_time, devices.place, -1)[left.node].tolist()
-    lane, room, took = devices.lane[left.node].tolist(), devices.room_ns[left.node].tolist(), left.own_ns.tolist()
-    shares = left.rows(devices.shares_with[left.node]).tolist()
-    running: dict[int, list[tuple[int, int, int]]] = {at: [] for at in set(place)}
+    net = contraction.contract(network, in_time)
+    starts_at, waits_left, following, lags, first = _order(net)
+    place = np.where(in_time, devices.place, -1)[net.node].tolist()
+    lane, room, took = devices.lane[net.node].tolist(), devices.room_ns[net.node].tolist(), net.own_ns.tolist()
+    shares = net.rows(devices.shares_with[net.node]).tolist()
+    running: dict[int, list[tuple[int, int, int]]] = {device: [] for device in set(place)}
     released = [node for node, waits in enumerate(waits_left) if not waits]
     free = [node for node in released if place[node] < 0]
     events = [(starts_at[node], starts_at[node], node) for node in released if place[node] >= 0]
@@ -218,10 +220,10 @@ def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
             end = starts_at[node] + took[node]
         else:
             now, ready, node = heapq.heappop(events)
-            full = running[place[node]] = [each for each in running[place[node]] if each[0] > now]
-            others = [until for until, by, of in full if of != lane[node] and by != shares[node]]
-            if others:
-                heapq.heappush(events, (max(others), ready, node))  # the first that was ready finds room first
+            full = running[place[node]] = [run for run in running[place[node]] if run[0] > now]
+            ends = [until for until, by, on_lane in full if on_lane != lane[node] and by != shares[node]]
+            if ends:
+                heapq.heappush(events, (max(ends), ready, node))  # the first that was ready finds room first
                 continue
             starts_at[node], end = now, now + took[node]
             if room[node] >= 0 and end - room[node] > now:
@@ -237,20 +239,20 @@ def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
                 free.append(other)
             else:
                 heapq.heappush(events, (starts_at[other], starts_at[other], other))
-    return left.all_starts(np.array(starts_at, np.int64))
+    return net.all_starts(np.array(starts_at, np.int64))
 
 
-def _order(left: Contracted) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return when each row may start by its release and how many rows it waits for; and what waits for each row.
+def _order(net: Contracted) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Earliest start of each row by its release, the count of rows that it waits for, and what waits for each row.
 
     The latter are the waiting rows by awaited one, their lags, and the first of each row among them.
     """
-    count, known = len(left.node), np.flatnonzero(left.awaited >= 0)
-    waiting, awaited = left.waiting[known], left.awaited[known]
+    count, edge = len(net.node), np.flatnonzero(net.awaited >= 0)
+    waiting, awaited = net.waiting[edge], net.awaited[edge]
     order = np.argsort(awaited, kind="stable")
     first = np.searchsorted(awaited[order], np.arange(count + 1))
     waits_left = np.bincount(waiting, minlength=count)
     return (
-        left.earliest().tolist(), waits_left.tolist(), waiting[order].tolist(), left.lag_ns[known][order].tolist(),
+        net.earliest().tolist(), waits_left.tolist(), waiting[order].tolist(), net.lag_ns[edge][order].tolist(),
         first.tolist(),
     )  # fmt: skip

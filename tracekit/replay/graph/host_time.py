@@ -13,7 +13,7 @@ from tracekit.model.trace import Trace
 
 STATE_COUNT = len(host_state.HOST_STATES)
 ALLOCATOR, SYNCHRONIZE, LAUNCH = (
-    host_state.HOST_STATES.index(each) for each in (host_state.ALLOCATOR, host_state.SYNCHRONIZE, host_state.LAUNCH)
+    host_state.HOST_STATES.index(state) for state in (host_state.ALLOCATOR, host_state.SYNCHRONIZE, host_state.LAUNCH)
 )
 _DRAINS = r"^(cuda|hip)(DeviceSynchronize|Free$|FreeHost|HostFree)|^cuCtxSynchronize"
 _BLOCKS = r"^(cuda|hip)(Stream|Event)Synchronize|^cu(Stream|Event)Synchronize|^(cuda|hip)Memcpy(2D)?$"
@@ -54,19 +54,19 @@ def calls(trace: Trace) -> Calls:
 
     A call that launches work and returns when it is done has two rows: one that launches, one that waits.
     """
-    found = _split(trace, _recorded_calls(trace))
-    found = found.rows(np.lexsort((found.waits_itself, found.id, found.start_ns)))
-    start, end = found.start_ns, found.end_ns
+    recorded = _split(trace, _recorded_calls(trace))
+    recorded = recorded.rows(np.lexsort((recorded.waits_itself, recorded.id, recorded.start_ns)))
+    start, end = recorded.start_ns, recorded.end_ns
     reach = np.maximum.accumulate(np.concatenate((_begin(trace, start), end)))[:-1] if len(start) else start
     gap_ns = time_by_state(trace, reach, np.maximum(start, reach))
     state = host_state.state_at(trace, start)
     state = np.where(state > LAUNCH, LAUNCH, state)
-    state[_with_allocator(found) & (state == SYNCHRONIZE)] = ALLOCATOR
-    own = np.maximum(end - np.maximum(start, reach), 0)
+    state[_with_allocator(recorded) & (state == SYNCHRONIZE)] = ALLOCATOR
+    own_ns = np.maximum(end - np.maximum(start, reach), 0)
     return Calls(
-        found.row, found.id, start, end, gap_ns, own, state,
-        found.drains, found.blocks, found.launches, found.waits_itself,
-        trace.ops["step"][found.row], trace.ops["phase"][found.row],
+        recorded.row, recorded.id, start, end, gap_ns, own_ns, state,
+        recorded.drains, recorded.blocks, recorded.launches, recorded.waits_itself,
+        trace.ops["step"][recorded.row], trace.ops["phase"][recorded.row],
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def call_names(trace: Trace, calls: Calls) -> pl.Series:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _CallRows:
     """The calls as recorded: their rows in `trace.ops`, and what each does; shape (n,)."""
 
     row: Ints
@@ -96,11 +96,11 @@ class _Found:
     allocates: Flags
     waits_itself: Flags
 
-    def rows(self, which: Ints | Flags) -> "_Found":
-        return _Found(*(column[which] for column in vars(self).values()))
+    def rows(self, which: Ints | Flags) -> "_CallRows":
+        return _CallRows(*(column[which] for column in vars(self).values()))
 
 
-def _recorded_calls(trace: Trace) -> _Found:
+def _recorded_calls(trace: Trace) -> _CallRows:
     """Return the calls of the launching threads that launch, wait for or allocate something, in order of `ops`."""
     ops = trace.ops
     id_, start, dur = (ops[name].to_numpy().astype(np.int64, copy=False) for name in ("id", "start_ns", "dur_ns"))
@@ -112,51 +112,51 @@ def _recorded_calls(trace: Trace) -> _Found:
     does = {what: runtime & trace_columns.is_named(trace, pattern) for what, pattern in patterns.items()}
     is_call = host_state.is_launching(trace) & np.logical_or.reduce([launches, *does.values()])
     none = np.zeros(ops.height, np.bool_)
-    every = _Found(
+    all_calls = _CallRows(
         np.arange(ops.height, dtype=np.int64), id_, trace_columns.parent_ids(trace), start, start + dur, launches,
         **does, waits_itself=none,
     )  # fmt: skip
-    return every.rows(np.flatnonzero(is_call))
+    return all_calls.rows(np.flatnonzero(is_call))
 
 
 def _begin(trace: Trace, start: Ints) -> Ints:
-    """Return when the recording of the launching threads begins, at most the first call's start; shape (1,)."""
+    """Begin of the recording of the launching threads, at most the first call's start; shape (1,)."""
     began = trace.ops["start_ns"].to_numpy()[host_state.is_launching(trace)]
     return np.asarray(np.minimum(start[:1], began.min()), np.int64)
 
 
 def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
     """Return the host time in each of the disjoint, sorted spans, in ns by HOST_STATES, shape (n, STATE_COUNT)."""
-    found = np.zeros((len(from_ns), STATE_COUNT), np.int64)
+    time_ns = np.zeros((len(from_ns), STATE_COUNT), np.int64)
     some = np.flatnonzero(to_ns > from_ns)
     spans = np.stack((from_ns[some], to_ns[some]), axis=1)
     pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
     state = host_state.state_at(trace, pieces.start_ns)
-    np.add.at(found, (some[pieces.of], state), pieces.end_ns - pieces.start_ns)
-    return found
+    np.add.at(time_ns, (some[pieces.span], state), pieces.end_ns - pieces.start_ns)
+    return time_ns
 
 
-def _split(trace: Trace, found: _Found) -> _Found:
+def _split(trace: Trace, recorded: _CallRows) -> _CallRows:
     """Return the calls, with two rows for copies that return after they are done."""
     copies = trace.activities.filter(trace.activities["kind"] == "memcpy")
     if not copies.height:
-        return found
-    call = rows_of(found.id, ids(copies["launch_id"]))
+        return recorded
+    call = rows_of(recorded.id, ids(copies["launch_id"]))
     done_ns = copies["start_ns"].to_numpy() + copies["dur_ns"].to_numpy()
-    blocking = ~_is_asynchronous(copies, call, found) & (call >= 0)
-    last_ns = np.full(len(found.id), NEVER, np.int64)
+    blocking = ~_is_asynchronous(copies, call, recorded) & (call >= 0)
+    last_ns = np.full(len(recorded.id), NEVER, np.int64)
     np.maximum.at(last_ns, call[blocking], done_ns[blocking])
-    waits = found.launches & (last_ns > NEVER) & (last_ns <= found.end_ns)
+    waits = recorded.launches & (last_ns > NEVER) & (last_ns <= recorded.end_ns)
     no = np.zeros(int(waits.sum()), np.bool_)
-    first = found.rows(waits)
+    first = recorded.rows(waits)
     begins = replace(first, end_ns=first.start_ns, waits_itself=no, drains=no, blocks=no)
-    rest = replace(found, waits_itself=waits, launches=found.launches & ~waits)
+    rest = replace(recorded, waits_itself=waits, launches=recorded.launches & ~waits)
     both = zip(vars(begins).values(), vars(rest).values(), strict=True)
-    return _Found(*(np.concatenate(columns) for columns in both))
+    return _CallRows(*(np.concatenate(columns) for columns in both))
 
 
-def _is_asynchronous(copies: pl.DataFrame, call: Ints, found: _Found) -> Flags:
-    """Return which copies the host never waits for; `call` is the row of each one's launch in `found`, or -1."""
+def _is_asynchronous(copies: pl.DataFrame, call: Ints, recorded: _CallRows) -> Flags:
+    """Mark copies that the host never waits for; `call` is the row of each one's launch in `recorded`, or -1."""
     names = copies.select(
         to_device=pl.col("name").str.contains("HtoD", literal=True),
         is_async=pl.col("name").str.contains(_ASYNCHRONOUS),
@@ -164,12 +164,12 @@ def _is_asynchronous(copies: pl.DataFrame, call: Ints, found: _Found) -> Flags:
     to_device, size = flags(names["to_device"]), ids(copies["bytes"])
     later = to_device & (call >= 0)
     if later.any():
-        later &= copies["start_ns"].to_numpy() > found.end_ns[call]
+        later &= copies["start_ns"].to_numpy() > recorded.end_ns[call]
     staged_bytes = max(_STAGED_BYTES, int(size[later].max(initial=0)))
     return flags(names["is_async"]) | (to_device & (size >= 0) & (size <= staged_bytes))
 
 
-def _with_allocator(found: _Found) -> Flags:
-    """Return which calls were made inside an op that also called the allocator: their waits are the allocator's."""
-    parents = found.parent_id[found.allocates & (found.parent_id >= 0)]
-    return np.isin(found.parent_id, parents)
+def _with_allocator(recorded: _CallRows) -> Flags:
+    """Mark calls that were made inside an op that also called the allocator: their waits are the allocator's."""
+    parents = recorded.parent_id[recorded.allocates & (recorded.parent_id >= 0)]
+    return np.isin(recorded.parent_id, parents)

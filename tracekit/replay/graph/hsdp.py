@@ -47,22 +47,22 @@ def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
         raise InsufficientDataError("collectives have one size only, which does not separate latency from bandwidth")
     line = RingModel(calls["hop_ns"][0], calls["bytes_per_ns"][0])
     count, m = size // node.gpus, node.gpus
-    own = graph.own_ns.copy()
+    own_ns = graph.own_ns.copy()
     hops = ring_hops(ALL_GATHER, m)
     moved = hops * line.hop_ns + calls["bytes"].to_numpy() * hops / m / node.bytes_per_s * _NS
-    own[calls["done"].to_numpy()] = np.round(moved)
-    own[np.flatnonzero(graph.matches("phase", "optimizer") & graph.matches("kind", "compute"))] *= count
+    own_ns[calls["done"].to_numpy()] = np.round(moved)
+    own_ns[np.flatnonzero(graph.matches("phase", "optimizer") & graph.matches("kind", "compute"))] *= count
     reduced = calls.filter(pl.col("op") == REDUCE_SCATTER)
     hops = ring_hops(ALL_REDUCE, count)
     reduction_ns = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns
-    return _with_reductions(replace(graph, own_ns=own), reduced, np.round(reduction_ns).astype(np.int64))
+    return _with_reductions(replace(graph, own_ns=own_ns), reduced, np.round(reduction_ns).astype(np.int64))
 
 
 def _sharding(graph: Graph) -> pl.DataFrame:
     """Return the all-gathers and reduce-scatters of the largest group with both, in topological order."""
-    at = graph.parts["at"].to_numpy()
+    nodes = graph.parts["at"].to_numpy()
     calls = graph.parts.with_columns(
-        pl.Series("turn", graph.position[at]), pl.Series("lane", graph.frame["lane"].to_numpy()[at])
+        pl.Series("turn", graph.position[nodes]), pl.Series("lane", graph.frame["lane"].to_numpy()[nodes])
     ).filter(pl.col("op").is_in([ALL_GATHER, REDUCE_SCATTER]), pl.col("bytes") > 0)
     both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
     if both.is_empty():
@@ -72,10 +72,12 @@ def _sharding(graph: Graph) -> pl.DataFrame:
 
 def _with_reductions(graph: Graph, reduced: pl.DataFrame, duration_ns: Ints) -> Graph:
     """Return the graph with an all-reduce after each reduce-scatter, in order, on a stream of their own."""
-    each = reduced.with_columns(pl.Series("duration_ns", duration_ns)).unique("done", keep="first", maintain_order=True)
-    each = each.sort("turn")
-    done, first = each["done"].to_numpy(), len(graph.chain)
-    new = np.arange(first, first + len(each), dtype=np.int64)
+    instances = reduced.with_columns(pl.Series("duration_ns", duration_ns)).unique(
+        "done", keep="first", maintain_order=True
+    )
+    instances = instances.sort("turn")
+    done, first = instances["done"].to_numpy(), len(graph.chain)
+    new = np.arange(first, first + len(instances), dtype=np.int64)
     zeros = np.zeros(len(new), np.int64)
     follows = edges(new, done, _EVENT)
     reductions = dict(zip(done, new, strict=True))
@@ -87,7 +89,7 @@ def _with_reductions(graph: Graph, reduced: pl.DataFrame, duration_ns: Ints) -> 
         chain=np.concatenate((graph.chain, np.concatenate(([-1], new[:-1])))),
         launch=np.concatenate((graph.launch, np.full(len(new), -1, np.int64))),
         launch_ns=np.concatenate((graph.launch_ns, zeros)),
-        own_ns=np.concatenate((graph.own_ns, each["duration_ns"].to_numpy())),
+        own_ns=np.concatenate((graph.own_ns, instances["duration_ns"].to_numpy())),
         chain_ns=np.concatenate((graph.chain_ns, zeros)),
         edges=graph.edges.concat(follows).concat(_waits_for_reductions(graph, reduced, reductions)),
     )
@@ -99,26 +101,26 @@ def _waits_for_reductions(graph: Graph, reduced: pl.DataFrame, reductions: dict[
 
     Waits for earlier reduce-scatters only free buffers.
     """
-    every, lane, rank = graph.edges, graph.column("lane"), graph.column("rank")
+    waits, lane, rank = graph.edges, graph.column("lane"), graph.column("rank")
     waiting: list[int] = []
     awaited: list[int] = []
     candidates = np.flatnonzero(
-        np.isin(every.kind, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count)
+        np.isin(waits.kind, (_EVENT, _SYNC)) & (waits.awaited >= 0) & (waits.waiting < graph.count)
     )
     for (of_rank, of_lane), lane_calls in reduced.group_by("rank", "lane", maintain_order=True):
         turns, done = lane_calls["turn"].to_numpy(), lane_calls["done"].to_numpy()
         lasts = lane_calls["step"].is_last_distinct().to_numpy()
         ends = set(done[lasts].tolist())
         for row in candidates.tolist():
-            at, on = int(every.waiting[row]), int(every.awaited[row])
-            if rank[at] != of_rank or lane[at] == of_lane:
+            node, on = int(waits.waiting[row]), int(waits.awaited[row])
+            if rank[node] != of_rank or lane[node] == of_lane:
                 continue
             if on in ends:
-                waiting.append(at)
+                waiting.append(node)
                 awaited.append(reductions[on])
             elif on < graph.count and rank[on] == of_rank and lane[on] == of_lane:
                 last = int(np.searchsorted(turns, graph.position[on], side="right")) - 1
                 if last >= 0 and lasts[last]:
-                    waiting.append(at)
+                    waiting.append(node)
                     awaited.append(reductions[int(done[last])])
     return edges(np.array(waiting, np.int64), np.array(awaited, np.int64), _EVENT)

@@ -34,10 +34,10 @@ class TraceGraph(NamedTuple):
     edges: pl.DataFrame
 
 
-def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
+def number_nodes(table: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with all node columns, numbered; without launch, state or gap where these are missing."""
-    node = pl.Series("node", np.arange(every.height), pl.Int64)
-    return node.to_frame().hstack([_node_column(every, name) for name in NODE_COLUMNS if name != "node"])
+    node = pl.Series("node", np.arange(table.height), pl.Int64)
+    return node.to_frame().hstack([_node_column(table, name) for name in NODE_COLUMNS if name != "node"])
 
 
 _IF_MISSING = {
@@ -47,13 +47,13 @@ _IF_MISSING = {
 }
 
 
-def _node_column(every: pl.DataFrame, name: str) -> pl.Series:
+def _node_column(table: pl.DataFrame, name: str) -> pl.Series:
     """Return a column of nodes with its type, and with its value for nodes without one, if there is such a value."""
-    dtype, count = NODE_COLUMNS[name], every.height
+    dtype, count = NODE_COLUMNS[name], table.height
     nothing = pl.Series(name, [None], dtype).new_from_index(0, count)
-    column = every.get_column(name).cast(dtype) if name in every.columns else nothing
+    column = table.get_column(name).cast(dtype) if name in table.columns else nothing
     if name in _IF_MISSING:
-        return pl.Series(name, columns.filled(column, _IF_MISSING[name])).cast(dtype)
+        return pl.Series(name, columns.to_ints(column, _IF_MISSING[name])).cast(dtype)
     return pl.Series(name, columns.flags(column)) if name == "is_late" else column
 
 
@@ -90,24 +90,24 @@ class NodeTable:
         """Return the names of the columns."""
         return self._table.collect_schema().names()
 
-    def select(self, *columns: Any, **named: Any) -> pl.DataFrame:
+    def select(self, *columns: Any, **named_columns: Any) -> pl.DataFrame:
         """Return some columns or expressions, as pl.DataFrame.select does."""
-        return _collected(self._table.select(*columns, **named))
+        return _collect(self._table.select(*columns, **named_columns))
 
-    def with_columns(self, *columns: Any, **named: Any) -> "NodeTable":
+    def with_columns(self, *columns: Any, **named_columns: Any) -> "NodeTable":
         """Return the table with other columns, as pl.DataFrame.with_columns does."""
-        return NodeTable(self._table.with_columns(*columns, **named), self.height)
+        return NodeTable(self._table.with_columns(*columns, **named_columns), self.height)
 
     def slice(self, first: int, count: int) -> "NodeTable":
         """Return `count` rows from the row `first` on."""
         return NodeTable(self._table.slice(first, count), count)
 
-    def rows(self, at: Ints) -> pl.DataFrame:
-        """Return some rows with all columns: those with the numbers `at`, shape (n,)."""
-        return pl.DataFrame([self[name].gather(at) for name in self.columns])
+    def rows(self, numbers: Ints) -> pl.DataFrame:
+        """Return some rows with all columns: those with the numbers `numbers`, shape (n,)."""
+        return pl.DataFrame([self[name].gather(numbers) for name in self.columns])
 
 
-def _collected(table: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
+def _collect(table: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
     return table if isinstance(table, pl.DataFrame) else table.collect()
 
 

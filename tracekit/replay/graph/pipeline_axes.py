@@ -25,16 +25,16 @@ def with_faster_axis(run: Run, timing: PipelineTiming, axis: str, times: float) 
     saved = _transfers_by_action(run, axis)
     kinds = pipeline_timing.KINDS
     saved_ns = {(stage, kinds[action]): (1 - 1 / times) * ns for stage, action, ns in saved.iter_rows()}
-    return timing.shortened(saved_ns)
+    return timing.shorten(saved_ns)
 
 
 def _transfers_by_action(run: Run, axis: str) -> pl.DataFrame:
     """Return the time of an axis' transfers in an action. Columns stage, action, ns: means over the actions."""
     actions = run.run_table(pipeline_stages.staged_actions)
-    known = run.run_table(group_axes.group_axes)
-    groups = known.filter(pl.col("axis") == axis).select("group", "members")
+    axes = run.run_table(group_axes.group_axes)
+    groups = axes.filter(pl.col("axis") == axis).select("group", "members")
     if groups.is_empty():
-        raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(known)}")
+        raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
     matched = run.run_table(collective_matching.matched_calls).join(groups, on=["group", "members"], how="semi")
     on_clock = alignment.on_run_clock(matched, run.offsets, ("start_ns", "end_ns"))
     took_ns = pl.col("end_ns") - pl.col("start_ns")

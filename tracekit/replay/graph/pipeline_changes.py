@@ -39,11 +39,11 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
 
     Raises InputError for a run without a pipeline, or a change that is not possible.
     """
-    before = pipeline_timing.recorded(run)
+    before = pipeline_timing.recorded_timing(run)
     timing = before
     for axis, times in change.axes:
         timing = with_faster_axis(run, timing, axis, times)
-    after = _changed(timing, change)
+    after = _apply_change(timing, change)
     replayed = savings.replayed_steps(run)
     if replayed.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
@@ -54,7 +54,7 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
     return Prediction(name, step_ns, predicted_ns, _assumptions(before, after))
 
 
-def _changed(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
+def _apply_change(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
     after = _with_schedule(before, change.schedule or before.schedule, change.virtual_stages)
     if change.micro_batches is not None:
         if change.micro_batches < 1:
@@ -97,16 +97,18 @@ def _names(before: PipelineTiming, after: PipelineTiming) -> list[str]:
 
 
 def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ...]:
-    found = [_ASSUMED, _OUTSIDE]
+    assumptions = [_ASSUMED, _OUTSIDE]
     if before.shape.micro_batches != after.shape.micro_batches:
-        found.append("the same tokens per step: the time of an action proportional to the tokens of a micro-batch")
+        assumptions.append(
+            "the same tokens per step: the time of an action proportional to the tokens of a micro-batch"
+        )
     if before.layers != after.layers:
-        found.append("layers take equally long on a rank; the head as many layers as its weights are")
+        assumptions.append("layers take equally long on a rank; the head as many layers as its weights are")
     if after.schedule in pipeline_schedules.SPLIT_BACKWARD and before.schedule not in pipeline_schedules.SPLIT_BACKWARD:
-        found.append("weight gradients take as long as forward without attention")
+        assumptions.append("weight gradients take as long as forward without attention")
     if after.shape.micro_batches > before.shape.micro_batches:
-        found.append("kernels as efficient on smaller micro-batches")
-    return tuple(found)
+        assumptions.append("kernels as efficient on smaller micro-batches")
+    return tuple(assumptions)
 
 
 def predict_axes(run: Run, axes: Mapping[str, float]) -> Prediction:
@@ -119,15 +121,15 @@ def predict_axes(run: Run, axes: Mapping[str, float]) -> Prediction:
         strategies.checked_times(times, "--axis-times")
     is_pipelined = pipeline_stages.is_pipelined(run)
     within = tuple((axis, times) for axis, times in axes.items() if is_pipelined and axis in _WITHIN)
-    others = {axis: times for axis, times in axes.items() if axis not in dict(within)}
+    replayed = {axis: times for axis, times in axes.items() if axis not in dict(within)}
     parts = [predict(run, PipelineChange(axes=within))] if within else []
-    parts += [strategies.predict_axes(run, others)] if others else []
+    parts += [strategies.predict_axes(run, replayed)] if replayed else []
     first = parts[0]
-    assumed = dict.fromkeys(text for each in parts for text in each.assumptions if text != _OUTSIDE or not others)
+    assumed = dict.fromkeys(text for part in parts for text in part.assumptions if text != _OUTSIDE or not replayed)
     return replace(
         first,
-        name=", ".join(each.name for each in parts),
-        predicted_ns=first.step_ns + sum(each.predicted_ns - each.step_ns for each in parts),
+        name=", ".join(part.name for part in parts),
+        predicted_ns=first.step_ns + sum(part.predicted_ns - part.step_ns for part in parts),
         assumptions=tuple(assumed),
     )
 

@@ -81,19 +81,19 @@ class PipelineTiming:
         done: dict[Action, float] = {}
         link_free_ns: dict[tuple[int, int], float] = {}
         orders = [pipeline_schedules.order(self.schedule, self.shape, rank) for rank in range(self.shape.ranks)]
-        at, free_ns, posted_ns = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
-        while any(index < len(order) for index, order in zip(at, orders, strict=True)):
-            before = sum(at)
+        turn, free_ns, posted_ns = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
+        while any(index < len(order) for index, order in zip(turn, orders, strict=True)):
+            before = sum(turn)
             for rank, order in enumerate(orders):
-                while at[rank] < len(order) and (made := self._made_ns(order[at[rank]], done)) is not None:
-                    action = order[at[rank]]
-                    arrived_ns = self._arrived_ns(action, max(made, posted_ns[rank]), link_free_ns)
-                    launched_ns = free_ns[rank] + (self.host_ns[rank] if self.host_ns and at[rank] else 0.0)
+                while turn[rank] < len(order) and (made_ns := self._made_ns(order[turn[rank]], done)) is not None:
+                    action = order[turn[rank]]
+                    arrived_ns = self._arrived_ns(action, max(made_ns, posted_ns[rank]), link_free_ns)
+                    launched_ns = free_ns[rank] + (self.host_ns[rank] if self.host_ns and turn[rank] else 0.0)
                     gathered_ns = launched_ns + self._gather_ns(action)
                     posted_ns[rank] = launched_ns
-                    free_ns[rank] = done[action] = max(gathered_ns, arrived_ns, made) + self._takes_ns(action)
-                    at[rank] += 1
-            assert sum(at) > before, "a schedule whose actions wait for each other"
+                    free_ns[rank] = done[action] = max(gathered_ns, arrived_ns, made_ns) + self._takes_ns(action)
+                    turn[rank] += 1
+            assert sum(turn) > before, "a schedule whose actions wait for each other"
         return max(map(sum, zip(free_ns, self.reduction_ns or [0.0] * len(orders), strict=True)))
 
     def with_micro_batches(self, count: int) -> "PipelineTiming":
@@ -123,25 +123,27 @@ class PipelineTiming:
         scaled = {}
         for name in (*_TIMES, *(name for name in _EXPOSED if getattr(self, name))):
             layer_ns = self._layer_ns(getattr(self, name))
-            scaled[name] = tuple(weight * layer_ns[divided._place(at)] for at, weight in enumerate(weights))
+            scaled[name] = tuple(weight * layer_ns[divided._place(stage)] for stage, weight in enumerate(weights))
         for name in (name for name in _GATHERS if getattr(self, name)):
             # An action waits for its first layer; the others are gathered meanwhile.
-            of_rank = [statistics.mean(getattr(self, name)[at] for at in own) for own in self._stages_of_ranks()]
-            scaled[name] = tuple(of_rank[divided._place(at)] for at in range(divided.stages))
+            of_rank = [
+                statistics.mean(getattr(self, name)[stage] for stage in stages) for stages in self._stages_of_ranks()
+            ]
+            scaled[name] = tuple(of_rank[divided._place(stage)] for stage in range(divided.stages))
         if self.reduction_ns:
             changes = zip(self.reduction_ns, self._parameters(), divided._parameters(), strict=True)
             scaled["reduction_ns"] = tuple(ns * after / before for ns, before, after in changes)
         return replace(divided, **scaled)  # type: ignore[arg-type]
 
-    def shortened(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
+    def shorten(self, saved_ns: Mapping[tuple[int, str], float]) -> "PipelineTiming":
         """Return the timing with actions shorter by so much, by stage and kind; a whole backward counts as input's.
 
         A stage can have both whole and divided backwards (dualpipev): what they save is taken as equal.
         """
 
         def without(times: Sequence[float], *kinds: str) -> tuple[float, ...]:
-            known = ([saved_ns.get((stage, kind)) for kind in kinds] for stage in range(self.stages))
-            saved = (statistics.mean([ns for ns in of if ns is not None] or [0.0]) for of in known)
+            by_stage = ([saved_ns.get((stage, kind)) for kind in kinds] for stage in range(self.stages))
+            saved = (statistics.mean([ns for ns in by_kind if ns is not None] or [0.0]) for by_kind in by_stage)
             return tuple(max(0.0, ns - less) for ns, less in zip(times, saved, strict=True))
 
         return replace(
@@ -159,7 +161,7 @@ class PipelineTiming:
 
         def load_ns(stage: int) -> float:
             rank = self._place(stage)
-            return layer_ns[rank] * (1 + sum(self._weight(each, counts[each]) for each in stages_of[rank]))
+            return layer_ns[rank] * (1 + sum(self._weight(other, counts[other]) for other in stages_of[rank]))
 
         for _ in range(sum(self.layers) - self.stages):
             counts[min(range(self.stages), key=lambda stage: (load_ns(stage), counts[stage], stage))] += 1
@@ -171,13 +173,13 @@ class PipelineTiming:
     def _layer_ns(self, times: Sequence[float]) -> list[float]:
         """Return the time of a layer on each rank."""
         return [
-            sum(times[stage] for stage in own) / weight
-            for own, weight in zip(self._stages_of_ranks(), self._rank_weights(), strict=True)
+            sum(times[stage] for stage in stages) / weight
+            for stages, weight in zip(self._stages_of_ranks(), self._rank_weights(), strict=True)
         ]
 
     def _rank_weights(self) -> list[float]:
-        """Return how many layers each rank has, the head as many as it takes as long as."""
-        return [sum(self._weight(stage, self.layers[stage]) for stage in own) for own in self._stages_of_ranks()]
+        """Layer count of each rank, the head counted as the layers that take as long."""
+        return [sum(self._weight(stage, self.layers[stage]) for stage in stages) for stages in self._stages_of_ranks()]
 
     def _parameters(self) -> list[float]:
         """Return the weights of each rank in layers: the first stage has an embedding as large as the head."""
@@ -192,16 +194,16 @@ class PipelineTiming:
         return [pipeline_schedules.stages_at(self.schedule, self.stages, ranks, rank) for rank in range(ranks)]
 
     def _made_ns(self, action: Action, done: Mapping[Action, float]) -> float | None:
-        """Return when an action's input is computed; None while what makes it has not run."""
+        """Time when an action's input is computed; None while what makes it has not run."""
         source = self._source(action)
         if source is None:
             return 0.0
         kinds = (FORWARD,) if action.kind == FORWARD else (BACKWARD, INPUT_GRADIENT)
-        found = (done.get(Action(source, kind, action.micro_batch)) for kind in kinds)
-        return next((ns for ns in found if ns is not None), None)
+        times = (done.get(Action(source, kind, action.micro_batch)) for kind in kinds)
+        return next((ns for ns in times if ns is not None), None)
 
     def _arrived_ns(self, action: Action, begun_ns: float, link_free_ns: dict[tuple[int, int], float]) -> float:
-        """Return when an action has its input, whose transfer can begin at `begun_ns`; note when the link is free."""
+        """Arrival of an action's input, whose transfer can begin at `begun_ns`; notes when the link is free."""
         source = self._source(action)
         link = (-1 if source is None else self._place(source)), self._place(action.stage)
         if source is None or link[0] == link[1]:
@@ -221,12 +223,12 @@ class PipelineTiming:
         if action.kind == WEIGHT_GRADIENT:
             return self.weight_ns[stage]
         parts = {FORWARD: self.forward_ns[stage], INPUT_GRADIENT: self.input_ns[stage]}
-        own = parts.get(action.kind, self.input_ns[stage] + self.weight_ns[stage])
+        own_ns = parts.get(action.kind, self.input_ns[stage] + self.weight_ns[stage])
         exposed_ns = self.forward_exposed_ns if action.kind == FORWARD else self.backward_exposed_ns
-        return own + (exposed_ns[stage] if exposed_ns else 0.0)
+        return own_ns + (exposed_ns[stage] if exposed_ns else 0.0)
 
     def _gather_ns(self, action: Action) -> float:
-        """Return how long after the action before it an action has its weights."""
+        """Time from the end of the action before it until an action has its weights."""
         if action.kind == WEIGHT_GRADIENT:
             return 0.0
         gather_ns = self.forward_gather_ns if action.kind == FORWARD else self.backward_gather_ns
@@ -238,7 +240,7 @@ _GATHERS = ("forward_gather_ns", "backward_gather_ns")
 _EXPOSED = ("forward_exposed_ns", "backward_exposed_ns")
 
 
-def recorded(run: Run) -> PipelineTiming:
+def recorded_timing(run: Run) -> PipelineTiming:
     """Return the timing of a run's pipeline: means over steps, replicas and micro-batches.
 
     Raises InputError for a run without a pipeline, of an unknown schedule, or without numbers of layers.
@@ -248,8 +250,8 @@ def recorded(run: Run) -> PipelineTiming:
     if actions.is_empty():
         raise InputError(f"{run.path}: the traces have no actions of a pipeline schedule")
     if stated.schedule not in pipeline_schedules.SCHEDULES or not stated.stage_layers:
-        known = ", ".join(pipeline_schedules.SCHEDULES)
-        raise InputError(f"{run.path}: run.json does not state the layers of stages and a schedule out of {known}")
+        schedules = ", ".join(pipeline_schedules.SCHEDULES)
+        raise InputError(f"{run.path}: run.json does not state the layers of stages and a schedule out of {schedules}")
     ranks = actions.filter(pl.col("pipeline") == actions["pipeline"].min())["rank"].n_unique()
     stages = len(stated.stage_layers)
     shape = Shape(ranks, stages // ranks, int(actions["micro_batch"].n_unique()))
@@ -258,19 +260,19 @@ def recorded(run: Run) -> PipelineTiming:
     if refusal := pipeline_schedules.refusal(stated.schedule, shape):
         raise InputError(f"{run.path}: {refusal}")
     mean = _mean_times(run)
-    own, gather, exposed = (
+    own_ns, gather, exposed = (
         {(stage, KINDS[action]): ns for stage, action, ns in mean.select("stage", "action", name).iter_rows()}
         for name in ("own_ns", "gather_ns", "exposed_ns")
     )
-    backwards = {stage for stage, kind in own if kind in (BACKWARD, INPUT_GRADIENT)}
-    if missing := [stage for stage in range(stages) if (stage, FORWARD) not in own or stage not in backwards]:
+    backwards = {stage for stage, kind in own_ns if kind in (BACKWARD, INPUT_GRADIENT)}
+    if missing := [stage for stage in range(stages) if (stage, FORWARD) not in own_ns or stage not in backwards]:
         raise InputError(f"{run.path}: the traces have no forward and backward of stage {units.ranges(missing)}")
-    forward = tuple(own[stage, FORWARD] for stage in range(stages))
-    inputs, weights = zip(*(_backward(own, stage) for stage in range(stages)), strict=True)
+    forward = tuple(own_ns[stage, FORWARD] for stage in range(stages))
+    inputs, weights = zip(*(_backward(own_ns, stage) for stage in range(stages)), strict=True)
 
     per_action = [
-        tuple(next(of[stage, kind] for kind in kinds if (stage, kind) in of) for stage in range(stages))
-        for of in (gather, exposed)
+        tuple(next(times[stage, kind] for kind in kinds if (stage, kind) in times) for stage in range(stages))
+        for times in (gather, exposed)
         for kinds in ((FORWARD,), (BACKWARD, INPUT_GRADIENT))
     ]
 
@@ -309,8 +311,8 @@ def _reduction_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[floa
     calls = calls.join(last, on=key, nulls_equal=True).filter(pl.col("end_ns") > pl.col("last_ns"))
     sums = last.join(calls.group_by(key).agg(pl.col("exposed_ns").sum()), on=key, how="left", nulls_equal=True)
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
-    found = dict(sums.group_by(place).agg(pl.col("exposed_ns").fill_null(0).median()).iter_rows())
-    return tuple(found.get(at, 0.0) for at in range(ranks))
+    by_place = dict(sums.group_by(place).agg(pl.col("exposed_ns").fill_null(0).median()).iter_rows())
+    return tuple(by_place.get(rank, 0.0) for rank in range(ranks))
 
 
 def _mean_times(run: Run) -> pl.DataFrame:
@@ -350,16 +352,16 @@ def _host_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[float, ..
     """
     spans = run.table(pipeline_bubbles.transfer_spans).filter(pl.col("op") != "send")
     received = {
-        place: intervals.from_table(own) for place, own in spans.partition_by("window", "rank", as_dict=True).items()
+        key: intervals.from_table(table) for key, table in spans.partition_by("window", "rank", as_dict=True).items()
     }
     actions = _with_collectives(run)
     received_ns, _ = sharded_micro_batches.exposed_around(actions, actions["idle_ns"], received)
     is_there = pl.Series(received_ns) <= _POSTED_RATIO * actions["idle_ns"]
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
     late_ns = (pl.col("idle_ns") - pl.col("gather_ns")).clip(0).median()
-    found = actions.filter(is_there).drop_nulls("previous_ns").group_by(place).agg(late_ns)
-    by_place = dict(found.iter_rows())
-    return tuple(by_place.get(at, 0.0) for at in range(ranks))
+    medians = actions.filter(is_there).drop_nulls("previous_ns").group_by(place).agg(late_ns)
+    by_place = dict(medians.iter_rows())
+    return tuple(by_place.get(rank, 0.0) for rank in range(ranks))
 
 
 def _backward(times: Mapping[tuple[int, str], float], stage: int) -> tuple[float, float]:
@@ -405,12 +407,12 @@ def parsed_layers(text: str, timing: PipelineTiming) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise InputError(f"--stage-layers is {text!r}; it must be numbers such as 3,3,2, or balanced")
-    found = tuple(map(int, parts))
-    if len(found) != timing.stages or sum(found) != sum(timing.layers):
+    layers = tuple(map(int, parts))
+    if len(layers) != timing.stages or sum(layers) != sum(timing.layers):
         raise InputError(
             f"--stage-layers {text}: the run has {timing.stages} stages with {sum(timing.layers)} layers in all"
         )
-    return found
+    return layers
 
 
 def equal_layers(total: int, stages: int) -> Iterator[int]:

@@ -46,9 +46,9 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     if not node_of:
         raise InputError(f"--rank-order: the nodes of {run.path}'s ranks are not known, or all ranks are on one")
     node = max(Counter(node_of.values()).values())
-    groups = {axis: of for axis, of in mesh.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(of)}
-    before = {axis: _recorded(of, node_of) for axis, of in groups.items()}
-    after = {axis: _placed(axis, len(of[0]), order, sizes, node) for axis, of in groups.items()}
+    groups = {axis: sets for axis, sets in mesh.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(sets)}
+    before = {axis: _recorded_span(sets, node_of) for axis, sets in groups.items()}
+    after = {axis: _new_span(axis, len(sets[0]), order, sizes, node) for axis, sets in groups.items()}
     moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
     rates = _Rates(run, node_of, node_bytes_per_s)
     times = {axis: ratio for axis, span in moved.items() if (ratio := rates.times(axis, span)) is not None}
@@ -60,13 +60,16 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
                 f"--rank-order {text}: links of {axis} would be {ratio:.3g} times as fast; no more than "
                 f"{1 / strategies.SLOWEST:g} times, or {strategies.SLOWEST:g}, is predicted"
             )
-    found = pipeline_changes.predict_axes(run, times)
+    prediction = pipeline_changes.predict_axes(run, times)
     links = (f"{axis} {'inside nodes' if moved[axis].is_inside else 'across nodes'}" for axis in times)
     name = f"ranks in the order {'-'.join(order)} ({', '.join(links)})"
     return replace(
-        found,
+        prediction,
         name=name,
-        assumptions=(*found.assumptions, "messages of the same sizes; a node's network shared by its ranks as before"),
+        assumptions=(
+            *prediction.assumptions,
+            "messages of the same sizes; a node's network shared by its ranks as before",
+        ),
     )
 
 
@@ -87,7 +90,7 @@ class _Rates:
         calls = run.run_table(collective_matching.matched_calls).filter(pl.col("bytes") >= _LARGE_BYTES)
         # The last rank to arrive waits for nobody: the shortest duration is the transfer's, whatever the clocks.
         shortest = (pl.col("end_ns") - pl.col("start_ns")).min()
-        each = (
+        instances = (
             calls.drop_nulls("instance")
             .group_by("window", "instance")
             .agg(
@@ -97,21 +100,21 @@ class _Rates:
             )
         )
         moved_bytes = pl.col("bytes") * collective_instances.bus_factor()
-        known = each.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0, moved_bytes > 0)
-        rows = known.select("ranks", latency.hops().fill_null(1), moved_bytes.alias("moved"), "ns").drop_nulls()
+        timed = instances.filter(pl.col("ranks").list.len() > 1, pl.col("ns") > 0, moved_bytes > 0)
+        rows = timed.select("ranks", latency.hops().fill_null(1), moved_bytes.alias("moved"), "ns").drop_nulls()
         self._calls = [_Call(tuple(ranks), *numbers) for ranks, *numbers in rows.iter_rows()]
         fitted = self._fitted_hops(node_of)
         self._hop_ns = {
             inside: _median(ns for is_inside, ns in fitted if is_inside == inside) for inside in (True, False)
         }
-        spans = [(_recorded([call.ranks], node_of), call) for call in self._calls]
+        spans = [(_recorded_span([call.ranks], node_of), call) for call in self._calls]
         self._inside = inside or _median(self._rate(call, True) for span, call in spans if span.is_inside)
         self._share = _median(
             self._rate(call, False) / span.ranks_per_node for span, call in spans if not span.is_inside
         )
 
     def times(self, axis: str, span: _Span) -> float | None:
-        """Return how many times as fast an axis' large messages are if its groups lie so; None where it has none.
+        """Speed-up of an axis' large messages if its groups lie so; None where it has none.
 
         A message takes the latency of its hops, where that is known for such links, and its bytes over the bandwidth.
         """
@@ -132,7 +135,7 @@ class _Rates:
         fits = self._run.run_table(latency.by_group).drop_nulls("hop_ns")
         ranks = self._run.run_table(group_axes.group_axes).select("group", "ranks").unique("group")
         rows = fits.join(ranks, on="group").select("ranks", "hop_ns").iter_rows()
-        return [(_recorded([of], node_of).is_inside, hop_ns) for of, hop_ns in rows if len(of) > 1]
+        return [(_recorded_span([members], node_of).is_inside, hop_ns) for members, hop_ns in rows if len(members) > 1]
 
     def _bandwidth(self, span: _Span) -> float:
         """Return the bandwidth of groups that lie so on nodes, in bytes/s. Raises InputError where it is not known."""
@@ -140,44 +143,44 @@ class _Rates:
             if self._share is None:
                 raise InputError("--rank-order: no group of the run spans nodes; the network's bandwidth is not known")
             return self._share * span.ranks_per_node
-        known = self._inside or tensor_parallel.link_bandwidth(self._run, span.ranks_per_node)
-        if known is None:
+        bandwidth = self._inside or tensor_parallel.link_bandwidth(self._run, span.ranks_per_node)
+        if bandwidth is None:
             raise InputError(
                 "--rank-order: no group of the run lies inside a node; give its bus bandwidth by --node-bandwidth"
             )
-        return known
+        return bandwidth
 
     def _of_groups(self, axis: str) -> list[_Call]:
         groups = [frozenset(ranks) for ranks in mesh.groups_of(self._run.manifest)[axis]]
-        whole = set(groups)
+        entire = set(groups)
         pairs = axis == PP
         return [
             call
             for call in self._calls
-            if frozenset(call.ranks) in whole or (pairs and any(frozenset(call.ranks) <= each for each in groups))
+            if frozenset(call.ranks) in entire or (pairs and any(frozenset(call.ranks) <= group for group in groups))
         ]
 
 
 def _median(rates: Iterable[float]) -> float | None:
-    found = list(rates)
-    return statistics.median(found) if found else None
+    all_rates = list(rates)
+    return statistics.median(all_rates) if all_rates else None
 
 
 def _sizes(run: Run) -> dict[str, int]:
     """Return the ranks along each axis of the mesh. Raises InputError where run.json states none."""
     groups = mesh.groups_of(run.manifest)
-    found = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis) and all(groups[axis])}
-    if not found or math.prod(found.values()) != len(run.ranks):
+    sizes = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis) and all(groups[axis])}
+    if not sizes or math.prod(sizes.values()) != len(run.ranks):
         raise InputError(f"--rank-order: run.json of {run.path} does not state the mesh of its {len(run.ranks)} ranks")
-    return found
+    return sizes
 
 
 def _order(text: str, sizes: Mapping[str, int]) -> list[str]:
     """Return the axes from the innermost one on; dp stands for dp_shard and dp_replicate."""
-    given = [part for part in re.split(r"[-,]", text.lower()) if part]
-    named = [axis for part in given for axis in ((DP_SHARD, DP_REPLICATE) if part == DP else (part,))]
-    order = [axis for axis in named if axis in sizes]
-    unknown = [axis for axis in named if axis not in AXES]
+    parts = [part for part in re.split(r"[-,]", text.lower()) if part]
+    named_axes = [axis for part in parts for axis in ((DP_SHARD, DP_REPLICATE) if part == DP else (part,))]
+    order = [axis for axis in named_axes if axis in sizes]
+    unknown = [axis for axis in named_axes if axis not in AXES]
     if unknown or sorted(order) != sorted(sizes):
         axes = dict.fromkeys(
             DP if axis in (DP_SHARD, DP_REPLICATE) else axis for axis in reversed(AXES) if axis in sizes
@@ -186,14 +189,14 @@ def _order(text: str, sizes: Mapping[str, int]) -> list[str]:
     return order
 
 
-def _recorded(groups: Sequence[Sequence[int]], node_of: Mapping[int, str]) -> _Span:
+def _recorded_span(groups: Sequence[Sequence[int]], node_of: Mapping[int, str]) -> _Span:
     counts = [Counter(node_of.get(rank) for rank in ranks) for ranks in groups]
-    return _Span(max(max(each.values()) for each in counts), all(len(each) == 1 for each in counts))
+    return _Span(max(max(count.values()) for count in counts), all(len(count) == 1 for count in counts))
 
 
-def _placed(axis: str, size: int, order: Sequence[str], sizes: Mapping[str, int], node: int) -> _Span:
-    """Return how groups of `size` ranks along an axis lie on nodes of consecutive ranks numbered in an order."""
-    along = next(each for each in order if each in (DP_SHARD, CP, DP_REPLICATE)) if axis == EP else axis
-    stride = math.prod(sizes[each] for each in order[: order.index(along)])
+def _new_span(axis: str, size: int, order: Sequence[str], sizes: Mapping[str, int], node: int) -> _Span:
+    """Span of groups of `size` ranks along an axis, on nodes of consecutive ranks numbered in an order."""
+    along = next(name for name in order if name in (DP_SHARD, CP, DP_REPLICATE)) if axis == EP else axis
+    stride = math.prod(sizes[name] for name in order[: order.index(along)])
     inside = min(size, max(1, node // stride))
     return _Span(inside, inside == size)

@@ -22,28 +22,28 @@ def delays(trace: Trace, items: pl.DataFrame) -> Ints:
     That is the first work after the stall on each stream, as far as it was queued by then.
     """
     delay_ns = np.zeros(items.height, np.int64)
-    every = device_stalls.device_stalls(trace)
-    if every.is_empty():
+    all_stalls = device_stalls.device_stalls(trace)
+    if all_stalls.is_empty():
         return delay_ns
-    stalls = every.filter(flags(every["is_recurring"]) & flags(every["kind"] == device_stalls.IDLE))
+    stalls = all_stalls.filter(flags(all_stalls["is_recurring"]) & flags(all_stalls["kind"] == device_stalls.IDLE))
     if stalls.is_empty():
         return delay_ns
     spans, stalled = intervals.from_table(stalls), ids(stalls["device"])
     names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
     start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
-    for each in distinct(lane[~is_wait]):
-        rows = np.flatnonzero((lane == each) & ~is_wait)
+    for lane_number in distinct(lane[~is_wait]):
+        rows = np.flatnonzero((lane == lane_number) & ~is_wait)
         rows = rows[np.argsort(start[rows], kind="stable")]
         begin, end = spans[stalled == device[rows[0]]].T
         first = np.searchsorted(start[rows], end, side="left")
-        known = first < len(rows)
-        at = rows[first[known]]
-        np.maximum.at(delay_ns, at, np.maximum(end[known] - np.maximum(begin[known], launched[at]), 0))
+        has_work = first < len(rows)
+        work = rows[first[has_work]]
+        np.maximum.at(delay_ns, work, np.maximum(end[has_work] - np.maximum(begin[has_work], launched[work]), 0))
     return delay_ns
 
 
 def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
-    """Return for how long each item (`dependencies.lane_items`) was paused while it ran, shape (n,)."""
+    """Time that each item (`dependencies.lane_items`) was paused while it ran, in ns, shape (n,)."""
     stalls = device_stalls.device_stalls(trace)
     if stalls.is_empty():
         return np.zeros(items.height, np.int64)
@@ -70,18 +70,22 @@ def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
 
 def avoidable(trace: Trace, items: pl.DataFrame) -> dict[str, Ints]:
     """Return the time of each item (`dependencies.lane_items`) that could be avoided, and its cause; 0 for none."""
-    found = avoidable_time.avoidable(trace)
+    work = avoidable_time.avoidable(trace)
     columns = {"avoidable_ns": "saved_ns", "avoidable_by": "cause"}
-    return {name: _of_items(items, found["activity_id"], found[of]) for name, of in columns.items()}
+    return {name: _of_items(items, work["activity_id"], work[source]) for name, source in columns.items()}
 
 
 def _of_items(items: pl.DataFrame, activity: pl.Series, values: pl.Series) -> Ints:
     """Return the value of each item's activity; 0 for waits, and where there is none."""
     row = rows_of(ids(activity), items["ref"].to_numpy())
-    known = (row >= 0) & ~items["is_wait"].to_numpy()
-    found = np.zeros(items.height, np.int64)
-    found[known] = values.fill_null(0).to_numpy()[row[known]] if values.null_count() else values.to_numpy()[row[known]]
-    return found
+    has_activity = (row >= 0) & ~items["is_wait"].to_numpy()
+    by_item = np.zeros(items.height, np.int64)
+    by_item[has_activity] = (
+        values.fill_null(0).to_numpy()[row[has_activity]]
+        if values.null_count()
+        else values.to_numpy()[row[has_activity]]
+    )
+    return by_item
 
 
 def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:

@@ -15,10 +15,10 @@ MICRO_BATCH = _BEGINS.fill_null(value=False).cum_sum().over("rank", "step").cast
 
 def recomputed_nodes(graph: Graph) -> Flags:
     """Return the nodes that recompute activations. Raises InsufficientDataError where none are known."""
-    found: Flags = graph.frame["recomputed"].fill_null(value=False).to_numpy()
-    if not found.any():
+    is_recomputed: Flags = graph.frame["recomputed"].fill_null(value=False).to_numpy()
+    if not is_recomputed.any():
         raise InsufficientDataError("the trace shows no recomputation")
-    return found
+    return is_recomputed
 
 
 def reduce_once_per_step(graph: Graph) -> Graph:
@@ -26,9 +26,9 @@ def reduce_once_per_step(graph: Graph) -> Graph:
 
     A micro-batch begins where forward follows backward. Raises InsufficientDataError where steps have one.
     """
-    numbered = _micro_batches(graph)
+    batches = _micro_batches(graph)
     calls = graph.parts.select("at", "done", "rank", "op").join(
-        numbered, left_on="at", right_on="node", how="left", maintain_order="left"
+        batches, left_on="at", right_on="node", how="left", maintain_order="left"
     )
     early = calls.filter(
         pl.col("op").is_in(_REDUCES), pl.col("micro_batch") < pl.col("last"), pl.col("phase") == "backward"

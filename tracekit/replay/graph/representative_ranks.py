@@ -30,7 +30,7 @@ _DATA_PARALLEL = (strategies.DP_REPLICATE, strategies.DP_SHARD)
 
 
 def activity_counts(trace: Trace) -> pl.DataFrame:
-    """Return how many activities a trace has. Column activities; one row."""
+    """Count of a trace's activities. Column activities; one row."""
     return pl.DataFrame({"activities": [trace.activities.height]})
 
 
@@ -43,46 +43,46 @@ def are_needed(run: Run) -> bool:
     return len(run.ranks) > MAX_RANKS
 
 
-def run_of(run: Run, named: tuple[tuple[int, ...], ...] = ()) -> Run:
+def run_of(run: Run, finding_ranks: tuple[tuple[int, ...], ...] = ()) -> Run:
     """Return the run of the representative ranks; the run itself if it has few ranks.
 
-    `named` are the ranks of findings: up to eight of each are chosen, first of those that name the fewest, as far as
-    there is room. Any rank will do for a finding on most of them.
+    `finding_ranks` are the ranks of findings: up to eight of each are chosen, first of those that name the fewest, as
+    far as there is room. Any rank will do for a finding on most of them.
     """
-    return _representative(run, named) if are_needed(run) else run
+    return _representative(run, finding_ranks) if are_needed(run) else run
 
 
 @memoize
-def _representative(run: Run, named: tuple[tuple[int, ...], ...]) -> Run:
+def _representative(run: Run, finding_ranks: tuple[tuple[int, ...], ...]) -> Run:
     run.measure((*late_ranks.FACTS, *FACTS))  # in one pass, if nothing of it is measured yet
     # Not the run itself, which the cache would then keep in memory for ever.
-    specific = [ranks for ranks in (late_ranks.latest(run), *named) if len(ranks) <= len(run.ranks) // 2]
+    specific = [ranks for ranks in (late_ranks.latest(run), *finding_ranks) if len(ranks) <= len(run.ranks) // 2]
     preferred = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
-    return run.of_ranks(_chosen(_units(run), preferred, _least_ranks(run)))
+    return run.of_ranks(_choose_ranks(_units(run), preferred, _least_ranks(run)))
 
 
 def _least_ranks(run: Run) -> int:
-    """Return how many ranks are replayed at least, by the work that a rank has recorded."""
+    """Least number of ranks to replay, by the work that a rank has recorded."""
     recorded = int(run.table(activity_counts)["activities"].sum()) / max(len(run.ranks), 1)
     return min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(recorded, 1))))
 
 
-def _chosen(units: Sequence[tuple[int, ...]], preferred: Iterable[int], least: int) -> list[int]:
+def _choose_ranks(units: Sequence[tuple[int, ...]], preferred: Iterable[int], target: int) -> list[int]:
     """Return ranks in whole units: those of the `preferred` ranks, then some at equal distances.
 
-    They are at most 2 * `least` ranks, or one unit.
+    They are at most 2 * `target` ranks, or one unit.
     """
     unit_of = {rank: unit for unit in units for rank in unit}
     largest = max(map(len, units))
-    most = max(min(MAX_RANKS, 2 * least), largest)
-    chosen: set[int] = set()
+    limit = max(min(MAX_RANKS, 2 * target), largest)
+    ranks: set[int] = set()
     for rank in preferred:
-        if len(chosen.union(unit_of.get(rank, ()))) <= most:
-            chosen.update(unit_of.get(rank, ()))
-    for unit in _spread(units, max(1, least // largest)):
-        if len(chosen) < least and len(chosen.union(unit)) <= most:
-            chosen.update(unit)
-    return sorted(chosen)
+        if len(ranks.union(unit_of.get(rank, ()))) <= limit:
+            ranks.update(unit_of.get(rank, ()))
+    for unit in _spread(units, max(1, target // largest)):
+        if len(ranks) < target and len(ranks.union(unit)) <= limit:
+            ranks.update(unit)
+    return sorted(ranks)
 
 
 def _units(run: Run) -> list[tuple[int, ...]]:
@@ -103,10 +103,10 @@ def _dependent_groups(run: Run) -> Iterator[tuple[int, ...]]:
     data parallelism.
     """
     by_axis = rank_places.axis_groups(run)
-    known = {frozenset(ranks) for _, ranks in by_axis}
+    axis_sets = {frozenset(ranks) for _, ranks in by_axis}
     dependent = [(axis != strategies.PP, len(ranks), ranks) for axis, ranks in by_axis if axis not in _DATA_PARALLEL]
     unnamed = map(tuple, rank_places.process_groups(run)["ranks"].unique().to_list())
-    small = [ranks for ranks in unnamed if frozenset(ranks) not in known and len(ranks) <= _LEAST_RANKS // 2]
+    small = [ranks for ranks in unnamed if frozenset(ranks) not in axis_sets and len(ranks) <= _LEAST_RANKS // 2]
     dependent += [(True, len(ranks), ranks) for ranks in small]
     for *_, ranks in sorted(dependent):
         yield ranks

@@ -83,7 +83,7 @@ class Removal:
         """Return the removal of a cause on the ranks of both; the stalls that stay are those of both."""
         if other is None:
             return self
-        stalls = tuple(each for each in self.stalls if each in other.stalls)
+        stalls = tuple(stall for stall in self.stalls if stall in other.stalls)
         ranks = tuple(sorted({*self.ranks, *other.ranks})) if self.ranks and other.ranks else ()
         return Removal(self.cause, ranks, stalls)
 
@@ -112,14 +112,14 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
     Raises InputError for an unknown name. Where one of the causes has no answer, neither have all together.
     """
     by_name: dict[str, Removal] = {}
-    for each in removals:
-        name = causes.find(each.cause).name
-        by_name[name] = replace(each, cause=name).union(by_name.get(name))
-    wanted = tuple(by_name[name] for name in in_order(by_name))
-    known = _SAVINGS.setdefault(run, {})
-    if wanted not in known:
-        known[wanted] = _saving(run, wanted)
-    return known[wanted]
+    for removal in removals:
+        name = causes.find(removal.cause).name
+        by_name[name] = replace(removal, cause=name).union(by_name.get(name))
+    combined = tuple(by_name[name] for name in in_order(by_name))
+    cache = _SAVINGS.setdefault(run, {})
+    if combined not in cache:
+        cache[combined] = _saving(run, combined)
+    return cache[combined]
 
 
 def stall_saving(run: Run, stalls: Removal) -> Saving:
@@ -130,7 +130,7 @@ def stall_saving(run: Run, stalls: Removal) -> Saving:
 @memoize
 def replayed_steps(run: Run) -> pl.DataFrame:
     """Return the recorded steps of a run and their replay without changes: columns of `steps.COLUMNS`."""
-    tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
+    tables = [steps.durations(graph, graph.replayed) for graph in graphs_of(run)]
     return pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
 
 
@@ -146,17 +146,18 @@ def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
     One row per saving and rank; none for a saving without an answer.
     """
     tables = [
-        steps.by_rank(each.steps).select(pl.lit(each.cause, pl.String).alias("cause"), pl.all()) for each in savings
+        steps.by_rank(saving.steps).select(pl.lit(saving.cause, pl.String).alias("cause"), pl.all())
+        for saving in savings
     ]
     return pl.concat(tables) if tables else pl.DataFrame(schema=BY_RANK_COLUMNS)
 
 
 def waiting_ns(run: Run, removals: Iterable[Removal] = ()) -> int:
-    """Return how long all ranks wait for others in collectives, in a replay without some causes."""
-    return sum(_waiting_ns(graph, _replayed(graph, tuple(removals))) for graph in graphs_of(run))
+    """Time that all ranks wait for others in collectives, in a replay without some causes, in ns."""
+    return sum(_waiting_ns(graph, _replay_without(graph, tuple(removals))) for graph in graphs_of(run))
 
 
-def _replayed(graph: Graph, removals: tuple[Removal, ...]) -> Replay:
+def _replay_without(graph: Graph, removals: tuple[Removal, ...]) -> Replay:
     return _without(graph, removals)[1] if removals else graph.replayed
 
 
@@ -167,7 +168,7 @@ def _waiting_ns(graph: Graph, played: Replay) -> int:
 
 @memoize
 def host_time(run: Run, cause: str) -> pl.DataFrame:
-    """Return how much time of each rank a cause takes: columns rank, removed_ns; one row per rank.
+    """Host time of each rank that a cause takes: columns rank, removed_ns; one row per rank.
 
     That is the time of its nodes and between them that the replay removes, without waits.
     """
@@ -182,7 +183,7 @@ def host_time(run: Run, cause: str) -> pl.DataFrame:
 
 def infers_waits(run: Run) -> bool:
     """Return whether event waits of streams are inferred, because the traces do not record them."""
-    return any(bool((each.edges.inferred & (each.edges.kind == _EVENT)).any()) for each in graphs_of(run))
+    return any(bool((graph.edges.inferred & (graph.edges.kind == _EVENT)).any()) for graph in graphs_of(run))
 
 
 _SAVINGS: WeakKeyDictionary[Run, dict[tuple[Removal, ...], Saving]] = WeakKeyDictionary()
@@ -195,24 +196,24 @@ _KEY = ["window", "rank", "step", "device"]
 
 
 def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
-    names = tuple(each.cause for each in removals)
+    names = tuple(removal.cause for removal in removals)
     cause = AND.join(names)
     before = replayed_steps(run)
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that can be replayed")
     try:
-        played = [(each, *_without(each, removals)) for each in graphs_of(run)]
+        played = [(graph, *_without(graph, removals)) for graph in graphs_of(run)]
     except InsufficientDataError as error:
         return _unknown(cause, str(error))
     without = pl.concat(
-        [_durations(each, changed, then, from_before=BEFORE_WINDOW in names) for each, changed, then in played]
+        [_durations(graph, changed, then, from_before=BEFORE_WINDOW in names) for graph, changed, then in played]
     )
     table = (
         before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
         .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
-    for late in (each for each in removals if each.cause == _STRAGGLER):
+    for late in (removal for removal in removals if removal.cause == _STRAGGLER):
         for graph in graphs_of(run):
             table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
@@ -220,12 +221,12 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
     before_steps_ns = (replayed_ns - steps.total_ns(before, "replayed_ns")) // per
     step_ns = recorded_ns // per
-    unseen = any(contention_update.extrapolates(each, then) for each, _, then in played)
-    least = min(causes.find(name).confidence for name in names)
-    sure = least * _confidence(run, table) * (_GUESSED if unseen else 1.0)
+    unseen = any(contention_update.extrapolates(graph, then) for graph, _, then in played)
+    confidence = min(causes.find(name).confidence for name in names)
+    sure = confidence * _confidence(run, table) * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
     notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
-    note = "; ".join(each for each in notes if each)
+    note = "; ".join(text for text in notes if text)
     by_step = table.select(*STEP_COLUMNS)
     return Saving(
         cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
@@ -233,7 +234,7 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
 
 
 def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
-    """Return what a cause costs of the recorded time: what a replay adds to the recording cannot be saved.
+    """Cost of a cause in recorded time: what a replay adds to the recording cannot be saved.
 
     >>> _of_recorded(90, recorded_ns=50, replayed_ns=100), _of_recorded(20, recorded_ns=100, replayed_ns=101)
     (45, 20)
@@ -242,14 +243,14 @@ def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
     return round(saved_ns * recorded_ns / replayed_ns) if adds else saved_ns
 
 
-def _durations(whole: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
+def _durations(graph: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
     """Return the steps of a changed replay: columns window, rank, step, device, without_ns, before_ns.
 
     `before_ns` is how much sooner the first step begins than in the unchanged replay; 0 unless `from_before`.
     """
-    own = steps.durations(changed, then)
-    from_unchanged = steps.durations(changed, then, unchanged=whole.replayed) if from_before else own
-    return own.select(
+    changed_steps = steps.durations(changed, then)
+    from_unchanged = steps.durations(changed, then, unchanged=graph.replayed) if from_before else changed_steps
+    return changed_steps.select(
         *_KEY,
         pl.col("replayed_ns").alias("without_ns"),
         (pl.col("replayed_ns") - from_unchanged["replayed_ns"]).alias("before_ns"),
@@ -271,23 +272,23 @@ def _confidence(run: Run, table: pl.DataFrame) -> float:
     return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
-def _without(whole: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:
-    names = tuple(each.cause for each in removals)
-    changed = whole
-    for each in removals:
+def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:
+    names = tuple(removal.cause for removal in removals)
+    changed = graph
+    for removal in removals:
         try:
-            changed = _removed(changed, each)
+            changed = _remove_cause(changed, removal)
         except InsufficientDataError as error:
-            raise InsufficientDataError(f"{each.cause}: {error}" if len(names) > 1 else str(error)) from error
+            raise InsufficientDataError(f"{removal.cause}: {error}" if len(names) > 1 else str(error)) from error
     if CONTENTION_TRANSFORMS.issuperset(names):
         return changed, changed.replayed
     crawling = not {"preparation", "give-way"} & set(names)
     return contention_update.apply_contention(
-        whole, changed, slow_preparation=crawling, slow_compute="slowed-compute" not in names
+        graph, changed, slow_preparation=crawling, slow_compute="slowed-compute" not in names
     )
 
 
-def _removed(graph: Graph, removal: Removal) -> Graph:
+def _remove_cause(graph: Graph, removal: Removal) -> Graph:
     if removal.cause == causes.SINGLE_STALL.name:
         return without_stalls(graph, removal.stalls)
     if removal.cause == causes.STALLED_COLLECTIVE.name:

@@ -24,9 +24,9 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     waiting work before the awaited work had ended, or launched it first. Streams and threads may be numbered
     differently on each rank. Columns COLUMNS; one row per wait.
     """
-    known = edges.filter("inferred", pl.col("kind") == _EVENT).select("window", "rank", "waiting", "awaited")
-    places = _places(nodes, known)
-    seen = known.join(_ends(places, "waiting"), on=["window", "rank", "waiting"]).join(
+    waits = edges.filter("inferred", pl.col("kind") == _EVENT).select("window", "rank", "waiting", "awaited")
+    places = _places(nodes, waits)
+    seen = waits.join(_ends(places, "waiting"), on=["window", "rank", "waiting"]).join(
         _ends(places, "awaited"), on=["window", "rank", "awaited"]
     )
     pairs = seen.select("window", "at_waiting", "at_awaited").unique()
@@ -38,23 +38,23 @@ def shared_waits(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     )
     always = on_ranks.filter(holds.all().over("window", "at_waiting", "at_awaited"))
     between = always.filter(pl.col("lane_waiting") != pl.col("lane_awaited"))
-    more = between.join(known, on=["window", "rank", "waiting", "awaited"], how="anti", maintain_order="left")
-    found = more.with_columns(lag_ns=pl.lit(0, pl.Int64), kind=pl.lit(_EVENT), inferred=pl.lit(value=True))
-    return schema.select(found.sort("window", "rank", "waiting", "awaited"), COLUMNS)
+    more = between.join(waits, on=["window", "rank", "waiting", "awaited"], how="anti", maintain_order="left")
+    new_waits = more.with_columns(lag_ns=pl.lit(0, pl.Int64), kind=pl.lit(_EVENT), inferred=pl.lit(value=True))
+    return schema.select(new_waits.sort("window", "rank", "waiting", "awaited"), COLUMNS)
 
 
-def _places(nodes: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
+def _places(nodes: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     """Return the place of each piece of device work, as a number that is the same on all ranks.
 
-    Only of work with the name and step of a node of a `known` wait (waiting and awaited).
+    Only of work with the name and step of a node of a `waits` wait (waiting and awaited).
     """
-    ends = pl.concat([known.select("window", "rank", node=end) for end in ("waiting", "awaited")]).unique()
+    ends = pl.concat([waits.select("window", "rank", node=end) for end in ("waiting", "awaited")]).unique()
     launched = nodes.filter((pl.col("what") == WORK) & (pl.col("launch") >= 0))
     names = launched.join(ends, on=["window", "rank", "node"], how="semi").select(_OF_NAME).unique()
     work = launched.join(names, on=_OF_NAME, how="semi", nulls_equal=True).sort("window", "rank", "launch", "start_ns")
     of_rank = ["rank", *_OF_NAME]
-    numbered = work.with_columns(nth=pl.int_range(pl.len()).over(of_rank), times=pl.len().over(of_rank))
-    return numbered.select(
+    with_nth = work.with_columns(nth=pl.int_range(pl.len()).over(of_rank), times=pl.len().over(of_rank))
+    return with_nth.select(
         "window",
         "rank",
         "node",
@@ -66,12 +66,12 @@ def _places(nodes: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _ends(places: pl.DataFrame, of: str) -> pl.DataFrame:
+def _ends(places: pl.DataFrame, side: str) -> pl.DataFrame:
     """Return the places as those of waiting or awaited nodes."""
     return places.select(
         "window",
         "rank",
-        pl.col("node").alias(of),
-        pl.col("place").alias(f"at_{of}"),
-        pl.col("lane", "launch", "start_ns", "end_ns").name.map(lambda name: f"{name.removesuffix('_ns')}_{of}"),
+        pl.col("node").alias(side),
+        pl.col("place").alias(f"at_{side}"),
+        pl.col("lane", "launch", "start_ns", "end_ns").name.map(lambda name: f"{name.removesuffix('_ns')}_{side}"),
     )

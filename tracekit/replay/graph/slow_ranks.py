@@ -24,9 +24,9 @@ def without_late_ranks(graph: Graph) -> Graph:
         raise InsufficientDataError("comparing ranks needs the traces of at least two")
     is_late = _is_late(graph)
     graph = stalled_devices.without_stalls(graph, is_late)
-    at = np.flatnonzero(is_late)
+    nodes = np.flatnonzero(is_late)
     own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
-    own_ns[at] = chain_ns[at] = 0
+    own_ns[nodes] = chain_ns[nodes] = 0
     edges = graph.edges
     begins = (edges.kind == RELEASE) & (is_late & (graph.column("what") == HOST))[
         np.minimum(edges.waiting, graph.count - 1)

@@ -49,18 +49,18 @@ def bucket_collectives(graph: Graph) -> Graph:
     first = with_costs.group_by("run", maintain_order=True).agg(
         pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
     )
-    own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
+    own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
     merged = np.setdiff1d(with_costs["done"].to_numpy(), first["done"].to_numpy())
-    own[merged] = 0
+    own_ns[merged] = 0
     whole_ns = first["fixed_ns"].to_numpy() + first["ns_per_byte"].to_numpy() * first["bytes"].to_numpy()
-    own[first["done"].to_numpy()] = np.round(whole_ns)
-    at = graph.parts.filter(pl.col("done").is_in(pl.Series(merged).implode()))["at"].to_numpy()
-    calls = graph.launch[at]
+    own_ns[first["done"].to_numpy()] = np.round(whole_ns)
+    nodes = graph.parts.filter(pl.col("done").is_in(pl.Series(merged).implode()))["at"].to_numpy()
+    calls = graph.launch[nodes]
     calls = calls[calls >= 0]
-    own[calls] = 0
-    chain[at] = 0
-    chain[calls] = 0
-    return replace(graph, own_ns=own, chain_ns=chain)
+    own_ns[calls] = 0
+    chain_ns[nodes] = 0
+    chain_ns[calls] = 0
+    return replace(graph, own_ns=own_ns, chain_ns=chain_ns)
 
 
 def _runs(graph: Graph) -> pl.DataFrame:
@@ -70,12 +70,12 @@ def _runs(graph: Graph) -> pl.DataFrame:
     """
     calls = transfers(graph)
     launch = graph.launch[calls["at"].to_numpy()]
-    others = np.zeros(len(graph.own_ns), np.int64)
+    other_launches = np.zeros(len(graph.own_ns), np.int64)
     is_other = (graph.launch[: graph.count] >= 0) & (graph.column("what") == WORK)
     is_other[graph.parts["at"].to_numpy()] = False
     work = np.flatnonzero(is_other)
-    np.add.at(others, graph.launch[work], 1)
-    before = np.cumsum(others)[launch]
+    np.add.at(other_launches, graph.launch[work], 1)
+    before = np.cumsum(other_launches)[launch]
     keyed = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
     key = ["rank", "group", "op", "step", "phase", "unit", "others"]
     return keyed.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))

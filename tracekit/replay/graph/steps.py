@@ -56,13 +56,13 @@ def by_rank(table: pl.DataFrame) -> pl.DataFrame:
 
 def worst_error_ratio(table: pl.DataFrame) -> float:
     """Return the largest relative difference of a replayed step from its recording, over all ranks."""
-    known = table.filter(pl.col("duration_ns") > 0)
-    off = (known["replayed_ns"] / known["duration_ns"] - 1).abs().to_numpy()
+    recorded = table.filter(pl.col("duration_ns") > 0)
+    off = (recorded["replayed_ns"] / recorded["duration_ns"] - 1).abs().to_numpy()
     return float(off.max(initial=0.0))
 
 
 def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
-    """Return when the last activity of each step ended."""
+    """End of the last activity of each step."""
     rows, number, places = _places_of_work(graph.frame)
     end = np.full(places.height, np.iinfo(np.int64).min)
     np.maximum.at(end, number, played.end_ns[graph.done[rows]])

@@ -70,7 +70,7 @@ def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> P
             f"tracekit simulate --strategy {strategy} simulates it on a known machine"
         )
     change, assumed = _CHANGES[strategy]
-    return _predicted(run, strategy, change, assumed)
+    return _predict(run, strategy, change, assumed)
 
 
 def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
@@ -80,7 +80,7 @@ def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
             "--node-bandwidth, such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
         )
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
-    known = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
+    with_hops = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
     assumed = (
         f"{node.gpus} GPUs per node, with a ring bandwidth of {units.rate(node.bytes_per_s)}",
         "ring collectives; network bandwidth as recorded, shared by the all-reduces of a node's GPUs",
@@ -88,7 +88,7 @@ def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
         "optimizer time proportional to shard size",
         f"memory for {HSDP}: weights, gradients and optimizer states sharded over {node.gpus} ranks only",
     )
-    return _predicted(run, HSDP, lambda graph: hsdp.to_hsdp(graph, node, known), assumed, slow_preparation=True)
+    return _predict(run, HSDP, lambda graph: hsdp.to_hsdp(graph, node, with_hops), assumed, slow_preparation=True)
 
 
 def predict_less_recomputation(run: Run, layers: int) -> Prediction:
@@ -100,7 +100,7 @@ def predict_less_recomputation(run: Run, layers: int) -> Prediction:
         raise InputError(f"--recompute-fewer is {layers}; must be 1 or more")
 
     assumed = ("memory for the activations that are then stored",)
-    return _predicted(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
+    return _predict(run, f"{layers} recomputed layers fewer", lambda graph: _fewer(graph, layers), assumed)
 
 
 def predict_network(run: Run, times: float) -> Prediction:
@@ -110,15 +110,15 @@ def predict_network(run: Run, times: float) -> Prediction:
     """
     checked_times(times, "--network-times")
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
-    known = lines["hop_ns"].is_not_null().any()
+    has_latency = lines["hop_ns"].is_not_null().any()
     assumed = (
         f"every link, inside nodes and between them, at {times:g} times its bandwidth",
         "unchanged latency per hop, as fitted to the run's collectives"
-        if known
+        if has_latency
         else "latency scales too: sizes differ too little to separate it from bandwidth",
     )
     name = f"a network {times:g} times as fast"
-    return _predicted(run, name, lambda graph: _scaled(graph, times, lines), assumed, slow_preparation=True)
+    return _predict(run, name, lambda graph: _scale_links(graph, times, lines), assumed, slow_preparation=True)
 
 
 def axes_text(axes: pl.DataFrame) -> str:
@@ -127,7 +127,7 @@ def axes_text(axes: pl.DataFrame) -> str:
 
 
 def checked_times(times: float, option: str) -> float:
-    """Return how many times as fast links are to be. Raises InputError for what is out of range."""
+    """Link speed-up `times` itself. Raises InputError for what is out of range."""
     if not SLOWEST <= times <= 1 / SLOWEST:
         raise InputError(f"{option} is {times}; it must be from {SLOWEST:g} to {1 / SLOWEST:g}")
     return times
@@ -140,31 +140,31 @@ def predict_axes(run: Run, times_of_axis: Mapping[str, float]) -> Prediction:
     """
     axes = run.run_table(group_axes.group_axes)
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
-    chosen = {axis: (_groups_of(axes, axis), times) for axis, times in times_of_axis.items()}
+    changes = {axis: (_groups_of(axes, axis), times) for axis, times in times_of_axis.items()}
 
-    def scaled(graph: Graph) -> Graph:
-        for groups, times in chosen.values():
-            graph = _scaled(graph, times, lines, groups)
+    def scale_axes(graph: Graph) -> Graph:
+        for groups, times in changes.values():
+            graph = _scale_links(graph, times, lines, groups)
         return graph
 
     name = ", ".join(axis_text(axis, times) for axis, times in times_of_axis.items())
-    return _predicted(run, name, scaled, ("links of other axes as recorded",), slow_preparation=True)
+    return _predict(run, name, scale_axes, ("links of other axes as recorded",), slow_preparation=True)
 
 
 def axis_text(axis: str, times: float) -> str:
-    """Return what the links of an axis change by, as text."""
+    """Change of the links of an axis, as text."""
     return f"axis {axis} {times:g} times as fast"
 
 
 def _groups_of(axes: pl.DataFrame, axis: str) -> pl.DataFrame:
     is_axis = (pl.col("axis") == axis) | pl.col("axis").str.starts_with(f"{axis}_")
-    chosen = axes.filter(is_axis).select("group", "members")
-    if chosen.is_empty():
+    groups = axes.filter(is_axis).select("group", "members")
+    if groups.is_empty():
         raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
-    return chosen
+    return groups
 
 
-def _predicted(
+def _predict(
     run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, slow_preparation: bool = False
 ) -> Prediction:
     before = savings.replayed_steps(run)
@@ -197,11 +197,11 @@ def _yafsdp(graph: Graph) -> Graph:
     return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(without_copies)))
 
 
-def _scaled(graph: Graph, times: float, lines: pl.DataFrame, chosen: pl.DataFrame | None = None) -> Graph:
+def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.DataFrame | None = None) -> Graph:
     """Return the graph with every link at `times` its bandwidth; the latency of hops stays.
 
     `lines` are latency and bandwidth by group (`latency.by_group`); where latency is unknown, the whole transfer
-    scales. `chosen` (group, members) limits the change to some groups. Raises InsufficientDataError where nothing is
+    scales. `groups` (group, members) limits the change to some groups. Raises InsufficientDataError where nothing is
     transferred.
     """
     if not graph.matches("kind", "communication").any():
@@ -211,10 +211,10 @@ def _scaled(graph: Graph, times: float, lines: pl.DataFrame, chosen: pl.DataFram
     latencies = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()
     fixed_ns[calls["done"].to_numpy()] = np.minimum(latencies.to_numpy(), calls["took_ns"].to_numpy())
     moves = transforms.is_transfer(graph)
-    if chosen is not None:
-        of = slow_transfers.transfers(graph).join(chosen, on=["group", "members"], how="semi", nulls_equal=True)
+    if groups is not None:
+        affected = slow_transfers.transfers(graph).join(groups, on=["group", "members"], how="semi", nulls_equal=True)
         is_chosen = np.zeros(len(graph.own_ns), bool)
-        is_chosen[of["done"].to_numpy()] = True
+        is_chosen[affected["done"].to_numpy()] = True
         moves = moves & is_chosen
     return graph.with_durations(moves, np.round(fixed_ns + (graph.own_ns - fixed_ns) / times)[moves])
 

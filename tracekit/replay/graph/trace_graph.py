@@ -75,14 +75,14 @@ def windows(trace: Trace) -> pl.DataFrame:
     Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node. A step that
     takes no time, as a damaged file may state, has none.
     """
-    made, steps = build(trace).nodes, trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
-    starts = made["start_ns"].to_numpy()
-    placed = made[["device", "start_ns", "step", "node", "kind"]]
-    near = placed[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
+    nodes, steps = build(trace).nodes, trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
+    starts = nodes["start_ns"].to_numpy()
+    places = nodes[["device", "start_ns", "step", "node", "kind"]]
+    near = places[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
     begins = near.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
-    found = steps.join(begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left")
-    own = found.filter(pl.col("first").is_not_null() & (pl.col("step").is_null() | (pl.col("of") == pl.col("step"))))
-    return own.unique(["step", "device"], keep="first", maintain_order=True).select(
+    firsts = steps.join(begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left")
+    rows = firsts.filter(pl.col("first").is_not_null() & (pl.col("step").is_null() | (pl.col("of") == pl.col("step"))))
+    return rows.unique(["step", "device"], keep="first", maintain_order=True).select(
         "step", "device", "start_ns", "end_ns", "first"
     )
 
@@ -93,19 +93,19 @@ def preparation(trace: Trace) -> pl.DataFrame:
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
     parts = [schema.empty(_PREPARATION)]
-    made = build(trace).nodes
-    work = np.flatnonzero(made["what"].to_numpy() == WORK)
-    ref = ids(made["ref"][work])
+    nodes = build(trace).nodes
+    work = np.flatnonzero(nodes["what"].to_numpy() == WORK)
+    ref = ids(nodes["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
-        found = launches.preparation(trace, device)
-        if found.is_empty():
+        prepared = launches.preparation(trace, device)
+        if prepared.is_empty():
             continue
         node, collective = (
-            values_at(pl.Series(name, work), rows_of(ref, ids(found[of])))
-            for name, of in (("node", "id"), ("collective", "collective_id"))
+            values_at(pl.Series(name, work), rows_of(ref, ids(prepared[id_column])))
+            for name, id_column in (("node", "id"), ("collective", "collective_id"))
         )
-        placed = found.with_columns(node, collective)
-        parts.append(schema.select(placed, _PREPARATION))
+        with_nodes = prepared.with_columns(node, collective)
+        parts.append(schema.select(with_nodes, _PREPARATION))
     return pl.concat(parts)
 
 
@@ -213,17 +213,17 @@ def _room_ns(items: pl.DataFrame, for_room: pl.DataFrame) -> pl.Series:
 
 def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
     """Return an id for each item, equal for kernels of equal name, grid and block; null where the grid is unknown."""
-    known = trace.activities.select(
+    grids = trace.activities.select(
         "id", grid_id=pl.when(pl.col("grid").is_not_null()).then(pl.struct("name", "grid", "block").hash(seed=0))
     )
-    return values_at(known["grid_id"], _rows_of_work(items, known["id"].to_numpy()))
+    return values_at(grids["grid_id"], _rows_of_work(items, grids["id"].to_numpy()))
 
 
 def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
     """Return the kernel id of each item; null for waits. See `concurrency.DeviceWork`."""
-    known = concurrency.device_work(trace)
-    kernel = np.concatenate([np.empty(0, np.uint64), *(here.kernel for here in known)])
-    ref = np.concatenate([np.empty(0, np.int64), *(here.work["id"].to_numpy() for here in known)])
+    devices = concurrency.device_work(trace)
+    kernel = np.concatenate([np.empty(0, np.uint64), *(device.kernel for device in devices)])
+    ref = np.concatenate([np.empty(0, np.int64), *(device.work["id"].to_numpy() for device in devices)])
     return values_at(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))
 
 
@@ -242,8 +242,8 @@ _MIN_QUEUED = 100
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
     """Return the work that blocking host calls waited for, as CUDA records it or as end times show."""
-    known = dependencies.host_waits(trace, items)
-    pairs = np.array([(call, item) for call, found in known.items() for item in found], np.int64).reshape(-1, 2)
+    waits = dependencies.host_waits(trace, items)
+    pairs = np.array([(call, item) for call, awaited in waits.items() for item in awaited], np.int64).reshape(-1, 2)
     row = _last_rows(calls, pairs[:, 0])
     row, item = row[row >= 0], pairs[row >= 0, 1]
     unknown = ~np.isin(calls.id, pairs[:, 0])
@@ -253,7 +253,7 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
         edge_table(row, item + first_item, "sync", inferred=False),
         edge_table(synced, synced_item + first_item, "sync", inferred=True),
         _own_work(calls, items, first_item),
-        _drained(calls, items, unknown, first_item),
+        _drain_waits(calls, items, unknown, first_item),
         _ended_with(calls, items, unknown, first_item),
     ])  # fmt: skip
 
@@ -268,9 +268,9 @@ def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFram
     """Return the work that calls launched and waited for themselves, such as a copy from pageable memory."""
     waiting = np.flatnonzero(calls.waits_itself)
     row = np.where(items["is_wait"].to_numpy(), -1, rows_of(calls.id[waiting], ids(items["launch_id"])))
-    found = np.flatnonzero(row >= 0)
-    found = found[np.argsort(row[found], kind="stable")]
-    return edge_table(waiting[row[found]], found + first_item, "sync", inferred=False)
+    launched = np.flatnonzero(row >= 0)
+    launched = launched[np.argsort(row[launched], kind="stable")]
+    return edge_table(waiting[row[launched]], launched + first_item, "sync", inferred=False)
 
 
 def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Flags) -> tuple[Ints, Ints]:
@@ -303,13 +303,13 @@ def _synced_op_work(trace: Trace, calls: Calls, items: pl.DataFrame, unknown: Fl
     return rows[ended], item[last[ended]]
 
 
-def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
+def _drain_waits(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
     """Return the last item of every lane for each call that waits for the whole device, if it ended by then."""
     drains = np.flatnonzero(calls.drains & unknown)
     waiting, awaited = [drains[:0]], [drains[:0]]
     lane, reach, end = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "end_ns"))
-    for each in distinct(lane) if len(drains) else ():
-        at_lane = np.flatnonzero(lane == each)
+    for lane_number in distinct(lane) if len(drains) else ():
+        at_lane = np.flatnonzero(lane == lane_number)
         last = np.searchsorted(reach[at_lane], calls.start_ns[drains], side="left") - 1
         item = at_lane[np.maximum(last, 0)]
         ended = (last >= 0) & (end[item] <= calls.end_ns[drains] + _NEAR_NS)
@@ -323,7 +323,7 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
     took = calls.end_ns - calls.start_ns
     is_long = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
-    queue_full = is_long & (_queued(items, calls.start_ns) >= _MIN_QUEUED) if is_long.any() else is_long
+    queue_full = is_long & (_queue_length(items, calls.start_ns) >= _MIN_QUEUED) if is_long.any() else is_long
     which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | queue_full)
     work = np.flatnonzero(~items["is_wait"].to_numpy())
     if not len(work) or not len(which):
@@ -337,14 +337,14 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     launched = items["launched_ns"].to_numpy()[work[row]] < calls.start_ns[which]  # not by the call itself
     good = (last >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
     full = queue_full[which][good]
-    found = edge_table(which[good], work[row[good]] + first_item, "sync", inferred=True)
+    waits = edge_table(which[good], work[row[good]] + first_item, "sync", inferred=True)
     if not full.any():
-        return found
-    return found.with_columns(pl.Series("kind", np.where(full, "queue", "sync"), pl.String))
+        return waits
+    return waits.with_columns(pl.Series("kind", np.where(full, "queue", "sync"), pl.String))
 
 
-def _queued(items: pl.DataFrame, at_ns: Ints) -> Ints:
-    """Return how many pieces of work have been launched and not ended, at some times."""
+def _queue_length(items: pl.DataFrame, at_ns: Ints) -> Ints:
+    """Count of pieces of work that have been launched and not ended, at some times."""
     is_work = ~items["is_wait"].to_numpy()
     launched, ended = (np.sort(items[name].to_numpy()[is_work]) for name in ("launched_ns", "end_ns"))
     return np.asarray(np.searchsorted(launched, at_ns, side="right") - np.searchsorted(ended, at_ns, side="right"))
@@ -352,14 +352,14 @@ def _queued(items: pl.DataFrame, at_ns: Ints) -> Ints:
 
 def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int) -> Ints:
     """Return the calls' own time: the rest after the awaited work ended."""
-    own = calls.own_ns.copy()
+    own_ns = calls.own_ns.copy()
     if waits.height:
         ends = items["end_ns"].to_numpy()
-        last = np.full(len(own), np.iinfo(np.int64).min, np.int64)
+        last = np.full(len(own_ns), np.iinfo(np.int64).min, np.int64)
         np.maximum.at(last, waits["waiting"].to_numpy(), ends[waits["awaited"].to_numpy() - first_item])
-        begun = calls.end_ns - own
-        own = np.where(last > begun, np.maximum(calls.end_ns - last, 0), own)
-    return own
+        begun = calls.end_ns - own_ns
+        own_ns = np.where(last > begun, np.maximum(calls.end_ns - last, 0), own_ns)
+    return own_ns
 
 
 def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> pl.DataFrame:
@@ -367,8 +367,8 @@ def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> 
     parts = [schema.empty(EDGE_COLUMNS)]
     is_work = ~items["is_wait"].to_numpy() & (launch >= 0)
     device, end = items["device"].to_numpy(), items["end_ns"].to_numpy()
-    for each in distinct(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():
-        item = np.flatnonzero(is_work & (device == each))
+    for device_number in distinct(device[is_work]) if is_work.sum() > QUEUE_DEPTH else ():
+        item = np.flatnonzero(is_work & (device == device_number))
         item = item[np.argsort(launch[item], kind="stable")]
         if len(item) <= QUEUE_DEPTH:
             continue

@@ -199,13 +199,13 @@ def on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Grap
 
 def outside_stalls(graph: Graph, stalls: tuple[HostSpan, ...], transform: Transform) -> Graph:
     """Return the graph after a transform that leaves the host time in some stalls as it is."""
-    in_stall, stalled_ns = _stalled(graph, stalls)
-    left = pl.lit(pl.Series(1 - stalled_ns / np.maximum(_gap_ns(graph), 1)))
-    hidden = graph.frame.with_columns(_host_state_of(graph, ~in_stall), (_gaps() * left).cast(pl.Int64))
+    in_stall, stalled_ns = _stalled_time(graph, stalls)
+    unstalled = pl.lit(pl.Series(1 - stalled_ns / np.maximum(_gap_ns(graph), 1)))
+    hidden = graph.frame.with_columns(_host_state_of(graph, ~in_stall), (_gaps() * unstalled).cast(pl.Int64))
     changed = transform(replace(graph, frame=hidden))
     own_ns, chain_ns = changed.own_ns.copy(), changed.chain_ns.copy()
-    at = np.flatnonzero(in_stall)
-    own_ns[at] = graph.own_ns[at]
+    nodes = np.flatnonzero(in_stall)
+    own_ns[nodes] = graph.own_ns[nodes]
     chain_ns[: graph.count] = np.maximum(chain_ns[: graph.count], np.minimum(stalled_ns, graph.chain_ns[: graph.count]))
     return replace(changed, own_ns=own_ns, chain_ns=chain_ns, frame=graph.frame)
 
@@ -215,7 +215,7 @@ def without_stalls(graph: Graph, stalls: tuple[HostSpan, ...]) -> Graph:
 
     What a pause takes at the same place of other steps remains.
     """
-    in_stall, stalled_ns = _stalled(graph, stalls)
+    in_stall, stalled_ns = _stalled_time(graph, stalls)
     beyond_ns = np.maximum(stalled_ns - _usual_ns(graph, stalled_ns > 0), 0)
     return _without_waits(_with_shorter_gaps(graph, beyond_ns), in_stall)
 
@@ -225,25 +225,25 @@ def without_excess(graph: Graph, spans: tuple[HostSpan, ...]) -> Graph:
 
     Of a rank that was STOPPED in a span, its host's time in the span is removed, too.
     """
-    stopped = tuple(each for each in spans if each.stall == STOPPED)
+    stopped = tuple(span for span in spans if span.stall == STOPPED)
     own_ns = graph.own_ns.copy()
     start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
     calls = np.flatnonzero(graph.matches("kind", "communication"))
-    for each in spans:
-        if each.window != graph.window or each in stopped:
+    for span in spans:
+        if span.window != graph.window or span in stopped:
             continue
-        here = calls[(rank[calls] == each.rank) & (start[calls] <= each.start_ns + 1)]
-        stalled = here[np.abs(end[here] - each.end_ns) <= 1]  # clocks are converted to whole ns
+        rank_calls = calls[(rank[calls] == span.rank) & (start[calls] <= span.start_ns + 1)]
+        stalled = rank_calls[np.abs(end[rank_calls] - span.end_ns) <= 1]  # clocks are converted to whole ns
         done = distinct(graph.done[stalled])
-        own_ns[done] = np.maximum(own_ns[done] - (each.end_ns - each.start_ns), 0)
+        own_ns[done] = np.maximum(own_ns[done] - (span.end_ns - span.start_ns), 0)
     return without_stalls(replace(graph, own_ns=own_ns), stopped)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of transforms in the order in which they are applied, each once."""
     rest = [name for name in TRANSFORMS if name not in (*_FIRST, *_LAST)]
-    wanted = frozenset(names)
-    return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in wanted)
+    requested = frozenset(names)
+    return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in requested)
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
@@ -253,41 +253,41 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     the host does before the first op of the first step is not known, so the pause there may be missing.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
-    placed = graph.frame.select("rank", "step").drop_nulls("step")
-    steps = placed.group_by("rank").agg(
+    in_steps = graph.frame.select("rank", "step").drop_nulls("step")
+    steps = in_steps.group_by("rank").agg(
         pl.col("step").n_unique().alias("steps"), pl.col("step").min().alias("first_step")
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
-    each = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
+    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
     is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
-    found = each.filter(pl.col("seen") == pl.col("steps") - is_between, pl.col("seen") > 1)
+    recurring = seen.filter(pl.col("seen") == pl.col("steps") - is_between, pl.col("seen") > 1)
     late = np.zeros(graph.count, np.int64)
-    late[found["at"].to_numpy()] = found["pause_ns"].to_numpy()
+    late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
     return late
 
 
 def is_transfer(graph: Graph) -> Flags:
-    """Return which nodes transfer data: collectives of the ranks, and join nodes."""
+    """Mark nodes that transfer data: collectives of the ranks, and join nodes."""
     return np.concatenate((graph.matches("kind", "communication"), np.ones(len(graph.own_ns) - graph.count, bool)))
 
 
-def _stalled(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
-    """Return which host calls are at least half in stalls, and how much of the time before each node is.
+def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints]:
+    """Mark host calls that are at least half in stalls; and the stalled part of the time before each node.
 
     The device becomes idle only when a pause has lasted for a while: all of it is a stall if half of it is, or if it
     covers half of the stall.
     """
     in_stall, stalled_ns = np.zeros(graph.count, bool), np.zeros(graph.count, np.int64)
-    here = [each for each in stalls if each.window == graph.window]
-    if not here:
+    window_stalls = [stall for stall in stalls if stall.window == graph.window]
+    if not window_stalls:
         return in_stall, stalled_ns
     start, end = graph.column("start_ns"), graph.column("end_ns")
     gap_ns = _gap_ns(graph)
     hosts = np.flatnonzero(graph.column("what") == HOST)
     calls_of = {rank: hosts[rows] for rank, rows in rows_by_key(graph.column("rank")[hosts]).items()}
-    for stall in here:
+    for stall in window_stalls:
         calls = calls_of.get(stall.rank, hosts[:0])
         begin, until, pause_ns = start[calls], end[calls], gap_ns[calls]
         inside_ns = np.minimum(until, stall.end_ns) - np.maximum(begin, stall.start_ns)
@@ -311,9 +311,9 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     at_place = calls.with_columns(
         pl.int_range(pl.len()).over("rank", "step", "name").alias("nth"), pl.Series("gap_ns", gap_ns, pl.Int64)
     )
-    own = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
-    others = own.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
-    usual = others.group_by("call").agg(pl.col("gap_ns_other").quantile(_USUAL_QUANTILE, "higher").cast(pl.Int64))
+    selected = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
+    other_steps = selected.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
+    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").quantile(_USUAL_QUANTILE, "higher").cast(pl.Int64))
     usual_ns = np.zeros(graph.count, np.int64)
     usual_ns[usual["call"].to_numpy()] = usual["gap_ns_other"].to_numpy()
     return usual_ns
@@ -331,8 +331,8 @@ def _gaps() -> pl.Expr:
 
 def _gap_ns(graph: Graph, *states: str) -> Ints:
     """Return the host time before each of the ranks' nodes in some states; without states, in all."""
-    chosen = [GAP_COLUMNS[state] for state in states or GAP_COLUMNS]
-    return np.asarray(graph.frame.select(pl.sum_horizontal(chosen)).to_series().to_numpy())
+    columns = [GAP_COLUMNS[state] for state in states or GAP_COLUMNS]
+    return np.asarray(graph.frame.select(pl.sum_horizontal(columns)).to_series().to_numpy())
 
 
 def _pauses_after(graph: Graph, calls: Flags) -> Ints:
@@ -358,7 +358,7 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
 
 
 def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> Ints:
-    """Return how long pauses after waits in the call before some nodes typically take: on the rank, else in all calls.
+    """Typical time of pauses after waits in the call before some nodes, in ns: on the rank, else in all calls.
 
     One call may read a value, another one wait for a batch: what the host does after them differs.
     """
@@ -371,8 +371,8 @@ def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> I
     mean_ns = (pl.col("pause_ns") ** 2).sum() / pl.col("pause_ns").sum()
     by_call = calls_before(after_waits).hstack([exact]).group_by("rank", "call")
     means = by_call.agg(mean_ns.cast(pl.Int64).alias("mean_ns"))
-    found = calls_before(nodes).join(means, on=["rank", "call"], how="left", maintain_order="left")
-    return np.asarray(found["mean_ns"].fill_null(_mean_by_time(pauses_ns)).to_numpy())
+    typical = calls_before(nodes).join(means, on=["rank", "call"], how="left", maintain_order="left")
+    return np.asarray(typical["mean_ns"].fill_null(_mean_by_time(pauses_ns)).to_numpy())
 
 
 def _without_other_python(pauses_ns: Ints, before_ns: Ints, drained: Flags, previous: Ints) -> Ints:
@@ -425,8 +425,8 @@ def _blocking_calls(graph: Graph) -> Flags:
 def _idle_after(graph: Graph) -> Ints:
     """Return for each host call how long compute is idle from its start until the first compute launched after it."""
     busy_ns, next_ns = _compute_around(graph)
-    known = (busy_ns >= 0) & (next_ns >= 0)
-    return np.where(known, np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0), 0)
+    is_known = (busy_ns >= 0) & (next_ns >= 0)
+    return np.where(is_known, np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0), 0)
 
 
 def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
@@ -440,16 +440,16 @@ def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
     busy_ns, next_ns = np.full(graph.count, -1, np.int64), np.full(graph.count, -1, np.int64)
     hosts = np.flatnonzero(graph.column("what") == HOST)
     computing = np.flatnonzero(computes)
-    calls_of = {each: hosts[rows] for each, rows in rows_by_key(rank[hosts]).items()}
-    for each, rows in rows_by_key(rank[computing]).items():
+    calls_of = {rank_number: hosts[rows] for rank_number, rows in rows_by_key(rank[hosts]).items()}
+    for rank_number, rows in rows_by_key(rank[computing]).items():
         work = computing[rows]
         work = work[np.argsort(launch[work], kind="stable")]
         reach_ns = np.maximum.accumulate(end[work])
         first_ns = np.minimum.accumulate(start[work][::-1])[::-1]
-        calls = calls_of.get(each, hosts[:0])
-        at = np.searchsorted(launch[work], calls, side="right")
-        busy_ns[calls[at > 0]] = reach_ns[at[at > 0] - 1]
-        next_ns[calls[at < len(work)]] = first_ns[at[at < len(work)]]
+        calls = calls_of.get(rank_number, hosts[:0])
+        place = np.searchsorted(launch[work], calls, side="right")
+        busy_ns[calls[place > 0]] = reach_ns[place[place > 0] - 1]
+        next_ns[calls[place < len(work)]] = first_ns[place[place < len(work)]]
     return busy_ns, next_ns
 
 
@@ -470,7 +470,7 @@ def _is_drained(graph: Graph, calls: Flags) -> Flags:
 
 
 def _finds_idle(graph: Graph, calls: Flags) -> Flags:
-    """Return which of the calls begin when all compute that was launched before has ended."""
+    """Mark calls that begin when all compute that was launched before has ended."""
     busy_ns, _ = _compute_around(graph)
     return np.asarray(calls & (busy_ns >= 0) & (busy_ns <= graph.column("end_ns")))
 
@@ -485,7 +485,7 @@ def _without_state(graph: Graph, state: str) -> Graph:
 
 
 def _is_released(graph: Graph) -> Flags:
-    """Return which of the ranks' nodes begin with the window: they have no wait for other nodes."""
+    """Mark the ranks' nodes that begin with the window: they have no wait for other nodes."""
     released = np.zeros(graph.count, bool)
     waiting = graph.edges.waiting[graph.edges.kind == RELEASE]
     released[waiting[waiting < graph.count]] = True
@@ -495,7 +495,7 @@ def _is_released(graph: Graph) -> Flags:
 def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
     """Return by which share of the time removed on the rank with most of it the last work ends earlier, 0 to 1."""
     is_work = graph.frame["kind"].is_not_null().to_numpy()
-    before_ns, after_ns = (each.replayed.end_ns[each.done][is_work].max() for each in (graph, changed))
+    before_ns, after_ns = (variant.replayed.end_ns[variant.done][is_work].max() for variant in (graph, changed))
     by_rank = (
         graph.frame.select("rank", ns=pl.Series(removed_ns, dtype=pl.Int64)).group_by("rank").agg(pl.col("ns").sum())
     )
@@ -522,8 +522,8 @@ def _with_shorter_gaps(graph: Graph, by_ns: Ints, *, before_window: bool = False
 
 def _with_zero_time(graph: Graph, which: Flags) -> Graph:
     """Return the graph with zero time for some of the ranks' nodes; for collectives, on all ranks."""
-    at = np.flatnonzero(which)
-    return graph.with_durations(np.concatenate((at, graph.done[at])), 0)
+    nodes = np.flatnonzero(which)
+    return graph.with_durations(np.concatenate((nodes, graph.done[nodes])), 0)
 
 
 def _without_waits(graph: Graph, which: Flags) -> Graph:

@@ -81,7 +81,7 @@ def answer(
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
-    wanted = [causes.find(name) for name in names or causes.CAUSES] if with_causes else []
+    requested = [causes.find(name) for name in names or causes.CAUSES] if with_causes else []
     replay = savings.replayed_steps(run)
     if replay.is_empty():
         raise InputError(
@@ -89,12 +89,16 @@ def answer(
             "record with activities=[CPU, CUDA]"
         )
     gpus = gpus_of(run)
-    found = [_answer(each, savings.saving(run, each.name), gpus, gpu_hour_price) for each in wanted]
-    answers = [each for each in found if not each.unavailable_reason and (names or each.saved_ratio >= MIN_SAVED_RATIO)]
+    all_answers = [_answer(cause, savings.saving(run, cause.name), gpus, gpu_hour_price) for cause in requested]
+    answers = [
+        candidate
+        for candidate in all_answers
+        if not candidate.unavailable_reason and (names or candidate.saved_ratio >= MIN_SAVED_RATIO)
+    ]
     per = replay.select("window", "step").n_unique()
     return WhatIf(
-        tuple(sorted(answers, key=lambda each: -each.saved_ns)),
-        tuple(each for each in found if each.unavailable_reason),
+        tuple(sorted(answers, key=lambda candidate: -candidate.saved_ns)),
+        tuple(candidate for candidate in all_answers if candidate.unavailable_reason),
         steps.total_ns(replay, "duration_ns") // per,
         steps.total_ns(replay, "replayed_ns") // per,
         replay,
@@ -114,11 +118,11 @@ def answer_combined(run: Run, names: tuple[str, ...], *, gpu_hour_price: float |
     if len(several) < 2:
         raise InputError("--together needs two or more causes, each given by --without")
     both = Cause(
-        savings.AND.join(each.name for each in several),
+        savings.AND.join(cause.name for cause in several),
         "",
-        "; ".join(each.summary for each in several),
-        "; ".join(each.basis for each in several),
-        min(each.confidence for each in several),
+        "; ".join(cause.summary for cause in several),
+        "; ".join(cause.basis for cause in several),
+        min(cause.confidence for cause in several),
     )
     return _answer(both, savings.combined_saving(run, names), gpus_of(run), gpu_hour_price)
 
@@ -141,17 +145,17 @@ def hours_per_day(saved_ratio: float, gpus: int) -> float | None:
     return gpus * _HOURS * saved_ratio if gpus else None
 
 
-def _answer(cause: Cause, found: Saving, gpus: int, price: float | None) -> Answer:
-    hours = hours_per_day(found.saved_ratio, gpus)
+def _answer(cause: Cause, saving: Saving, gpus: int, price: float | None) -> Answer:
+    hours = hours_per_day(saving.saved_ratio, gpus)
     return Answer(
         cause,
-        found.saved_ns,
-        found.saved_ratio,
-        found.step_ns,
+        saving.saved_ns,
+        saving.saved_ratio,
+        saving.step_ns,
         hours,
         None if price is None or hours is None else hours * price,
-        found.confidence,
+        saving.confidence,
         cause.basis,
-        found.caveat,
-        found.unavailable_reason,
+        saving.caveat,
+        saving.unavailable_reason,
     )

@@ -47,7 +47,7 @@ from tracekit.report.charts.parallelism import (
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.roofline import WITHOUT_PRODUCTS, roofline
-from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, titled
+from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import potential_savings, savings_by_rank
 
@@ -114,7 +114,7 @@ __all__ = [
     "step_heatmap",
     "step_times",
     "timeline",
-    "titled",
     "top_bars",
     "wait_matrix",
+    "with_title",
 ]

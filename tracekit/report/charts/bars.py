@@ -22,7 +22,7 @@ def breakdown(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> 
     if ranks is not None:
         summary = summary.filter(pl.col("rank").is_in(list(ranks)))
     labels = zip(_row_labels(summary), summary["rank"], strict=True)
-    return _stacked(summary, [" · ".join(filter(None, (label, (ranks or {}).get(rank)))) for label, rank in labels])
+    return _stack_parts(summary, [" · ".join(filter(None, (label, (ranks or {}).get(rank)))) for label, rank in labels])
 
 
 def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
@@ -33,19 +33,19 @@ def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
     means = [
         table.select(pl.col("duration_ns", *style.PARTS).mean().round().cast(pl.Int64)) for table in summaries.values()
     ]
-    return _stacked(pl.concat(means), list(summaries))
+    return _stack_parts(pl.concat(means), list(summaries))
 
 
 def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) -> go.Figure:
     """Return step time over steps, one line per rank, from a breakdown by step; `ranks` as in `breakdown`."""
     figure = go.Figure()
-    known = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
+    steps = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
     if ranks is not None:
-        known = known.filter(pl.col("rank").is_in(list(ranks)))
-    count = known["rank"].n_unique()
+        steps = steps.filter(pl.col("rank").is_in(list(ranks)))
+    count = steps["rank"].n_unique()
     # A rank is no kind of work and has none of their colours. The ends of the scale vanish on a dark or a light page.
     colours = sample_colorscale("Viridis", [0.3 + 0.5 * i / max(count - 1, 1) for i in range(count)])
-    for colour, ((rank,), rows) in zip(colours, known.group_by("rank", maintain_order=True), strict=True):
+    for colour, ((rank,), rows) in zip(colours, steps.group_by("rank", maintain_order=True), strict=True):
         figure.add_scatter(
             line={"color": colour},
             x=rows["step"].to_list(),
@@ -55,7 +55,7 @@ def step_times(summary: pl.DataFrame, ranks: Mapping[int, str] | None = None) ->
             customdata=[[units.duration(ns)] for ns in rows["duration_ns"]],
             hovertemplate=f"rank {rank}, step %{{x}}<br>%{{customdata[0]}}<extra></extra>",
         )
-    figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
+    figure.update_xaxes(title="step", dtick=1 if steps["step"].n_unique() < 20 else None)
     figure.update_yaxes(title="step time", rangemode="tozero")
     style.scale_times(figure, "y")
     return style.with_style(figure, height_px=320)
@@ -79,9 +79,9 @@ def top_bars(
         " · ".join(short.get(value, str(value) or "root") if value is not None else "unknown" for value in row)
         for row in most_of.select(by).iter_rows()
     ]
-    shown = most_of.with_columns(pl.Series("_label", names, pl.String)).with_row_index("y")
+    bars = most_of.with_columns(pl.Series("_label", names, pl.String)).with_row_index("y")
     figure = go.Figure()
-    for (kind,), rows in shown.group_by("kind", maintain_order=True):
+    for (kind,), rows in bars.group_by("kind", maintain_order=True):
         style.add_bars(
             figure,
             rows["y"],
@@ -99,10 +99,10 @@ def top_bars(
     figure.update_xaxes(rangemode="tozero")
     style.scale_times(figure)
     style.label_all_rows(figure, labels, max_characters=_LABEL_CHARACTERS)
-    return style.with_style(figure, height_px=130 + 24 * shown.height)
+    return style.with_style(figure, height_px=130 + 24 * bars.height)
 
 
-def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
+def _stack_parts(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
     figure = go.Figure()
     for column, (label, kind) in style.PARTS.items():
         style.add_bars(

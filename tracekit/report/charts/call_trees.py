@@ -41,16 +41,16 @@ def icicle(
     node whole. The values may be of another kind than time, shown by `in_units`. With `search`, frames whose names
     contain this text have one colour and all others are grey.
     """
-    whole_ns, shown = _shown(tree)
+    whole_ns, nodes = _long_nodes(tree)
     if not whole_ns:
         return style.empty()
     times = [
-        f"{in_units(total)} ({units.share(total / whole_ns)}), {in_units(own)} itself, {count:,}×"
-        for total, own, count in shown.select("total_ns", "self_ns", "count").iter_rows()
+        f"{in_units(total)} ({units.share(total / whole_ns)}), {in_units(self_total)} itself, {count:,}×"
+        for total, self_total, count in nodes.select("total_ns", "self_ns", "count").iter_rows()
     ]
     about = pl.Series("about", times, pl.String)
-    colours = [_found_colour(name, search) if search else _colour(name) for name in shown["name"]]
-    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, in_units(whole_ns)), node=node)
+    colours = [_found_colour(name, search) if search else _colour(name) for name in nodes["name"]]
+    return _figure(nodes.with_columns(about), title, colours, total=(whole_ns, in_units(whole_ns)), node=node)
 
 
 def difference_icicle(tree: pl.DataFrame, title: str, *, is_before: bool = False) -> go.Figure:
@@ -60,42 +60,42 @@ def difference_icicle(tree: pl.DataFrame, title: str, *, is_before: bool = False
     blue ones less: the fuller, the larger the change relative to the longer of both, full from a half.
     """
     side = "before" if is_before else "after"
-    whole_ns, shown = _shown(tree.with_columns(pl.col(f"{side}_ns").alias("total_ns")))
+    whole_ns, nodes = _long_nodes(tree.with_columns(pl.col(f"{side}_ns").alias("total_ns")))
     if not whole_ns:
         return style.empty()
-    pairs = shown.select("before_ns", "after_ns").rows()
+    pairs = nodes.select("before_ns", "after_ns").rows()
     about = pl.Series("about", [_change(*pair) for pair in pairs], pl.String)
     totals = tree.filter(parent=-1).select(pl.col("before_ns", "after_ns").sum()).row(0)
     colours = [_change_colour(*pair) for pair in pairs]
-    return _figure(shown.with_columns(about), title, colours, whole=(whole_ns, _change(*totals)))
+    return _figure(nodes.with_columns(about), title, colours, total=(whole_ns, _change(*totals)))
 
 
-def _shown(tree: pl.DataFrame) -> tuple[int, pl.DataFrame]:
+def _long_nodes(tree: pl.DataFrame) -> tuple[int, pl.DataFrame]:
     """Return the time of all frames, and the nodes that are long enough to be drawn."""
     whole_ns = int(tree.filter(parent=-1)["total_ns"].sum())
-    shown = tree.filter(pl.col("total_ns") >= max(_MIN_RATIO * whole_ns, 1))
-    return whole_ns, shown.sort("total_ns", "node", descending=[True, False]).head(_MAX_NODES).sort("node")
+    nodes = tree.filter(pl.col("total_ns") >= max(_MIN_RATIO * whole_ns, 1))
+    return whole_ns, nodes.sort("total_ns", "node", descending=[True, False]).head(_MAX_NODES).sort("node")
 
 
 def _figure(
-    shown: pl.DataFrame, title: str, colours: list[str], *, whole: tuple[int, str], node: int | None = None
+    nodes: pl.DataFrame, title: str, colours: list[str], *, total: tuple[int, str], node: int | None = None
 ) -> go.Figure:
-    """Return nodes (columns node, parent, name, total_ns, about) as an icicle below a root of `whole`."""
-    depth, level = _depth(shown), str(node) if node in shown["node"] else _branching(shown, whole[0])
-    around = depth[shown["node"].to_list().index(int(level))] if level != "all" else -1
+    """Return nodes (columns node, parent, name, total_ns, about) as an icicle below a root of `total`."""
+    depth, level = _depth(nodes), str(node) if node in nodes["node"] else _branching(nodes, total[0])
+    around = depth[nodes["node"].to_list().index(int(level))] if level != "all" else -1
     levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
-    labels = [escaping.escape(name, _LABEL_LENGTH) for name in shown["name"]]
-    texts = _fitting(shown, whole[0] if level == "all" else shown.filter(node=int(level))["total_ns"].item())
+    labels = [escaping.escape(name, _LABEL_LENGTH) for name in nodes["name"]]
+    texts = _fit_names(nodes, total[0] if level == "all" else nodes.filter(node=int(level))["total_ns"].item())
     figure = go.Figure(
         go.Icicle(
-            ids=["all", *map(str, shown["node"])],
+            ids=["all", *map(str, nodes["node"])],
             labels=[escaping.escape(title, _LABEL_LENGTH), *labels],
-            parents=["", *("all" if parent < 0 else str(parent) for parent in shown["parent"])],
-            values=[whole[0], *shown["total_ns"]],
+            parents=["", *("all" if parent < 0 else str(parent) for parent in nodes["parent"])],
+            values=[total[0], *nodes["total_ns"]],
             text=[escaping.escape(title, _LABEL_LENGTH), *texts],
             textinfo="text",
             textfont={"color": _INK},
-            customdata=[whole[1], *shown["about"]],
+            customdata=[total[1], *nodes["about"]],
             branchvalues="total",
             hovertemplate="%{label}<br>%{customdata}<extra></extra>",
             tiling={"orientation": "v"},
@@ -110,15 +110,15 @@ def _figure(
     return style.with_style(figure, height_px=_AROUND_PX + _LEVEL_PX * levels)
 
 
-def _fitting(shown: pl.DataFrame, drawn_ns: int) -> list[str]:
+def _fit_names(nodes: pl.DataFrame, drawn_ns: int) -> list[str]:
     """Return the name of each node, shortened to what its width holds where it holds a part of it.
 
     Plotly hides a text that does not fit. Narrow nodes have their whole name, which shows once they are opened.
     """
-    room = [int(ns / max(drawn_ns, 1) * _WIDTH_PX / _CHARACTER_PX) - 1 for ns in shown["total_ns"]]
+    room = [int(ns / max(drawn_ns, 1) * _WIDTH_PX / _CHARACTER_PX) - 1 for ns in nodes["total_ns"]]
     return [
         escaping.escape(name[: length - 1] + "…" if _LEAST_CHARACTERS <= length < len(name) else name, _LABEL_LENGTH)
-        for name, length in zip(shown["name"], room, strict=True)
+        for name, length in zip(nodes["name"], room, strict=True)
     ]
 
 
@@ -140,7 +140,7 @@ def _change(before_ns: int, after_ns: int) -> str:
 def _change_colour(before_ns: int, after_ns: int) -> str:
     ratio = (after_ns - before_ns) / max(before_ns, after_ns, 1)
     full = min(abs(ratio) / _FULL_CHANGE_RATIO, 1)
-    return style.mixed(_SAME, _MORE if ratio > 0 else _LESS, full)
+    return style.mix_colours(_SAME, _MORE if ratio > 0 else _LESS, full)
 
 
 def _colour(name: str) -> str:
@@ -152,7 +152,7 @@ def _found_colour(name: str, search: str) -> str:
 
 
 def _depth(tree: pl.DataFrame) -> list[int]:
-    """Return how many frames are around each node; a parent comes before its children."""
+    """Number of frames around each node; a parent comes before its children."""
     depth = {-1: -1}
     for node, parent in tree.select("node", "parent").iter_rows():
         depth[node] = depth[parent] + 1

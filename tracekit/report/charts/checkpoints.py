@@ -47,7 +47,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     both = rows["blocking"].n_unique() > 1
     began = lines.group_by("rank", "blocking").agg(began_ns=pl.col("start_ns").min())
     first_ns = int(str(lines["start_ns"].min()))
-    placed = (
+    stage_bars = (
         spent.join(rows.with_row_index("place"), on=["rank", "blocking"])
         .join(began, on=["rank", "blocking"])
         .with_columns(
@@ -56,51 +56,50 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     )
     figure = go.Figure()
     for stage, colour in _STAGES.items():
-        own = placed.filter(pl.col("stage") == stage)
-        if own.height:
+        bars = stage_bars.filter(pl.col("stage") == stage)
+        if bars.height:
             style.add_bars(
                 figure,
-                own["place"],
-                own["dur_ns"] / 1e6,
-                base=(own["base_ns"] / 1e6).to_list(),
+                bars["place"],
+                bars["dur_ns"] / 1e6,
+                base=(bars["base_ns"] / 1e6).to_list(),
                 name=stage,
                 colour=colour,
                 customdata=[
                     [units.duration(took), units.size(moved) if moved else ""]
-                    for took, moved in own.select("dur_ns", "bytes").rows()
+                    for took, moved in bars.select("dur_ns", "bytes").rows()
                 ],
                 hover=f"<b>{stage}</b> %{{customdata[0]}} %{{customdata[1]}}",
             )
-    labels = [
-        f"rank {rank}" + (" · training" if blocking else " · background") * both for rank, blocking in rows.rows()
-    ]
+    workers = {True: " · training", False: " · background"} if both else {}
+    labels = [f"rank {rank}{workers.get(blocking, '')}" for rank, blocking in rows.rows()]
     return style.with_labelled_rows(figure, labels, barmode="overlay")
 
 
-def save_clocks(each: pl.DataFrame) -> go.Figure:
+def save_clocks(saves: pl.DataFrame) -> go.Figure:
     """Return two bars per save: the time that training was blocked and the time until all data was written.
 
-    `each` is `analysis.saves.by_save`; only the last saves are shown.
+    `saves` is `analysis.saves.by_save`; only the last saves are shown.
     """
-    shown = each.tail(_MOST_SAVES)
+    last_saves = saves.tail(_MOST_SAVES)
     figure = go.Figure()
     for column, label, colour in (
         ("blocked_ns", "training blocked", COLOURS["waiting"]),
         ("written_ns", "until all data was written", COLOURS["compute"]),
     ):
         figure.add_bar(
-            x=list(range(shown.height)),
-            y=(shown[column] / 1e6).to_list(),
+            x=list(range(last_saves.height)),
+            y=(last_saves[column] / 1e6).to_list(),
             name=label,
             marker={"color": colour, "line": {"width": 0}},
             customdata=[
-                [escaping.escape(name, 80), units.duration(ns)] for name, ns in shown.select("save", column).rows()
+                [escaping.escape(name, 80), units.duration(ns)] for name, ns in last_saves.select("save", column).rows()
             ],
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>{label} %{{customdata[1]}}<extra></extra>",
         )
-    names = [escaping.escape(name, 30) for name in shown["save"]]
+    names = [escaping.escape(name, 30) for name in last_saves["save"]]
     figure.update_layout(barmode="group", bargap=0.3)
-    figure.update_xaxes(tickvals=list(range(shown.height)) if shown.height <= 30 else None, ticktext=names)
+    figure.update_xaxes(tickvals=list(range(last_saves.height)) if last_saves.height <= 30 else None, ticktext=names)
     figure.update_yaxes(rangemode="tozero")
     style.scale_times(figure, "y")
     return style.with_style(figure, height_px=320)
@@ -112,22 +111,22 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
     `clocks` is `analysis.saves.by_rank`; saves without fsync have no point. Of very many points, each rank has that of
     its slowest save.
     """
-    known = clocks.drop_nulls("storage_bytes_per_s")
-    if known.height > _MOST_POINTS:
-        slowest = known.sort("storage_bytes_per_s", "rank", maintain_order=True)
-        known = slowest.unique("rank", keep="first", maintain_order=True).sort("rank")
+    rates = clocks.drop_nulls("storage_bytes_per_s")
+    if rates.height > _MOST_POINTS:
+        slowest = rates.sort("storage_bytes_per_s", "rank", maintain_order=True)
+        rates = slowest.unique("rank", keep="first", maintain_order=True).sort("rank")
     figure = go.Figure()
-    rows = known.select("rank", "storage_bytes_per_s", "save").rows()
-    per_unit, unit = (1e6, "MB/s") if known.filter(pl.col("storage_bytes_per_s") >= 1e9).is_empty() else (1e9, "GB/s")
+    rows = rates.select("rank", "storage_bytes_per_s", "save").rows()
+    per_unit, unit = (1e6, "MB/s") if rates.filter(pl.col("storage_bytes_per_s") >= 1e9).is_empty() else (1e9, "GB/s")
     figure.add_scatter(
-        x=known["rank"].to_list(),
-        y=(known["storage_bytes_per_s"] / per_unit).to_list(),
+        x=rates["rank"].to_list(),
+        y=(rates["storage_bytes_per_s"] / per_unit).to_list(),
         mode="markers",
         marker={"color": COLOURS["compute"], "size": 9, "line": {"width": 1, "color": "rgba(255, 255, 255, 0.6)"}},
         customdata=[[escaping.escape(save, 80), units.rate(rate)] for _, rate, save in rows],
         hovertemplate="rank %{x}, %{customdata[0]}<br>%{customdata[1]}<extra></extra>",
         showlegend=False,
     )
-    figure.update_xaxes(title="rank", dtick=1 if known["rank"].n_unique() < 20 else None)
+    figure.update_xaxes(title="rank", dtick=1 if rates["rank"].n_unique() < 20 else None)
     figure.update_yaxes(title="durable write rate", ticksuffix=f" {unit}", rangemode="tozero")
     return style.with_style(figure, height_px=320)

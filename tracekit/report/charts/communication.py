@@ -35,13 +35,13 @@ _SHADES = [[0, "rgba(230, 159, 0, 0.08)"], [1, "rgba(230, 159, 0, 0.55)"]]
 _UNKNOWN = "unknown rank"
 
 
-def stall_causes(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) -> go.Figure:
+def stall_causes(by_rank: pl.DataFrame, labels: Mapping[int, str] | None = None) -> go.Figure:
     """Return stacked bars of the gaps of one kind of work, one bar per rank, split by cause.
 
     `by_rank` is the part of one `of` (communication or compute) of `analysis.compute.stall_attribution.by_rank`.
-    `drawn` are the ranks to draw, each with a text for its label; by default all.
+    `labels` are the ranks to draw, each with a text for its label; by default all.
     """
-    by_rank = _of_ranks(by_rank, drawn)
+    by_rank = _of_ranks(by_rank, labels)
     ranks = by_rank["rank"].unique().sort().to_list()
     total = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
     figure = go.Figure()
@@ -49,29 +49,29 @@ def stall_causes(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) 
         by_rank_ns = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
         if any(by_rank_ns.values()):
             _stack(figure, ranks, [by_rank_ns.get(rank, 0) for rank in ranks], total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, style.rank_names(ranks, drawn), showlegend=True)
+    return style.with_labelled_rows(figure, style.rank_names(ranks, labels), showlegend=True)
 
 
-def communication_parts(by_rank: pl.DataFrame, drawn: Mapping[int, str] | None = None) -> go.Figure:
+def communication_parts(by_rank: pl.DataFrame, labels: Mapping[int, str] | None = None) -> go.Figure:
     """Return stacked bars of each rank's communication: overlapped, exposed transfer, exposed while waiting.
 
-    `by_rank` is `analysis.communication.exposed_communication.by_rank`; `drawn` as in `stall_causes`.
+    `by_rank` is `analysis.communication.exposed_communication.by_rank`; `labels` as in `stall_causes`.
     """
-    by_rank = _of_ranks(by_rank, drawn)
+    by_rank = _of_ranks(by_rank, labels)
     ranks = by_rank["rank"].to_list()
     total = dict(by_rank.select("rank", "communication_ns").iter_rows())
     figure = go.Figure()
     for column, (label, colour) in COMMUNICATION_PARTS.items():
         _stack(figure, ranks, by_rank[column].to_list(), total, label=label, colour=colour)
-    return style.with_labelled_rows(figure, style.rank_names(ranks, drawn), showlegend=True)
+    return style.with_labelled_rows(figure, style.rank_names(ranks, labels), showlegend=True)
 
 
-def _of_ranks(rows: pl.DataFrame, drawn: Mapping[int, str] | None) -> pl.DataFrame:
-    return rows if drawn is None else rows.filter(pl.col("rank").is_in(list(drawn)))
+def _of_ranks(rows: pl.DataFrame, labels: Mapping[int, str] | None) -> pl.DataFrame:
+    return rows if labels is None else rows.filter(pl.col("rank").is_in(list(labels)))
 
 
 def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
-    """Return which rank waits for which: a row per rank, a column per rank that others wait for.
+    """Matrix of which rank waits for which: a row per rank, a column per rank that others wait for.
 
     `waited` is `rank_timelines.wait_times`; a last column holds waits for an unknown rank. Of more than
     `MAX_MATRIX_RANKS` ranks, those that wait longest and those that are waited for longest are drawn.
@@ -79,10 +79,10 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     peers = waited.filter(pl.col("waited_ns") > 0)["peer_rank"].drop_nulls().unique().sort().to_list()
     if len(ranks) > MAX_MATRIX_RANKS:
         ranks, peers = (_longest(waited, name) for name in ("rank", "peer_rank"))
-    known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
-    columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in known) else [])] or list(ranks)
-    grid = [[known.get((rank, peer), 0) for peer in columns] for rank in ranks]
-    longest_ms = max(known.values(), default=1) / 1e6
+    pair_ns = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
+    columns: list[int | None] = [*peers, *([None] if any(peer is None for _, peer in pair_ns) else [])] or list(ranks)
+    grid = [[pair_ns.get((rank, peer), 0) for peer in columns] for rank in ranks]
+    longest_ms = max(pair_ns.values(), default=1) / 1e6
     factor, unit = style.time_unit(longest_ms)
     names = [_UNKNOWN if peer is None else f"rank {peer}" for peer in columns]
     figure = go.Figure()
@@ -106,7 +106,7 @@ def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     if len(ranks) <= _MOST_NUMBERED:
         _write_times(figure, grid)
     few = len(ranks) <= 2 * _MOST_NUMBERED
-    places = [list(range(len(each))) if few else None for each in (columns, ranks)]
+    places = [list(range(len(axis_ranks))) if few else None for axis_ranks in (columns, ranks)]
     figure.update_xaxes(tickvals=places[0], ticktext=[f"for {name}" for name in names], showgrid=False, fixedrange=True)
     figure.update_yaxes(
         tickvals=places[1],
@@ -141,11 +141,11 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
     groups = speeds["group"].unique().sort(nulls_last=True).to_list()
     key = ["op", "group", "is_whole"]
     for (op, group, is_whole), rows in speeds.sort(*key, "bytes").group_by(key, maintain_order=True):
-        drawn = rows.gather_every(max(round(1 / share), 1))
+        messages = rows.gather_every(max(round(1 / share), 1))
         colour, symbol = _OPS.get(str(op), _OTHER), _SYMBOLS[groups.index(group) % len(_SYMBOLS)]
         figure.add_scatter(
-            x=drawn["bytes"].to_list(),
-            y=drawn[column].to_list(),
+            x=messages["bytes"].to_list(),
+            y=messages[column].to_list(),
             mode="markers",
             name=_legend_name(str(op), group, rows["axis"][0], rows["group_size"][0]),
             marker={
@@ -156,7 +156,7 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
             },
             customdata=[
                 [units.size(size), units.rate(algorithm), units.rate(bus), units.duration(ns)]
-                for size, algorithm, bus, ns in drawn.select(
+                for size, algorithm, bus, ns in messages.select(
                     "bytes", "algorithm_bytes_per_s", "bus_bytes_per_s", "transfer_ns"
                 ).iter_rows()
             ],
@@ -181,12 +181,12 @@ def _stack(
     style.add_bars(
         figure,
         range(len(ranks)),
-        [each / 1e6 for each in ns],
+        [time_ns / 1e6 for time_ns in ns],
         name=label,
         colour=colour,
         customdata=[
-            [f"rank {rank}", units.duration(each), units.share(each / total[rank] if total.get(rank) else 0.0)]
-            for rank, each in zip(ranks, ns, strict=True)
+            [f"rank {rank}", units.duration(time_ns), units.share(time_ns / total[rank] if total.get(rank) else 0.0)]
+            for rank, time_ns in zip(ranks, ns, strict=True)
         ],
         hover=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})",
     )

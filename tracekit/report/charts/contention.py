@@ -26,24 +26,24 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
     `pairs` is `analysis.compute.collective_contention.all_pairs`; pairs that never ran alone have no marker. Of a pair
     with more than `MAX_SLOWED_RANKS` ranks, the smallest, the largest and some evenly between are drawn.
     """
-    known = _spread_over_ranks(pairs.drop_nulls("slowdown"))
-    names = known.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
-    ranks = known.select("rank", "device").unique().sort("rank", "device").rows()
+    slowed = _spread_over_ranks(pairs.drop_nulls("slowdown"))
+    names = slowed.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
+    ranks = slowed.select("rank", "device").unique().sort("rank", "device").rows()
     figure = go.Figure()
-    for of in KIND_COLOURS:
-        rows = [row for row in known.iter_rows(named=True) if row["kind"] == of]
+    for kind in KIND_COLOURS:
+        rows = [row for row in slowed.iter_rows(named=True) if row["kind"] == kind]
         if not rows:
             continue
         figure.add_scatter(
             x=[row["slowdown"] for row in rows],
             y=[
-                names.index((of, row["concurrent_kind"]))
+                names.index((kind, row["concurrent_kind"]))
                 + _marker_offset(ranks.index((row["rank"], row["device"])), len(ranks))
                 for row in rows
             ],
             mode="markers",
-            name=of,
-            marker={"color": KIND_COLOURS[of], "size": 9, "line": {"width": 1, "color": "rgba(128, 138, 150, 0.9)"}},
+            name=kind,
+            marker={"color": KIND_COLOURS[kind], "size": 9, "line": {"width": 1, "color": "rgba(128, 138, 150, 0.9)"}},
             error_x={
                 "type": "data",
                 "symmetric": False,
@@ -57,31 +57,31 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
         )
     figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
     figure.update_xaxes(title="slowdown relative to running alone", ticksuffix="×", rangemode="tozero")
-    style.label_all_rows(figure, [f"{of} during {other}" for of, other in names])
+    style.label_all_rows(figure, [f"{kind} during {other}" for kind, other in names])
     return style.with_style(figure, height_px=150 + 46 * len(names))
 
 
-def _spread_over_ranks(known: pl.DataFrame) -> pl.DataFrame:
+def _spread_over_ranks(slowed: pl.DataFrame) -> pl.DataFrame:
     """Return rows evenly spread over the order of slowdowns of each pair of kinds, the first and the last included."""
     pair = ["kind", "concurrent_kind"]
     count, place = pl.len().over(pair), pl.int_range(pl.len()).over(pair)
-    every = (count - 1) / (MAX_SLOWED_RANKS - 1)
-    is_next = (place / every).floor() > ((place - 1) / every).floor()
-    ordered = known.sort(*pair, "slowdown", "rank")
+    stride = (count - 1) / (MAX_SLOWED_RANKS - 1)
+    is_next = (place / stride).floor() > ((place - 1) / stride).floor()
+    ordered = slowed.sort(*pair, "slowdown", "rank")
     return ordered.filter((count <= MAX_SLOWED_RANKS) | (place == 0) | is_next).sort("rank", "device", *pair)
 
 
-def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
-    """Return how long one kind of work ran concurrently with each other kind, in bars by phase, summed over ranks.
+def concurrent_time(by_phase: pl.DataFrame, kind: str = concurrency.COMPUTE) -> go.Figure:
+    """Time that one kind of work ran concurrently with each other kind, in bars by phase, summed over ranks.
 
     `by_phase` is `analysis.compute.contention_totals.by_phase`.
     """
-    own = by_phase.filter(pl.col("kind") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
-    phases = own.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
+    kind_rows = by_phase.filter(pl.col("kind") == kind).with_columns(pl.col("phase").fill_null(_NO_PHASE))
+    phases = kind_rows.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
     order = phases["phase"].to_list()
     figure = go.Figure()
     for other, colour in KIND_COLOURS.items():
-        rows = own.filter(pl.col("concurrent_kind") == other)
+        rows = kind_rows.filter(pl.col("concurrent_kind") == other)
         sums = rows.group_by("phase").agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
         if sums.is_empty():
             continue
@@ -92,7 +92,7 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
             name=f"during {other}",
             colour=colour,
             customdata=[[_phase_hover(row)] for row in sums.iter_rows(named=True)],
-            hover=f"<b>{of} during {other}</b>, %{{customdata[0]}}",
+            hover=f"<b>{kind} during {other}</b>, %{{customdata[0]}}",
         )
     return style.with_labelled_rows(
         figure, order, row_px=44, edge_px=150, barmode="group", bargap=0.25, showlegend=True
@@ -100,13 +100,13 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
 
 
 def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
-    """Return how long each preparation of a collective took and what it takes alone, on logarithmic axes.
+    """Duration of each preparation of a collective over what it takes alone, on logarithmic axes.
 
     `preparation` is `contention.preparation` of a run. Points on the diagonal took as long as alone; points
     far above it were slowed. At most MAX_POINTS are drawn, those with the largest loss.
     """
-    known = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)
-    costliest = known.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
+    comparable = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)
+    costliest = comparable.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
     figure = go.Figure()
     during_compute = pl.col("overlapped_ns") * 2 > pl.col("dur_ns")
     groups = {
@@ -155,9 +155,9 @@ def _phase_hover(row: dict[str, int]) -> str:
 
 
 def _preparation_hover(row: dict[str, object]) -> str:
-    took, alone = int(str(row["dur_ns"])), int(str(row["alone_ns"]))
+    dur_ns, alone_ns = int(str(row["dur_ns"])), int(str(row["alone_ns"]))
     unit = f" · unit {escaping.escape(str(row['unit'] or 'root'), 80)}" if row["unit"] is not None else ""
     return (
-        f"<b>{escaping.escape(str(row['name']), 120)}</b><br>{units.duration(took)}, alone {units.duration(alone)}<br>"
-        f"rank {row['rank']} · step {row['step']}{unit}"
+        f"<b>{escaping.escape(str(row['name']), 120)}</b><br>{units.duration(dur_ns)}, "
+        f"alone {units.duration(alone_ns)}<br>rank {row['rank']} · step {row['step']}{unit}"
     )

@@ -68,8 +68,8 @@ def in_groups(values: Sequence[str]) -> list[str]:
     ['ddp', 'fsdp2']
     """
     by_number = Counter(values).most_common()
-    own = {value for value, _ in by_number[: MAX_GROUPS if len(by_number) <= MAX_GROUPS else MAX_GROUPS - 1]}
-    return [value if value in own else OTHERS for value in values]
+    frequent = {value for value, _ in by_number[: MAX_GROUPS if len(by_number) <= MAX_GROUPS else MAX_GROUPS - 1]}
+    return [value if value in frequent else OTHERS for value in values]
 
 
 def metric_of_runs(runs: Sequence[ChartedRun], groups: Sequence[str], *, label: str, unit: Unit) -> go.Figure:
@@ -83,16 +83,17 @@ def metric_of_runs(runs: Sequence[ChartedRun], groups: Sequence[str], *, label: 
         return style.empty()
     divisor, axis = _value_axis([value for run in runs for value in run.values], unit)
     figure = make_subplots(cols=2, shared_yaxes=True, column_widths=[0.62, 0.38], horizontal_spacing=0.03)
-    shown = [group for group in groups if any(run.group == group for run in runs)]
-    for number, group in enumerate(shown):
-        own = [run for run in runs if run.group == group]
+    columns = [group for group in groups if any(run.group == group for run in runs)]
+    for number, group in enumerate(columns):
+        group_runs = [run for run in runs if run.group == group]
         colour, name = _colour(groups, group), escaping.escape(group, _MAX_VALUE)
-        _add_lines(figure, own, divisor, unit, colour=colour, name=name)
-        _add_medians(figure, own, divisor, unit, colour=colour, name=name, at=number)
+        _add_lines(figure, group_runs, divisor, unit, colour=colour, name=name)
+        _add_medians(figure, group_runs, divisor, unit, colour=colour, name=name, column=number)
     longest = max(len(run.values) for run in runs)
     figure.update_xaxes(title="recorded step", row=1, col=1, **({"dtick": 1} if longest <= _FEW else {}))
-    names = [escaping.escape(group, _MAX_VALUE) for group in shown]
-    figure.update_xaxes(tickvals=list(range(len(shown))), ticktext=names, range=[-0.6, len(shown) - 0.4], row=1, col=2)
+    names = [escaping.escape(group, _MAX_VALUE) for group in columns]
+    ends = [-0.6, len(columns) - 0.4]
+    figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=names, range=ends, row=1, col=2)
     figure.update_yaxes(axis)
     figure.update_yaxes(title=escaping.escape(label), row=1, col=1)
     return style.with_style(figure, height_px=320)
@@ -107,12 +108,12 @@ def parallel_coordinates(names: Sequence[str], groups: Sequence[str], axes: Sequ
     if not names or not axes:
         return style.empty()
     figure = go.Figure()
-    scales = [_scaled(axis) for axis in axes]
+    scales = [_axis_scale(axis) for axis in axes]
     ordered = sorted_values(groups)
     for group in ordered:
-        own = [number for number, each in enumerate(groups) if each == group]
+        members = [number for number, run_group in enumerate(groups) if run_group == group]
         xs, ys, data = [], [], []
-        for number in own:
+        for number in members:
             hover = _hover(names[number], [f"{axis.name}: {axis.values[number] or _MISSING}" for axis in axes])
             xs += [*range(len(axes)), None]
             ys += [*(scale.places[number] for scale in scales), None]
@@ -165,7 +166,7 @@ def _hover(name: str, lines: Sequence[str]) -> str:
 
 
 def _value_axis(values: Sequence[float], unit: Unit) -> tuple[float, dict[str, Any]]:
-    """Return what values are divided by on an axis, and the axis: logarithmic where they span orders of magnitude."""
+    """Divisor of values on an axis, and the axis: logarithmic where they span orders of magnitude."""
     if _is_wide(values) and unit is not SHARE:
         return 1.0, style.log_axis(values, unit.text, base=2 if unit is BYTES else 10)
     divisor, suffix = unit.scale(max(map(abs, values)))
@@ -200,12 +201,12 @@ def _add_lines(
 
 
 def _add_medians(
-    figure: go.Figure, runs: Sequence[ChartedRun], divisor: float, unit: Unit, *, colour: str, name: str, at: int
+    figure: go.Figure, runs: Sequence[ChartedRun], divisor: float, unit: Unit, *, colour: str, name: str, column: int
 ) -> None:
     """Add the median of each run of a group as a point, and the median of these as a bar across the group's column."""
     ordered = sorted(runs, key=lambda run: (run.median, run.name))
     width = _SPREAD / max(len(ordered) - 1, 1)
-    xs = [at + (width * number - _SPREAD / 2 if len(ordered) > 1 else 0.0) for number in range(len(ordered))]
+    xs = [column + (width * number - _SPREAD / 2 if len(ordered) > 1 else 0.0) for number in range(len(ordered))]
     figure.add_scatter(
         x=xs, y=[round(run.median / divisor, 9) for run in ordered], mode="markers",
         marker={"color": colour, "size": 8}, name=name, legendgroup=name, showlegend=False,
@@ -214,8 +215,8 @@ def _add_medians(
     )  # fmt: skip
     middle = median(run.median for run in ordered)
     figure.add_scatter(
-        x=[at - 0.4, at + 0.4], y=[round(middle / divisor, 9)] * 2, mode="lines", line={"color": colour, "width": 2},
-        name=name, legendgroup=name, showlegend=False, row=1, col=2,
+        x=[column - 0.4, column + 0.4], y=[round(middle / divisor, 9)] * 2, mode="lines",
+        line={"color": colour, "width": 2}, name=name, legendgroup=name, showlegend=False, row=1, col=2,
         hovertemplate=f"{name}<br>median of {units.count(len(ordered), 'run')}: {unit.text(middle)}"
         "<extra></extra>",
     )  # fmt: skip
@@ -229,19 +230,19 @@ class _Scale:
     ticks: list[tuple[float, str]]
 
 
-def _scaled(axis: Axis) -> _Scale:
+def _axis_scale(axis: Axis) -> _Scale:
     numbers = [_number(value) for value in axis.values]
     is_numeric = all((number is None) == (value is None) for number, value in zip(numbers, axis.values, strict=True))
-    known = [number for number in numbers if number is not None]
-    if known and is_numeric and (axis.unit is not None or len(set(known)) > _FEW):
-        return _linear(axis, numbers, known)
+    present = [number for number in numbers if number is not None]
+    if present and is_numeric and (axis.unit is not None or len(set(present)) > _FEW):
+        return _linear(axis, numbers, present)
     return _evenly_spaced(axis)
 
 
-def _linear(axis: Axis, numbers: Sequence[float | None], known: Sequence[float]) -> _Scale:
-    is_log = axis.unit is not None and _is_wide(known)
+def _linear(axis: Axis, numbers: Sequence[float | None], present: Sequence[float]) -> _Scale:
+    is_log = axis.unit is not None and _is_wide(present)
     scaled, back = (math.log10, lambda level: 10.0**level) if is_log else (float, float)
-    low, high = scaled(min(known)), scaled(max(known))
+    low, high = scaled(min(present)), scaled(max(present))
     width = (high - low) or 1.0
     text = axis.unit.text if axis.unit is not None else "{:,.6g}".format
     levels = [low + width * part / 4 for part in range(5)] if high > low else [low]
@@ -268,4 +269,4 @@ def _evenly_spaced(axis: Axis) -> _Scale:
     labelled = distinct[:: max(1, -(-len(distinct) // MAX_VALUES))]
     ticks: Mapping[str, float] = {value: place[value] for value in labelled}
     missing = [(_LOWEST, _MISSING)] if None in axis.values else []
-    return _Scale(places, [*((at, value) for value, at in ticks.items()), *missing])
+    return _Scale(places, [*((position, value) for value, position in ticks.items()), *missing])

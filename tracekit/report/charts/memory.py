@@ -83,7 +83,7 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
 
 
 def _legend_px(names: Sequence[str]) -> int:
-    """Return how much higher than usual a figure is, as in a narrow window each long name has a line of the legend."""
+    """Extra height of a figure, as in a narrow window each long name has a line of the legend."""
     lines = len(names) if max(map(len, names)) > _LONG_NAME else 0
     return _LEGEND_LINE_PX * max(0, lines - _USUAL_LINES)
 
@@ -155,11 +155,11 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
         return style.empty()
     figure = go.Figure()
     row_bytes = _row_bytes(table)
-    placed = _in_rows(table, row_bytes)
-    drawn = _merge_narrow(placed, row_bytes / _CELLS)
+    blocks = _in_rows(table, row_bytes)
+    bars = _merge_narrow(blocks, row_bytes / _CELLS)
     divisor, unit = _byte_scale(row_bytes)
     for label, (colour, states) in _STATES.items():
-        rows = drawn.filter(pl.col("state").is_in(states))
+        rows = bars.filter(pl.col("state").is_in(states))
         style.add_bars(
             figure,
             rows["row"],
@@ -171,9 +171,9 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
             customdata=[_block_hover(row, label) for row in rows.iter_rows(named=True)],
             hover="%{customdata}",
         )
-    _segment_ends(figure, placed, divisor)
-    names = placed.unique("pool_name", keep="first", maintain_order=True)
-    last = int(str(placed["row"].max()))
+    _segment_ends(figure, blocks, divisor)
+    names = blocks.unique("pool_name", keep="first", maintain_order=True)
+    last = int(str(blocks["row"].max()))
     figure.update_layout(barmode="overlay")
     figure.update_xaxes(range=[0, row_bytes / divisor], ticksuffix=f" {unit}", showgrid=False)
     figure.update_yaxes(
@@ -220,8 +220,8 @@ def reserved_memory(peaks: Mapping[str, tuple[int, bool]], *, peak_allocated_byt
 
 def memory_categories(table: pl.DataFrame) -> go.Figure:
     """Return bars of what memory is for, largest first, from a table of `categories.by_category`."""
-    shown = table.sort("bytes", "category", descending=[True, False])
-    sizes = shown["bytes"].to_list()
+    rows = table.sort("bytes", "category", descending=[True, False])
+    sizes = rows["bytes"].to_list()
     divisor, unit = _byte_scale(max(sizes, default=0))
     figure = go.Figure()
     style.add_bars(
@@ -229,16 +229,16 @@ def memory_categories(table: pl.DataFrame) -> go.Figure:
         range(len(sizes)),
         [size / divisor for size in sizes],
         colour=COLOURS["compute"],
-        text=[f"{units.size(size)} ({units.share(of)})" for size, of in shown.select("bytes", "peak_ratio").rows()],
+        text=[f"{units.size(size)} ({units.share(s)})" for size, s in rows.select("bytes", "peak_ratio").rows()],
         textposition="outside",
         cliponaxis=False,
-        customdata=[[f"{count:,}", evidence or ""] for count, evidence in shown.select("count", "evidence").rows()],
+        customdata=[[f"{count:,}", evidence or ""] for count, evidence in rows.select("count", "evidence").rows()],
         hover="%{text} in %{customdata[0]} blocks<br>%{customdata[1]}",
         showlegend=False,
     )
     figure.update_layout(bargap=0.35)
     figure.update_xaxes(ticksuffix=f" {unit}", range=[0, 1.25 * max(sizes, default=0) / divisor or 1])
-    style.label_rows(figure, shown["category"].to_list())
+    style.label_rows(figure, rows["category"].to_list())
     return style.with_style(figure, height_px=110 + 34 * len(sizes))
 
 
@@ -290,7 +290,7 @@ def _byte_scale(largest_bytes: int) -> tuple[int, str]:
 
 
 def _row_bytes(table: pl.DataFrame) -> int:
-    """Return how much memory a line shows, so that all pools together have at most _MOST_ROWS lines."""
+    """Bytes of memory on a line, so that all pools together have at most _MOST_ROWS lines."""
     pools = table.group_by("pool", "kind", "stream").agg(pl.col("bytes").sum())["bytes"]
     size = _ROW_UNIT
     while int((-(-pools // size)).sum()) > max(_MOST_ROWS, 2 * len(pools)):
@@ -303,14 +303,14 @@ def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
     key = ["pool", "kind", "stream"]
     private = pl.when(pl.col("pool") == "0:0").then(pl.lit("")).otherwise(pl.format(", pool {}", "pool"))
     stream = pl.when(pl.col("stream") == 0).then(pl.lit("")).otherwise(pl.format(", stream {}", "stream"))
-    named = table.with_columns(pool_name=pl.format("{}{}{}", "kind", stream, private))
+    blocks = table.with_columns(pool_name=pl.format("{}{}{}", "kind", stream, private))
     rows = pl.col("bytes").sum().floordiv(row_bytes) + 1
-    lines = named.group_by(key, maintain_order=True).agg(lines=rows)
+    lines = blocks.group_by(key, maintain_order=True).agg(lines=rows)
     lines = lines.with_columns(first_row=pl.col("lines").cum_sum() - pl.col("lines"))
-    at = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
-    placed = named.join(lines, on=key, how="left", maintain_order="left").with_columns(start=at)
+    offset = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
+    placed_blocks = blocks.join(lines, on=key, how="left", maintain_order="left").with_columns(start=offset)
     last = (pl.col("start") + pl.col("bytes") - 1).clip(lower_bound=pl.col("start")) // row_bytes
-    cut = placed.with_columns(line=pl.int_ranges(pl.col("start") // row_bytes, last + 1)).explode("line")
+    cut = placed_blocks.with_columns(line=pl.int_ranges(pl.col("start") // row_bytes, last + 1)).explode("line")
     begin = pl.max_horizontal("start", pl.col("line") * row_bytes)
     end = pl.min_horizontal(pl.col("start") + pl.col("bytes"), (pl.col("line") + 1) * row_bytes)
     return cut.with_columns(
@@ -318,11 +318,11 @@ def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
     )
 
 
-def _merge_narrow(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
+def _merge_narrow(blocks: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
     """Return the blocks; adjacent ones narrower than `least_bytes` are merged per state."""
     wide = pl.col("part_bytes") >= least_bytes
     cell = (pl.col("at_bytes") / least_bytes).floor().cast(pl.Int64)
-    marked = placed.with_columns(wide=wide, cell=cell, run=wide.cum_sum())
+    marked = blocks.with_columns(wide=wide, cell=cell, run=wide.cum_sum())
     wide_blocks = marked.filter("wide").select(
         "row", "at_bytes", "state", "op", "segment_address", bytes="part_bytes", blocks=pl.lit(1, pl.Int64),
         whole_bytes="bytes",
@@ -347,9 +347,9 @@ def _block_hover(row: dict[str, object], label: str) -> str:
     return f"<b>{label}</b> {many}{owner}<br>segment {int(str(row['segment_address'])):#x}"
 
 
-def _segment_ends(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None:
+def _segment_ends(figure: go.Figure, blocks: pl.DataFrame, divisor: int) -> None:
     """Draw the end of each segment as a tick, unless there are too many."""
-    lasts = placed.group_by("segment_address", maintain_order=True).last()
+    lasts = blocks.group_by("segment_address", maintain_order=True).last()
     if lasts.height > _MOST_EDGES:
         return
     ends = lasts.select("row", (pl.col("at_bytes") + pl.col("part_bytes")) / divisor).rows()

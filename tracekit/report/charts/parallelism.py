@@ -45,13 +45,13 @@ def pipeline_step(actions: pl.DataFrame, gaps: pl.DataFrame) -> go.Figure:
     rows, origin_ns = _rows(actions), int(actions["start_ns"].min())  # type: ignore[arg-type]  # not empty
     figure = go.Figure()
     for action, (label, colour) in ACTIONS.items():
-        drawn = actions.filter(action=action).with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
-        if drawn.height:
-            numbers = drawn["micro_batch"].to_list() if actions.height <= _MOST_NUMBERED else None
+        bars = actions.filter(action=action).with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
+        if bars.height:
+            numbers = bars["micro_batch"].to_list() if actions.height <= _MOST_NUMBERED else None
             options = (
                 {} if numbers is None else {"text": numbers, "textposition": "inside", "insidetextanchor": "middle"}
             )
-            _add(figure, drawn.join(rows, on="rank"), origin_ns, label, colour, **options)
+            _add(figure, bars.join(rows, on="rank"), origin_ns, label, colour, **options)
     idle = gaps.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("dur_ns") > 0)
     if idle.height:
         _add(figure, idle.join(rows, on="rank"), origin_ns, BUBBLE, style.COLOURS["idle"])
@@ -71,7 +71,7 @@ def stage_balance(bubbles: pl.DataFrame) -> go.Figure:
     if bubbles.is_empty():
         return style.empty()
     means = bubbles.group_by("stage").agg(pl.col(*_STAGE_PARTS).mean()).sort("stage")
-    return _stacked(means, _STAGE_PARTS, [f"stage {stage}" for stage in means["stage"]])
+    return _stack_parts(means, _STAGE_PARTS, [f"stage {stage}" for stage in means["stage"]])
 
 
 def axis_communication(rows: pl.DataFrame) -> go.Figure:
@@ -95,7 +95,7 @@ def axis_communication(rows: pl.DataFrame) -> go.Figure:
         "exposed_ns": ("exposed", style.COLOURS["communication"]),
         "hidden_ns": ("overlapped with compute", style.COLOURS["compute"]),
     }
-    return _stacked(means, parts, [axis or "unknown" for axis in means["axis"]])
+    return _stack_parts(means, parts, [axis or "unknown" for axis in means["axis"]])
 
 
 def expert_heatmap(load: pl.DataFrame) -> go.Figure:
@@ -120,9 +120,9 @@ def expert_pair_heatmap(pairs: pl.DataFrame) -> go.Figure:
         return style.empty()
     figure = _load_heatmap(pairs, "peer", "bytes", "rank {} to rank {}", "from rank {}")
     peers = pairs["peer"].unique().sort().to_list()
-    shown = list(range(0, len(peers), 1 + len(peers) // _MOST_TICKS))
+    ticks = list(range(0, len(peers), 1 + len(peers) // _MOST_TICKS))
     return figure.update_xaxes(
-        title="to the experts of rank", tickvals=shown, ticktext=[str(peers[at]) for at in shown]
+        title="to the experts of rank", tickvals=ticks, ticktext=[str(peers[tick]) for tick in ticks]
     )
 
 
@@ -133,7 +133,7 @@ def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: s
     """
     means = table.group_by("rank", column).agg(pl.col("load_ratio", size).mean()).sort("rank", column)
     means = _most_uneven(_most_uneven(means, "rank"), column)
-    ranks, across = (means[of].unique().sort().to_list() for of in ("rank", column))
+    ranks, across = (means[key].unique().sort().to_list() for key in ("rank", column))
     far = max(0.02, float((means["load_ratio"] - 1).abs().max()))  # type: ignore[arg-type]  # not empty
     figure = go.Figure()
     figure.add_heatmap(
@@ -159,8 +159,8 @@ def _load_heatmap(table: pl.DataFrame, column: str, size: str, name: str, row: s
 
 def _most_uneven(means: pl.DataFrame, name: str) -> pl.DataFrame:
     uneven = means.group_by(name).agg((pl.col("load_ratio") - 1).abs().max())
-    drawn = uneven.sort("load_ratio", name, descending=[True, False]).head(MAX_LOAD_ROWS)
-    return means.join(drawn.select(name), on=name, how="semi", maintain_order="left")
+    top = uneven.sort("load_ratio", name, descending=[True, False]).head(MAX_LOAD_ROWS)
+    return means.join(top.select(name), on=name, how="semi", maintain_order="left")
 
 
 def mesh_map(groups: pl.DataFrame) -> go.Figure:
@@ -231,22 +231,22 @@ def _rows(actions: pl.DataFrame) -> pl.DataFrame:
     stages = actions.group_by("rank").agg(pl.col("stage").unique().sort())
     offsets = actions.group_by("rank").agg((pl.col("trace_start_ns") - pl.col("start_ns")).first().alias("offset_ns"))
     ordered = stages.sort(pl.col("stage").list.first(), "rank").with_row_index("y").join(offsets, on="rank")
-    labels = [f"{units.numbered('stage', of)} · rank {rank}" for rank, of in ordered.select("rank", "stage").rows()]
+    labels = [f"{units.numbered('stage', s)} · rank {rank}" for rank, s in ordered.select("rank", "stage").rows()]
     return ordered.select("rank", "y", "offset_ns", pl.Series("label", labels, pl.String))
 
 
-def _add(figure: go.Figure, drawn: pl.DataFrame, origin_ns: int, label: str, colour: str, **options: Any) -> None:
+def _add(figure: go.Figure, bars: pl.DataFrame, origin_ns: int, label: str, colour: str, **options: Any) -> None:
     style.add_bars(
         figure,
-        drawn["y"],
-        (drawn["dur_ns"] / 1e6).round(6),
-        base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+        bars["y"],
+        (bars["dur_ns"] / 1e6).round(6),
+        base=((bars["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
         width=0.8,
         name=label,
         colour=colour,
         customdata=[
             [row["rank"], row["start_ns"] + row["offset_ns"], row["dur_ns"], _hover(row, label)]
-            for row in drawn.iter_rows(named=True)
+            for row in bars.iter_rows(named=True)
         ],
         hover="%{customdata[3]}",
         **options,
@@ -262,7 +262,7 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
     )
 
 
-def _stacked(means: pl.DataFrame, parts: Mapping[str, tuple[str, str]], names: list[str]) -> go.Figure:
+def _stack_parts(means: pl.DataFrame, parts: Mapping[str, tuple[str, str]], names: list[str]) -> go.Figure:
     figure = go.Figure()
     for column, (label, colour) in parts.items():
         style.add_bars(

@@ -87,14 +87,15 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
         figure.add_vline(x=device_bytes / 2**30, line=line)
         name = f"memory of the device, {units.size(device_bytes)}"
         figure.add_scatter(x=[None], y=[None], name=name, mode="lines", line=line)  # its entry in the legend
-    most = max((plan.total_bytes for plan in plans.values()), default=0.0) / 2**30
+    device_gib = (device_bytes or 0) / 2**30
+    max_gib = max([device_gib, *(plan.total_bytes / 2**30 for plan in plans.values())])
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(title="per rank", ticksuffix=" GiB", range=[0, 1.08 * max(most, (device_bytes or 0) / 2**30)])
+    figure.update_xaxes(title="per rank", ticksuffix=" GiB", range=[0, 1.08 * max_gib])
     figure.update_yaxes(autorange="reversed")
     return style.with_style(figure, height_px=130 + 46 * len(plans))
 
 
-def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]], *, chosen: int) -> go.Figure:
+def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]], *, selected: int) -> go.Figure:
     """Return the share of time that a pipeline is idle by the micro-batches of a step, a curve per schedule."""
     figure = go.Figure()
     for colour, (name, values) in zip(_SCHEDULES, ratios.items(), strict=False):
@@ -106,7 +107,7 @@ def bubbles(micro_batches: Sequence[int], ratios: Mapping[str, Sequence[float]],
             line={"color": colour, "width": 2.5},
             hovertemplate=f"{name}: %{{y:.1f}}% with %{{x}} micro-batches<extra></extra>",
         )
-    figure.add_vline(x=chosen, line={"color": _MARK, "dash": "dot"})
+    figure.add_vline(x=selected, line={"color": _MARK, "dash": "dot"})
     figure.update_xaxes(title="micro-batches per step", type="log", tickvals=list(micro_batches))
     figure.update_yaxes(title="pipeline idle", ticksuffix="%", rangemode="tozero")
     return style.with_style(figure, height_px=340)

@@ -51,22 +51,22 @@ def rank_activity(
     window: Window,
     *,
     origin_ns: int | None = None,
-    drawn: Mapping[int, str] | None = None,
+    labels: Mapping[int, str] | None = None,
 ) -> go.Figure:
-    """Return what each rank does in a window of the run's clock (ns), one row per rank and device.
+    """Activity of each rank in a window of the run's clock (ns), one row per rank and device.
 
     `activity` is `rank_timelines.states`. 0 ms on the axis is `origin_ns`, or the window's start. Of more
-    than `MAX_SPANS` spans, adjacent ones too short to see are merged. `drawn` are the ranks to draw, each with a text
+    than `MAX_SPANS` spans, adjacent ones too short to see are merged. `labels` are the ranks to draw, each with a text
     for its label; by default all.
     """
-    if drawn is not None:
-        activity = activity.filter(pl.col("rank").is_in(list(drawn)))
+    if labels is not None:
+        activity = activity.filter(pl.col("rank").is_in(list(labels)))
     origin_ns = window[0] if origin_ns is None else origin_ns
     rows = activity.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
-    shown = _thin(rank_timelines.within(activity, window), window)
+    states = _thin(rank_timelines.within(activity, window), window)
     figure = go.Figure()
     for doing, (label, kind) in LABELS.items():
-        spans = shown.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
+        spans = states.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
         style.add_bars(
             figure,
             spans["y"],
@@ -80,7 +80,7 @@ def rank_activity(
         )
     several = rows["rank"].is_duplicated().any()
     devices = [f" gpu {device}" if several else "" for device in rows["device"]]
-    names = [name + device for name, device in zip(style.rank_names(rows["rank"], drawn), devices, strict=True)]
+    names = [name + device for name, device in zip(style.rank_names(rows["rank"], labels), devices, strict=True)]
     figure.update_layout(barmode="overlay", dragmode="zoom")
     figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window])
     style.scale_times(figure)
@@ -88,23 +88,23 @@ def rank_activity(
     return style.with_style(figure, height_px=130 + 30 * rows.height)
 
 
-def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
+def _thin(states: pl.DataFrame, window: Window) -> pl.DataFrame:
     """Return at most MAX_SPANS spans: adjacent spans of one activity are merged over increasingly long gaps."""
-    of = ["window", "rank", "device"]
-    ordered = shown.sort(*of, "start_ns")
+    key = ["window", "rank", "device"]
+    ordered = states.sort(*key, "start_ns")
     quantum_ns = max((window[1] - window[0]) // 4000, 1)
     while ordered.height > MAX_SPANS and quantum_ns < window[1] - window[0]:
-        past_ns = (pl.col("start_ns") + pl.col("dur_ns")).shift().over(of)
+        past_ns = (pl.col("start_ns") + pl.col("dur_ns")).shift().over(key)
         far = (pl.col("start_ns") - past_ns > quantum_ns).fill_null(value=True)
-        short = pl.max_horizontal("dur_ns", pl.col("dur_ns").shift().over(of)) <= quantum_ns
-        other = (pl.col("state") != pl.col("state").shift().over(of)).fill_null(value=True) & ~short
+        short = pl.max_horizontal("dur_ns", pl.col("dur_ns").shift().over(key)) <= quantum_ns
+        other = (pl.col("state") != pl.col("state").shift().over(key)).fill_null(value=True) & ~short
         run = (far | other).cum_sum()
-        most = pl.col("dur_ns").arg_max()
+        longest = pl.col("dur_ns").arg_max()
         ordered = (
             ordered.group_by(run.alias("_run"), maintain_order=True)
             .agg(
-                pl.col(*of).first(),
-                pl.col("state", "op", "unit", "peer_rank").get(most),
+                pl.col(*key).first(),
+                pl.col("state", "op", "unit", "peer_rank").get(longest),
                 pl.col("start_ns").first(),
                 (pl.col("start_ns") + pl.col("dur_ns")).last().alias("_end_ns"),
             )
@@ -125,10 +125,10 @@ def _hover(row: Mapping[str, Any], label: str) -> str:
 
 def measures(table: pl.DataFrame) -> dict[str, str]:
     """Return the columns of a table that `step_heatmap` can draw, each with its label."""
-    known = {name: label for name, label in (MEASURES | COUNTERS).items() if name in table.columns}
-    if AWAITED in known and not table[AWAITED].sum():
-        del known[AWAITED]  # nobody waits: all cells would be alike
-    return {name: label for name, label in known.items() if table[name].count()}
+    labels = {name: label for name, label in (MEASURES | COUNTERS).items() if name in table.columns}
+    if AWAITED in labels and not table[AWAITED].sum():
+        del labels[AWAITED]  # nobody waits: all cells would be alike
+    return {name: label for name, label in labels.items() if table[name].count()}
 
 
 def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
@@ -179,41 +179,41 @@ def _culprits_first(table: pl.DataFrame) -> list[list[int]]:
     ranks: list[int] = sums["rank"].to_list()
     if len(ranks) <= MAX_ROWS:
         return [[rank] for rank in ranks]
-    alone = MAX_ROWS // 2
-    return [[rank] for rank in ranks[:alone]] + _bins(sorted(ranks[alone:]), MAX_ROWS - alone)
+    single_count = MAX_ROWS // 2
+    return [[rank] for rank in ranks[:single_count]] + _bins(sorted(ranks[single_count:]), MAX_ROWS - single_count)
 
 
-def _bins(values: Sequence[int], most: int) -> list[list[int]]:
+def _bins(values: Sequence[int], max_bins: int) -> list[list[int]]:
     """Return sorted values in at most so many lists of neighbours.
 
     >>> _bins([0, 1, 2, 5, 6], 3)
     [[0, 1], [2, 5], [6]]
     """
-    size = max(1, -(-len(values) // most))
+    size = max(1, -(-len(values) // max_bins))
     return [list(values[first : first + size]) for first in range(0, len(values), size)]
 
 
 def _cells(table: pl.DataFrame, measure: str, ranks: list[list[int]], steps: list[list[int]]) -> pl.DataFrame:
     """Return the row of `table` that each cell shows, with the columns row and column."""
     places = {"row": ("rank", ranks), "column": ("step", steps)}
-    placed = table.with_columns(
+    placed_rows = table.with_columns(
         pl.col(name)
-        .replace_strict({value: at for at, values in enumerate(bins) for value in values}, return_dtype=pl.Int64)
+        .replace_strict({value: i for i, values in enumerate(bins) for value in values}, return_dtype=pl.Int64)
         .alias(place)
         for place, (name, bins) in places.items()
     )
     is_highest_first = measure != device_metrics.SM_CLOCK
-    ordered = placed.sort(measure, "rank", "step", descending=[is_highest_first, False, False])
+    ordered = placed_rows.sort(measure, "rank", "step", descending=[is_highest_first, False, False])
     return ordered.unique(list(places), keep="first", maintain_order=True).sort("column", "row")
 
 
 def _ticks(update: object, places: list[list[int]], title: str, window: list[float]) -> None:
-    every = max(1, -(-len(places) // 32))
-    named = list(enumerate(units.ranges(values) for values in places))[::every]
+    stride = max(1, -(-len(places) // 32))
+    ticks = list(enumerate(units.ranges(values) for values in places))[::stride]
     update(  # type: ignore[operator]
         title=title,
-        tickvals=[place for place, _ in named],
-        ticktext=[text for _, text in named],
+        tickvals=[place for place, _ in ticks],
+        ticktext=[text for _, text in ticks],
         range=window,
         showgrid=False,
         fixedrange=True,
@@ -223,9 +223,9 @@ def _ticks(update: object, places: list[list[int]], title: str, window: list[flo
 def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
     largest = float(str(table[measure].abs().max() or 0.0))
     if measure in COUNTERS:
-        least = min(float(str(table[measure].min() or 0.0)), (1 - _LEAST_SPREAD_RATIO) * largest)
+        smallest = min(float(str(table[measure].min() or 0.0)), (1 - _LEAST_SPREAD_RATIO) * largest)
         ends = [_SLOW, _PLAIN] if measure == device_metrics.SM_CLOCK else [_PLAIN, _SLOW]
-        return {"cmin": least, "cmax": max(largest, least + 1), "colorscale": [[0, ends[0]], [1, ends[1]]]}
+        return {"cmin": smallest, "cmax": max(largest, smallest + 1), "colorscale": [[0, ends[0]], [1, ends[1]]]}
     if measure == SLOWER:
         far = max(largest, _MIN_SCALE)
         return {"cmin": -far, "cmax": far, "colorscale": [[0, _QUICK], [0.5, _PLAIN], [1, _SLOW]]}
@@ -240,7 +240,7 @@ def _bar(measure: str) -> dict[str, object]:
 
 
 def _bin_hover(cell: dict[str, Any], measure: str, ranks: list[list[int]], steps: list[list[int]]) -> str:
-    """Return which ranks and steps share a cell, if there are several."""
+    """Ranks and steps that share a cell, if there are several."""
     shared = (("ranks", ranks[cell["row"]]), ("steps", steps[cell["column"]]))
     texts = [f"{name} {units.ranges(values)}" for name, values in shared if len(values) > 1]
     which = "lowest" if measure == device_metrics.SM_CLOCK else "highest"

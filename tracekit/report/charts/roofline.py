@@ -28,17 +28,17 @@ def roofline(rows: pl.DataFrame, roofs: pl.DataFrame) -> go.Figure:
     bandwidth = float(roofs["memory_bytes_per_s"][0])
     before_ns = pl.col("work_ns").cum_sum() - pl.col("work_ns")
     longest = rows.sort("work_ns", descending=True).filter(before_ns <= MOST_TIME * pl.col("work_ns").sum())
-    shown = longest.with_columns(_places())
-    ends = _ends(shown["x"].to_list(), roofs["flops_per_s"].to_list(), bandwidth)
+    points = longest.with_columns(_places())
+    ends = _ends(points["x"].to_list(), roofs["flops_per_s"].to_list(), bandwidth)
     figure = go.Figure()
     for (peak,), types in roofs.sort("flops_per_s").group_by("flops_per_s", maintain_order=True):
         _add_roof(figure, "/".join(types["dtype"].sort()), float(str(peak)), bandwidth, ends)
     _name_memory(figure, bandwidth, ends)
-    longest_ns = float(shown["work_ns"].max() or 1)  # type: ignore[arg-type]
-    for has_products, calls in shown.group_by(pl.col("flops_per_byte").is_not_null(), maintain_order=True):
+    longest_ns = float(points["work_ns"].max() or 1)  # type: ignore[arg-type]
+    for has_products, calls in points.group_by(pl.col("flops_per_byte").is_not_null(), maintain_order=True):
         _add_calls(figure, calls, longest_ns, has_products=bool(has_products[0]))
-    figure.update_xaxes(title="operations per byte", type="log", range=[math.log10(each) for each in ends], dtick=1)
-    rates = [*shown["y"].to_list(), float(roofs["flops_per_s"].max())]  # type: ignore[arg-type]
+    figure.update_xaxes(title="operations per byte", type="log", range=[math.log10(end) for end in ends], dtick=1)
+    rates = [*points["y"].to_list(), float(roofs["flops_per_s"].max())]  # type: ignore[arg-type]
     figure.update_yaxes(title="FLOP/s", **style.log_axis(rates, _rate))
     return style.with_style(figure, height_px=_HEIGHT_PX)
 
@@ -54,15 +54,15 @@ def _places() -> list[pl.Expr]:
 
 def _ends(intensities: Sequence[float], peaks: Sequence[float], bandwidth: float) -> tuple[float, float]:
     """Return the range of the horizontal axis: all calls, and the ridge of the highest roof."""
-    known = [*intensities, max(peaks) / bandwidth]
-    return 10 ** math.floor(math.log10(min(known)) - 0.1), 10 ** math.ceil(math.log10(max(known)) + 0.1)
+    points = [*intensities, max(peaks) / bandwidth]
+    return 10 ** math.floor(math.log10(min(points)) - 0.1), 10 ** math.ceil(math.log10(max(points)) + 0.1)
 
 
 def _add_roof(figure: go.Figure, label: str, peak: float, bandwidth: float, ends: tuple[float, float]) -> None:
     corners = [ends[0], peak / bandwidth, ends[1]]
     figure.add_scatter(
         x=corners,
-        y=[min(peak, each * bandwidth) for each in corners],
+        y=[min(peak, intensity * bandwidth) for intensity in corners],
         mode="lines",
         line={"color": "rgba(128, 138, 150, 0.8)", "width": 1.5},
         showlegend=False,
@@ -89,7 +89,7 @@ def _name_memory(figure: go.Figure, bandwidth: float, ends: tuple[float, float])
 
 def _add_calls(figure: go.Figure, calls: pl.DataFrame, longest_ns: float, *, has_products: bool) -> None:
     name, colour, symbol = _MARKERS[has_products]
-    least, most = _SIZES
+    min_px, max_px = _SIZES
     figure.add_scatter(
         x=calls["x"].to_list(),
         y=calls["y"].to_list(),
@@ -98,7 +98,7 @@ def _add_calls(figure: go.Figure, calls: pl.DataFrame, longest_ns: float, *, has
         marker={
             "color": colour,
             "symbol": symbol,
-            "size": [max(least, most * math.sqrt(ns / longest_ns)) for ns in calls["work_ns"]],
+            "size": [max(min_px, max_px * math.sqrt(ns / longest_ns)) for ns in calls["work_ns"]],
             "opacity": 0.85,
             "line": {"width": 0.5, "color": "rgba(128, 138, 150, 0.9)"},
         },

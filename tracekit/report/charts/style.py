@@ -80,10 +80,10 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     """Return a figure that fits any page: no background, no text colour, the legend on top."""
     # An icicle has no legend.
     listed = [trace for trace in figure.data if "showlegend" in trace]
-    named = [trace for trace in listed if trace.showlegend or (trace.showlegend is None and trace.name)]
+    legend_traces = [trace for trace in listed if trace.showlegend or (trace.showlegend is None and trace.name)]
     figure.update_layout(
         height=height_px,
-        margin={"l": 8, "r": 16, "t": _LEGEND_PX if named else _BUTTONS_PX, "b": 44},
+        margin={"l": 8, "r": 16, "t": _LEGEND_PX if legend_traces else _BUTTONS_PX, "b": 44},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "itemwidth": 30},
@@ -100,7 +100,7 @@ def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     return figure
 
 
-def titled(figure: go.Figure, title: str) -> go.Figure:
+def with_title(figure: go.Figure, title: str) -> go.Figure:
     """Return a figure with a title, which pages hide: it is for images, which are seen without their page."""
     text = escaping.escape(title)
     place = {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}}
@@ -148,18 +148,18 @@ def scale_times(figure: go.Figure, axis: str = "x") -> None:
     >>> figure.data[0].x, figure.layout.xaxis.ticksuffix
     ((1.5, 0.3), ' s')
     """
-    shown = figure.layout[f"{axis}axis"].range
-    factor, unit = time_unit(max(map(abs, shown)) if shown else _last_ms(figure, axis))
-    for drawn in (*figure.data, *figure.layout.annotations) if factor != 1 else ():
-        drawn[axis] = _scaled(drawn[axis], factor)
-        if "base" in drawn and drawn.base is not None:
-            drawn.base = _scaled(drawn.base, factor)
-    shown = {"range": _scaled(shown, factor)} if shown else {}
-    figure.update_layout({f"{axis}axis": {"ticksuffix": f" {unit}"} | shown})
+    axis_range = figure.layout[f"{axis}axis"].range
+    factor, unit = time_unit(max(map(abs, axis_range)) if axis_range else _last_ms(figure, axis))
+    for element in (*figure.data, *figure.layout.annotations) if factor != 1 else ():
+        element[axis] = _scale(element[axis], factor)
+        if "base" in element and element.base is not None:
+            element.base = _scale(element.base, factor)
+    axis_range = {"range": _scale(axis_range, factor)} if axis_range else {}
+    figure.update_layout({f"{axis}axis": {"ticksuffix": f" {unit}"} | axis_range})
 
 
 def time_unit(longest_ms: float) -> tuple[float, str]:
-    """Return how many of the best unit for times up to `longest_ms` are 1 ms, and the unit.
+    """Factor from ms to the best unit for times up to `longest_ms`, and the unit.
 
     >>> time_unit(1500), time_unit(20), time_unit(0.2)
     ((0.001, 's'), (1.0, 'ms'), (1000.0, 'µs'))
@@ -180,7 +180,7 @@ def _last_ms(figure: go.Figure, axis: str) -> float:
     return max(sums.values(), default=0.0)
 
 
-def _scaled(values: Any, factor: float) -> Any:
+def _scale(values: Any, factor: float) -> Any:
     if isinstance(values, int | float):
         return round(values * factor, 9)
     return [None if value is None else round(float(value) * factor, 9) for value in values]
@@ -205,11 +205,11 @@ def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int =
     >>> figure.layout.yaxis.ticktext[:3]
     ('rank 0', 'rank 8', 'rank 16')
     """
-    every = max(1, -(-len(names) // _MOST_NAMES))
+    stride = max(1, -(-len(names) // _MOST_NAMES))
     figure.update_yaxes(
         autorange="reversed",
-        tickvals=list(range(0, len(names), every)),
-        ticktext=[escaping.escape(name, max_characters) for name in names[::every]],
+        tickvals=list(range(0, len(names), stride)),
+        ticktext=[escaping.escape(name, max_characters) for name in names[::stride]],
         showgrid=False,
         fixedrange=True,
     )
@@ -230,12 +230,12 @@ def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, b
     >>> log_axis([30, 4000], str)["ticktext"]
     ['10', '20', '50', '100', '200', '500', '1000', '2000', '5000', '10000']
     """
-    known = [value for value in values if value is not None and value > 0] or [1]
-    first, last = (round_to(math.log(edge(known), base) + 1e-9 * sign) for edge, round_to, sign in _EDGES)
+    positive = [value for value in values if value is not None and value > 0] or [1]
+    first, last = (round_to(math.log(edge(positive), base) + 1e-9 * sign) for edge, round_to, sign in _EDGES)
     last = max(last, first + 1)
     steps = (1, 2, 5) if base == 10 and last - first <= _FEW_POWERS else (1,)
-    every = max(1, -(-(last - first + 1) // _MOST_TICKS))
-    ticks = [step * base**power for power in range(first, last, every) for step in steps] + [base**last]
+    stride = max(1, -(-(last - first + 1) // _MOST_TICKS))
+    ticks = [step * base**power for power in range(first, last, stride) for step in steps] + [base**last]
     # Plotly expects the range of a logarithmic axis as powers of ten.
     ends = [math.log10(base) * first - 0.03, math.log10(base) * last + 0.03]
     return {"type": "log", "range": ends, "tickvals": ticks, "ticktext": [write(tick) for tick in ticks]}
@@ -245,7 +245,7 @@ _EDGES = ((min, math.floor, 1), (max, math.ceil, -1))
 _FEW_POWERS, _MOST_TICKS, _MOST_NAMES = 3, 12, 64
 
 
-def mixed(first: str, second: str, ratio: float) -> str:
+def mix_colours(first: str, second: str, ratio: float) -> str:
     """Return the colour at `ratio` between two, both as #RRGGBB.
 
     >>> mixed("#000000", "#FF0080", 0.5)

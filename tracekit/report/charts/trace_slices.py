@@ -46,15 +46,15 @@ def timeline(
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
     table, merged_below_ns = merge_short_slices(visible_slices(trace, window), window, max_slices=max_slices)
-    marks = _placed(_marks(evidence, window), window, origin_ns).with_columns(y=pl.lit(0.0))
+    marks = _place_slices(_marks(evidence, window), window, origin_ns).with_columns(y=pl.lit(0.0))
     rows = _rows(table, first_y=_EVIDENCE_PX / _ROW_PX if marks.height else 0.0)
-    drawn = _placed(table, window, origin_ns).join(rows, on=["track", "depth"])
+    bars = _place_slices(table, window, origin_ns).join(rows, on=["track", "depth"])
     figure = go.Figure()
     if marks.height:
         _draw(figure, marks, kind="evidence")
         _band(figure, marks)
-    for kind in (kind for kind in COLOURS if kind in set(drawn["kind"])):
-        _draw(figure, drawn.filter(pl.col("kind") == kind), kind=kind)
+    for kind in (kind for kind in COLOURS if kind in set(bars["kind"])):
+        _draw(figure, bars.filter(pl.col("kind") == kind), kind=kind)
     _mark_steps(figure, trace, window, origin_ns)
     ticks = dict(
         rows.sort("y").unique("track", keep="first", maintain_order=True).select("y", "track_name").iter_rows()
@@ -95,11 +95,11 @@ def visible_slices(trace: Trace, window: Window, *, max_depth: int = MAX_DEPTH) 
     host = table.filter(is_host).group_by("track").len().sort("len", "track", descending=[True, False])
     table = table.filter(~is_host | pl.col("track").is_in(host["track"].head(MAX_HOST_TRACKS).implode()))
     names = trace_tracks.tracks(trace, table).select("track", "track_name")
-    shown = pl.concat([_phases(trace, window), table.join(names, on="track", maintain_order="left")], how="diagonal")
-    shown = shown.with_columns(pl.lit(1, pl.Int64).alias("count"), pl.col("track").rank("dense").cast(pl.Int64) - 1)
-    depth = track_nesting.rows(*(shown[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
+    slices = pl.concat([_phases(trace, window), table.join(names, on="track", maintain_order="left")], how="diagonal")
+    slices = slices.with_columns(pl.lit(1, pl.Int64).alias("count"), pl.col("track").rank("dense").cast(pl.Int64) - 1)
+    depth = track_nesting.rows(*(slices[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
     return (
-        schema.conform(shown.with_columns(pl.Series("depth", depth)), COLUMNS)
+        schema.conform(slices.with_columns(pl.Series("depth", depth)), COLUMNS)
         .filter(pl.col("depth") < max_depth)
         .sort("track", "start_ns", "depth")
     )
@@ -164,11 +164,11 @@ def _marks(evidence: pl.DataFrame | None, window: Window) -> pl.DataFrame:
     ends_ns = pl.col("start_ns") + pl.col("dur_ns")
     inside = evidence.filter(pl.col("start_ns") < window[1], ends_ns > window[0])
     longest = inside.sort("dur_ns", descending=True).head(MAX_MARKS)
-    named = longest if "name" in longest.columns else longest.with_columns(name=pl.lit("evidence"))
-    return schema.conform(named.with_columns(count=pl.lit(1)), COLUMNS)
+    named_rows = longest if "name" in longest.columns else longest.with_columns(name=pl.lit("evidence"))
+    return schema.conform(named_rows.with_columns(count=pl.lit(1)), COLUMNS)
 
 
-def _placed(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame:
+def _place_slices(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame:
     """Return the slices with begin_ms, base_ms and length_ms on the axis; the last two clipped to the window."""
     left_ns = pl.col("start_ns").clip(lower_bound=window[0])
     right_ns = (pl.col("start_ns") + pl.col("dur_ns")).clip(upper_bound=window[1])
@@ -179,23 +179,23 @@ def _placed(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame
     )
 
 
-def _draw(figure: go.Figure, drawn: pl.DataFrame, *, kind: str) -> None:
-    labelled = drawn["dur_ns"].rank("ordinal", descending=True) <= MAX_LABELS
+def _draw(figure: go.Figure, bars: pl.DataFrame, *, kind: str) -> None:
+    labelled = bars["dur_ns"].rank("ordinal", descending=True) <= MAX_LABELS
     style.add_bars(
         figure,
-        drawn["y"],
-        drawn["length_ms"],
-        base=drawn["base_ms"].to_list(),
+        bars["y"],
+        bars["length_ms"],
+        base=bars["base_ms"].to_list(),
         width=0.88,
         name=style.KIND_LABELS.get(kind, kind),
         colour=COLOURS[kind],
-        text=[escaping.escape(name, 40) if show else "" for name, show in zip(drawn["name"], labelled, strict=True)],
+        text=[escaping.escape(name, 40) if show else "" for name, show in zip(bars["name"], labelled, strict=True)],
         textposition="inside",
         insidetextanchor="start",
         textangle=0,
         constraintext="inside",
         insidetextfont={"color": "#10151c" if kind in style.LIGHT_KINDS else "#ffffff", "size": 11},
-        customdata=[[escaping.escape(row["name"], 160), _hover(row)] for row in drawn.iter_rows(named=True)],
+        customdata=[[escaping.escape(row["name"], 160), _hover(row)] for row in bars.iter_rows(named=True)],
         hover="<b>%{customdata[0]}</b><br>%{customdata[1]}",
     )
 
@@ -204,11 +204,11 @@ def _hover(row: Mapping[str, Any]) -> str:
     lines = [f"{units.duration(row['dur_ns'])} at {row['begin_ms']:,.3f} ms"]
     if row["count"] > 1:
         lines.append(f"{row['count']:,} short slices merged; the name is that of the first")
-    placed = [f"step {row['step']}"] if row["step"] is not None else []
-    placed += [escaping.escape(row["phase"])] if row["phase"] else []
-    placed += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []
-    placed += [units.size(row["bytes"])] if row["bytes"] else []
-    return "<br>".join([*lines, " · ".join(placed)] if placed else lines)
+    details = [f"step {row['step']}"] if row["step"] is not None else []
+    details += [escaping.escape(row["phase"])] if row["phase"] else []
+    details += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []
+    details += [units.size(row["bytes"])] if row["bytes"] else []
+    return "<br>".join([*lines, " · ".join(details)] if details else lines)
 
 
 def _band(figure: go.Figure, marks: pl.DataFrame) -> None:

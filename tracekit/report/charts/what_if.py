@@ -33,10 +33,10 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     rows = list(ranked.iter_rows(named=True))
     figure = go.Figure()
     for label, colour in dict.fromkeys(map(_kind, ranked["code"])):
-        own_rows = [(at, row) for at, row in enumerate(rows) if _kind(row["code"])[0] == label]
+        own_rows = [(position, row) for position, row in enumerate(rows) if _kind(row["code"])[0] == label]
         style.add_bars(
             figure,
-            [at for at, _ in own_rows],
+            [position for position, _ in own_rows],
             [row["saved_ns"] / 1e6 for _, row in own_rows],
             name=label,
             width=_WIDTH,
@@ -57,14 +57,14 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     return figure.update_layout(margin_r=_TEXT_PX)  # the text behind the longest bar, however narrow the figure is
 
 
-def savings_by_rank(by_rank: pl.DataFrame, code: str, drawn: Mapping[int, str] | None = None) -> go.Figure:
-    """Return what a replayed step takes on each rank: the remaining time without a cause and the saving, stacked.
+def savings_by_rank(by_rank: pl.DataFrame, code: str, labels: Mapping[int, str] | None = None) -> go.Figure:
+    """Replayed step time of each rank: the remaining time without a cause and the saving, stacked.
 
     `by_rank` is that of one saving in `savings.by_rank`, `code` is that of the rule of its cause; ''
-    for several causes. `drawn` are the ranks to draw, each with a text for its label; by default all.
+    for several causes. `labels` are the ranks to draw, each with a text for its label; by default all.
     """
-    if drawn is not None:
-        by_rank = by_rank.filter(pl.col("rank").is_in(list(drawn)))
+    if labels is not None:
+        by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
         "remaining": (left_ns, COLOURS["idle"]),
@@ -82,7 +82,7 @@ def savings_by_rank(by_rank: pl.DataFrame, code: str, drawn: Mapping[int, str] |
             hover="%{customdata[0]}",
         )
     figure.update_xaxes(title="replayed step")
-    return style.with_labelled_rows(figure, style.rank_names(by_rank["rank"], drawn), edge_px=150)
+    return style.with_labelled_rows(figure, style.rank_names(by_rank["rank"], labels), edge_px=150)
 
 
 def _kind(code: str) -> tuple[str, str]:

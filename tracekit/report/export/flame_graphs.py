@@ -21,7 +21,7 @@ _SEPARATORS = re.compile(r"[;\x00-\x1f\x7f-\x9f]+")
 _TRACK = "time by stack"
 
 
-def collapsed(tree: pl.DataFrame, file: BinaryIO, title: str) -> None:
+def collapsed_stacks(tree: pl.DataFrame, file: BinaryIO, title: str) -> None:
     """Write "outer;inner nanoseconds" lines, as flamegraph.pl, inferno and speedscope read them, by stack.
 
     Semicolons in names become commas. Of `call_trees.difference` both values are written, as difffolded.pl does.
@@ -76,9 +76,9 @@ def perfetto(tree: pl.DataFrame, file: BinaryIO, title: str) -> None:
         pl.lit("stacks").alias("source"), pl.col("node").alias("id"),
     )  # fmt: skip
     rest = {name: kind for name, kind in trace_tracks.SLICES.items() if name not in slices.columns}
-    shown = slices.with_columns(pl.lit(None, kind).alias(name) for name, kind in rest.items())
+    padded = slices.with_columns(pl.lit(None, kind).alias(name) for name, kind in rest.items())
     timeline = Timeline(
-        shown.select(list(trace_tracks.SLICES)),
+        padded.select(list(trace_tracks.SLICES)),
         pl.DataFrame(schema=trace_tracks.COUNTERS),
         pl.DataFrame(schema=trace_tracks.FLOWS),
     )
@@ -87,13 +87,13 @@ def perfetto(tree: pl.DataFrame, file: BinaryIO, title: str) -> None:
 
 Writer = Callable[[pl.DataFrame, BinaryIO, str], None]
 _WRITERS: dict[str, Writer] = {
-    ".folded": collapsed, ".collapsed": collapsed, ".txt": collapsed, ".json": speedscope, ".pftrace": perfetto,
-    ".perfetto-trace": perfetto,
+    ".folded": collapsed_stacks, ".collapsed": collapsed_stacks, ".txt": collapsed_stacks, ".json": speedscope,
+    ".pftrace": perfetto, ".perfetto-trace": perfetto,
 }  # fmt: skip
 
 
 def writer_for(path: Path) -> Writer:
-    """Return what writes the format of a file name. Raises ConfigError for an unknown ending."""
+    """Writer of the format of a file name. Raises ConfigError for an unknown ending."""
     if path.suffix not in _WRITERS:
         raise ConfigError(
             f"{path}: use the ending of a format: .folded (collapsed stacks), .speedscope.json or .pftrace (Perfetto)"

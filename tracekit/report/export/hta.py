@@ -102,17 +102,17 @@ def _select_traces(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
 
 def _window(run: Run, window: int | None) -> list[Trace]:
     windows = sorted({source.window for source in run.sources})
-    chosen = windows[0] if window is None else window
-    if chosen not in windows:
-        raise InputError(f"{run.path}: no window {chosen}; there are {', '.join(map(str, windows))}")
-    ranks = {source.rank for source in run.sources if source.window == chosen}
-    return [run.trace(rank, chosen) for rank in run.ranks if rank in ranks]
+    number = windows[0] if window is None else window
+    if number not in windows:
+        raise InputError(f"{run.path}: no window {number}; there are {', '.join(map(str, windows))}")
+    ranks = {source.rank for source in run.sources if source.window == number}
+    return [run.trace(rank, number) for rank in run.ranks if rank in ranks]
 
 
 def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataFrame":
     """Return one rank's frame: a row per host slice and per activity of a device, in order of start."""
     events = pl.concat([_host(trace), _device(trace)], how="diagonal").sort("start_ns", maintain_order=True)
-    events = _linked(events.with_row_index("index", offset=1).with_columns(pl.col("index").cast(pl.Int64)))
+    events = _link_launches(events.with_row_index("index", offset=1).with_columns(pl.col("index").cast(pl.Int64)))
     filled = events.with_columns(
         pl.col(name).fill_null(value) if name in events.columns else pl.lit(value).alias(name)
         for name, value in _MISSING.items()
@@ -124,7 +124,7 @@ def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataF
     for name in ("pid", "tid"):
         frame[name] = _numeric_ids(events[name]).to_pandas()
     for name in ("cat", "name"):
-        frame[name] = _encoded(events[name], symbols)
+        frame[name] = _encode(events[name], symbols)
     return frame
 
 
@@ -161,7 +161,7 @@ def _device(trace: Trace) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _linked(events: pl.DataFrame) -> pl.DataFrame:
+def _link_launches(events: pl.DataFrame) -> pl.DataFrame:
     """Add correlation, and as index_correlation the row at its other end: 0 where that is not there, else -1."""
     launches = events.drop_nulls("op_id").select(launch_id="op_id", launch="index")
     launched = events.drop_nulls("launch_id").group_by(op_id="launch_id").agg(launched=pl.col("index").last())
@@ -197,8 +197,8 @@ def _numeric_ids(ids: pl.Series) -> pl.Series:
     return ids if numbers.null_count() > ids.null_count() else numbers.fill_null(-1)
 
 
-def _encoded(texts: pl.Series, symbols: "TraceSymbolTable") -> Any:
-    known = texts.unique(maintain_order=True).to_list()
-    symbols.add_symbols(known)
+def _encode(texts: pl.Series, symbols: "TraceSymbolTable") -> Any:
+    distinct = texts.unique(maintain_order=True).to_list()
+    symbols.add_symbols(distinct)
     numbers: Mapping[str, int] = symbols.get_sym_id_map()
-    return texts.replace_strict(known, [numbers[text] for text in known], return_dtype=pl.Int64).to_numpy()
+    return texts.replace_strict(distinct, [numbers[text] for text in distinct], return_dtype=pl.Int64).to_numpy()

@@ -17,11 +17,11 @@ _UNITS = {"_ns": "ns", "_bytes": "By", "_ratio": "1", "_per_second": "1/s"}
 
 def lines(run: str, samples: pl.DataFrame) -> Iterator[bytes]:
     """Yield the line of each rank of the samples, columns of `step_metrics`. Raises InputError without times."""
-    known = samples.drop_nulls("at_ns")
-    if known.is_empty():
+    timed = samples.drop_nulls("at_ns")
+    if timed.is_empty():
         raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
-    for (rank,), own in known.group_by("rank", maintain_order=True):
-        metrics = [_metric(str(name), points) for (name,), points in own.group_by("name", maintain_order=True)]
+    for (rank,), rank_samples in timed.group_by("rank", maintain_order=True):
+        metrics = [_metric(str(name), points) for (name,), points in rank_samples.group_by("name", maintain_order=True)]
         resource = {"attributes": [_text("service.name", "tracekit"), _text("tracekit.run", run), _whole("rank", rank)]}
         scope = {"name": "tracekit", "version": conventions.VERSION}
         scoped = [{"scope": scope, "metrics": metrics}]

@@ -55,7 +55,7 @@ def write(
     same bytes. Raises InputError if a rank has no trace, or no trace has the step.
     """
     run.measure((extents.extent,))
-    chosen = _chosen(run, ranks, step)
+    sources = _select_sources(run, ranks, step)
     clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
     starts = run.table(extents.extent).select("window", "rank", "first_ns").rows()
@@ -64,21 +64,21 @@ def write(
     zero_ns = min([0, *(int(time_ns) for (time_ns,) in moved)])
     several = len({source.window for source in run.sources}) > 1
     done = ExportCounts()
-    for number, source in enumerate(chosen, 1):
+    for number, source in enumerate(sources, 1):
         trace = run.trace(source.rank, source.window)
         clock = clocks_by_trace.get((source.window, source.rank), Clock())
         clock = replace(clock, offset_ns=clock.offset_ns - zero_ns)
         name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
-        shown = timeline(trace, findings, step=step, path=_path_on(run, source, path))
+        tracks = timeline(trace, findings, step=step, path=_path_on(run, source, path))
         if clock.drift:  # cannot be undone to the ns
-            shown = replace(shown, slices=shown.slices.with_columns(begin_ns="start_ns", length_ns="dur_ns"))
+            tracks = replace(tracks, slices=tracks.slices.with_columns(begin_ns="start_ns", length_ns="dur_ns"))
         first_ns = int(firsts[source.window, source.rank] or 0)
         about = {"format": conventions.FORMAT, "rank": source.rank, "window": source.window, "step": step}
         rows = [table_rows.of_clock(about | vars(clock), first_ns)]
         rows += table_rows.of_run(run, first_ns) if number == 1 else []
         rows += table_rows.of_trace(trace, first_ns, step=step)
         done += perfetto_encoder.write_trace(
-            file, shown, number=number, name=name, to_run_clock=clock.to_run, rows=rows
+            file, tracks, number=number, name=name, to_run_clock=clock.to_run, rows=rows
         )
         if on_progress:
             on_progress(MeasuredTrace(source))
@@ -100,22 +100,22 @@ def _path_on(run: Run, source: Source, path: CriticalPath | None) -> pl.DataFram
     """Return the parts of a critical path on the rank of a trace, on its clock."""
     if path is None or path.window != source.window:
         return None
-    own = path.compact.filter(rank=source.rank).with_columns(window=pl.lit(source.window, pl.Int64))
-    return alignment.on_trace_clock(own, run.offsets, ("start_ns",))
+    rank_parts = path.compact.filter(rank=source.rank).with_columns(window=pl.lit(source.window, pl.Int64))
+    return alignment.on_trace_clock(rank_parts, run.offsets, ("start_ns",))
 
 
-def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Source]:
-    wanted = set(run.ranks if ranks is None else ranks)
-    missing = sorted(wanted - set(run.ranks))
+def _select_sources(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Source]:
+    selected_ranks = set(run.ranks if ranks is None else ranks)
+    missing = sorted(selected_ranks - set(run.ranks))
     if missing:
         raise InputError(
             f"--ranks {missing[0]}: no trace of that rank; there are {len(run.ranks)}, from {run.ranks[0]}"
         )
     if step is None:
-        return [source for source in run.sources if source.rank in wanted]
+        return [source for source in run.sources if source.rank in selected_ranks]
     steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(extents.extent).iter_rows(named=True)}
-    chosen = [s for s in run.sources if s.rank in wanted and step in steps.get((s.window, s.rank), [])]
-    if not chosen:
-        known = ", ".join(map(str, sorted({number for found in steps.values() for number in found}))) or "none"
-        raise InputError(f"--step {step}: no such step; the traces have {known}")
-    return chosen
+    sources = [s for s in run.sources if s.rank in selected_ranks and step in steps.get((s.window, s.rank), [])]
+    if not sources:
+        names = ", ".join(map(str, sorted(set().union(*steps.values())))) or "none"
+        raise InputError(f"--step {step}: no such step; the traces have {names}")
+    return sources

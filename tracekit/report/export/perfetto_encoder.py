@@ -84,9 +84,9 @@ def write_trace(
     for uuid, table in enumerate(rows, first_row_track):
         file.write(perfetto_packets.track(uuid, process, f"table · {table.name}", uuid - process))
     file.writelines((texts.packet(number), *row_events, events, values))  # a truncated file keeps its rows
-    own = tracks.filter(pl.col("layer") > 0).height
+    extra_tracks = tracks.filter(pl.col("layer") > 0).height
     row_count = sum(table.rows.height for table in rows)
-    return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own, row_count)
+    return ExportCounts(1, slices.height, counters.height, timeline.flows.height, extra_tracks, row_count)
 
 
 def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
@@ -100,9 +100,9 @@ def _with_flows(slices: pl.DataFrame, flows: pl.DataFrame) -> pl.DataFrame:
 
 def _with_uuids(rows: pl.DataFrame, first: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows with the uuid of their track, and the tracks in order: columns _TRACK, uuid, label."""
-    numbered = rows.select(_TRACK).unique().sort("track", "layer").with_row_index("uuid", offset=first)
+    with_uuid = rows.select(_TRACK).unique().sort("track", "layer").with_row_index("uuid", offset=first)
     label = pl.when(pl.col("layer") > 0).then(pl.format("{} ({})", "track_name", pl.col("layer") + 1))
-    tracks = numbered.with_columns(pl.col("uuid").cast(pl.Int64), label.otherwise("track_name").alias("label"))
+    tracks = with_uuid.with_columns(pl.col("uuid").cast(pl.Int64), label.otherwise("track_name").alias("label"))
     return rows.join(tracks.select("track", "layer", "uuid"), on=["track", "layer"], maintain_order="left"), tracks
 
 
@@ -165,35 +165,35 @@ def _add_templates(
     same = kinds.unique(maintain_order=True).with_row_index("template")
     which = kinds.join(same, on=kinds.columns, nulls_equal=True, maintain_order="left")["template"].to_numpy()
     for row in same.iter_rows(named=True):
-        uuid, name, category = (row[f"of {each}"] for each in of_kind[:3])
+        uuid, name, category = (row[f"of {column}"] for column in of_kind[:3])
         texts_of = {key: row[key] for key in fixed} | ({} if name else {UNNAMED: name is None})
         gaps = {key: placeholder for key, placeholder in numbers.items() if row[f"{key} is stated"]}
         event = perfetto_packets.begin(uuid, name or "?", category or "?", texts_of | gaps, texts, kind=kind)
         after = _bytes_after(gaps, texts)
-        counts = (row.get(f"of {each}") or 0 for each in ("flows", "last_flows"))
+        counts = (row.get(f"of {column}") or 0 for column in ("flows", "last_flows"))
         templates.add(event, arguments=after, **dict(zip(("flows", "last_flows"), counts, strict=True)))
     fillings = []
     for key, placeholder in numbers.items():
         rows = np.flatnonzero(columns[key].is_not_null().to_numpy())
-        fillings.append(Filling(key, rows, placeholder.encoded(columns[key].drop_nulls().to_numpy())))
+        fillings.append(Filling(key, rows, placeholder.encode(columns[key].drop_nulls().to_numpy())))
     return which.astype(np.int64), same.height, fillings
 
 
 def _placeholder(numbers: pl.Series) -> Placeholder:
     if numbers.dtype.is_float():
         return Placeholder(wire.FIXED, is_double=True)
-    least, most = numbers.min(), numbers.max()
-    fits = least >= 0 and most < wire.NARROW_LIMIT  # type: ignore[operator]  # of integers
+    smallest, largest = numbers.min(), numbers.max()
+    fits = smallest >= 0 and largest < wire.NARROW_LIMIT  # type: ignore[operator]  # of integers
     return Placeholder(wire.NARROW if fits else wire.WIDE)
 
 
 def _bytes_after(gaps: Mapping[str, Placeholder], texts: InternedTexts) -> dict[str, int]:
-    """Return how many bytes of an event follow each of its placeholders, which are its last arguments."""
-    after, found = 0, {}
+    """Number of bytes of an event after each of its placeholders, which are its last arguments."""
+    after, byte_counts = 0, {}
     for key, placeholder in reversed(list(gaps.items())):
-        found[key] = after
+        byte_counts[key] = after
         after += len(perfetto_packets.argument(key, placeholder, texts))
-    return found
+    return byte_counts
 
 
 def _with_lists_as_text(events: pl.DataFrame) -> pl.DataFrame:

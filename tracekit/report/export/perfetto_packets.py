@@ -39,8 +39,8 @@ class InternedTexts:
 
     def number(self, kind: int, text: str) -> int:
         """Return the number of a text among those of its kind, a field of InternedData."""
-        known = self._known[kind]
-        return known.setdefault(text, len(known) + 1)
+        numbers = self._known[kind]
+        return numbers.setdefault(text, len(numbers) + 1)
 
     def packet(self, sequence: int) -> bytes:
         """Return the packet with which the sequence begins: all texts numbered so far."""
@@ -64,7 +64,7 @@ class Placeholder:
         """Return the field of the number: its tag and zeros."""
         return wire.fixed64_placeholder(F.DOUBLE) if self.is_double else wire.varint_placeholder(F.INT, self.width)
 
-    def encoded(self, values: Ints | Floats) -> Bytes:
+    def encode(self, values: Ints | Floats) -> Bytes:
         """Return numbers as they are filled in, shape (n, width)."""
         return wire.fixed64s(values) if self.is_double else wire.wide_varints(values.astype(np.int64), self.width)
 
@@ -167,7 +167,7 @@ class PacketTemplates:
             fillings.append((copies, ends - wire.FIXED, wire.fixed64s(numbers)))
         for filling in arguments:
             ends = np.zeros(len(self._packets), np.int64)
-            known = self._argument_at[filling.argument]
-            ends[list(known)] = list(known.values())
+            offsets = self._argument_at[filling.argument]
+            ends[list(offsets)] = list(offsets.values())
             fillings.append((filling.copies, ends[which[filling.copies]] - filling.content.shape[1], filling.content))
         return wire.fill_templates(self._packets, which, fillings)

@@ -60,11 +60,11 @@ def history(run: str, samples: pl.DataFrame) -> bytes:
     from prometheus_client import CollectorRegistry
     from prometheus_client.openmetrics.exposition import generate_latest
 
-    known = samples.drop_nulls("at_ns").sort("name", "rank", "at_ns")
-    if known.is_empty():
+    timed = samples.drop_nulls("at_ns").sort("name", "rank", "at_ns")
+    if timed.is_empty():
         raise InputError("the times of the steps are not known: the run has no run.json or its log no step_time_ns")
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StaticCollector(_families(run, known.select("name", "rank", "value", "at_ns").rows())))
+    registry.register(StaticCollector(_families(run, timed.select("name", "rank", "value", "at_ns").rows())))
     return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
 
 

@@ -41,12 +41,12 @@ def logs(folder: Path) -> dict[int, Path]:
     """Return the metrics logs in a folder by rank, complete or still being written. Raises InputError without one."""
     if not folder.is_dir():
         raise InputError(f"{folder}: metrics are exported from a local folder, and this is none; name a run's folder")
-    found = {int(match[1]): path for path in sorted(folder.iterdir()) if (match := _LOG.fullmatch(path.name))}
-    if not found:
+    paths = {int(match[1]): path for path in sorted(folder.iterdir()) if (match := _LOG.fullmatch(path.name))}
+    if not paths:
         raise InputError(
             f"{folder}: no metrics log (rank*{conventions.METRICS_SUFFIX}) in this folder; record with tracekit"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def _of_rank(rank: int, path: Path, created_ns: int | None) -> pl.DataFrame:
@@ -55,5 +55,5 @@ def _of_rank(rank: int, path: Path, created_ns: int | None) -> pl.DataFrame:
     times = metrics.filter(pl.col("name") == _STEP_TIME).sort("step")
     elapsed = pl.col("value").clip(0, 1e15).cum_sum().cast(pl.Int64)
     ends = times.select("step", at_ns=elapsed + pl.lit(created_ns, pl.Int64))
-    placed = metrics.join(ends, on="step", how="left", maintain_order="left")
-    return schema.select(placed.with_columns(rank=pl.lit(rank, pl.Int64)), COLUMNS)
+    timed = metrics.join(ends, on="step", how="left", maintain_order="left")
+    return schema.select(timed.with_columns(rank=pl.lit(rank, pl.Int64)), COLUMNS)

@@ -20,9 +20,9 @@ def write(samples: pl.DataFrame, out: Path) -> None:
         raise MissingExtraError("this format needs TensorBoard: pip install 'torch-tracekit[tensorboard]'") from None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: is not an empty folder; name a new one, which tensorboard --logdir then shows")
-    for (rank,), own in samples.sort("rank", "step").group_by("rank", maintain_order=True):
+    for (rank,), rank_samples in samples.sort("rank", "step").group_by("rank", maintain_order=True):
         writer = EventFileWriter(str(out / f"rank{rank:05}"))
-        for (step,), of_step in own.group_by("step", maintain_order=True):
+        for (step,), of_step in rank_samples.group_by("step", maintain_order=True):
             values = [
                 Summary.Value(tag=name, simple_value=value) for name, value in of_step["name", "value"].iter_rows()
             ]

@@ -30,26 +30,26 @@ def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa
     BadTraceError if its trace cannot be read.
     """
     lookup.slice_at(scene, track, id)
-    of = scene.tracks.row(track, named=True)
-    trace = run.trace(of["rank"], scene.window)
+    track_row = scene.tracks.row(track, named=True)
+    trace = run.trace(track_row["rank"], scene.window)
     pairs: list[_Pair] = []
-    if of["source"] == "activities":
+    if track_row["source"] == "activities":
         work = trace.activities.filter(pl.col("id") == id)
         pairs = [*_launches(trace, work), *_waits(trace, id, "activities")]
-    elif of["source"] == "ops":
+    elif track_row["source"] == "ops":
         pairs = [*_launched_by(trace, id), *_gradients(trace, id), *_waits(trace, id, "ops")]
-    rows = [_arrows_on_rank(scene, of["rank"], pairs[:MAX_ARROWS])]
-    if of["source"] == "activities":
-        rows.append(_collective_arrows(run, scene, of["rank"], id))
+    rows = [_arrows_on_rank(scene, track_row["rank"], pairs[:MAX_ARROWS])]
+    if track_row["source"] == "activities":
+        rows.append(_collective_arrows(run, scene, track_row["rank"], id))
     return pl.concat(rows)
 
 
 def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
     """Return the launches of all work that a slice launched, or slices inside it."""
-    own = trace.ops.filter(pl.col("id") == id).row(0, named=True)
+    op = trace.ops.filter(pl.col("id") == id).row(0, named=True)
     start_ns, end_ns = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
     inside = trace.ops.filter(
-        pl.col("lane") == own["lane"], start_ns >= own["start_ns"], end_ns <= own["start_ns"] + own["dur_ns"]
+        pl.col("lane") == op["lane"], start_ns >= op["start_ns"], end_ns <= op["start_ns"] + op["dur_ns"]
     )
     work = trace.activities.join(inside.select(pl.col("id").alias("launch_id")), on="launch_id", how="semi")
     return _launches(trace, work)
@@ -60,7 +60,7 @@ def _launches(trace: Trace, work: pl.DataFrame) -> Iterable[_Pair]:
     threads = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
     launched = work.join(threads, on="launch_id").filter(pl.col("lane") != pl.col("launch_lane"))
     first = launched.sort("start_ns", "id").head(MAX_ARROWS).select("launch_id", "id")
-    return [("ops", launch, "activities", each, LAUNCH) for launch, each in first.iter_rows()]
+    return [("ops", launch, "activities", work_id, LAUNCH) for launch, work_id in first.iter_rows()]
 
 
 def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
@@ -87,12 +87,12 @@ def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame
     """Return the arrows between slices of one rank: a launch starts at its begin, others at their end."""
     places: dict[tuple[str, int], dict[str, int]] = {}
     for source in ("ops", "activities"):
-        wanted = {each for pair in pairs for of, each in (pair[:2], pair[2:4]) if of == source}
-        found = lookup.slices_of(scene, rank, source, sorted(wanted))
-        places |= {(source, row["id"]): row for row in found.iter_rows(named=True)}
+        ids = {slice_id for pair in pairs for pair_source, slice_id in (pair[:2], pair[2:4]) if pair_source == source}
+        slices = lookup.slices_of(scene, rank, source, sorted(ids))
+        places |= {(source, row["id"]): row for row in slices.iter_rows(named=True)}
     rows = []
-    for source, each, to_source, other, how in pairs:
-        begin, end = places.get((source, each)), places.get((to_source, other))
+    for source, from_id, to_source, other, how in pairs:
+        begin, end = places.get((source, from_id)), places.get((to_source, other))
         if begin is not None and end is not None:
             past_ns = begin["start_ns"] + begin["dur_ns"]
             to_ns = end["start_ns"] + end["dur_ns"] if how == SYNC else end["start_ns"]
@@ -102,14 +102,14 @@ def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame
 
 def _collective_arrows(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
     """Return an arrow from the last rank to each other rank, at the time when the collective could begin."""
-    there = lookup.peers(run, scene, rank, id)
-    if there.is_empty():
+    peers = lookup.peers(run, scene, rank, id)
+    if peers.is_empty():
         return pl.DataFrame(schema=ARROWS)
-    last, *others = there.sort("start_ns", "rank", descending=[True, False]).iter_rows(named=True)
+    last, *earlier = peers.sort("start_ns", "rank", descending=[True, False]).iter_rows(named=True)
     if last["wait_ns"]:
         return pl.DataFrame(schema=ARROWS)  # it waited, too: for a rank that the scene does not draw
     at_ns = last["start_ns"]
-    rows = [_arrow(last, at_ns, each, min(at_ns, each["start_ns"] + each["dur_ns"]), COLLECTIVE) for each in others]
+    rows = [_arrow(last, at_ns, peer, min(at_ns, peer["start_ns"] + peer["dur_ns"]), COLLECTIVE) for peer in earlier]
     return pl.DataFrame(rows, schema=ARROWS, orient="row")
 
 

@@ -92,7 +92,7 @@ def _distinct_names(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
 
 
 def _unit_spans(trace: Trace) -> pl.DataFrame:
-    """Return which FSDP unit the compute lane of each device works on, and when: consecutive work of one unit."""
+    """Spans in which the compute lane of each device works on one FSDP unit without interruption."""
     compute = trace.activities.filter(pl.col("kind") == "compute").drop_nulls("unit")
     devices = trace.lanes.select("lane", "device")
     busy = compute.group_by("lane").agg(pl.col("dur_ns").sum()).join(devices, on="lane", how="left")

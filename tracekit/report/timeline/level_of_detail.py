@@ -34,7 +34,7 @@ class Runs:
 
 
 def bit_length(values: Ints) -> Ints:
-    """Return how many bits each number has that is not negative; beyond 2**53 it may be one more.
+    """Number of bits of each number, none of them negative; beyond 2**53 it may be one more.
 
     >>> bit_length(np.array([0, 1, 2, 3, 4])).tolist()
     [0, 1, 2, 2, 3]
@@ -54,13 +54,13 @@ def links(row: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
 
     Slices are sorted by row and start; no start is negative.
     """
-    found = np.full(len(row), NO_LEVEL, np.int64)
+    levels = np.full(len(row), NO_LEVEL, np.int64)
     if len(row) > 1:
         short = bit_length(dur_ns) + 1
         together = bit_length(start_ns[1:] ^ start_ns[:-1])
         level = np.maximum(np.maximum(short[1:], short[:-1]), together)
-        found[:-1] = np.where(row[1:] == row[:-1], level, NO_LEVEL)
-    return found
+        levels[:-1] = np.where(row[1:] == row[:-1], level, NO_LEVEL)
+    return levels
 
 
 def merge_levels(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[Ints, Runs]:
@@ -85,7 +85,7 @@ def merge_levels(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[I
         is_slice = forest.made[dying] == 0
         ends[forest.first[dying[is_slice]]] = level
         parts.append(forest.runs(dying[~is_slice], level))
-        forest = forest.merged(level)
+        forest = forest.merge(level)
     parts.append(forest.runs(np.flatnonzero(forest.made > 0), NO_LEVEL))
     return ends, Runs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__dataclass_fields__))
 
@@ -99,7 +99,7 @@ class _Shares:
     busy_ns: Ints
     names: int
 
-    def merged(self, into: Ints, sizes: Ints) -> tuple["_Shares", Ints, Ints]:
+    def merge(self, into: Ints, sizes: Ints) -> tuple["_Shares", Ints, Ints]:
         """Return the shares of merged nodes; and those nodes that are new, with the name that has most time."""
         node = into[self.node]
         touched = sizes[node] > 1
@@ -108,19 +108,19 @@ class _Shares:
         key, busy_ns = key[order], self.busy_ns[touched][order]
         heads = np.flatnonzero(group_starts(key))
         sums, key = np.add.reduceat(busy_ns, heads), key[heads]
-        new, named = key // self.names, key % self.names
+        new, new_names = key // self.names, key % self.names
         first = np.flatnonzero(group_starts(new))
-        most = np.maximum.reduceat(sums, first)
-        at = np.flatnonzero(sums == np.repeat(most, np.diff(np.append(first, len(new)))))
-        at = at[group_starts(new[at])]
+        longest_ns = np.maximum.reduceat(sums, first)
+        top = np.flatnonzero(sums == np.repeat(longest_ns, np.diff(np.append(first, len(new)))))
+        top = top[group_starts(new[top])]
         unchanged = ~touched
         shares = _Shares(
             np.concatenate((node[unchanged], new)),
-            np.concatenate((self.name[unchanged], named)),
+            np.concatenate((self.name[unchanged], new_names)),
             np.concatenate((self.busy_ns[unchanged], sums)),
             self.names,
         )
-        return shares, new[at], named[at]
+        return shares, new[top], new_names[top]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,15 +147,15 @@ class _Forest:
         columns = {name: getattr(self, name)[nodes] for name in names}
         return Runs(**columns, ends=np.full(len(nodes), ends, np.int64))
 
-    def merged(self, level: int) -> "_Forest":
+    def merge(self, level: int) -> "_Forest":
         """Return the forest at `level`, at which some nodes are merged."""
         begins = np.concatenate(([True], self.link[:-1] != level))
         heads = np.flatnonzero(begins)
         sizes = np.diff(np.append(heads, len(begins)))
-        shares, new, named = self.shares.merged(np.cumsum(begins) - 1, sizes)
+        shares, new, new_names = self.shares.merge(np.cumsum(begins) - 1, sizes)
         tails = heads + sizes - 1
         name = self.name[heads]
-        name[new] = named
+        name[new] = new_names
         return _Forest(
             first=self.first[heads],
             last=self.last[tails],

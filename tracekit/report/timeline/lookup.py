@@ -22,8 +22,8 @@ def slice_at(scene: Scene, track: int, id: int) -> dict[str, int]:  # noqa: A002
     number = scene.part_of_track.get(track)
     if number is not None:
         part = scene.parts[number]
-        own = part.slice_segments[part.slice_segments["track"] == track]
-        low, high = int(own["first"][0]), int(own["first"][-1] + own["count"][-1])
+        segments = part.slice_segments[part.slice_segments["track"] == track]
+        low, high = int(segments["first"][0]), int(segments["first"][-1] + segments["count"][-1])
         positions = np.flatnonzero(part.slices["id"][low:high] == id) + low
         if len(positions):
             return part.table(positions).row(0, named=True)
@@ -58,13 +58,13 @@ def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
     rank's start to the last rank's. Of a large group, the MAX_PEERS last ranks are returned.
     """
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
-    own = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
-    there = calls.join(own.select("instance"), on="instance", how="semi")
-    if there.height < 2:
+    collective_call = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
+    group_calls = calls.join(collective_call.select("instance"), on="instance", how="semi")
+    if group_calls.height < 2:
         return pl.DataFrame(schema=PEERS)
-    placed = alignment.on_run_clock(there, run.offsets, ("start_ns", "end_ns"))
+    aligned = alignment.on_run_clock(group_calls, run.offsets, ("start_ns", "end_ns"))
     last_ns = pl.col("start_ns").max()
-    timed = placed.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
+    timed = aligned.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
     rows = []
     for call in timed.sort("start_ns", descending=True).head(MAX_PEERS).iter_rows(named=True):
         position = slice_near(scene, call["rank"], "activities", call["activity_id"], call["start_ns"])

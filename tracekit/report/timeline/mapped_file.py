@@ -50,9 +50,9 @@ class Writer:
     def finish(self, metadata: dict[str, Any]) -> None:
         """Append the contents, with `metadata`, and flush the file."""
         contents = json.dumps({"places": self._places, "metadata": metadata}).encode()
-        at = self._at
+        begin = self._at
         self._write(contents)
-        self._file.write(_TAIL.pack(at, len(contents), self._checksum, _MAGIC))
+        self._file.write(_TAIL.pack(begin, len(contents), self._checksum, _MAGIC))
         self._file.flush()
 
     def _append(self, name: str, data: memoryview) -> None:
@@ -75,37 +75,37 @@ class MappedFile:
         if size_bytes < _TAIL.size:
             raise DamagedError("truncated")
         file.seek(size_bytes - _TAIL.size)
-        at, length, checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
-        if magic != _MAGIC or at + length + _TAIL.size != size_bytes or checksum != _checksum(file, at + length):
+        begin, length, checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
+        if magic != _MAGIC or begin + length + _TAIL.size != size_bytes or checksum != _checksum(file, begin + length):
             raise DamagedError("corrupt")
         self.size_bytes = size_bytes
         self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        contents = json.loads(self._map[at : at + length])
+        contents = json.loads(self._map[begin : begin + length])
         self._places: dict[str, tuple[int, int]] = contents["places"]
         self.metadata: dict[str, Any] = contents["metadata"]
 
     def array(self, name: str, dtype: npt.DTypeLike) -> Array:
         """Return an array, which cannot be written to."""
-        at, length = self._places[name]
+        begin, length = self._places[name]
         kind = np.dtype(dtype)
-        return np.frombuffer(self._map, kind, length // kind.itemsize, at)
+        return np.frombuffer(self._map, kind, length // kind.itemsize, begin)
 
     def table(self, name: str) -> pl.DataFrame:
         """Return a table."""
-        at, length = self._places[name]
-        return pl.read_parquet(self._map[at : at + length])
+        begin, length = self._places[name]
+        return pl.read_parquet(self._map[begin : begin + length])
 
 
 def _checksum(file: BinaryIO, length: int) -> int:
     # Read, not mapped: mapped pages count as memory of this process.
     file.seek(0)
-    checksum, left = 0, length
+    checksum, remaining = 0, length
     buffer = bytearray(_CHUNK_BYTES)
     with memoryview(buffer) as view:
-        while left:
-            got = file.readinto(view[: min(left, _CHUNK_BYTES)])  # type: ignore[attr-defined]
+        while remaining:
+            got = file.readinto(view[: min(remaining, _CHUNK_BYTES)])  # type: ignore[attr-defined]
             if not got:
                 raise DamagedError("truncated")
             checksum = isal_zlib.crc32(view[:got], checksum)
-            left -= got
+            remaining -= got
     return int(checksum)

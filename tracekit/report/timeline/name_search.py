@@ -35,11 +35,11 @@ def find_by_name(scene: Scene, text: str, *, ranks: Collection[int] | None = Non
     `ranks` limits the search to some ranks; the table has the first `limit` slices.
     """
     folded = text.casefold()
-    wanted = np.array([bool(folded) and folded in name for name in scene.casefolded_names], bool)
+    is_match = np.array([bool(folded) and folded in name for name in scene.casefolded_names], bool)
     total, total_ns, parts = 0, 0, [pl.DataFrame(schema=MATCHES)]
     for part in scene.parts:
         if ranks is None or part.rank in ranks:
-            index = part.by_name_index[wanted[part.by_name_index["name"]]]
+            index = part.by_name_index[is_match[part.by_name_index["name"]]]
             total += int(index["count"].sum())
             total_ns += int(index["busy_ns"].sum())
             rows = part.table(_earliest(part, index, limit))
@@ -56,14 +56,14 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
         return np.empty(0, np.int64)
     start_ns, share = part.slices["start_ns"], max(_FEW, 4 * limit // len(index))
     while True:
-        taken = np.minimum(count, share)
-        positions = part.by_name[ranges.positions(first, taken)]
-        if taken.sum() == count.sum():
+        counts = np.minimum(count, share)
+        positions = part.by_name[ranges.positions(first, counts)]
+        if counts.sum() == count.sum():
             return positions.astype(np.int64)
-        if taken.sum() >= limit:
+        if counts.sum() >= limit:
             break
         share *= 4
     # At least `limit` slices begin by then, the first ones among them.
     until_ns = np.partition(start_ns[positions], limit - 1)[limit - 1]
-    past = ranges.first_true(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
+    past = ranges.first_true(first, first + count, lambda i: start_ns[part.by_name[i]] > until_ns)
     return part.by_name[ranges.positions(first, past - first)].astype(np.int64)

@@ -67,7 +67,7 @@ def range_totals(scene: Scene, window: Window) -> RangeTotals:
 
 
 def range_rates(run: Run, scene: Scene, window: Window) -> pl.DataFrame:
-    """Return how much the work of a range moves and computes; reads the traces of the scene's ranks.
+    """Bytes moved and FLOPs of the work of a range; reads the traces of the scene's ranks.
 
     Columns RATE_COLUMNS, one row per rank: bus_bytes (message sizes of collectives by nccl-tests' bus factor),
     copied_bytes, flops (of operators whose operations are known). Work that reaches beyond the range counts by the
@@ -76,7 +76,7 @@ def range_rates(run: Run, scene: Scene, window: Window) -> pl.DataFrame:
     rows = []
     for part in scene.parts:
         slices = _slices(scene, part, window)
-        shares = {source: own.select("id", "share").unique("id") for (source,), own in slices.group_by("source")}
+        shares = {source: group.select("id", "share").unique("id") for (source,), group in slices.group_by("source")}
         if _WORK in shares:
             rows.append((part.rank, *_rates(run.trace(part.rank, scene.window), shares)))
     return pl.DataFrame(rows, schema=RATE_COLUMNS, orient="row")
@@ -93,18 +93,18 @@ def _slices(scene: Scene, part: Part, window: Window) -> pl.DataFrame:
 
     `share` is the part of the duration inside. A slice without duration counts where it starts in the range.
     """
-    at, segment = _touching(part, window)
-    found = np.take(part.slices, at)
-    start_ns, end_ns = found["start_ns"], found["start_ns"] + found["dur_ns"]
+    positions, segment = _touching(part, window)
+    records = np.take(part.slices, positions)
+    start_ns, end_ns = records["start_ns"], records["start_ns"] + records["dur_ns"]
     inside = np.minimum(end_ns, window[1]) - np.maximum(start_ns, window[0])
     columns = {
         "track": part.slice_segments["track"][segment].astype(np.int64),
-        "kind_code": scene.kinds[found["name"]],
-        "name_id": found["name"].astype(np.int64),
-        "id": found["id"].astype(np.int64),
+        "kind_code": scene.kinds[records["name"]],
+        "name_id": records["name"].astype(np.int64),
+        "id": records["id"].astype(np.int64),
         "start_ns": np.maximum(start_ns, window[0]),
         "end_ns": np.minimum(end_ns, window[1]),
-        "share": np.where(found["dur_ns"] > 0, inside / np.maximum(found["dur_ns"], 1), 1.0),
+        "share": np.where(records["dur_ns"] > 0, inside / np.maximum(records["dur_ns"], 1), 1.0),
     }
     tracks = scene.tracks.select("track", "rank", "group", "source")
     kinds = pl.DataFrame({"kind_code": range(len(KINDS)), "kind": KINDS}, schema_overrides={"kind_code": pl.UInt8})
@@ -121,8 +121,8 @@ def _touching(part: Part, window: Window) -> tuple[Ints, Ints]:
     first = segments["first"].astype(np.int64)
     past = first + segments["count"]
     start_ns, dur_ns = slices["start_ns"], slices["dur_ns"]
-    low = ranges.first_true(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
-    counts = ranges.first_true(low, past, lambda at: start_ns[at] >= end_ns) - low
+    low = ranges.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
+    counts = ranges.first_true(low, past, lambda i: start_ns[i] >= end_ns) - low
     return ranges.positions(low, counts), np.repeat(np.arange(len(segments)), counts)
 
 
@@ -141,9 +141,9 @@ def _by_device(scene: Scene, rank: int, slices: pl.DataFrame, window: Window) ->
     return pl.DataFrame(rows, schema=RANK_COLUMNS, orient="row")
 
 
-def _breakdown(own: pl.DataFrame, length_ns: int) -> tuple[int, ...]:
-    compute, communication = (_busy(own, kind) for kind in ((COMPUTE,), (COMMUNICATION,)))
-    copies = _busy(own, COPIES)
+def _breakdown(slices: pl.DataFrame, length_ns: int) -> tuple[int, ...]:
+    compute, communication = (_busy(slices, kind) for kind in ((COMPUTE,), (COMMUNICATION,)))
+    copies = _busy(slices, COPIES)
     both = intervals.union(compute, communication)
     exposed_ns = intervals.length(intervals.subtract(communication, compute))
     copied_ns = intervals.length(intervals.subtract(copies, both))
@@ -154,20 +154,17 @@ def _breakdown(own: pl.DataFrame, length_ns: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _busy(own: pl.DataFrame, kinds: tuple[str, ...]) -> Spans:
-    return intervals.union(own.filter(pl.col("kind").is_in(kinds)).select("start_ns", "end_ns").to_numpy())
+def _busy(slices: pl.DataFrame, kinds: tuple[str, ...]) -> Spans:
+    return intervals.union(slices.filter(pl.col("kind").is_in(kinds)).select("start_ns", "end_ns").to_numpy())
 
 
 def _by_kind(slices: pl.DataFrame) -> pl.DataFrame:
     rows = []
-    for (kind,), own in slices.group_by("kind"):
-        busy_ns = sum(_length(each) for _, each in own.group_by("group"))
-        rows.append((kind, own.height, busy_ns, int((own["end_ns"] - own["start_ns"]).sum())))
+    for (kind,), kind_slices in slices.group_by("kind"):
+        spans = kind_slices.select("group", "start_ns", "end_ns").group_by("group")
+        busy_ns = sum(intervals.length(group.drop("group").to_numpy()) for _, group in spans)
+        rows.append((kind, kind_slices.height, busy_ns, int((kind_slices["end_ns"] - kind_slices["start_ns"]).sum())))
     return pl.DataFrame(rows, schema=KIND_COLUMNS, orient="row")
-
-
-def _length(own: pl.DataFrame) -> int:
-    return intervals.length(own.select("start_ns", "end_ns").to_numpy())
 
 
 def _by_name(slices: pl.DataFrame) -> pl.DataFrame:
@@ -182,17 +179,17 @@ def _rates(trace: Trace, shares: Mapping[str, pl.DataFrame]) -> Iterator[float |
     """Yield bus bytes, copied bytes and FLOPs of a trace's slices; `shares` has tables of id and share by source."""
     calls = collective_matching.calls(trace).rename({"activity_id": "id"})
     bus_bytes = pl.col("bytes") * collective_instances.bus_factor()
-    yield _weighted(calls.select("id", bus_bytes.alias("value")), shares[_WORK])
-    yield _weighted(trace.activities.filter(pl.col("kind").is_in(COPIES)).select("id", value="bytes"), shares[_WORK])
+    yield _share_sum(calls.select("id", bus_bytes.alias("value")), shares[_WORK])
+    yield _share_sum(trace.activities.filter(pl.col("kind").is_in(COPIES)).select("id", value="bytes"), shares[_WORK])
     if trace.on_device:
-        yield _weighted(_flops(trace), shares[_WORK])
+        yield _share_sum(_flops(trace), shares[_WORK])
     else:  # the operators themselves are the work
-        yield _weighted(flops.counted(trace).select("id", value="flops"), shares.get(_OPS, shares[_WORK].clear()))
+        yield _share_sum(flops.counted_calls(trace).select("id", value="flops"), shares.get(_OPS, shares[_WORK].clear()))
 
 
 def _flops(trace: Trace) -> pl.DataFrame:
     """Return the operations of each activity: those of its operator by its part of the operator's time."""
-    counted = flops.counted(trace).drop_nulls("flops")
+    counted = flops.counted_calls(trace).drop_nulls("flops")
     if counted.is_empty():
         return pl.DataFrame(schema={"id": pl.Int64, "value": pl.Float64})
     owner = flops.counted_op_of_activities(trace, counted["id"])
@@ -209,6 +206,6 @@ def _flops(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _weighted(values: pl.DataFrame, shares: pl.DataFrame) -> float | None:
-    known = values.drop_nulls("value").join(shares, on="id")
-    return float((known["value"] * known["share"]).sum()) if known.height else None
+def _share_sum(values: pl.DataFrame, shares: pl.DataFrame) -> float | None:
+    rows = values.drop_nulls("value").join(shares, on="id")
+    return float((rows["value"] * rows["share"]).sum()) if rows.height else None

@@ -10,13 +10,13 @@ from tracekit.model.nesting import Flags, Ints
 def first_true(low: Ints, high: Ints, condition: Callable[[Ints], Flags]) -> Ints:
     """Return the first position of each range [low, high) from which a condition is true, or its end."""
     low, high = low.copy(), high.copy()
-    left = np.flatnonzero(low < high)
-    while len(left):
-        middle = (low[left] + high[left]) >> 1
+    pending = np.flatnonzero(low < high)
+    while len(pending):
+        middle = (low[pending] + high[pending]) >> 1
         is_true = condition(middle)
-        high[left[is_true]] = middle[is_true]
-        low[left[~is_true]] = middle[~is_true] + 1
-        left = left[low[left] < high[left]]
+        high[pending[is_true]] = middle[is_true]
+        low[pending[~is_true]] = middle[~is_true] + 1
+        pending = pending[low[pending] < high[pending]]
     return low
 
 
@@ -26,5 +26,5 @@ def positions(low: Ints, counts: Ints) -> Ints:
     >>> positions(np.array([5, 1]), np.array([2, 3])).tolist()
     [5, 6, 1, 2, 3]
     """
-    found: Ints = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-    return found
+    places: Ints = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+    return places

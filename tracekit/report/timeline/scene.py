@@ -85,7 +85,7 @@ class Scene:
     @functools.cached_property
     def part_of_track(self) -> dict[int, int]:
         """Return the index of the part that contains each track."""
-        return {track: number for number, each in enumerate(self.parts) for track in each.tracks}
+        return {track: number for number, part in enumerate(self.parts) for track in part.tracks}
 
 
 def open_scene(
@@ -105,26 +105,26 @@ def open_scene(
     """
     sources = [source for source in run.sources if source.window == window]
     if not sources:
-        known = sorted({source.window for source in run.sources})
-        raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
-    chosen = _of_ranks(run, window, ranks)
+        windows = sorted({source.window for source in run.sources})
+        raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, windows))}")
+    drawn_sources = _of_ranks(run, window, ranks)
     cache = scene_cache(folder)
     # All traces decide about the clocks.
     key = _key(sources, ranks)
     if cache is None or key is None:
-        return _build_uncached(run, window, chosen, on_progress)
+        return _build_uncached(run, window, drawn_sources, on_progress)
     scene = cache.get(key, lambda file: _scene(MappedFile(file), key, window))
     if scene is not None:
         return scene
     try:
         with cache.writing(key) as file:
-            scene = _build(run, window, chosen, file, key=key, on_progress=on_progress)
+            scene = _build(run, window, drawn_sources, file, key=key, on_progress=on_progress)
             if _key(sources, ranks) != key:
                 raise OSError("files of the run changed while they were read")
             return scene
     except OSError as error:
         cache.log_unusable(error)
-        return _build_uncached(run, window, chosen, on_progress)
+        return _build_uncached(run, window, drawn_sources, on_progress)
 
 
 def scene_cache(folder: Path | None = None) -> DiskCache | None:
@@ -136,21 +136,21 @@ def scene_cache(folder: Path | None = None) -> DiskCache | None:
 def _of_ranks(run: Run, window: int, ranks: Sequence[int] | None) -> list[Source]:
     """Return the traces of some ranks in a window, in their order. Raises InputError if none of them has one."""
     by_rank = {source.rank: source for source in run.sources if source.window == window}
-    chosen = [by_rank[rank] for rank in (by_rank if ranks is None else dict.fromkeys(ranks)) if rank in by_rank]
-    if not chosen:
+    sources = [by_rank[rank] for rank in (by_rank if ranks is None else dict.fromkeys(ranks)) if rank in by_rank]
+    if not sources:
         raise InputError(f"{run.path}: no trace of these ranks in window {window}; choose others")
-    return chosen
+    return sources
 
 
 def _key(sources: Sequence[Source], ranks: Sequence[int] | None) -> str | None:
     """Return the cache key of the scene of these traces; None if one of them has no state that can be compared."""
-    drawn = {source.rank for source in sources} if ranks is None else set(ranks)
+    drawn_ranks = {source.rank for source in sources} if ranks is None else set(ranks)
     # The traces that are not drawn only influence the clocks, so their content is not compared: that takes long.
-    keys = [trace_cache.key_of(source) if source.rank in drawn else _state(source) for source in sources]
+    keys = [trace_cache.key_of(source) if source.rank in drawn_ranks else _state(source) for source in sources]
     if None in keys:
         return None
-    chosen = [] if ranks is None else [list(ranks)]
-    text = json.dumps([_code(), keys, *chosen])
+    rank_order = [] if ranks is None else [list(ranks)]
+    text = json.dumps([_code(), keys, *rank_order])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -168,17 +168,17 @@ def _code() -> str:
     return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _build_uncached(run: Run, window: int, chosen: Sequence[Source], on_progress: Progress | None) -> Scene:
+def _build_uncached(run: Run, window: int, drawn_sources: Sequence[Source], on_progress: Progress | None) -> Scene:
     with tempfile.TemporaryFile() as file:
-        return _build(run, window, chosen, file, key=secrets.token_hex(16), on_progress=on_progress)
+        return _build(run, window, drawn_sources, file, key=secrets.token_hex(16), on_progress=on_progress)
 
 
 def _build(
-    run: Run, window: int, chosen: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
+    run: Run, window: int, drawn_sources: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
 ) -> Scene:
     run.measure((collective_matching.calls, extents.extent))
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
-    sources = [source for source in chosen if source in run.sources]
+    sources = [source for source in drawn_sources if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).to_run
@@ -208,7 +208,7 @@ class _SceneBuilder:
 
     def add(self, writer: Writer, laid: TraceLayout, source: Source) -> None:
         """Write the part of one trace."""
-        names = np.array([self.names.setdefault(each, len(self.names)) for each in laid.names.iter_rows()], np.int64)
+        names = np.array([self.names.setdefault(name, len(self.names)) for name in laid.names.iter_rows()], np.int64)
         build_part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
         number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
         place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
@@ -233,8 +233,8 @@ class _SceneBuilder:
         """Write the tables and the contents."""
         writer.table("tracks", pl.concat([pl.DataFrame(schema=TRACKS), *self.tracks]))
         writer.table("bands", pl.concat([pl.DataFrame(schema=BANDS), *self.bands]))
-        named = pl.DataFrame(list(self.names), schema={"name": pl.String, "kind": pl.String}, orient="row")
-        writer.table("named", named)
+        name_table = pl.DataFrame(list(self.names), schema={"name": pl.String, "kind": pl.String}, orient="row")
+        writer.table("named", name_table)
         starts, ends = zip(*self.edges_ns, strict=True) if self.edges_ns else ((0,), (1,))
         writer.finish({"ranks": self.ranks, "span": (min(starts), max(max(ends), min(starts) + 1))})
 
@@ -242,5 +242,5 @@ class _SceneBuilder:
 def _scene(stored: MappedFile, key: str, window: int) -> Scene:
     parts = tuple(Part.of(stored, number) for number in range(len(stored.metadata["ranks"])))
     start_ns, end_ns = stored.metadata["span"]
-    tracks, bands, named, offsets = (stored.table(name) for name in ("tracks", "bands", "named", "offsets"))
-    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named, offsets)
+    tracks, bands, names, offsets = (stored.table(name) for name in ("tracks", "bands", "named", "offsets"))
+    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, names, offsets)

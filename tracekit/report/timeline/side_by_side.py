@@ -67,10 +67,10 @@ class SideBySide:
         """Return the number of a track in the scene of its side."""
         return int(self.lanes.filter(track=track)["own"].item())
 
-    def track_of(self, side: int, own: int) -> int | None:
+    def track_of(self, side: int, scene_track: int) -> int | None:
         """Return the number of a track of a side's scene; None if it is of a rank that is not drawn."""
-        found = self.lanes.filter(side=side, own=own)["track"]
-        return None if found.is_empty() else int(found[0])
+        numbers = self.lanes.filter(side=side, own=scene_track)["track"]
+        return None if numbers.is_empty() else int(numbers[0])
 
     def to_own_clock(self, side: int, window: Window) -> Window:
         """Return a window of the scene on the clock of a side's run."""
@@ -100,8 +100,8 @@ def side_by_side(first: Side, second: Side) -> SideBySide:
         tracks=tracks.with_columns(numbers, rank),
         bands=pl.concat([_bands(first, rank=0, shift_ns=0), _bands(second, rank=1, shift_ns=shift_ns)]),
         parts=(
-            _moved(first.part, rank=0, tracks=_numbers(first, 0), shift_ns=0, first_name=0),
-            _moved(
+            _move_part(first.part, rank=0, tracks=_numbers(first, 0), shift_ns=0, first_name=0),
+            _move_part(
                 second.part,
                 rank=1,
                 tracks=_numbers(second, first.tracks.height),
@@ -116,7 +116,7 @@ def side_by_side(first: Side, second: Side) -> SideBySide:
 
 def _numbers(side: Side, first: int) -> Mapping[int, int]:
     """Return the new number of each track of a side, from `first`."""
-    return {own: first + place for place, own in enumerate(side.tracks["track"].to_list())}
+    return {track: first + place for place, track in enumerate(side.tracks["track"].to_list())}
 
 
 def _bands(side: Side, *, rank: int, shift_ns: int) -> pl.DataFrame:
@@ -124,7 +124,7 @@ def _bands(side: Side, *, rank: int, shift_ns: int) -> pl.DataFrame:
     return side.scene.bands.filter(rank=side.rank).with_columns(*moved, pl.lit(rank, pl.Int64).alias("rank"))
 
 
-def _moved(part: Part, *, rank: int, tracks: Mapping[int, int], shift_ns: int, first_name: int) -> Part:
+def _move_part(part: Part, *, rank: int, tracks: Mapping[int, int], shift_ns: int, first_name: int) -> Part:
     """Return a part with other times, and with other numbers of its rank, tracks and names."""
     number = np.zeros(max(tracks, default=0) + 1, np.int32)
     number[list(tracks)] = list(tracks.values())
@@ -163,7 +163,7 @@ class _Lane:
     """A track of a side: `like` is what the lanes share that may correspond to it."""
 
     side: int
-    own: int
+    track: int
     group: str
     like: tuple[str, int, str, str]
     busy_ns: int
@@ -179,12 +179,12 @@ def _lanes(first: Side, second: Side) -> pl.DataFrame:
     by_kind: dict[tuple[str, int, str, str], list[list[_Lane]]] = defaultdict(lambda: [[], []])
     for lane in sorted((lane for lanes in sides for lane in lanes), key=lambda lane: -lane.busy_ns):
         by_kind[lane.like][lane.side].append(lane)
-    pairs = [pair for a, b in by_kind.values() for pair in _zipped(a, b)]
+    pairs = [pair for a, b in by_kind.values() for pair in _pair_lanes(a, b)]
     groups = list(dict.fromkeys(lane.like[:2] for lanes in sides for lane in lanes))
-    pairs.sort(key=lambda pair: (groups.index(pair[0].like[:2]), pair[0].side, pair[0].own))
+    pairs.sort(key=lambda pair: (groups.index(pair[0].like[:2]), pair[0].side, pair[0].track))
     names = {place: _group_name(pairs, place) for place in groups}
     rows = [
-        (numbers[lane.side][lane.own], lane.side, lane.own, number, names[lane.like[:2]])
+        (numbers[lane.side][lane.track], lane.side, lane.track, number, names[lane.like[:2]])
         for number, pair in enumerate(pairs)
         for lane in pair
     ]
@@ -222,7 +222,7 @@ def _durations(part: Part) -> Ints:
     return durations
 
 
-def _zipped(a: list[_Lane], b: list[_Lane]) -> Iterable[tuple[_Lane, ...]]:
+def _pair_lanes(a: list[_Lane], b: list[_Lane]) -> Iterable[tuple[_Lane, ...]]:
     """Yield the lanes of both in pairs, then those that are left of one."""
     yield from zip(a, b, strict=False)
     both = min(len(a), len(b))
@@ -230,8 +230,7 @@ def _zipped(a: list[_Lane], b: list[_Lane]) -> Iterable[tuple[_Lane, ...]]:
 
 
 def _group_name(pairs: list[tuple[_Lane, ...]], place: tuple[str, int]) -> str:
-    """Return what the device or process is called: as in both runs, or in one and in the other."""
-    lanes = sorted(
-        (lane for pair in pairs for lane in pair if lane.like[:2] == place), key=lambda lane: (lane.side, lane.own)
-    )
+    """Name of the device or process: as in both runs, or in one and in the other."""
+    lanes = [lane for pair in pairs for lane in pair if lane.like[:2] == place]
+    lanes.sort(key=lambda lane: (lane.side, lane.track))
     return " | ".join(dict.fromkeys(lane.group for lane in lanes))

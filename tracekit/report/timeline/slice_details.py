@@ -64,32 +64,32 @@ def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A0
     Raises KeyError if the scene has no such slice, BadTraceError where its trace cannot be read.
     """
     place = lookup.slice_at(scene, track, id)
-    of = scene.tracks.row(track, named=True)
+    track_row = scene.tracks.row(track, named=True)
     name, kind = scene.names.row(place["name_id"])
-    trace = run.trace(of["rank"], scene.window)
-    own = _TraceDetails(scene, trace, of["rank"])
+    trace = run.trace(track_row["rank"], scene.window)
+    trace_details = _TraceDetails(scene, trace, track_row["rank"])
     facts = [
-        Detail("rank", str(of["rank"])),
-        Detail("on", f"{of['group']} · {of['label']}"),
+        Detail("rank", str(track_row["rank"])),
+        Detail("on", f"{track_row['group']} · {track_row['label']}"),
         Detail("start", units.duration(place["start_ns"] - scene.span[0])),
         Detail("duration", units.duration(place["dur_ns"])),
     ]
-    shown = (track, place["row"], id, name, kind, place["start_ns"], place["dur_ns"])
-    if of["source"] == "checkpoints":
-        facts += _named(trace.checkpoints.row(id, named=True), _OF_CHECKPOINT)
-        return Details(*shown, tuple(facts))
-    if of["source"] == "activities":
+    head = (track, place["row"], id, name, kind, place["start_ns"], place["dur_ns"])
+    if track_row["source"] == "checkpoints":
+        facts += _column_details(trace.checkpoints.row(id, named=True), _OF_CHECKPOINT)
+        return Details(*head, tuple(facts))
+    if track_row["source"] == "activities":
         activity = trace.activities.filter(pl.col("id") == id).row(0, named=True)
-        around = own.around(activity["launch_id"])
-        facts += own.of_activity(activity, around)
-        return Details(*shown, tuple(facts), _stack(around), peers(run, scene, of["rank"], id))
-    around = own.around(id)
-    facts += own.of_op(around)
-    activity_id = own.collective_of(around[0])
+        around = trace_details.around(activity["launch_id"])
+        facts += trace_details.of_activity(activity, around)
+        return Details(*head, tuple(facts), _stack(around), peers(run, scene, track_row["rank"], id))
+    around = trace_details.around(id)
+    facts += trace_details.of_op(around)
+    activity_id = trace_details.collective_of(around[0])
     if activity_id is None:
-        return Details(*shown, tuple(facts), _stack(around[1:]))
-    facts += own.of_collective(activity_id)
-    return Details(*shown, tuple(facts), _stack(around[1:]), peers(run, scene, of["rank"], activity_id))
+        return Details(*head, tuple(facts), _stack(around[1:]))
+    facts += trace_details.of_collective(activity_id)
+    return Details(*head, tuple(facts), _stack(around[1:]), peers(run, scene, track_row["rank"], activity_id))
 
 
 class _TraceDetails:
@@ -100,12 +100,12 @@ class _TraceDetails:
 
     def around(self, op_id: int | None) -> list[dict[str, Any]]:
         """Return a host slice and those that enclose it, the innermost first; nothing for None."""
-        found: list[dict[str, Any]] = []
+        enclosing: list[dict[str, Any]] = []
         op = _row(self._trace.ops, op_id)
         while op is not None:
-            found.append(op)
+            enclosing.append(op)
             op = _row(self._trace.ops, op["parent_id"])
-        return found
+        return enclosing
 
     def collective_of(self, op: Mapping[str, Any]) -> int | None:
         """Return the collective that a host slice launched or, on a CPU run, is, by the id of its activity."""
@@ -117,7 +117,7 @@ class _TraceDetails:
         return min(work["id"], default=None)
 
     def of_activity(self, activity: Mapping[str, Any], around: list[dict[str, Any]]) -> Iterator[Detail]:
-        yield from _named(activity, (*_WHERE, "bytes", "grid", "block"))
+        yield from _column_details(activity, (*_WHERE, "bytes", "grid", "block"))
         if around:
             launch = around[0]
             if launch["lane"] != activity["lane"]:
@@ -127,39 +127,39 @@ class _TraceDetails:
         yield from self.of_collective(activity["id"])
 
     def of_collective(self, activity_id: int) -> Iterator[Detail]:
-        known = self._trace.collectives.filter(pl.col("activity_id") == activity_id)
-        for row in known.head(1).iter_rows(named=True):
-            yield from _named(row, _OF_COLLECTIVE)
+        calls = self._trace.collectives.filter(pl.col("activity_id") == activity_id)
+        for row in calls.head(1).iter_rows(named=True):
+            yield from _column_details(row, _OF_COLLECTIVE)
 
     def of_op(self, around: list[dict[str, Any]]) -> Iterator[Detail]:
-        own = around[0]
-        yield from _named(own, (*_WHERE, "shapes"))
+        op = around[0]
+        yield from _column_details(op, (*_WHERE, "shapes"))
         yield from self._of_program(around[1:])
-        forward = _row(self._trace.ops, own["forward_id"])
+        forward = _row(self._trace.ops, op["forward_id"])
         if forward is not None:
             yield self._op("gradient of", forward)
-        work = self._trace.activities.filter(pl.col("launch_id") == own["id"])
-        elsewhere = work.filter(pl.col("lane") != own["lane"])
+        work = self._trace.activities.filter(pl.col("launch_id") == op["id"])
+        elsewhere = work.filter(pl.col("lane") != op["lane"])
         if elsewhere.height:
             description = f"{elsewhere['name'][0]}, {units.duration(elsewhere['dur_ns'][0])}"
             more = f" and {elsewhere.height - 1} more" if elsewhere.height > 1 else ""
-            yield self._linked("launched", description + more, "activities", elsewhere["id"][0])
+            yield self._link("launched", description + more, "activities", elsewhere["id"][0])
 
     def _of_program(self, around: list[dict[str, Any]]) -> Iterator[Detail]:
-        op = next((each for each in around if each["kind"] == _CPU_OP), None)
+        op = next((row for row in around if row["kind"] == _CPU_OP), None)
         if op is not None:
             yield self._op("op", op)
-            yield from _named(op, ("shapes",))
-        module = next((each for each in around if (each["name"] or "").startswith(_MODULE)), None)
+            yield from _column_details(op, ("shapes",))
+        module = next((row for row in around if (row["name"] or "").startswith(_MODULE)), None)
         if module is not None:
             yield self._op("module", module, cut=len(_MODULE))
 
     def _op(self, label: str, op: Mapping[str, Any], more: str = "", cut: int = 0) -> Detail:
-        return self._linked(label, (op["name"] or "?")[cut:] + more, "ops", op["id"])
+        return self._link(label, (op["name"] or "?")[cut:] + more, "ops", op["id"])
 
-    def _linked(self, label: str, value: str, source: str, id: int) -> Detail:  # noqa: A002
-        found = lookup.slices_of(self._scene, self._rank, source, [id]).select("track", "id", "start_ns", "dur_ns")
-        return Detail(label, value, *(found.row(0) if found.height else ()))
+    def _link(self, label: str, value: str, source: str, id: int) -> Detail:  # noqa: A002
+        target = lookup.slices_of(self._scene, self._rank, source, [id]).select("track", "id", "start_ns", "dur_ns")
+        return Detail(label, value, *(target.row(0) if target.height else ()))
 
 
 def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa: A002
@@ -173,10 +173,10 @@ def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa:
 
 
 def _stack(around: list[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(each["name"] for each in reversed(around) if each["kind"] == _PYTHON)
+    return tuple(row["name"] for row in reversed(around) if row["kind"] == _PYTHON)
 
 
-def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Detail]:
+def _column_details(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Detail]:
     for name in names:
         value = row[name]
         if value is not None:

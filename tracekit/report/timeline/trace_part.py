@@ -101,7 +101,7 @@ def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Ar
     segments = np.zeros(len(first), SEGMENT)
     segments["first"] = first
     segments["count"] = np.diff(np.append(first, len(row)))
-    segments["track"], segments["row"] = (each[sequence[first]] for each in place)
+    segments["track"], segments["row"] = (column[sequence[first]] for column in place)
     segments["ends"] = ends[first]
     return sequence, segments
 

@@ -36,25 +36,25 @@ def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None =
     if end_ns <= begin_ns or pixels < 1:
         return pl.DataFrame(schema=VIEW)
     level = max(0, math.ceil(math.log2((end_ns - begin_ns) / pixels)))
-    chosen = _chosen(scene, tracks)
-    return _table(scene, [_rectangles(each, chosen, part, level) for each in _touched(scene, tracks)])
+    is_drawn = _drawn_flags(scene, tracks)
+    return _table(scene, [_rectangles(trace_part, is_drawn, part, level) for trace_part in _parts_of(scene, tracks)])
 
 
 def names(scene: Scene, name_ids: Iterable[int]) -> list[str]:
-    """Return what these name_ids stand for, in their order."""
-    wanted = np.fromiter(name_ids, np.int64)
-    return scene.names["name"].gather(wanted).to_list()
+    """Names of these name_ids, in their order."""
+    ids = np.fromiter(name_ids, np.int64)
+    return scene.names["name"].gather(ids).to_list()
 
 
-def _chosen(scene: Scene, tracks: Sequence[int] | None) -> Flags:
-    chosen = np.full(scene.tracks.height + 1, tracks is None)
+def _drawn_flags(scene: Scene, tracks: Sequence[int] | None) -> Flags:
+    is_drawn = np.full(scene.tracks.height + 1, tracks is None)
     if tracks is not None:
-        known = np.asarray(tracks, np.int64)
-        chosen[known[(known >= 0) & (known < scene.tracks.height)]] = True
-    return chosen
+        numbers = np.asarray(tracks, np.int64)
+        is_drawn[numbers[(numbers >= 0) & (numbers < scene.tracks.height)]] = True
+    return is_drawn
 
 
-def _touched(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:
+def _parts_of(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:
     if tracks is None:
         return scene.parts
     numbers = sorted({scene.part_of_track[track] for track in tracks if track in scene.part_of_track})
@@ -64,13 +64,13 @@ def _touched(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:
 _Columns = dict[str, Array]
 
 
-def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Columns:
+def _rectangles(part: Part, is_drawn: Flags, window: Window, level: int) -> _Columns:
     """Return the rectangles of one trace, column by column."""
-    at, of_slice = standing_at(part.slices, part.slice_segments, chosen, window, level)
-    slices = np.take(part.slices, at)
-    at, of_run = standing_at(part.runs, part.run_segments, chosen, window, level)
-    made = part.runs["made"][at] <= level  # runs of later levels contain these slices
-    runs, of_run = np.take(part.runs, at[made]), of_run[made]
+    positions, of_slice = records_at(part.slices, part.slice_segments, is_drawn, window, level)
+    slices = np.take(part.slices, positions)
+    positions, of_run = records_at(part.runs, part.run_segments, is_drawn, window, level)
+    is_made = part.runs["made"][positions] <= level  # runs of later levels contain these slices
+    runs, of_run = np.take(part.runs, positions[is_made]), of_run[is_made]
     columns = {name: np.concatenate((slices[name], runs[name])) for name in ("start_ns", "dur_ns", "name")}
     for name in ("track", "row"):
         columns[name] = np.concatenate((part.slice_segments[name][of_slice], part.run_segments[name][of_run]))
@@ -81,20 +81,20 @@ def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Colum
     return {name: values[order] for name, values in columns.items()}
 
 
-def standing_at(records: Array, segments: Array, chosen: Flags, window: Window, level: int) -> tuple[Ints, Ints]:
-    """Return the places of what stands at a level and touches the window, and the segment of each.
+def records_at(records: Array, segments: Array, is_drawn: Flags, window: Window, level: int) -> tuple[Ints, Ints]:
+    """Positions of the records that exist at a level and touch the window, and the segment of each.
 
-    Of `chosen` tracks. Runs that are made at later levels are among them.
+    Of the tracks flagged in `is_drawn`. Runs that are made at later levels are among them.
     """
-    which = np.flatnonzero((segments["ends"] > level) & chosen[segments["track"]])
+    which = np.flatnonzero((segments["ends"] > level) & is_drawn[segments["track"]])
     first = segments["first"][which]
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
-    low = ranges.first_true(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
+    low = ranges.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
     near = np.minimum(low + _FEW, past)
     is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # true for most segments at a high zoom
-    high = ranges.first_true(low, np.where(is_near, near, past), lambda at: start_ns[at] >= end_ns)
+    high = ranges.first_true(low, np.where(is_near, near, past), lambda i: start_ns[i] >= end_ns)
     counts = high - low
     return ranges.positions(low, counts), np.repeat(which, counts)
 
@@ -110,11 +110,11 @@ def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
     return np.argsort((track.astype(np.int64) * rows + row) * length + since)
 
 
-def _table(scene: Scene, found: Sequence[_Columns]) -> pl.DataFrame:
-    if not found:
+def _table(scene: Scene, parts: Sequence[_Columns]) -> pl.DataFrame:
+    if not parts:
         return pl.DataFrame(schema=VIEW)
-    columns = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-    named = columns.pop("name")
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    name_ids = columns.pop("name")
     id_or_null = pl.when(pl.col("id") != _MERGED).then("id").alias("id")
-    table = pl.DataFrame(columns | {"name_id": named, "kind": scene.kinds[named]}).with_columns(id_or_null)
+    table = pl.DataFrame(columns | {"name_id": name_ids, "kind": scene.kinds[name_ids]}).with_columns(id_or_null)
     return schema.select(table, VIEW)

@@ -21,12 +21,12 @@ SCRIPTS = (
 
 def script() -> str:
     """Return the module that draws the timeline."""
-    return _joined(*SCRIPTS)
+    return _join_assets(*SCRIPTS)
 
 
 def embedded_script() -> str:
     """Return the module that draws the timeline of a page that holds its data."""
-    return escaping.asset("inflate.js") + _joined(*SCRIPTS, "embedded.js")
+    return escaping.asset("inflate.js") + _join_assets(*SCRIPTS, "embedded.js")
 
 
 def html() -> str:
@@ -39,5 +39,5 @@ def css() -> str:
     return f"{escaping.asset('button.css')}\n{escaping.asset('timeline/timeline.css')}"
 
 
-def _joined(*names: str) -> str:
+def _join_assets(*names: str) -> str:
     return "\n".join(escaping.asset(f"timeline/{name}") for name in names)

@@ -61,7 +61,7 @@ class Embedded:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PageState:
     """What the page shows first: the part in ns from the scene's start, marks, the parameters of the link."""
 
     part: Window
@@ -73,16 +73,16 @@ class Shown:
     range_tables: Mapping[str, Any] | None = None
 
 
-def embed(scene: timeline.Scene, shown: Shown, max_bytes: int) -> Embedded:
+def embed(scene: timeline.Scene, page: PageState, max_bytes: int) -> Embedded:
     """Return a scene as bytes, at most `max_bytes` of them unless its coarsest level is larger."""
-    part = (scene.span[0] + shown.part[0], scene.span[0] + shown.part[1])
+    part = (scene.span[0] + page.part[0], scene.span[0] + page.part[1])
     cuts = _cuts(scene, part)
     limit = max_bytes // _ITEM_BYTES
     best = None
     for _ in range(_ATTEMPTS):
         cut = _finest(scene, cuts, limit)
         items = _items(scene, cut)
-        data = gzip.compress(_packed(scene, shown, cut, items), 6, mtime=0)
+        data = gzip.compress(_pack(scene, page, cut, items), 6, mtime=0)
         count = len(items["start_ns"])
         embedded = Embedded(data, cut, count)
         if len(data) <= max_bytes and (best is None or count > best.items):
@@ -96,7 +96,7 @@ def embed(scene: timeline.Scene, shown: Shown, max_bytes: int) -> Embedded:
 
 
 def _cuts(scene: timeline.Scene, part: Window) -> list[Cut]:
-    """Return what may be embedded, from all slices to the coarsest levels."""
+    """Cuts that may be embedded, from all slices to the coarsest levels."""
     coarsest = max(0, math.ceil(math.log2((scene.span[1] - scene.span[0]) / _OVERVIEW_PIXELS)))
     cuts = [Cut(part, 0, outside) for outside in range(coarsest + 1)]
     return cuts + [Cut(part, inside, coarsest) for inside in range(1, coarsest + 1)]
@@ -115,36 +115,36 @@ def _finest(scene: timeline.Scene, cuts: Sequence[Cut], limit: int) -> Cut:
 
 
 def _count(scene: timeline.Scene, cut: Cut) -> int:
-    return sum(int(counts.sum()) for part in scene.parts for _, counts, _ in _selected(part, cut, _Zone(part, cut)))
+    return sum(int(counts.sum()) for part in scene.parts for _, counts, _ in _select_items(part, cut, _Zone(part, cut)))
 
 
 def _items(scene: timeline.Scene, cut: Cut) -> _Columns:
     """Return the slices and runs of all parts, one segment after another, each sorted by start."""
     columns = [table for part in scene.parts for table in _columns(part, cut)]
     columns = columns or [dict.fromkeys(_ITEM, np.empty(0, np.int64))]
-    return {name: np.concatenate([each[name] for each in columns]) for name in _ITEM}
+    return {name: np.concatenate([table[name] for table in columns]) for name in _ITEM}
 
 
 def _columns(part: Part, cut: Cut) -> Iterator[_Columns]:
     """Yield the slices, then the runs of a part; a run whose slices are removed is made at level 0."""
     zone = _Zone(part, cut)
-    for (records, segments), (low, counts, which) in zip(_tables(part), _selected(part, cut, zone), strict=True):
-        items, of = records[ranges.positions(low, counts)], np.repeat(which, counts)
+    for (records, segments), (low, counts, which) in zip(_tables(part), _select_items(part, cut, zone), strict=True):
+        items, numbers = records[ranges.positions(low, counts)], np.repeat(which, counts)
         start_ns, dur_ns = items["start_ns"], items["dur_ns"]
         is_run = records is part.runs
-        made = items["made"].astype(np.int64) if is_run else np.zeros(len(items), np.int64)
-        begin_ns, past_ns = (edges[of] for edges in zone.edges(segments))
+        made_level = items["made"].astype(np.int64) if is_run else np.zeros(len(items), np.int64)
+        begin_ns, past_ns = (edges[numbers] for edges in zone.edges(segments))
         is_inside = (start_ns >= begin_ns) & (start_ns + dur_ns <= past_ns)
         busy_ns = items["busy_ns"] if is_run else dur_ns
         yield {
-            **{name: segments[name][of] for name in ("track", "row", "ends")},
+            **{name: segments[name][numbers] for name in ("track", "row", "ends")},
             "start_ns": start_ns,
             "dur_ns": dur_ns,
             "name": items["name"],
-            "made": np.where(made <= np.where(is_inside, cut.inside, cut.outside), 0, made),
+            "made": np.where(made_level <= np.where(is_inside, cut.inside, cut.outside), 0, made_level),
             "count": items["count"] if is_run else np.ones(len(items), np.int64),
             "fill": np.rint(255 * np.clip(busy_ns / np.maximum(dur_ns, 1), 0, 1)),
-            "is_first": np.diff(of, prepend=-1) != 0,
+            "is_first": np.diff(numbers, prepend=-1) != 0,
         }
 
 
@@ -155,7 +155,7 @@ def _tables(part: Part) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     return (part.slices, part.slice_segments), (part.runs, part.run_segments)
 
 
-def _selected(part: Part, cut: Cut, zone: "_Zone") -> Iterator[tuple[Ints, Ints, Ints]]:
+def _select_items(part: Part, cut: Cut, zone: "_Zone") -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield what a cut leaves of the slices, then of the runs: first place, how many, and number of each segment."""
     for records, segments in _tables(part):
         which = np.flatnonzero(segments["ends"] > cut.inside)
@@ -168,21 +168,21 @@ def _selected(part: Part, cut: Cut, zone: "_Zone") -> Iterator[tuple[Ints, Ints,
         yield low, high - low, which
 
 
-def _begins_in(records: Array, segments: Array, begin_ns: Ints, at: Ints) -> Flags:
+def _begins_in(records: Array, segments: Array, begin_ns: Ints, positions: Ints) -> Flags:
     """Flag the items that begin at the edge of their segment or later."""
-    flags: Flags = records["start_ns"][at] >= begin_ns[_segment_at(segments, at)]
+    flags: Flags = records["start_ns"][positions] >= begin_ns[_segment_at(segments, positions)]
     return flags
 
 
-def _begins_after(records: Array, segments: Array, past_ns: Ints, at: Ints) -> Flags:
+def _begins_after(records: Array, segments: Array, past_ns: Ints, positions: Ints) -> Flags:
     """Flag the items that begin behind the edge of their segment: an empty one at the edge does not."""
-    edge_ns, start_ns = past_ns[_segment_at(segments, at)], records["start_ns"][at]
-    flags: Flags = (start_ns >= edge_ns) & (start_ns + records["dur_ns"][at] > edge_ns)
+    edge_ns, start_ns = past_ns[_segment_at(segments, positions)], records["start_ns"][positions]
+    flags: Flags = (start_ns >= edge_ns) & (start_ns + records["dur_ns"][positions] > edge_ns)
     return flags
 
 
-def _segment_at(segments: Array, at: Ints) -> Ints:
-    number: Ints = np.searchsorted(segments["first"], at, side="right") - 1
+def _segment_at(segments: Array, positions: Ints) -> Ints:
+    number: Ints = np.searchsorted(segments["first"], positions, side="right") - 1
     return number
 
 
@@ -195,16 +195,15 @@ class _Zone:
 
     def __init__(self, part: Part, cut: Cut) -> None:
         tracks = np.ones(max(part.tracks, default=0) + 1, bool)
-        found = []
+        zones = []
         for records, segments in _tables(part):
-            at, of = viewport.standing_at(records, segments, tracks, cut.part, cut.outside)
+            positions, numbers = viewport.records_at(records, segments, tracks, cut.part, cut.outside)
             if records is part.runs:
-                is_made = records["made"][at] <= cut.outside
-                at, of = at[is_made], of[is_made]
-            found.append(
-                (_row_key(segments)[of], records["start_ns"][at], records["start_ns"][at] + records["dur_ns"][at])
-            )
-        keys, start_ns, end_ns = (np.concatenate(columns) for columns in zip(*found, strict=True))
+                is_made = records["made"][positions] <= cut.outside
+                positions, numbers = positions[is_made], numbers[is_made]
+            start_ns = records["start_ns"][positions]
+            zones.append((_row_key(segments)[numbers], start_ns, start_ns + records["dur_ns"][positions]))
+        keys, start_ns, end_ns = (np.concatenate(columns) for columns in zip(*zones, strict=True))
         self._keys, row = np.unique(keys, return_inverse=True)
         self._begin_ns = np.full(len(self._keys) + 1, _NEVER_NS)  # the last: rows without a zone
         self._past_ns = np.full(len(self._keys) + 1, _NEVER_NS)
@@ -213,12 +212,12 @@ class _Zone:
         np.maximum.at(self._past_ns, row, end_ns)
 
     def edges(self, segments: Array) -> tuple[Ints, Ints]:
-        """Return where the zone of each segment's row begins and ends, in ns; a row without a zone has an empty one."""
+        """Begin and end of the zone of each segment's row, in ns; a row without a zone has an empty one."""
         key = _row_key(segments)
-        at = np.searchsorted(self._keys, key)
-        known = np.append(self._keys, -1)
-        at = np.where(known[at] == key, at, len(self._keys))
-        return self._begin_ns[at], self._past_ns[at]
+        index = np.searchsorted(self._keys, key)
+        keys = np.append(self._keys, -1)
+        index = np.where(keys[index] == key, index, len(self._keys))
+        return self._begin_ns[index], self._past_ns[index]
 
 
 _NEVER_NS = np.iinfo(np.int64).max
@@ -229,7 +228,7 @@ def _row_key(segments: Array) -> Ints:
     return key
 
 
-def _packed(scene: timeline.Scene, shown: Shown, cut: Cut, items: _Columns) -> bytes:
+def _pack(scene: timeline.Scene, page: PageState, cut: Cut, items: _Columns) -> bytes:
     """Return the message that embedded.js reads."""
     used, name = np.unique(items["name"], return_inverse=True)
     first = np.flatnonzero(items["is_first"])
@@ -242,13 +241,13 @@ def _packed(scene: timeline.Scene, shown: Shown, cut: Cut, items: _Columns) -> b
     columns |= {name: items[name] for name in ("made", "count", "fill")}
     origin_ns = scene.span[0]
     head = {
-        "scene": dict(shown.scene or message.scene(scene)),
-        "view": {"from": shown.part[0], "to": shown.part[1]},
+        "scene": dict(page.scene or message.scene(scene)),
+        "view": {"from": page.part[0], "to": page.part[1]},
         "first_tracks": message.initial_tracks(scene),
-        "address": shown.address,
-        "findings": list(shown.marks),
-        "finding": shown.finding,
-        "range": shown.range_tables,
+        "address": page.address,
+        "findings": list(page.marks),
+        "finding": page.finding,
+        "range": page.range_tables,
         "detail": {
             "from": cut.part[0] - origin_ns,
             "to": cut.part[1] - origin_ns,

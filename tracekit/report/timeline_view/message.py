@@ -95,94 +95,94 @@ def pack(message: Mapping[str, Any]) -> bytes:
     return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
 
 
-def scene(of: timeline.Scene) -> dict[str, Any]:
-    """Return what does not change while a scene is shown: its length, tracks, colours."""
-    tracks = of.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
+def scene(scene: timeline.Scene) -> dict[str, Any]:
+    """Constants of a scene while it is shown: its length, tracks, colours."""
+    tracks = scene.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
     for track in tracks:
         track |= {"group": escaping.inert(track["group"], MAX_NAME), "label": escaping.inert(track["label"], MAX_NAME)}
         track["rows"] = min(track["rows"], MAX_ROWS)
-    units = of.bands.filter(pl.col("kind") == "unit")
+    units = scene.bands.filter(pl.col("kind") == "unit")
     return {
-        "scene": of.key,
-        "span_ns": of.span[1] - of.span[0],
+        "scene": scene.key,
+        "span_ns": scene.span[1] - scene.span[0],
         "tracks": tracks,
         "unit_ranks": units["rank"].unique().sort().to_list(),
-        "steps": steps_span(of),
-        "overview": _overview(of),
+        "steps": steps_span(scene),
+        "overview": _overview(scene),
         "kinds": [kind(name) for name in timeline.KINDS],
         "colours": {ink: charts.COLOURS[kind] for ink, kind in _INKS.items()},
     }
 
 
-def steps_span(of: timeline.Scene) -> Window | None:
-    """Return when the first step begins and the last one ends, in ns from the scene's start; None without steps."""
-    steps = of.bands.filter(pl.col("kind") == "step")
+def steps_span(scene: timeline.Scene) -> Window | None:
+    """Begin of the first step and end of the last one, in ns from the scene's start; None without steps."""
+    steps = scene.bands.filter(pl.col("kind") == "step")
     if steps.is_empty():
         return None
     first_ns, past_ns = steps.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-    return int(first_ns) - of.span[0], int(past_ns) - of.span[0]
+    return int(first_ns) - scene.span[0], int(past_ns) - scene.span[0]
 
 
-def _overview(of: timeline.Scene) -> dict[str, Any]:
+def _overview(scene: timeline.Scene) -> dict[str, Any]:
     """Return the share of time in which the ranks compute and communicate, over the run: 0 to 255 in MAP_BINS bins.
 
     For the eye only: a rectangle of merged slices counts as evenly busy.
     """
-    work = of.tracks.filter(pl.col("role").is_in(_MAP_KINDS))
-    table = timeline.view(of, of.span, MAP_BINS, work["track"].to_list())
-    edges = np.linspace(0, of.span[1] - of.span[0], MAP_BINS + 1)
+    work = scene.tracks.filter(pl.col("role").is_in(_MAP_KINDS))
+    table = timeline.view(scene, scene.span, MAP_BINS, work["track"].to_list())
+    edges = np.linspace(0, scene.span[1] - scene.span[0], MAP_BINS + 1)
     ranks = max(work["rank"].n_unique(), 1)
     bars = []
     for kind in _MAP_KINDS:
         rows = table.filter(pl.col("kind") == timeline.KINDS.index(kind))
-        start = rows["start_ns"].to_numpy() - of.span[0]
+        start = rows["start_ns"].to_numpy() - scene.span[0]
         end, busy = start + rows["dur_ns"].to_numpy(), rows["busy_ns"].to_numpy().astype(float)
         density = busy / np.maximum(end - start, 1)
         inside = [
-            float((np.clip(np.minimum(end, right) - np.maximum(start, left), 0, None) * density).sum())
-            for left, right in pairwise(edges)
+            float((np.clip(np.minimum(end, right) - np.maximum(start, begin), 0, None) * density).sum())
+            for begin, right in pairwise(edges)
         ]
         shares = np.clip(np.array(inside) / np.maximum(np.diff(edges) * ranks, 1), 0, 1)
         bars.append({"colour": charts.COLOURS[kind], "shares": np.rint(255 * shares).astype(int).tolist()})
     return {"bars": bars}
 
 
-def initial_tracks(of: timeline.Scene) -> tuple[int, ...]:
+def initial_tracks(scene: timeline.Scene) -> tuple[int, ...]:
     """Return the tracks that a browser requests first: with many ranks it folds those of the host."""
-    tracks = of.tracks
-    shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
-    return tuple(shown["track"].head(MAX_FIRST_TRACKS))
+    tracks = scene.tracks
+    visible = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
+    return tuple(visible["track"].head(MAX_FIRST_TRACKS))
 
 
-def initial_part(of: timeline.Scene) -> Window:
+def initial_part(scene: timeline.Scene) -> Window:
     """Return the part to show first, in ns from the scene's start: everything, or the steps.
 
     The steps are shown if a save or logs long after them would make them small.
     """
-    span_ns, steps = of.span[1] - of.span[0], steps_span(of)
-    part = around(of, steps) if steps else (0, span_ns)
+    span_ns, steps = scene.span[1] - scene.span[0], steps_span(scene)
+    part = around(scene, steps) if steps else (0, span_ns)
     return part if part[1] - part[0] < span_ns * _SMALL_RATIO else (0, span_ns)
 
 
-def around(of: timeline.Scene, part: Window) -> Window:
+def around(scene: timeline.Scene, part: Window) -> Window:
     """Return a part of the scene with some context on both sides, in ns from the scene's start."""
     context_ns = int((part[1] - part[0]) * _CONTEXT_RATIO)
-    return max(part[0] - context_ns, 0), min(part[1] + context_ns, of.span[1] - of.span[0])
+    return max(part[0] - context_ns, 0), min(part[1] + context_ns, scene.span[1] - scene.span[0])
 
 
-def chosen_finding(by_key: Mapping[str, Finding], named: str) -> str | None:
+def chosen_finding(by_key: Mapping[str, Finding], finding_name: str) -> str | None:
     """Return the key of the finding that a link names by its key or id; None where there is none."""
-    return next((key for key, finding in by_key.items() if named in (key, finding.id)), None)
+    return next((key for key, finding in by_key.items() if finding_name in (key, finding.id)), None)
 
 
-def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
+def tile(scene: timeline.Scene, view: View) -> dict[str, Any]:
     """Return the slices and bands of a view and its margins."""
-    span_ns = of.span[1] - of.span[0]
+    span_ns = scene.span[1] - scene.span[0]
     margin_ns = int((view.end_ns - view.start_ns) * MARGIN_RATIO)
     start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
     pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
-    part = (of.span[0] + start_ns, of.span[0] + end_ns)
-    table = timeline.view(of, part, pixels, view.tracks)
+    part = (scene.span[0] + start_ns, scene.span[0] + end_ns)
+    table = timeline.view(scene, part, pixels, view.tracks)
     # From here on NumPy: for such small tables the thread pool of Polars costs more than the work.
     of_table = {name: table[name].to_numpy() for name in table.columns if name != "id"}
     distinct, name = np.unique(of_table["name_id"], return_inverse=True)
@@ -190,7 +190,7 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
     columns = {
         "track": of_table["track"],
         "row": of_table["row"],
-        "start": of_table["start_ns"] - of.span[0],
+        "start": of_table["start_ns"] - scene.span[0],
         "dur": of_table["dur_ns"],
         "name": name,
         "id": np.where(merged, MERGED, np.nan_to_num(table["id"].to_numpy(), nan=MERGED)),
@@ -198,11 +198,11 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
         "count": of_table["count"],
         "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
     }
-    shown = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
-    return shown | {
-        **names_and_labels(timeline.names(of, distinct)),
+    extent = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
+    return extent | {
+        **names_and_labels(timeline.names(scene, distinct)),
         "columns": _columns(columns),
-        "bands": _bands(of, part, pixels, view.tracks),
+        "bands": _bands(scene, part, pixels, view.tracks),
     }
 
 
@@ -215,52 +215,52 @@ def names_and_labels(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def matches(of: timeline.Scene, text: str, found: timeline.Matches) -> dict[str, Any]:
+def matches(scene: timeline.Scene, text: str, result: timeline.Matches) -> dict[str, Any]:
     """Return the matches of a search: their number, their total duration, and the first of them by time."""
-    table = found.table.head(MAX_MATCHES)
+    table = result.table.head(MAX_MATCHES)
     distinct = table["name"].unique(maintain_order=True)
     name = table["name"].replace_strict(distinct, pl.Series(range(len(distinct))), return_dtype=pl.UInt32)
     columns = {
         "track": table["track"].to_numpy(),
         "row": table["row"].to_numpy(),
-        "start": table["start_ns"].to_numpy() - of.span[0],
+        "start": table["start_ns"].to_numpy() - scene.span[0],
         "dur": table["dur_ns"].to_numpy(),
         "name": name.to_numpy(),
         "id": table["id"].to_numpy(),
     }
     names = [escaping.inert(name, MAX_NAME) for name in distinct]
-    totals = {"text": text, "total": found.count, "total_ns": found.total_ns}
+    totals = {"text": text, "total": result.count, "total_ns": result.total_ns}
     return totals | {"names": names, "columns": _columns(columns)}
 
 
-def findings(of: timeline.Scene, window: int, by_key: Mapping[str, Finding]) -> list[dict[str, Any]]:
+def findings(scene: timeline.Scene, window: int, by_key: Mapping[str, Finding]) -> list[dict[str, Any]]:
     """Return the longest spans of the findings' evidence in this window, in the order of the findings."""
-    marks = [mark for key, finding in by_key.items() for mark in _marks(of, window, key, finding)]
+    marks = [mark for key, finding in by_key.items() for mark in _marks(scene, window, key, finding)]
     longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
     order = {key: number for number, key in enumerate(by_key)}
     return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
 
 
-def path_marks(of: timeline.Scene, parts: pl.DataFrame) -> list[dict[str, Any]]:
+def path_marks(scene: timeline.Scene, parts: pl.DataFrame) -> list[dict[str, Any]]:
     """Return the parts of a critical path as marks of one row above the tracks, each in the colour of its kind."""
-    drawn = charts.path_parts(parts, of.span[0], most=MAX_MARKS)
+    bars = charts.path_parts(parts, scene.span[0], max_parts=MAX_MARKS)
     about = {"key": PATH, "finding": "critical path", "severity": ""}
     return [
         about
         | {"rank": row["rank"], "start": row["from_ns"], "end": row["from_ns"] + row["dur_ns"]}
         | {"title": escaping.inert(f"{row['kind']} · {row['name']}", MAX_NAME)}
         | {"colour": charts.PATH_COLOURS[row["kind"]]}
-        for row in drawn.select("rank", "kind", "name", "from_ns", "dur_ns").iter_rows(named=True)
+        for row in bars.select("rank", "kind", "name", "from_ns", "dur_ns").iter_rows(named=True)
     ]
 
 
-def details(of: timeline.Scene, slice_details: timeline.Details) -> list[dict[str, Any]]:
+def details(scene: timeline.Scene, slice_details: timeline.Details) -> list[dict[str, Any]]:
     """Return the details of a slice as rows of text, each with the slice that it links to, if any."""
     rows = [
         _row(
             fact.label,
             fact.value,
-            slice_place(of, fact.track, fact.id) if fact.track is not None and fact.id is not None else None,
+            slice_place(scene, fact.track, fact.id) if fact.track is not None and fact.id is not None else None,
         )
         for fact in slice_details.facts
         if fact.label not in _SHOWN_ABOVE
@@ -268,20 +268,20 @@ def details(of: timeline.Scene, slice_details: timeline.Details) -> list[dict[st
     if slice_details.stack:
         rows.append(_row("stack", "\n".join(escaping.inert(name, MAX_NAME) for name in slice_details.stack)))
     for peer in slice_details.peers.iter_rows(named=True):
-        time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - of.span[0])}"
+        time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - scene.span[0])}"
         waits = f", waits {units.duration(peer['wait_ns'])}" if peer["wait_ns"] else ""
-        rows.append(_row(f"rank {peer['rank']}", time + waits, slice_place(of, peer["track"], peer["id"])))
+        rows.append(_row(f"rank {peer['rank']}", time + waits, slice_place(scene, peer["track"], peer["id"])))
     return rows
 
 
-def arrows(of: timeline.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
+def arrows(scene: timeline.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
     """Return arrows with both of their slices."""
-    origin_ns = of.span[0]
+    origin_ns = scene.span[0]
     return [
         {
             "how": row["how"],
             **{f"{side}_ns": row[f"{side}_ns"] - origin_ns for side in ("from", "to")},
-            **{side: slice_place(of, row[f"{side}_track"], row[f"{side}_id"]) for side in ("from", "to")},
+            **{side: slice_place(scene, row[f"{side}_track"], row[f"{side}_id"]) for side in ("from", "to")},
         }
         for row in table.iter_rows(named=True)
     ]
@@ -292,12 +292,12 @@ def _row(label: str, value: str, link: Mapping[str, Any] | None = None) -> dict[
     return {"label": escaping.inert(label), "value": "\n".join(lines), "slice": link}
 
 
-def slice_place(of: timeline.Scene, track: int, slice_id: int) -> dict[str, Any]:
+def slice_place(scene: timeline.Scene, track: int, slice_id: int) -> dict[str, Any]:
     """Return a slice as the browser selects it: track, row, id, start, dur, name. Raises KeyError without it."""
-    row = lookup.slice_at(of, track, slice_id)
+    row = lookup.slice_at(scene, track, slice_id)
     position = {"track": track, "row": int(row["row"]), "id": slice_id}
-    times = {"start": int(row["start_ns"]) - of.span[0], "dur": int(row["dur_ns"])}
-    return {**position, **times, "name": escaping.inert(timeline.names(of, [row["name_id"]])[0], MAX_NAME)}
+    times = {"start": int(row["start_ns"]) - scene.span[0], "dur": int(row["dur_ns"])}
+    return {**position, **times, "name": escaping.inert(timeline.names(scene, [row["name_id"]])[0], MAX_NAME)}
 
 
 def kind(name: str) -> dict[str, Any]:
@@ -322,16 +322,16 @@ def name_text(text: str) -> str:
     return escaping.inert(text, MAX_NAME)
 
 
-def _bands(of: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
+def _bands(scene: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return the steps and units of the tracks' ranks in a part that are wide enough to draw."""
-    ranks, is_step, rank, start_ns, end_ns = _band_arrays(of)
+    ranks, is_step, rank, start_ns, end_ns = _band_arrays(scene)
     least_ns = np.where(is_step, MIN_STEP_PX, MIN_UNIT_PX) * ((part[1] - part[0]) / pixels)
     is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (end_ns - start_ns >= least_ns)
     rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[track for track in tracks if 0 <= track < len(ranks)]]))
     if len(rows) > MAX_BANDS:
         rows = np.sort(rows[np.argsort(start_ns[rows] - end_ns[rows], kind="stable")[:MAX_BANDS]])
-    names, kinds = (of.bands[name].gather(rows).to_list() for name in ("name", "kind"))
-    times = zip((start_ns[rows] - of.span[0]).tolist(), (end_ns[rows] - of.span[0]).tolist(), strict=True)
+    names, kinds = (scene.bands[name].gather(rows).to_list() for name in ("name", "kind"))
+    times = zip((start_ns[rows] - scene.span[0]).tolist(), (end_ns[rows] - scene.span[0]).tolist(), strict=True)
     return [
         {"rank": r, "kind": kind, "name": name_text(name), "start": start, "end": end}
         for r, kind, name, (start, end) in zip(rank[rows].tolist(), kinds, names, times, strict=True)
@@ -339,15 +339,15 @@ def _bands(of: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...
 
 
 @functools.lru_cache(maxsize=8)
-def _band_arrays(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
+def _band_arrays(scene: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
     """Return the rank of each track, and of each band whether it is a step, its rank, start and end."""
-    bands = of.bands
+    bands = scene.bands
     columns = (bands[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
-    return of.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
+    return scene.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
 
 
-def _marks(of: timeline.Scene, window: int, key: str, finding: Finding) -> Iterable[dict[str, Any]]:
-    rows = evidence_spans(of, window, finding)
+def _marks(scene: timeline.Scene, window: int, key: str, finding: Finding) -> Iterable[dict[str, Any]]:
+    rows = evidence_spans(scene, window, finding)
     title = escaping.inert(finding.message, MAX_NAME)
     about = {
         "key": key,
@@ -356,18 +356,18 @@ def _marks(of: timeline.Scene, window: int, key: str, finding: Finding) -> Itera
         "title": title,
     }
     for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
-        yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
+        yield about | {"rank": rank, "start": start_ns - scene.span[0], "end": end_ns - scene.span[0]}
 
 
-def evidence_spans(of: timeline.Scene, window: int, finding: Finding) -> pl.DataFrame:
+def evidence_spans(scene: timeline.Scene, window: int, finding: Finding) -> pl.DataFrame:
     """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: unknown)."""
     rows = finding.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
         return pl.DataFrame(schema=_SPANS)
-    return aligned_spans(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
+    return aligned_spans(scene, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
 
 
-def aligned_spans(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+def aligned_spans(scene: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `evidence_spans` does."""
     if "window" in rows.columns:
         rows = rows.filter(pl.col("window").fill_null(0) == window)
@@ -381,7 +381,7 @@ def aligned_spans(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.Dat
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return schema.select(alignment.on_run_clock(times, of.offsets, ("start_ns", "end_ns")), _SPANS)
+    return schema.select(alignment.on_run_clock(times, scene.offsets, ("start_ns", "end_ns")), _SPANS)
 
 
 _SPANS = schema.columns("rank start_ns end_ns lane")

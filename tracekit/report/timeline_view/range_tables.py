@@ -19,7 +19,7 @@ _NOTE = (
 
 
 def tables(
-    of: timeline.Scene,
+    scene: timeline.Scene,
     totals: timeline.RangeTotals,
     rates: pl.DataFrame | None,
     *,
@@ -27,12 +27,12 @@ def tables(
     rank_name: Callable[[int], str],
     owner: Callable[[int], str] = lambda _: "",
 ) -> dict[str, Any]:
-    """Return what a range contains as tables of text; `rates` are those of `timeline.range_rates`, None without.
+    """Contents of a range as tables of text; `rates` are those of `timeline.range_rates`, None without.
 
     `rank_name` returns what a rank is called, `owner` the run that a name_id belongs to, if there are several.
     """
-    start_ns, end_ns = (edge - of.span[0] for edge in totals.window)
-    tables = [_range_by_rank(totals, rates, rank_name), _range_by_kind(totals), _range_by_name(of, totals, owner)]
+    start_ns, end_ns = (edge - scene.span[0] for edge in totals.window)
+    tables = [_range_by_rank(totals, rates, rank_name), _range_by_kind(totals), _range_by_name(scene, totals, owner)]
     return {
         "start": start_ns,
         "end": end_ns,
@@ -42,9 +42,9 @@ def tables(
     }
 
 
-def unknown(of: timeline.Scene, window: Window) -> dict[str, Any]:
+def unknown(scene: timeline.Scene, window: Window) -> dict[str, Any]:
     """Return the message of a range that is still being added up."""
-    start_ns, end_ns = (edge - of.span[0] for edge in window)
+    start_ns, end_ns = (edge - scene.span[0] for edge in window)
     return {"start": start_ns, "end": end_ns, "is_reading": True, "tables": [], "notes": ["Adding up …"]}
 
 
@@ -94,11 +94,11 @@ def _range_by_kind(totals: timeline.RangeTotals) -> dict[str, Any]:
     return {"title": "Time by kind, all ranks", "header": ["kind", "slices", "busy", "sum of slices"], "rows": rows}
 
 
-def _range_by_name(of: timeline.Scene, totals: timeline.RangeTotals, owner: Callable[[int], str]) -> dict[str, Any]:
-    shown = totals.by_name.head(MAX_RANGE_NAMES)
+def _range_by_name(scene: timeline.Scene, totals: timeline.RangeTotals, owner: Callable[[int], str]) -> dict[str, Any]:
+    top = totals.by_name.head(MAX_RANGE_NAMES)
     all_ns = max(int(totals.by_name["total_ns"].sum()), 1)
     rows = []
-    for name, row in zip(timeline.names(of, shown["name_id"]), shown.iter_rows(), strict=True):
+    for name, row in zip(timeline.names(scene, top["name_id"]), top.iter_rows(), strict=True):
         kind, name_id, count, total_ns, ranks = row
         times = (units.duration(total_ns), units.share(total_ns / all_ns))
         rows.append(

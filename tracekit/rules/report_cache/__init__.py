@@ -58,15 +58,15 @@ def report(
             raise error
         on_crash(code, error)
 
-    made = engine.check(run, facts=facts, on_progress=on_progress, on_crash=note)
+    new_report = engine.check(run, facts=facts, on_progress=on_progress, on_crash=note)
     for survey in surveys:
         run.run_table(survey)
     if (
         not crashed and key is not None and keys.run_key(path, devices=devices) == key
     ):  # else the run changed while it was read
-        put(key, made)
+        put(key, new_report)
         run.use_cache(MeasuredTables(user_cache(), key, {}, _LazyRun(path, key, devices).is_unchanged))
-    return made
+    return new_report
 
 
 def summary(path: str, state: keys.FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
@@ -88,10 +88,10 @@ def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report |
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
     run = _LazyRun(path, key, devices)
     reports = user_cache()
-    found = reports.get(key, lambda file: entry.read(file, run.reader))
-    if found is None:
+    stored = reports.get(key, lambda file: entry.read(file, run.reader))
+    if stored is None:
         return None
-    report, numbers = found
+    report, numbers = stored
     report.run.use_cache(MeasuredTables(reports, key, numbers, run.is_unchanged))
     return report
 

@@ -61,18 +61,18 @@ class Summary:
 
 def summarize(report: Report) -> Summary:
     """Return the summary of a report; its run's facts have been measured."""
-    judged = [found for found in report.findings if not is_data_quality(found.code)]
-    issues = [found for found in report.findings if is_data_quality(found.code) and found.severity > Severity.INFO]
-    steps, most = facts.step_times(report.run), costliest(judged)
+    findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
+    issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
+    steps, worst = facts.step_times(report.run), costliest(findings)
     return Summary(
-        {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
+        {severity.label: sum(finding.severity is severity for finding in findings) for severity in Severity},
         len(issues),
         len(report.run.ranks),
         facts.step_time_ns(report.run),
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         facts.exposed_communication_ratio(report.run),
-        most.impact if most else 0.0,
-        escaping.inert(f"{most.code}: {most.message}", MAX_COSTLIEST) if most else "",
+        worst.impact if worst else 0.0,
+        escaping.inert(f"{worst.code}: {worst.message}", MAX_COSTLIEST) if worst else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
     )
 
@@ -83,10 +83,10 @@ def write(report: Report, file: BinaryIO) -> None:
     content = {
         "path": report.run.path,
         "manifest": report.run.manifest,
-        "sources": [[each.rank, each.window, each.path, each.size_bytes] for each in report.run.sources],
-        "findings": [_as_dict(found) for found in report.findings],
+        "sources": [[source.rank, source.window, source.path, source.size_bytes] for source in report.run.sources],
+        "findings": [_as_dict(finding) for finding in report.findings],
         "notes": report.notes,
-        "inputs": [dataclasses.asdict(each) for each in report.inputs],
+        "inputs": [dataclasses.asdict(input_file) for input_file in report.inputs],
         "tool_version": report.tool_version,
         "rules": report.rules,
         "blind_spots": dict(report.blind_spots),
@@ -96,9 +96,9 @@ def write(report: Report, file: BinaryIO) -> None:
     file.write(b"%08x %s\n" % (zlib.crc32(line), line))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_REPORT, json.dumps(content))
-        archive.writestr(_DATA_QUALITY, _packed(report.run.data_quality))
-        for number, found in enumerate(report.findings):
-            archive.writestr(f"evidence{number}.arrow", _packed(found.evidence))
+        archive.writestr(_DATA_QUALITY, _pack(report.run.data_quality))
+        for number, finding in enumerate(report.findings):
+            archive.writestr(f"evidence{number}.arrow", _pack(finding.evidence))
         for number, table in enumerate(tables.values()):
             archive.writestr(_fact(number), table)
 
@@ -106,7 +106,7 @@ def write(report: Report, file: BinaryIO) -> None:
 def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
     """Write an entry with a single table, which `read_fact` reads as number 0."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_fact(0), _packed(table))
+        archive.writestr(_fact(0), _pack(table))
 
 
 def write_parts(parts: Sequence[Path], file: BinaryIO) -> None:
@@ -151,9 +151,9 @@ def read(file: BinaryIO, reader: Reader) -> tuple[Report, Mapping[str, int]]:
     )
     report = Report(
         run,
-        tuple(_finding(each, rows) for each, rows in zip(content["findings"], evidence, strict=True)),
+        tuple(_finding(fields, rows) for fields, rows in zip(content["findings"], evidence, strict=True)),
         tuple(content["notes"]),
-        tuple(Input(**each) for each in content["inputs"]),
+        tuple(Input(**fields) for fields in content["inputs"]),
         content["tool_version"],
         rules=tuple(content["rules"]),
         blind_spots=content["blind_spots"],
@@ -169,11 +169,11 @@ def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
 
 def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, memoryview]]:
     """Yield the facts as Arrow files, the smallest table first, as far as they are within the limit."""
-    left = MAX_BYTES
+    left_bytes = MAX_BYTES
     for name, table in sorted(measured.items(), key=lambda item: int(item[1].estimated_size())):
-        packed = _packed(table)
-        left -= len(packed)
-        if left < 0:
+        packed = _pack(table)
+        left_bytes -= len(packed)
+        if left_bytes < 0:
             return
         yield name, packed
 
@@ -197,7 +197,7 @@ def _finding(fields: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
     return msgspec.convert({**fields, "evidence": evidence}, Finding, dec_hook=lambda _, table: table)
 
 
-def _packed(table: pl.DataFrame) -> memoryview:
+def _pack(table: pl.DataFrame) -> memoryview:
     out = io.BytesIO()
     table.write_ipc(out, compression="zstd")
     return out.getbuffer()

@@ -70,13 +70,13 @@ def file_states(path: str) -> FileStates | None:
         return remote_states(files.list_remote(path).files, path)
     root = Path(path)
     walk = _in_folder(path, "", 0) if root.is_dir() else _single_file(root)
-    found = list(itertools.islice(walk, MAX_FILES + 1))
-    if not 0 < len(found) <= MAX_FILES:
+    states = list(itertools.islice(walk, MAX_FILES + 1))
+    if not 0 < len(states) <= MAX_FILES:
         return None
     above = root.parent if root.is_dir() else root.parent.parent
     # The logs of a window are in its parent folder, so the run's own logs may be there too.
-    found += filter(None, (_file_state(above / name, f"../{name}") for name in _logs_in(above)))
-    return FileStates(tuple(sorted(found, key=lambda file: file.path)))
+    states += filter(None, (_file_state(above / name, f"../{name}") for name in _logs_in(above)))
+    return FileStates(tuple(sorted(states, key=lambda file: file.path)))
 
 
 def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
@@ -92,12 +92,12 @@ def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
     return FileStates(tuple(sorted(states, key=lambda state: state.path)))
 
 
-def run_key(path: str, known: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
+def run_key(path: str, known_states: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
     """Return the key of a run's report; None if it cannot be cached.
 
     `devices` are what a user states of devices. Raises InputError if a URL cannot be listed.
     """
-    states = file_states(path) if known is None else known
+    states = file_states(path) if known_states is None else known_states
     if states is None:
         return None
     # The report's file names depend on how the run's path was written.

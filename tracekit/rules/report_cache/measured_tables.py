@@ -33,9 +33,9 @@ class MeasuredTables:
     def get(self, name: str) -> pl.DataFrame | None:
         """Return the table of a name; None if it has to be measured."""
         if name in self._numbers:
-            found = self._reports.get(self._key, partial(entry.read_fact, self._numbers[name]))
-            if found is not None:
-                return found
+            table = self._reports.get(self._key, partial(entry.read_fact, self._numbers[name]))
+            if table is not None:
+                return table
         return self._later.get(self._key_of(name), partial(entry.read_fact, 0))
 
     def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:

@@ -11,7 +11,7 @@ from tests.support import drawn_traces
 from tracekit.ingest.loader import load
 from tracekit.report import timeline
 from tracekit.report.timeline_view import embedding, message
-from tracekit.report.timeline_view.embedding import Shown
+from tracekit.report.timeline_view.embedding import PageState
 
 SAMPLE = Path(__file__).parents[4] / "sample_traces" / "demo-yafsdp"
 COLUMNS = ("track", "row", "start_ns", "dur_ns", "name", "count", "fill")
@@ -84,7 +84,7 @@ def parts_of(scene, level, seed=1):
 
 @pytest.mark.parametrize("level", [0, 5, 12, 16, 20])
 def test_a_whole_scene_answers_as_the_server_does_at_every_level(scene, level):
-    embedded = embedding.embed(scene, Shown((0, scene.span[1] - scene.span[0])), AMPLE)
+    embedded = embedding.embed(scene, PageState((0, scene.span[1] - scene.span[0])), AMPLE)
     assert embedded.cut.is_whole
     assert embedded.items == sum(len(part.slices) + len(part.runs) for part in scene.parts)
     decoded = Decoded(embedded.data)
@@ -96,7 +96,7 @@ def test_a_cut_scene_has_all_slices_of_the_part_and_coarser_ones_elsewhere(scene
     span = scene.span[1] - scene.span[0]
     first, past = message.steps_span(scene)
     shown = (first + (past - first) // 3, first + (past - first) // 3 + (1 << 24))
-    embedded = embedding.embed(scene, Shown(shown), 300_000)
+    embedded = embedding.embed(scene, PageState(shown), 300_000)
     outside = embedded.cut.outside
     assert len(embedded.data) <= 300_000
     assert embedded.cut.inside == 0
@@ -117,7 +117,7 @@ def test_a_cut_scene_has_all_slices_of_the_part_and_coarser_ones_elsewhere(scene
 
 def test_where_even_the_part_is_too_large_its_short_slices_are_merged(scene):
     first, past = message.steps_span(scene)
-    embedded = embedding.embed(scene, Shown((first, past)), 250_000)
+    embedded = embedding.embed(scene, PageState((first, past)), 250_000)
     assert len(embedded.data) <= 250_000
     assert embedded.cut.inside > 0
     decoded, level = Decoded(embedded.data), embedded.cut.inside
@@ -128,5 +128,5 @@ def test_where_even_the_part_is_too_large_its_short_slices_are_merged(scene):
 
 def test_a_scene_without_slices_is_embedded():
     scene = timeline.open_scene(drawn_traces.run(drawn_traces.trace("compute a")))
-    decoded = Decoded(embedding.embed(scene, Shown((0, 1)), AMPLE).data)
+    decoded = Decoded(embedding.embed(scene, PageState((0, 1)), AMPLE).data)
     assert len(decoded.view((0, 1), 0)) <= 1

@@ -20,7 +20,7 @@ class _Ours:
     """Finds tracekit where this file lies, so that recorder and launcher are of one version."""
 
     def find_spec(self, name, path=None, target=None):  # noqa: ARG002
-        """Return where tracekit is."""
+        """Return the module spec of tracekit."""
         return importlib.machinery.PathFinder.find_spec(name, [_ROOT]) if name == "tracekit" else None
 
 
@@ -44,18 +44,18 @@ class _Wait:
             def exec_module(module):
                 spec.loader.__dict__.pop("exec_module", None)
                 load(module)
-                _imported(name)
+                _notify(name)
 
             with contextlib.suppress(AttributeError):  # a loader that takes no attributes: then nothing is recorded
                 spec.loader.exec_module = exec_module
         return spec
 
 
-def _imported(name):
+def _notify(name):
     try:
         from tracekit.capture import auto_recorder
 
-        auto_recorder.imported(name)
+        auto_recorder.on_import(name)
     except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
         sys.stderr.write(f"tracekit: not recorded: {type(error).__name__}: {error}; training goes on\n")
 

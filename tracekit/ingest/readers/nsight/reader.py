@@ -69,7 +69,7 @@ def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
             "counters": gpu_metrics.counters(found, events.device["device"].drop_nulls().unique().to_list(), base_ns),
         }
     trace = kineto.build_trace(events, path, rank=rank, window=window, further=issues)
-    return trace.replaced(**further)
+    return trace.replace(**further)
 
 
 def _require_content(path: str, found: Database) -> None:

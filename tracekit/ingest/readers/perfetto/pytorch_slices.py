@@ -75,7 +75,7 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(data_quality.of_file(events, slices)), schema.DATA_QUALITY.schema, orient="row")
     built = kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
-    return built.replaced(counters=counters.table(events, tracks, own))
+    return built.replace(counters=counters.table(events, tracks, own))
 
 
 def _known(events: Events) -> Flags:

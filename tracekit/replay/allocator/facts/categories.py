@@ -53,7 +53,7 @@ _EVIDENCE = {
 
 
 def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
-    """Return what the memory allocated at the peak of the history is for, as `by_category`."""
+    """Memory by category at the peak of the history, as `by_category`."""
     peak = int(snapshot_facts.allocated_over_time(history, played).argmax()) - 1
     return by_category(snapshot, history, played, peak)
 
@@ -64,7 +64,7 @@ def are_known(table: pl.DataFrame) -> bool:
 
 
 def by_category(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:
-    """Return what the memory allocated after an event of the history is for. Columns COLUMNS; one row per category.
+    """Memory by category after an event of the history. Columns COLUMNS; one row per category.
 
     `event` is -1 for the start of the history. Blocks older than the history have the stack that the snapshot states.
     """
@@ -91,12 +91,12 @@ def of_blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) 
 def parts(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the part of a step in which each stack is: columns stack, part; null where its frames show none."""
     frame = pl.when(pl.col("file").str.ends_with(".py")).then(pl.format("{}:{}", "file", "name")).otherwise("name")
-    shown = snapshot.frames.select("frame", text=frame)
+    frame_parts = snapshot.frames.select("frame", text=frame)
     for part, pattern in _PARTS.items():
-        shown = shown.with_columns(pl.col("text").str.contains(pattern).alias(part))
-    of_stack = snapshot.stacks.join(shown, on="frame").group_by("stack").agg(pl.col(*_PARTS).any())
-    chosen = pl.coalesce(pl.when(pl.col(part)).then(pl.lit(part)) for part in _PARTS)
-    return of_stack.select("stack", part=chosen)
+        frame_parts = frame_parts.with_columns(pl.col("text").str.contains(pattern).alias(part))
+    of_stack = snapshot.stacks.join(frame_parts, on="frame").group_by("stack").agg(pl.col(*_PARTS).any())
+    first_part = pl.coalesce(pl.when(pl.col(part)).then(pl.lit(part)) for part in _PARTS)
+    return of_stack.select("stack", part=first_part)
 
 
 def _blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
@@ -124,28 +124,28 @@ def _blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
         )
     )
     columns = ["address", "bytes", "stack", "start", "end", "earlier"]
-    found = pl.concat([older.select(columns), begun.select(columns)], how="vertical_relaxed")
-    found = found.with_columns(pl.col("end").fill_null(count)).join(
+    blocks = pl.concat([older.select(columns), begun.select(columns)], how="vertical_relaxed")
+    blocks = blocks.with_columns(pl.col("end").fill_null(count)).join(
         parts(snapshot), on="stack", how="left", maintain_order="left"
     )
     of_event = moves.filter(pl.col("code") == ALLOC).join(
         parts(snapshot), on="stack", how="left", maintain_order="left"
     )
-    return found.with_columns(category=_categories(found, of_event, count))
+    return blocks.with_columns(category=_categories(blocks, of_event, count))
 
 
-def _categories(found: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.Series:
+def _categories(blocks: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.Series:
     """Return the category of blocks by part and lifetime; `allocated` are all allocations with their part."""
-    at, known = allocated["event"].to_numpy(), allocated["part"].fill_null("")
-    in_backward = known.is_in(["backward", "accumulation", "recomputation"]).to_numpy()
-    after_backward = known.is_in(["optimizer", "forward", "parameters"]).to_numpy()
-    outside_optimizer = known.is_in(["backward", "accumulation", "recomputation", "forward"]).to_numpy()
+    alloc_events, alloc_parts = allocated["event"].to_numpy(), allocated["part"].fill_null("")
+    in_backward = alloc_parts.is_in(["backward", "accumulation", "recomputation"]).to_numpy()
+    after_backward = alloc_parts.is_in(["optimizer", "forward", "parameters"]).to_numpy()
+    outside_optimizer = alloc_parts.is_in(["backward", "accumulation", "recomputation", "forward"]).to_numpy()
     part = pl.col("part")
     never_freed = pl.col("end") >= count
-    lived = found.with_columns(
-        sees_backward=_sees(found, at[in_backward]),
-        sees_others=_sees(found, at[after_backward]),
-        outlives_optimizer=_sees(found, at[outside_optimizer]),
+    lived = blocks.with_columns(
+        sees_backward=_sees(blocks, alloc_events[in_backward]),
+        sees_others=_sees(blocks, alloc_events[after_backward]),
+        outlives_optimizer=_sees(blocks, alloc_events[outside_optimizer]),
     )
     outlives = pl.col("outlives_optimizer") | never_freed
     return lived.select(
@@ -175,7 +175,7 @@ def _categories(found: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.
 
 
 def _sees(blocks: pl.DataFrame, events: Ints) -> Flags:
-    """Return which blocks are allocated at one of these events after their own."""
+    """Mark the blocks that are allocated at one of these events after their own."""
     if not len(events):
         return np.zeros(blocks.height, np.bool_)
     after = np.searchsorted(events, blocks["start"].to_numpy(), side="right")

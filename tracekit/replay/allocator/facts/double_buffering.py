@@ -30,17 +30,17 @@ def alternating(trace: Trace) -> pl.DataFrame:
     """
     if trace.allocations["unit"].null_count() == trace.allocations.height:
         return schema.empty(COLUMNS)
-    found = _of_units(trace)
-    if found.is_empty():
+    unit_blocks = _of_units(trace)
+    if unit_blocks.is_empty():
         return schema.empty(COLUMNS)
     key = ["step", "device", "kind"]
     # A flat buffer is one block; weights copied out of it are several, all of one span.
     instance = ["unit", "span", "span_id"]
-    flat = found.group_by(*key, *instance).agg(whole=pl.col("bytes").sum(), largest=pl.col("bytes").max())
+    flat = unit_blocks.group_by(*key, *instance).agg(whole=pl.col("bytes").sum(), largest=pl.col("bytes").max())
     need = pl.when(pl.col("kind") == "weights").then("whole").otherwise("largest").max()
     wide = flat.group_by(key).agg(units=pl.col("unit").n_unique(), buffer_bytes=need)
-    sums = found.group_by(key).agg(count=pl.len(), bytes=pl.col("bytes").sum())
-    wide = wide.join(sums, on=key, nulls_equal=True).join(_peak_allocated(found, key), on=key, nulls_equal=True)
+    sums = unit_blocks.group_by(key).agg(count=pl.len(), bytes=pl.col("bytes").sum())
+    wide = wide.join(sums, on=key, nulls_equal=True).join(_peak_allocated(unit_blocks, key), on=key, nulls_equal=True)
     wide = wide.filter(pl.col("units") > BUFFERS).with_columns(buffers_bytes=BUFFERS * pl.col("buffer_bytes"))
     return schema.select(wide, COLUMNS).sort("step", "device", "kind")
 
@@ -52,16 +52,16 @@ def with_buffers(trace: Trace) -> History:
     Raises InputError if no unit allocates and frees blocks.
     """
     recorded = playback.from_trace(trace)
-    served, found = _of_units(trace), alternating(trace)
-    if found.is_empty():
+    served, per_step = _of_units(trace), alternating(trace)
+    if per_step.is_empty():
         raise InputError(
             "no FSDP unit allocates and frees buffers in this trace: double buffering would change nothing"
         )
-    served = served.join(found, on=["step", "device", "kind"], how="semi", nulls_equal=True)
+    served = served.join(per_step, on=["step", "device", "kind"], how="semi", nulls_equal=True)
     gone = pl.concat([served["start_event"], served["end_event"]])
     remaining = trace.allocations.with_row_index("event").filter(~pl.col("event").is_in(gone.implode()))
     history = playback.from_trace(dataclasses.replace(trace, allocations=remaining.drop("event")))
-    sizes = found.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
+    sizes = per_step.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
     buffers = [_static_segment(number, size) for number, size in enumerate(sizes * BUFFERS, 1)]
     return dataclasses.replace(
         recorded,
@@ -90,8 +90,8 @@ def _of_units(trace: Trace) -> pl.DataFrame:
     kind = pl.coalesce(
         pl.when(pl.col("span").str.contains(pattern)).then(pl.lit(name)) for name, pattern in _KINDS.items()
     )
-    own = blocks.filter(~allocations.in_collectives(trace, blocks["start_ns"])).with_columns(kind=kind)
-    return own.drop_nulls("kind").join(_spans(trace), on="op_id", how="left")
+    unit_blocks = blocks.filter(~allocations.in_collectives(trace, blocks["start_ns"])).with_columns(kind=kind)
+    return unit_blocks.drop_nulls("kind").join(_spans(trace), on="op_id", how="left")
 
 
 def _spans(trace: Trace) -> pl.DataFrame:
@@ -106,19 +106,19 @@ def _spans(trace: Trace) -> pl.DataFrame:
     row, climbing = first.copy(), np.arange(len(first))
     while len(climbing):
         climbing = climbing[above[row[climbing]] >= 0]
-        own, up = row[climbing], above[row[climbing]]
-        inside = columns.flags(span[up] == span[own]) & columns.flags(unit[up].eq_missing(unit[own]))
+        child, up = row[climbing], above[row[climbing]]
+        inside = columns.flags(span[up] == span[child]) & columns.flags(unit[up].eq_missing(unit[child]))
         climbing = climbing[inside]
         row[climbing] = up[inside]
     return pl.DataFrame({"op_id": ids[first], "span_id": ids[row]})
 
 
-def _peak_allocated(found: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+def _peak_allocated(blocks: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     """Return the peak of allocated bytes of these blocks."""
     moves = pl.concat(
         [
-            found.select(*key, event="start_event", bytes="bytes"),
-            found.select(*key, event="end_event", bytes=-pl.col("bytes")),
+            blocks.select(*key, event="start_event", bytes="bytes"),
+            blocks.select(*key, event="end_event", bytes=-pl.col("bytes")),
         ]
     ).sort("event")
     return moves.group_by(key).agg(peak_bytes=pl.col("bytes").cum_sum().max())

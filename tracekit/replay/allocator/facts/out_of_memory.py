@@ -80,7 +80,7 @@ class OutOfMemoryEvent:
 
     @property
     def room_bytes(self) -> int:
-        """Return what the process could still reserve: of a process with a limit, what it had reserved before."""
+        """Memory that the process could still reserve: of a process with a limit, what it had reserved before."""
         if not self.is_process_limit:
             return self.free_bytes or 0
         return max((self.peak_reserved_bytes or 0) - (self.reserved_bytes or 0), 0)
@@ -119,8 +119,8 @@ def of_snapshot(
         segment_bytes=segment_bytes(last["bytes"]),
         peak_reserved_bytes=_peak_reserved(events, last["index"], history) if segments else None,
         free_bytes=last["free_bytes"],
-        reserved_bytes=_reserved(segments) if segments else None,
-        allocated_bytes=_allocated(segments) if segments else None,
+        reserved_bytes=_reserved_bytes(segments) if segments else None,
+        allocated_bytes=_allocated_bytes(segments) if segments else None,
         largest_free_block_bytes=(free.filter(is_eligible)["largest_free_bytes"].max() or 0) if segments else None,  # type: ignore[arg-type]
         operator=operator,
         location=location,
@@ -135,7 +135,7 @@ def of_snapshot(
     oom = replace(oom, growth=step_growth.of_snapshot(snapshot, at_failure, played))
     if not oom.is_fragmentation and not oom.is_process_limit:
         return oom
-    tried, replay_note = _tried(at_failure, oom, last["stream"] or 0, candidates)
+    tried, replay_note = _try_settings(at_failure, oom, last["stream"] or 0, candidates)
     return replace(oom, tried=tried, notes=(replay_note,) if replay_note else ())
 
 
@@ -144,7 +144,7 @@ def _peak_reserved(events: pl.DataFrame, last: int, history: History) -> int:
     grows, shrinks = pl.col("action").is_in(SEGMENT_ALLOCATIONS), pl.col("action").is_in(SEGMENT_FREES)
     change = pl.when(grows).then("bytes").when(shrinks).then(-pl.col("bytes")).otherwise(0).cum_sum()
     grown_bytes = events.filter(pl.col("index") < last).select(change.max()).item()
-    return _reserved(history.start) + max(grown_bytes or 0, 0)
+    return _reserved_bytes(history.start) + max(grown_bytes or 0, 0)
 
 
 def _state(history: History) -> tuple[ReplayResult | None, str]:
@@ -171,8 +171,10 @@ def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | N
     return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
 
 
-def _tried(history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]) -> tuple[pl.DataFrame, str]:
-    """Return which settings would have served the request, replayed from the same start in the same memory.
+def _try_settings(
+    history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]
+) -> tuple[pl.DataFrame, str]:
+    """Settings that would have served the request, replayed from the same start in the same memory.
 
     A process with a limit gets what it had reserved at its peak: then all recorded requests are served, as they were.
     """
@@ -184,16 +186,18 @@ def _tried(history: History, oom: OutOfMemoryEvent, stream: int, candidates: Seq
     extended = history.with_request(oom.requested_bytes, stream)
     capacity_bytes = oom.reserved_bytes + oom.room_bytes
 
-    def served(settings: Settings) -> tuple[bool, int]:
+    def replay_request(settings: Settings) -> tuple[bool, int]:
         played = playback.predict(extended, settings, capacity_bytes=capacity_bytes)
         return bool(played.moved_bytes[-1] > 0 and not played.out_of_memory), played.peak_reserved_bytes
 
-    if served(history.settings)[0]:
+    if replay_request(history.settings)[0]:
         return nothing, (
             "No other settings were tried: under the recorded settings, the replay serves the request, so it says "
             "nothing about others."
         )
-    rows = [(text, *served(Settings.parse(text))) for text in candidates if Settings.parse(text) != history.settings]
+    rows = [
+        (text, *replay_request(Settings.parse(text))) for text in candidates if Settings.parse(text) != history.settings
+    ]
     return pl.DataFrame(rows, schema=TRIED_COLUMNS, orient="row"), ""
 
 
@@ -215,9 +219,9 @@ def _kind(requested_bytes: int) -> str:
     return "small" if requested_bytes <= SMALL_BYTES else "large"
 
 
-def _reserved(segments: Sequence[SegmentState]) -> int:
+def _reserved_bytes(segments: Sequence[SegmentState]) -> int:
     return sum(segment.bytes for segment in segments)
 
 
-def _allocated(segments: Sequence[SegmentState]) -> int:
+def _allocated_bytes(segments: Sequence[SegmentState]) -> int:
     return sum(block.bytes for segment in segments for block in segment.blocks if block.state == "allocated")

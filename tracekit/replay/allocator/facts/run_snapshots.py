@@ -55,7 +55,7 @@ def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
             oom = out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
             if oom is not None:
                 failed.append((file.rank, oom))
-    return min(failed, key=lambda each: each[1].at_ns or 0, default=(None, None))
+    return min(failed, key=lambda failure: failure[1].at_ns or 0, default=(None, None))
 
 
 def data_quality(run: Run) -> pl.DataFrame:
@@ -64,7 +64,7 @@ def data_quality(run: Run) -> pl.DataFrame:
 
 
 def table(name: str) -> Callable[[Run], pl.DataFrame]:
-    """Return what makes, of a run, one of the tables of all its snapshots: columns window, rank and the table's own."""
+    """Function that reads one table of all snapshots of a run: columns window, rank and the table's own."""
 
     def of_run(run: Run) -> pl.DataFrame:
         place = {"window": pl.Int64(), "rank": pl.Int64()}
@@ -86,7 +86,7 @@ _POOL = ["device", "pool", "kind", "stream"]
 @memoize
 def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Return pools, histories and data-quality issues: each snapshot is read once for all."""
-    found: list[pl.DataFrame] = [schema.empty(POOL_COLUMNS)]
+    pool_tables: list[pl.DataFrame] = [schema.empty(POOL_COLUMNS)]
     rows: list[tuple[object, ...]] = []
     bad = snapshot_files.unreadable(run)
     for file in snapshot_files.first_files(run):
@@ -95,13 +95,13 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
         except TracekitError as error:
             bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
             continue
-        found.append(_pools(snapshot, file))
+        pool_tables.append(_pools(snapshot, file))
         for device in snapshot.devices:
             history = playback.from_snapshot(snapshot, device)
             counts = (len(history.action), history.retries, len(history.segment_allocations))
             rows.append((file.window, file.rank, device, *counts, file.path))
     histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
-    return pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
+    return pl.concat(pool_tables), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:

@@ -36,7 +36,7 @@ _NODE = r"(\w*Backward\w*)::apply\("
 
 
 def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Return how much is free in each pool at the snapshot, and in how large a piece at most.
+    """Free memory of each pool at the snapshot, and its largest piece.
 
     Columns device, pool, kind, stream, segments, total_bytes, allocated_bytes, free_bytes, largest_free_bytes; one row
     per pool of free blocks: what is free in one serves no other.
@@ -99,17 +99,17 @@ def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> p
     step = pl.lit(None, pl.Int64)
     if marks.height:
         place = np.searchsorted(marks["at_ns"].to_numpy(), history.at_ns, side="right") - 1
-        known = marks["step"].gather(np.maximum(place, 0).astype(np.uint32))
-        step = pl.when(pl.Series(place >= 0)).then(known)
-    taken = pl.col("moved").filter(pl.col("moved") > 0)
+        mark_steps = marks["step"].gather(np.maximum(place, 0).astype(np.uint32))
+        step = pl.when(pl.Series(place >= 0)).then(mark_steps)
+    sizes = pl.col("moved").filter(pl.col("moved") > 0)
     sums = (
         events.with_columns(step=step)
         .group_by("step")
         .agg(
-            count=taken.len(),
-            bytes=taken.sum(),
+            count=sizes.len(),
+            bytes=sizes.sum(),
             peak_bytes=pl.col("allocated_bytes").max(),
-            distinct_sizes=taken.n_unique(),
+            distinct_sizes=sizes.n_unique(),
         )
     )
     wide = sums.with_columns(
@@ -127,8 +127,8 @@ def allocated_over_time(history: History, played: ReplayResult) -> Ints:
 
 def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the place in code that represents each stack: columns stack, op."""
-    named = pl.when(pl.col("operator").is_not_null()).then(pl.format("{} in {}", "operator", "place"))
-    return places(snapshot).select("stack", op=named.otherwise("place"))
+    with_operator = pl.when(pl.col("operator").is_not_null()).then(pl.format("{} in {}", "operator", "place"))
+    return places(snapshot).select("stack", op=with_operator.otherwise("place"))
 
 
 def places(snapshot: MemorySnapshot) -> pl.DataFrame:
@@ -140,12 +140,12 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
     """
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")
-    own = python & ~pl.col("file").str.contains(_NOT_THE_USERS)
+    is_user_code = python & ~pl.col("file").str.contains(_NOT_THE_USERS)
     of_framework = python & ~pl.col("file").str.contains(_TORCH)
     place = pl.format("{} ({}:{})", "name", pl.col("file").str.split("/").list.last(), "line")
     of_stack = frames.group_by("stack", maintain_order=True).agg(
         place=pl.coalesce(
-            place.filter(own).first(),
+            place.filter(is_user_code).first(),
             place.filter(of_framework).first(),
             place.filter(python).first(),
         ),
@@ -205,8 +205,10 @@ def blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> 
     moves = events.filter(pl.col("delta_bytes") != 0).with_columns(
         device=pl.lit(history.device, pl.Int64), step=pl.lit(None, pl.Int64)
     )
-    found = allocations.match_blocks(moves).join(owners(snapshot), left_on="op_id", right_on="stack", how="left")
-    return schema.conform(found, allocations.BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
+    with_owners = allocations.match_blocks(moves).join(owners(snapshot), left_on="op_id", right_on="stack", how="left")
+    return schema.conform(with_owners, allocations.BLOCK_COLUMNS).sort(
+        "start_event", nulls_last=False, maintain_order=True
+    )
 
 
 def live(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:

@@ -46,18 +46,18 @@ def of_snapshot(snapshot: MemorySnapshot, history: History, played: ReplayResult
 
 
 def _begins(snapshot: MemorySnapshot, device: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Return when steps begin: by the marks of the profiler, else by those of optimizers."""
+    """Begins of steps, in ns: by the marks of the profiler, else by those of optimizers."""
     marks = snapshot.annotations.filter(
         pl.col("stage") == "START", pl.col("device") == device, pl.col("name").str.contains(_MARKS)
     )
     of_profiler = marks.filter(pl.col("name").str.starts_with("ProfilerStep"))
     if of_profiler.is_empty() and marks.height:
         marks = marks.filter(pl.col("name") == marks["name"].min())  # of several optimizers one
-    chosen = of_profiler if of_profiler.height else marks
-    return np.sort(chosen["at_ns"].drop_nulls().to_numpy().astype(np.int64))
+    step_marks = of_profiler if of_profiler.height else marks
+    return np.sort(step_marks["at_ns"].drop_nulls().to_numpy().astype(np.int64))
 
 
 def _callers(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the outermost operator of each stack with its place: columns stack, op."""
-    named = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
-    return snapshot_facts.places(snapshot).select("stack", op=named.otherwise("place"))
+    with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
+    return snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))

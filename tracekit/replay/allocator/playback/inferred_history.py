@@ -33,7 +33,7 @@ def from_trace(trace: Trace) -> History:
     reason = _unplayable(trace, events)
     if reason is not None:
         events = events.clear()
-    played = _played(events)
+    played = _replay_events(events)
     changes = events.select(pl.col("reserved_bytes").diff().fill_null(0).alias("change"), "address", "index")
     memory = [
         SegmentEvent("segment_alloc" if change > 0 else "segment_free", address, abs(change), 0)
@@ -76,7 +76,7 @@ def _unplayable(trace: Trace, events: pl.DataFrame) -> str | None:
     return None
 
 
-def _played(events: pl.DataFrame) -> pl.DataFrame:
+def _replay_events(events: pl.DataFrame) -> pl.DataFrame:
     """Return the events to replay: allocations, frees in their two parts, and releases before they become visible."""
     delta_bytes = events["delta_bytes"].to_numpy()
     is_free = delta_bytes < 0
@@ -102,7 +102,9 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     pages = np.unique(small) * SMALL_SEGMENT_BYTES
     ranges = [(int(page), int(page) + SMALL_SEGMENT_BYTES, True) for page in pages]
     large = blocks.filter(pl.col("size") > SMALL_BYTES).sort("address")
-    ranges += [(begin, end, False) for begin, end in _joined(large["address"].to_numpy(), large["size"].to_numpy())]
+    ranges += [
+        (begin, end, False) for begin, end in _covered_ranges(large["address"].to_numpy(), large["size"].to_numpy())
+    ]
     addresses = sorted(sizes)
     return tuple(
         SegmentState(
@@ -118,7 +120,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     )
 
 
-def _joined(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
+def _covered_ranges(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
     """Yield the contiguous ranges that blocks cover, rounded outwards to multiples of 2 MiB."""
     if not len(address):
         return
@@ -132,11 +134,11 @@ def _joined(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
 
 def _blocks(begin: int, end: int, addresses: list[int], sizes: dict[int, int]) -> Iterator[BlockState]:
     first, past = np.searchsorted(addresses, [begin, end])
-    at = begin
+    cursor = begin
     for address in addresses[first:past]:
-        if address > at:
-            yield BlockState(at, address - at, "free")
+        if address > cursor:
+            yield BlockState(cursor, address - cursor, "free")
         yield BlockState(address, sizes[address], "allocated", sizes[address])
-        at = address + sizes[address]
-    if at < end:
-        yield BlockState(at, end - at, "free")
+        cursor = address + sizes[address]
+    if cursor < end:
+        yield BlockState(cursor, end - cursor, "free")

@@ -37,8 +37,10 @@ def initial_segments(
     """
     initial = _initial_blocks(events, final)
     addresses = [block.address for block in initial]
-    taken = events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
-    hints = taken.rows()
+    first_allocs = (
+        events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
+    )
+    hints = first_allocs.rows()
     segments_at_start = []
     for segment in _segments_before(events, final):
         first = bisect_left(addresses, segment.address)
@@ -61,8 +63,8 @@ def _initial_blocks(events: pl.DataFrame, final: Sequence[SegmentState]) -> list
     ]
     for address, action, size, index, again in first.filter(pl.col("action") != "alloc").iter_rows():
         block_at_end = None if again else sizes.get(address)
-        known = "allocated" if action == "free_requested" else "pending"
-        initial.append(_InitialBlock(address, size, known, block_at_end.bytes if block_at_end else None, index))
+        state = "allocated" if action == "free_requested" else "pending"
+        initial.append(_InitialBlock(address, size, state, block_at_end.bytes if block_at_end else None, index))
     return sorted(initial, key=lambda block: block.address)
 
 
@@ -70,20 +72,20 @@ def _blocks(
     segment: SegmentState, initial: Sequence[_InitialBlock], hints: _Hints, settings: Settings
 ) -> Iterator[BlockState]:
     """Yield the blocks of a segment, including the free ones in between."""
-    at, end = segment.address, segment.address + segment.bytes
+    cursor, end = segment.address, segment.address + segment.bytes
     edge = _InitialBlock(end, 0, "free", 0, _NEVER)
     for block, following in pairwise([*initial, edge]):
         size = block.bytes or _size(segment, block, following.address - block.address, hints, settings)
-        if block.address > at:
-            yield BlockState(at, block.address - at, "free")
+        if block.address > cursor:
+            yield BlockState(cursor, block.address - cursor, "free")
         yield BlockState(block.address, size, block.state, block.requested_bytes)
-        at = block.address + size
-    if at < end:
-        yield BlockState(at, end - at, "free")
+        cursor = block.address + size
+    if cursor < end:
+        yield BlockState(cursor, end - cursor, "free")
 
 
 def _size(segment: SegmentState, block: _InitialBlock, room: int, hints: _Hints, settings: Settings) -> int:
-    size = settings.rounded(block.requested_bytes)
+    size = settings.round_up(block.requested_bytes)
     if segment.small or segment.expandable or size >= room:
         return min(size, room)
     # A large block is split only if more than 1 MiB remains; blocks of max_split_size or more are never split.
@@ -96,20 +98,20 @@ def _size(segment: SegmentState, block: _InitialBlock, room: int, hints: _Hints,
 
 
 def _segments_before(events: pl.DataFrame, final: Sequence[SegmentState]) -> list[SegmentState]:
-    known = {segment.address: segment for segment in final if not segment.expandable}
+    fixed = {segment.address: segment for segment in final if not segment.expandable}
     ranges = [segment for segment in final if segment.expandable]
     moves = events.filter(pl.col("action").str.starts_with("segment_")).select("action", "address", "bytes", "stream")
     for action, address, size, stream in reversed(moves.rows()):
         if action == "segment_alloc":
-            known.pop(address, None)
+            fixed.pop(address, None)
         elif action == "segment_free":
             small = size == SMALL_SEGMENT_BYTES  # all small segments, and no large one, have this size
-            known[address] = SegmentState(address, size, stream, small, 0, expandable=False, blocks=())
+            fixed[address] = SegmentState(address, size, stream, small, 0, expandable=False, blocks=())
         elif action == "segment_map":
             ranges = [part for segment in ranges for part in _without(segment, address, size)]
         else:
-            ranges = _joined([*ranges, _like_neighbour(address, size, stream, [*ranges, *final])])
-    return sorted([*known.values(), *ranges])
+            ranges = _join_ranges([*ranges, _like_neighbour(address, size, stream, [*ranges, *final])])
+    return sorted([*fixed.values(), *ranges])
 
 
 def _without(segment: SegmentState, address: int, size: int) -> Iterator[SegmentState]:
@@ -123,15 +125,15 @@ def _without(segment: SegmentState, address: int, size: int) -> Iterator[Segment
         yield segment._replace(address=address + size, bytes=end - address - size)
 
 
-def _like_neighbour(address: int, size: int, stream: int, others: Sequence[SegmentState]) -> SegmentState:
+def _like_neighbour(address: int, size: int, stream: int, segments: Sequence[SegmentState]) -> SegmentState:
     """Return a range with the attributes of the nearest expandable segment on its stream."""
-    near = [other for other in others if other.expandable and other.stream == stream]
+    near = [other for other in segments if other.expandable and other.stream == stream]
     nearest = min(near, key=lambda other: abs(other.address - address), default=None)
     small = size % LARGE_SEGMENT_BYTES != 0 if nearest is None else nearest.small
     return SegmentState(address, size, stream, small, nearest.pool if nearest else 0, expandable=True, blocks=())
 
 
-def _joined(ranges: Sequence[SegmentState]) -> list[SegmentState]:
+def _join_ranges(ranges: Sequence[SegmentState]) -> list[SegmentState]:
     joined: list[SegmentState] = []
     for segment in sorted(ranges):
         last = joined[-1] if joined else None

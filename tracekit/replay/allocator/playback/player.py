@@ -98,8 +98,8 @@ class _RecordedAddresses:
         self.allocator = allocator
         self.recorded = history.segment_allocations
         self.follow = allocator.place
-        beyond = max((event.address + event.bytes for event in self.recorded), default=0)
-        allocator.next_address = max(allocator.next_address, -(-beyond // _APART_BYTES) * _APART_BYTES)
+        last_end = max((event.address + event.bytes for event in self.recorded), default=0)
+        allocator.next_address = max(allocator.next_address, -(-last_end // _APART_BYTES) * _APART_BYTES)
         self._ends: dict[int, int] = {}
         self._starts: list[int] = []
         self._seen = 0
@@ -111,11 +111,11 @@ class _RecordedAddresses:
         event = self.recorded[number] if number < len(self.recorded) else None
         expands = self.allocator.settings.expandable
         # If the recorded address does not fit, the model or the history is wrong; segments must not overlap.
-        if event is None or not (expands or event.bytes == size_bytes) or self._occupied(event.address, event.bytes):
+        if event is None or not (expands or event.bytes == size_bytes) or self._is_occupied(event.address, event.bytes):
             return self.follow(size_bytes, pool)
         return event.address
 
-    def _occupied(self, address: int, size_bytes: int) -> bool:
+    def _is_occupied(self, address: int, size_bytes: int) -> bool:
         for event in self.allocator.events[self._seen :]:
             if event.action in SEGMENT_ALLOCATIONS:
                 self._add(event.address, event.bytes)
@@ -182,10 +182,10 @@ class _Player:
     def _replay_single(self, number: int, action: int, address: int) -> None:
         """Replay one part of a free whose other part comes later, or a release."""
         if action == REQUEST:
-            wanted = self.live.get(address)
-            if wanted is not None:
-                self.moved[number] = -wanted.bytes
-                self.allocator.request_free(wanted)
+            block = self.live.get(address)
+            if block is not None:
+                self.moved[number] = -block.bytes
+                self.allocator.request_free(block)
         elif action == COMPLETE:
             freed = self.live.pop(address, None)
             # Otherwise it was released already, by a retry.

@@ -95,7 +95,7 @@ def from_snapshot(snapshot: MemorySnapshot, device: int) -> History:
     initial = initial_state.initial_segments(events, final, settings)
     memory = events.filter(pl.col("action").is_in([*SEGMENT_ALLOCATIONS, *SEGMENT_FREES]))
     segment_events = [SegmentEvent(*row) for row in memory.select("action", "address", "bytes", "stream").iter_rows()]
-    played, releases = _played(snapshot, events)
+    played, releases = _replay_events(snapshot, events)
     columns: dict[str, Any] = {
         name: played[name].fill_null(0).to_numpy() for name in ("address", "bytes", "stream", "at_ns")
     }
@@ -128,17 +128,19 @@ def is_replayed() -> pl.Expr:
 def _unplayable(played: pl.DataFrame, initial: tuple[SegmentState, ...]) -> str | None:
     if played.is_empty():
         return "the snapshot holds no history of this device"
-    apart = all(one.address + one.bytes <= other.address for one, other in pairwise(initial))
-    whole = all(sum(block.bytes for block in segment.blocks) == segment.bytes for segment in initial)
-    return None if apart and whole else "the snapshot's segments and history contradict each other"
+    is_disjoint = all(segment.address + segment.bytes <= following.address for segment, following in pairwise(initial))
+    is_complete = all(sum(block.bytes for block in segment.blocks) == segment.bytes for segment in initial)
+    return None if is_disjoint and is_complete else "the snapshot's segments and history contradict each other"
 
 
 def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) -> tuple[SegmentState, ...]:
     described = blocks.select("segment_address", "address", "bytes", "state", pl.col("requested_bytes").fill_null(0))
     blocks_of: dict[int, list[BlockState]] = {}
     for segment, address, size, state, requested in described.iter_rows():
-        known = _STATES.get(state, "pending")
-        blocks_of.setdefault(segment, []).append(BlockState(address, size, known, 0 if known == "free" else requested))
+        status = _STATES.get(state, "pending")
+        blocks_of.setdefault(segment, []).append(
+            BlockState(address, size, status, 0 if status == "free" else requested)
+        )
     rows = segments.select("address", "total_bytes", "stream", pl.col("kind") == "small", "pool", "expandable")
     return tuple(
         SegmentState(address, size, stream, small, pools[pool], grows, tuple(blocks_of.get(address, ())))
@@ -146,7 +148,7 @@ def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) 
     )
 
 
-def _played(
+def _replay_events(
     snapshot: MemorySnapshot, events: pl.DataFrame
 ) -> tuple[pl.DataFrame, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Return the events to replay, with each release as one event, and the reason and addresses of each release."""
@@ -182,36 +184,36 @@ def _pools(events: pl.DataFrame, played: pl.DataFrame, final: tuple[SegmentState
 
     Segments that no longer exist at the end are assigned to the common pool.
     """
-    found = np.zeros(len(played), np.int64)
+    event_pools = np.zeros(len(played), np.int64)
     if not any(segment.pool for segment in final):
-        return found
+        return event_pools
     moves = events.filter(pl.col("action").is_in(["segment_alloc", "segment_free"]))
     alive = dict(moves.filter(pl.col("action") == "segment_alloc").select("address", "index").iter_rows())
     bounds = {segment.address: (segment.address + segment.bytes, segment.pool) for segment in final}
-    at = {a: bound for a, bound in bounds.items() if a not in alive}
-    starts = sorted(at)
+    segments = {a: bound for a, bound in bounds.items() if a not in alive}
+    starts = sorted(segments)
     index, address = played["index"].to_numpy(), played["address"].fill_null(0).to_numpy()
     begin = 0
     last = (int(index[-1]) + 1 if len(index) else 0, "", 0, 0)
     for number, action, where, size in [*moves.select("index", "action", "address", "bytes").iter_rows(), last]:
         end = int(np.searchsorted(index, number))
         if end > begin and starts:
-            found[begin:end] = _within(address[begin:end], starts, at)
+            event_pools[begin:end] = _within(address[begin:end], starts, segments)
         begin = end
         if action == "segment_alloc":
             lasting = alive[where] == number and where in bounds
-            if where not in at:
+            if where not in segments:
                 insort(starts, where)
-            at[where] = bounds[where] if lasting else (where + size, 0)
-        elif where in at:
+            segments[where] = bounds[where] if lasting else (where + size, 0)
+        elif where in segments:
             starts.remove(where)
-            del at[where]
-    return found
+            del segments[where]
+    return event_pools
 
 
-def _within(address: Ints, starts: list[int], at: dict[int, tuple[int, int]]) -> Ints:
+def _within(address: Ints, starts: list[int], segments: dict[int, tuple[int, int]]) -> Ints:
     begins = np.array(starts, np.int64)
-    ends, pools = np.array([at[begin] for begin in starts], np.int64).T
+    ends, pools = np.array([segments[begin] for begin in starts], np.int64).T
     place = np.searchsorted(begins, address, side="right") - 1
     inside = (place >= 0) & (address < ends[np.maximum(place, 0)])
     return np.where(inside, pools[np.maximum(place, 0)], 0)

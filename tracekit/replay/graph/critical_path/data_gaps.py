@@ -18,15 +18,15 @@ _MIN_RATIO = 0.01
 
 def doubts(run: Run, graph: Graph, spans: list[Span], parts: pl.DataFrame, *, is_step: bool) -> tuple[str, ...]:
     """Return, as sentences, what limits a critical path: its spans, and their owners `parts`."""
-    found = [
+    sentences = [
         None if is_step else "No steps are marked: the whole profiled window is shown as one step.",
         _launches(graph),
         *_ranks(run, graph),
-        _unmatched(graph, spans),
+        _unmatched_calls(graph, spans),
         _waits(run, graph),
-        _unexplained(parts),
+        _unexplained_time(parts),
     ]
-    return tuple(each for each in found if each)
+    return tuple(sentence for sentence in sentences if sentence)
 
 
 def _launches(graph: Graph) -> str | None:
@@ -47,24 +47,30 @@ def _ranks(run: Run, graph: Graph) -> Iterator[str]:
     traced = graph.frame["rank"].n_unique()
     size = Manifest.of(run.manifest).world_size or int(graph.parts["group_size"].max() or 0)  # type: ignore[arg-type]
     missing = run.data_quality.filter(pl.col("kind") == "missing_ranks")["message"].to_list()
-    few = [f"{traced} of {size} ranks have a trace"] if size > traced else [each.partition(" (")[0] for each in missing]
+    few = (
+        [f"{traced} of {size} ranks have a trace"]
+        if size > traced
+        else [message.partition(" (")[0] for message in missing]
+    )
     if few:
         yield f"{few[0]}: waiting for the others is shown as communication, as if they had arrived last."
-    alone = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
-    if traced > 1 and alone.len():
+    unaligned = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
+    if traced > 1 and unaligned.len():
         yield (
-            f"{units.numbered('Rank', alone)} share{'s' * (alone.len() == 1)} too few collectives "
+            f"{units.numbered('Rank', unaligned)} share{'s' * (unaligned.len() == 1)} too few collectives "
             "to align clocks: waits between them and other ranks are not known."
         )
 
 
-def _unmatched(graph: Graph, spans: list[Span]) -> str | None:
-    """Return how much communication on the path is of one rank alone although several take part."""
+def _unmatched_calls(graph: Graph, spans: list[Span]) -> str | None:
+    """Sentence on the communication on the path that is of one rank alone although several take part."""
     if graph.frame["rank"].n_unique() < 2:
         return None
-    alone = graph.matches("kind", "communication") & (graph.join_of < 0)
-    own = [(span.node, span.end_ns - span.start_ns) for span in spans if span.wait < 0 and 0 <= span.node < graph.count]
-    share = sum(length_ns for node, length_ns in own if alone[node]) / _length_ns(spans)
+    is_unmatched = graph.matches("kind", "communication") & (graph.join_of < 0)
+    spent = [
+        (span.node, span.end_ns - span.start_ns) for span in spans if span.wait < 0 and 0 <= span.node < graph.count
+    ]
+    share = sum(length_ns for node, length_ns in spent if is_unmatched[node]) / _length_ns(spans)
     if share < _MIN_RATIO:
         return None
     return (
@@ -79,7 +85,7 @@ def _waits(run: Run, graph: Graph) -> str | None:
     return "The traces record no event waits of streams: those of this path are inferred from order and times."
 
 
-def _unexplained(parts: pl.DataFrame) -> str | None:
+def _unexplained_time(parts: pl.DataFrame) -> str | None:
     unknown = parts.filter((pl.col("name") == owners.UNEXPLAINED) | (pl.col("kind") == owners.UNRECORDED))
     share = int(unknown["dur_ns"].sum()) / max(int(parts["dur_ns"].sum()), 1)
     if share < _MIN_RATIO:

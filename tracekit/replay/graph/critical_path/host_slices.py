@@ -33,20 +33,20 @@ def host_pieces(trace: Trace, spans: Spans, lane: Ints, other_lane: Ints) -> pl.
     end = start + ops["dur_ns"].to_numpy()
     on_thread = np.isin(ops["lane"].to_numpy(), np.union1d(lane, other_lane))
     pieces = sweep_line.pieces(spans, start[on_thread], end[on_thread])
-    row = _innermost(ops, end, parent, lane[pieces.of], pieces.start_ns)
-    of_other = _innermost(ops, end, parent, other_lane[pieces.of], pieces.start_ns)
+    row = _innermost(ops, end, parent, lane[pieces.span], pieces.start_ns)
+    of_other = _innermost(ops, end, parent, other_lane[pieces.span], pieces.start_ns)
     row = np.where(row >= 0, row, of_other)
     is_op = (ops["kind"] == "cpu_op").to_numpy()
     operator = sweep_line.at(nesting.nearest(parent, is_op), row, -1)
-    table = pl.DataFrame({"of": pieces.of, "start_ns": pieces.start_ns, "end_ns": pieces.end_ns})
+    table = pl.DataFrame({"of": pieces.span, "start_ns": pieces.start_ns, "end_ns": pieces.end_ns})
     states = pl.Series(host_state.HOST_STATES)
     return table.with_columns(
-        _gathered(ops["name"], row).fill_null(PYTHON).alias("name"),
-        _gathered(ops["name"], operator).alias("operator"),
-        _gathered(module_paths.op_modules(trace), row).alias("module"),
-        *(_gathered(ops[name], row).alias(name) for name in _COLUMNS),
+        _gather_rows(ops["name"], row).fill_null(PYTHON).alias("name"),
+        _gather_rows(ops["name"], operator).alias("operator"),
+        _gather_rows(module_paths.op_modules(trace), row).alias("module"),
+        *(_gather_rows(ops[name], row).alias(name) for name in _COLUMNS),
         states.gather(host_state.state_at(trace, pieces.start_ns)).alias("state"),
-        _gathered(ops["lane"], row).fill_null(pl.Series(lane[pieces.of])).alias("lane"),
+        _gather_rows(ops["lane"], row).fill_null(pl.Series(lane[pieces.span])).alias("lane"),
     ).pipe(schema.select, PIECES)
 
 
@@ -54,11 +54,11 @@ def _innermost(ops: pl.DataFrame, end: Ints, parent: Ints, lane: Ints, at_ns: In
     """Return the row in ops of the innermost slice on each lane at each time, step marks aside; -1 for none."""
     row = np.full(len(at_ns), -1, np.int64)
     lanes, start = ops["lane"].to_numpy(), ops["start_ns"].to_numpy()
-    for each in np.unique(lane):
-        of_lane, wanted = np.flatnonzero(lanes == each), lane == each
+    for lane_number in np.unique(lane):
+        of_lane, is_on_lane = np.flatnonzero(lanes == lane_number), lane == lane_number
         order = of_lane[nesting.order(lanes[of_lane], start[of_lane], end[of_lane])]
-        last = np.searchsorted(start[order], at_ns[wanted], side="right") - 1
-        row[wanted] = sweep_line.at(order, last, -1)
+        last = np.searchsorted(start[order], at_ns[is_on_lane], side="right") - 1
+        row[is_on_lane] = sweep_line.at(order, last, -1)
     ended = np.flatnonzero((row >= 0) & (end[np.maximum(row, 0)] <= at_ns))
     while len(ended):
         row[ended] = parent[row[ended]]
@@ -68,6 +68,6 @@ def _innermost(ops: pl.DataFrame, end: Ints, parent: Ints, lane: Ints, at_ns: In
     return sweep_line.at(nesting.nearest(parent, is_named), row, -1)
 
 
-def _gathered(values: pl.Series, row: Ints) -> pl.Series:
+def _gather_rows(values: pl.Series, row: Ints) -> pl.Series:
     index = pl.Series(row)
     return values.gather(index.set(index < 0, None))

@@ -25,12 +25,12 @@ def waits_of_late_starts(graph: Graph, unexplained_ns: Ints) -> Edges:
     late = (unexplained_ns[: graph.count] >= _LATE_NS) & (graph.column("what") == WORK)
     waiting, awaited = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     place = graph.frame.select("rank", "device", at=pl.int_range(pl.len()), work=pl.col("what") == WORK)
-    for _, here in place.filter("work").group_by("rank", "device", maintain_order=True):
-        rows = here["at"].to_numpy()
+    for _, device_work in place.filter("work").group_by("rank", "device", maintain_order=True):
+        rows = device_work["at"].to_numpy()
         if late[rows].any():
-            found = _ended_before(graph, rows, late)
-            waiting.append(rows[late[rows]][found >= 0])
-            awaited.append(found[found >= 0])
+            awaited_rows = _ended_before(graph, rows, late)
+            waiting.append(rows[late[rows]][awaited_rows >= 0])
+            awaited.append(awaited_rows[awaited_rows >= 0])
     after, before = np.concatenate(waiting), graph.done[np.concatenate(awaited)]
     in_order = graph.position[before] < graph.position[after]
     return dependency_graph.edges(after[in_order], before[in_order], EVENT)
@@ -42,11 +42,11 @@ def _ended_before(graph: Graph, rows: Ints, late: Flags) -> Ints:
     order = rows[np.argsort(graph.column("end_ns")[rows], kind="stable")]
     ended_ns, waiting = graph.column("end_ns")[order], rows[late[rows]]
     began_ns = graph.column("start_ns")[waiting]
-    found = np.full(len(waiting), _NONE, np.int64)
+    row_before = np.full(len(waiting), _NONE, np.int64)
     for back in range(_BACK):
-        at = np.searchsorted(ended_ns, began_ns + _SLACK_NS, side="right") - 1 - back
-        on = order[np.maximum(at, 0)]
-        near = (at >= 0) & (began_ns - ended_ns[np.maximum(at, 0)] <= _NEAR_NS) & (lane[on] != lane[waiting])
+        place = np.searchsorted(ended_ns, began_ns + _SLACK_NS, side="right") - 1 - back
+        on = order[np.maximum(place, 0)]
+        near = (place >= 0) & (began_ns - ended_ns[np.maximum(place, 0)] <= _NEAR_NS) & (lane[on] != lane[waiting])
         near &= launch[on] <= np.where(launch[waiting] < 0, np.iinfo(np.int64).max, launch[waiting])
-        found = np.where((found < 0) & near, on, found)
-    return found
+        row_before = np.where((row_before < 0) & near, on, row_before)
+    return row_before

@@ -47,27 +47,27 @@ def parts(run: Run, times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
     (`host_state.HOST_STATES`). Neighbours have different owners.
     """
     window, origin_ns = times.graph.window, times.graph.origin_ns
-    placed = _placed(times, spans).with_columns(pl.col("start_ns", "end_ns") + origin_ns)
-    found = [placed.filter(pl.col("what") == _IDLE)]
-    for (rank,), of_rank in placed.filter(pl.col("what") != _IDLE).group_by("rank", maintain_order=True):
+    placed_spans = _place_spans(times, spans).with_columns(pl.col("start_ns", "end_ns") + origin_ns)
+    tables = [placed_spans.filter(pl.col("what") == _IDLE)]
+    for (rank,), of_rank in placed_spans.filter(pl.col("what") != _IDLE).group_by("rank", maintain_order=True):
         trace = run.trace(int(str(rank)), window)
-        found.append(_with_operator(trace, of_rank.filter(pl.col("what") == _AT_WORK)))
-        found.append(_host_parts(trace, of_rank.filter(pl.col("what") == _ON_HOST), run.offsets))
-    rows = [each.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")) for each in found]
-    every = pl.concat([schema.conform(each, PARTS) for each in rows]).sort("start_ns")
-    return merged(every, OWNER)
+        tables.append(_with_operator(trace, of_rank.filter(pl.col("what") == _AT_WORK)))
+        tables.append(_host_parts(trace, of_rank.filter(pl.col("what") == _ON_HOST), run.offsets))
+    rows = [table.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")) for table in tables]
+    all_parts = pl.concat([schema.conform(table, PARTS) for table in rows]).sort("start_ns")
+    return merge_parts(all_parts, OWNER)
 
 
-def merged(table: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
+def merge_parts(table: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
     """Return parts in which consecutive ones of one owner are joined; other columns are those of the first."""
     owner = pl.struct(by)
     number = owner.ne_missing(owner.shift(1)).cum_sum()
-    others = [name for name in table.columns if name != "dur_ns"]
+    first_columns = [name for name in table.columns if name != "dur_ns"]
     grouped = table.group_by(number.alias("_number"), maintain_order=True)
-    return grouped.agg(pl.col(others).first(), pl.col("dur_ns").sum()).select(table.columns)
+    return grouped.agg(pl.col(first_columns).first(), pl.col("dur_ns").sum()).select(table.columns)
 
 
-def _placed(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
+def _place_spans(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
     """Return the spans with the node that each belongs to. Columns _PLACED; `what` is host, work or idle."""
     node, row, wait, start, end = (np.array(column, np.int64) for column in zip(*spans, strict=True))
     awaited = np.where(wait >= 0, times.waits.awaited[np.maximum(wait, 0)], -1)
@@ -78,7 +78,7 @@ def _placed(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
     works = (wait < 0) & (node >= 0) & computes
     what = np.where(works, _AT_WORK, np.where(is_host, _ON_HOST, _IDLE))
     before = times.graph.frame.rows(other)
-    placed = table.select(_NODE).with_columns(
+    with_nodes = table.select(_NODE).with_columns(
         pl.Series("what", what, pl.String),
         before["ref"].alias("other_ref"),
         before["lane"].alias("other_lane"),
@@ -86,14 +86,14 @@ def _placed(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
         pl.Series("end_ns", end),
     )
     idle_kind = np.where(node < 0, UNRECORDED, IDLE)
-    return schema.select(_with_idle(placed, idle_kind, _idle_names(times, table, node, wait, end - start)), _PLACED)
+    return schema.select(_with_idle(with_nodes, idle_kind, _idle_names(times, table, node, wait, end - start)), _PLACED)
 
 
-def _with_idle(placed: pl.DataFrame, kind: "np.ndarray[tuple[int], np.dtype[np.str_]]", name: Ints) -> pl.DataFrame:
+def _with_idle(spans: pl.DataFrame, kind: "np.ndarray[tuple[int], np.dtype[np.str_]]", name: Ints) -> pl.DataFrame:
     """Return the spans, those of an idle device with its kind and name."""
     is_idle = pl.col("what") == _IDLE
-    given = placed.with_columns(pl.Series("idle_kind", kind, pl.String), pl.Series("idle_name", name, pl.String))
-    return given.with_columns(
+    named_spans = spans.with_columns(pl.Series("idle_kind", kind, pl.String), pl.Series("idle_name", name, pl.String))
+    return named_spans.with_columns(
         pl.when(is_idle).then("idle_kind").otherwise("kind").alias("kind"),
         pl.when(is_idle).then("idle_name").otherwise("name").alias("name"),
         pl.when(~is_idle).then("unit").alias("unit"),
@@ -107,16 +107,16 @@ def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Int
     stall_ns = table["stall_ns"].to_numpy()
     usual = np.where(kind == LAUNCH, LAUNCH_LATENCY, GAP)
     is_usual = (length_ns <= _USUAL_GAP_NS) | (not times.graph.on_device)
-    named = np.where(is_usual, usual, UNEXPLAINED)
-    named = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, named)
-    return np.where(node < 0, BEFORE, named)
+    idle_names = np.where(is_usual, usual, UNEXPLAINED)
+    idle_names = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, idle_names)
+    return np.where(node < 0, BEFORE, idle_names)
 
 
 def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return spans of work with the innermost op around the launch of each, and its module."""
     (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
-    known = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
-    return work.join(known, on="ref", how="left", maintain_order="left")
+    activities = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
+    return work.join(activities, on="ref", how="left", maintain_order="left")
 
 
 def activity_modules(run: Run, window: int, ranks: Iterable[int]) -> pl.DataFrame:

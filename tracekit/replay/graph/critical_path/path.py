@@ -49,8 +49,8 @@ class CriticalPath:
         Columns rank, kind, name (of the host: its operator, if it runs one), unit, state, start_ns, dur_ns.
         """
         label = pl.when(pl.col("kind") == owners.HOST_KIND).then(pl.coalesce("operator", "name")).otherwise("name")
-        named = self.parts.select("rank", "kind", label.alias("name"), "unit", "state", "start_ns", "dur_ns")
-        return owners.merged(named, ("rank", "kind", "name", "unit"))
+        labelled = self.parts.select("rank", "kind", label.alias("name"), "unit", "state", "start_ns", "dur_ns")
+        return owners.merge_parts(labelled, ("rank", "kind", "name", "unit"))
 
     @property
     def shares(self) -> pl.DataFrame:
@@ -129,9 +129,9 @@ def critical_paths(run: Run) -> pl.DataFrame:
     steps = pl.concat(windows).select("window", "step").unique().sort("window", "step").iter_rows()
     rows = []
     for window, step in steps:
-        found = _chain_of(run, pl.concat(windows).filter(window=window), step)
-        parts = owners.parts(run, found.times, found.spans)
-        place = {"window": window, "step": step, "step_rank": found.step["rank"]}
+        step_chain = _chain_of(run, pl.concat(windows).filter(window=window), step)
+        parts = owners.parts(run, step_chain.times, step_chain.spans)
+        place = {"window": window, "step": step, "step_rank": step_chain.step["rank"]}
         rows.append(parts.with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in place.items()))
     return PATHS.conform(pl.concat(rows))
 
@@ -142,18 +142,18 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
     Without marked steps, the profiled window is the step. Raises InputError if the run has no such step, or none with
     work.
     """
-    found = chain(run, step)
-    graph = found.times.graph
-    table = owners.parts(run, found.times, found.spans)
+    step_chain = chain(run, step)
+    graph = step_chain.times.graph
+    table = owners.parts(run, step_chain.times, step_chain.spans)
     return CriticalPath(
         graph.window,
-        found.step["step"],
-        found.step["rank"],
-        found.start_ns + graph.origin_ns,
-        found.end_ns - found.start_ns,
+        step_chain.step["step"],
+        step_chain.step["rank"],
+        step_chain.start_ns + graph.origin_ns,
+        step_chain.end_ns - step_chain.start_ns,
         table,
-        _slack(run, found),
-        data_gaps.doubts(run, graph, found.spans, table, is_step=found.step["step"] is not None),
+        _slack(run, step_chain),
+        data_gaps.doubts(run, graph, step_chain.spans, table, is_step=step_chain.step["step"] is not None),
     )
 
 
@@ -166,12 +166,12 @@ def chain(run: Run, step: int | None = None) -> Chain:
 
 def _chain_of(run: Run, windows: pl.DataFrame, step: int | None) -> Chain:
     graphs = {graph.window: graph for graph in savings.graphs_of(run)}
-    chosen = _chosen_step(run, windows, step)
-    times = recorded_times(graphs[chosen["window"]])
-    start_ns = int(times.begin_ns[chosen["first"]])
-    end_ns = start_ns + chosen["end_ns"] - chosen["start_ns"]
-    last = _last_node(times, chosen, end_ns)
-    return Chain(times, chosen, last, start_ns, end_ns, walk(times, last, start_ns=start_ns, end_ns=end_ns))
+    step_row = _chosen_step(run, windows, step)
+    times = recorded_times(graphs[step_row["window"]])
+    start_ns = int(times.begin_ns[step_row["first"]])
+    end_ns = start_ns + step_row["end_ns"] - step_row["start_ns"]
+    last = _last_node(times, step_row, end_ns)
+    return Chain(times, step_row, last, start_ns, end_ns, walk(times, last, start_ns=start_ns, end_ns=end_ns))
 
 
 def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str, int]:
@@ -184,8 +184,8 @@ def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str,
     timed = windows.with_columns(duration_ns=pl.col("end_ns") - pl.col("start_ns"))
     of_step = timed.filter(pl.col("step") == step) if step is not None else timed
     if of_step.is_empty():
-        known = units.ranges(timed["step"].drop_nulls().unique()) or "none"
-        raise InputError(f"--step {step}: no such step; the traces have {known}")
+        step_ranges = units.ranges(timed["step"].drop_nulls().unique()) or "none"
+        raise InputError(f"--step {step}: no such step; the traces have {step_ranges}")
     if step is None:
         typical = steps_without_saves.representative_step(run, timed)
         assert typical is not None
@@ -195,18 +195,18 @@ def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str,
     return longest.row(0, named=True)
 
 
-def _last_node(times: RecordedTimes, chosen: dict[str, int], end_ns: int) -> int:
+def _last_node(times: RecordedTimes, step_row: dict[str, int], end_ns: int) -> int:
     """Return the node with which the step ends: the first of the next step, else the last work that ended."""
     graph = times.graph
     place = ("rank", "device")
     following = graph.windows.filter(
-        *(pl.col(name).eq_missing(pl.lit(chosen[name], pl.Int64)) for name in place),
-        pl.col("start_ns") == chosen["end_ns"],
+        *(pl.col(name).eq_missing(pl.lit(step_row[name], pl.Int64)) for name in place),
+        pl.col("start_ns") == step_row["end_ns"],
     )
     if following.height:
         return int(following["first"][0])
     is_here = graph.frame.select(
-        pl.all_horizontal(pl.col(name).eq_missing(pl.lit(chosen[name], pl.Int64)) for name in place)
+        pl.all_horizontal(pl.col(name).eq_missing(pl.lit(step_row[name], pl.Int64)) for name in place)
         & pl.col("kind").is_not_null()
     ).to_series()
     rows = np.flatnonzero(is_here.to_numpy())
@@ -214,17 +214,17 @@ def _last_node(times: RecordedTimes, chosen: dict[str, int], end_ns: int) -> int
     return int(graph.done[rows[np.argmin(np.abs(ended_ns - end_ns))]])
 
 
-def _slack(run: Run, found: Chain) -> pl.DataFrame:
+def _slack(run: Run, step_chain: Chain) -> pl.DataFrame:
     """Return the work in the step that is not on the path: columns SLACK, one row per owner (rank to unit).
 
     slack_ns is the least of its pieces: the time by which it can end later without delaying the end of the step.
     """
-    times, graph = found.times, found.times.graph
-    count, start_ns, end_ns = graph.count, found.start_ns, found.end_ns
+    times, graph = step_chain.times, step_chain.times.graph
+    count, start_ns, end_ns = graph.count, step_chain.start_ns, step_chain.end_ns
     latest = latest_ends(times, end_ns)[:count]
     slack_ns = np.maximum(latest - times.end_ns[:count], 0)
-    on_path = np.isin(graph.done, found.on_path) | np.isin(np.arange(count), found.on_path)
-    known = (latest < NEVER) & ~on_path
+    on_path = np.isin(graph.done, step_chain.on_path) | np.isin(np.arange(count), step_chain.on_path)
+    has_slack = (latest < NEVER) & ~on_path
     began, ended = (graph.column(name) - graph.origin_ns for name in ("start_ns", "end_ns"))
     inside_ns = np.minimum(ended, end_ns) - np.maximum(began, start_ns)
     nodes = graph.frame.select(
@@ -237,15 +237,15 @@ def _slack(run: Run, found: Chain) -> pl.DataFrame:
         pl.Series("dur_ns", inside_ns),
         pl.Series("slack_ns", slack_ns),
     )
-    shown = nodes.filter(pl.Series(known & (inside_ns > 0))).drop_nulls("kind")
+    off_path = nodes.filter(pl.Series(has_slack & (inside_ns > 0))).drop_nulls("kind")
     keys = ["rank", "kind", "name", "module", "unit"]
-    shown = shown.join(
-        owners.activity_modules(run, graph.window, shown["rank"].unique().sort().to_list()),
+    off_path = off_path.join(
+        owners.activity_modules(run, graph.window, off_path["rank"].unique().sort().to_list()),
         on=["rank", "ref", "is_activity"],
         how="left",
         maintain_order="left",
     )
-    sums = shown.group_by(keys, maintain_order=True).agg(
+    sums = off_path.group_by(keys, maintain_order=True).agg(
         pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum(), pl.col("slack_ns").min()
     )
     return schema.select(sums.sort("slack_ns", "dur_ns", descending=[False, True], maintain_order=True), SLACK)

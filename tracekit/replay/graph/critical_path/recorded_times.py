@@ -67,12 +67,12 @@ def recorded_times(graph: Graph) -> RecordedTimes:
     clock errors) get a smaller lag; a node that begins later than all its waits allow gets a larger one. Work that
     starts 50 µs late or more, right after other work of its device ended, waits for that.
     """
-    found = _timed(graph)
-    more = waits_of_late_starts(graph, found.unexplained_ns)
-    return _timed(replace(graph, edges=graph.edges.concat(more))) if len(more.waiting) else found
+    times = _compute_times(graph)
+    more = waits_of_late_starts(graph, times.unexplained_ns)
+    return _compute_times(replace(graph, edges=graph.edges.concat(more))) if len(more.waiting) else times
 
 
-def _timed(graph: Graph) -> RecordedTimes:
+def _compute_times(graph: Graph) -> RecordedTimes:
     begin_ns, end_ns = _node_times(graph)
     waits = _all_waits(graph, end_ns)
     anchor_ns = _anchors(waits, begin_ns, end_ns)
@@ -95,16 +95,16 @@ def _node_times(graph: Graph) -> tuple[Ints, Ints]:
     begin = np.where(is_host, end - graph.own_ns[: graph.count], np.where(what == WAIT, end, start))
     end = np.where(is_part, begin, end)
     joints = len(graph.own_ns) - graph.count
-    arrived, left = (np.full(joints, np.iinfo(np.int64).min, np.int64) for _ in range(2))
+    arrived, departed = (np.full(joints, np.iinfo(np.int64).min, np.int64) for _ in range(2))
     parts = np.flatnonzero(is_part)
-    at = graph.join_of[parts] - graph.count
-    np.maximum.at(arrived, at, begin[parts])
-    np.maximum.at(left, at, _part_ends(graph)[parts])
-    return np.concatenate((begin, arrived)), np.concatenate((end, np.maximum(arrived, left)))
+    joint = graph.join_of[parts] - graph.count
+    np.maximum.at(arrived, joint, begin[parts])
+    np.maximum.at(departed, joint, _part_ends(graph)[parts])
+    return np.concatenate((begin, arrived)), np.concatenate((end, np.maximum(arrived, departed)))
 
 
 def _part_ends(graph: Graph) -> Ints:
-    """Return when each node ended. A send ends with its receive: gloo's last until the program waits for them."""
+    """End of each node. A send ends with its receive: gloo's last until the program waits for them."""
     end = np.asarray(graph.column("end_ns") - graph.origin_ns)
     is_shared = pl.Series(graph.join_of[graph.parts["at"].to_numpy()] >= 0)
     pairs = graph.parts.filter(is_shared, pl.col("op") == collective_matching.PAIRED)
@@ -133,8 +133,8 @@ def _all_waits(graph: Graph, end_ns: Ints) -> Waits:
     awaited = np.concatenate((graph.chain, graph.launch, edges.awaited))
     lag_ns = np.concatenate((graph.chain_ns, graph.launch_ns, edges.lag_ns))
     kind = np.concatenate((order, np.full(len(nodes), LAUNCH), edges.kind))
-    known = (awaited >= 0) | (kind == RELEASE)
-    waiting, awaited, lag_ns, kind = (each[known] for each in (waiting, awaited, lag_ns, kind))
+    is_wait = (awaited >= 0) | (kind == RELEASE)
+    waiting, awaited, lag_ns, kind = (column[is_wait] for column in (waiting, awaited, lag_ns, kind))
     from_begin = kind == START_ORDER
     lag_ns = np.where(from_begin, 0, lag_ns) + _left_earlier_ns(graph, waiting, awaited, end_ns)
     return Waits(waiting, awaited, lag_ns, from_begin, kind)
@@ -142,21 +142,21 @@ def _all_waits(graph: Graph, end_ns: Ints) -> Waits:
 
 def _left_earlier_ns(graph: Graph, waiting: Ints, awaited: Ints, end_ns: Ints) -> Ints:
     """Return by how much (as a negative time) a collective ended earlier on the rank that waits than on the last."""
-    found = np.zeros(len(waiting), np.int64)
+    earlier_ns = np.zeros(len(waiting), np.int64)
     rows = np.flatnonzero((awaited >= graph.count) & (waiting < graph.count))
     if not len(rows):
-        return found
+        return earlier_ns
     rank, parts = graph.column("rank"), np.flatnonzero(graph.join_of >= 0)
     width = int(rank.max()) + 1
     key = graph.join_of[parts] * width + rank[parts]
     order = np.argsort(key)
-    at = np.searchsorted(key[order], awaited[rows] * width + rank[waiting[rows]])
-    at = np.minimum(at, len(order) - 1)
-    own = parts[order[at]]
-    is_own = key[order[at]] == awaited[rows] * width + rank[waiting[rows]]
-    ended_ns = _part_ends(graph)[own]
-    found[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
-    return found
+    place = np.searchsorted(key[order], awaited[rows] * width + rank[waiting[rows]])
+    place = np.minimum(place, len(order) - 1)
+    part = parts[order[place]]
+    is_own = key[order[place]] == awaited[rows] * width + rank[waiting[rows]]
+    ended_ns = _part_ends(graph)[part]
+    earlier_ns[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
+    return earlier_ns
 
 
 def _anchors(waits: Waits, begin_ns: Ints, end_ns: Ints) -> Ints:
@@ -166,7 +166,7 @@ def _anchors(waits: Waits, begin_ns: Ints, end_ns: Ints) -> Ints:
 
 
 def _within_recording(waits: Waits, released_ns: Ints, begin_ns: Ints) -> Ints:
-    """Return when each wait ended: not after its node began."""
+    """End of each wait, in ns: not after its node began."""
     began = begin_ns[waits.waiting]
     early = np.where(waits.kind == LAUNCH, _EARLIER_LAUNCH_NS, 0)
     return np.where(released_ns > began, began - early, released_ns)

@@ -86,14 +86,14 @@ def latest_ends(times: RecordedTimes, deadline_ns: int) -> Ints:
 
     A node that ended after the deadline may end any time later, unless a node before the deadline waited for it.
     """
-    graph, waits, own = times.graph, times.waits, times.own_ns.tolist()
+    graph, waits, own_ns = times.graph, times.waits, times.own_ns.tolist()
     latest: list[int] = np.where(times.end_ns <= deadline_ns, deadline_ns, 2 * NEVER).tolist()
-    known = np.flatnonzero(waits.awaited >= 0)
-    order = known[np.argsort(-graph.position[waits.waiting[known]], kind="stable")]
+    wait = np.flatnonzero(waits.awaited >= 0)
+    order = wait[np.argsort(-graph.position[waits.waiting[wait]], kind="stable")]
     columns = (waits.waiting, waits.awaited, waits.lag_ns, waits.from_begin)
     # Each node needs the latest ends of those that wait for it, so this loop cannot be vectorized.
-    for waiting, awaited, lag_ns, from_begin in zip(*(each[order].tolist() for each in columns), strict=True):
-        until = latest[waiting] - own[waiting] - lag_ns + (own[awaited] if from_begin else 0)
+    for waiting, awaited, lag_ns, from_begin in zip(*(column[order].tolist() for column in columns), strict=True):
+        until = latest[waiting] - own_ns[waiting] - lag_ns + (own_ns[awaited] if from_begin else 0)
         if until < latest[awaited]:
             latest[awaited] = until
     return np.array(latest, np.int64)
