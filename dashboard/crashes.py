@@ -53,11 +53,11 @@ def show(crash: Crash, rest: str) -> None:
         st.code("\n".join(escaping.inert(line, MAX_LINE) for line in crash.details.splitlines()), language=None)
 
 
-def guarded(show_part: Callable[..., None], what: str, rest: str, package: str = "tracekit") -> Callable[..., None]:
+def guard(show_part: Callable[..., None], what: str, rest: str, package: str = "tracekit") -> Callable[..., None]:
     """Return `show_part` so that it shows its errors instead of raising them, as a fragment needs."""
 
     @functools.wraps(show_part)  # Streamlit knows a fragment by its name
-    def shown(*arguments: Any) -> None:
+    def show_errors(*arguments: Any) -> None:
         try:
             show_part(*arguments)
         except TracekitError as error:  # an input that cannot be read is no bug
@@ -65,4 +65,4 @@ def guarded(show_part: Callable[..., None], what: str, rest: str, package: str =
         except Exception as error:  # noqa: BLE001 whatever a part raises, such as one of a plug-in
             show(describe(what, error, package), rest)
 
-    return shown
+    return show_errors

@@ -66,8 +66,8 @@ def as_csv(rows: pl.DataFrame) -> str:
     flat = rows.with_columns(_texts(rows[name]) for name in nested)
     begins = pl.col(pl.String).str.slice(0, 1).is_in(_FORMULA)
     inert = pl.when(begins).then(pl.lit("'") + pl.col(pl.String)).otherwise(pl.col(pl.String)).name.keep()
-    shown = flat.with_columns(inert) if pl.String in flat.dtypes else flat
-    return header.getvalue() + shown.write_csv(include_header=False)
+    escaped = flat.with_columns(inert) if pl.String in flat.dtypes else flat
+    return header.getvalue() + escaped.write_csv(include_header=False)
 
 
 def file_name(text: str) -> str:

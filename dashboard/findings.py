@@ -39,13 +39,13 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {units.count(rows, 'row')}"):
-            shown, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
+            head, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
             if has_moment(finding):
                 selection = f"evidence-{run.entry.name}-{key}"
                 # Above the table, which appears a moment later and would move the button away from the pointer.
-                _show_in_timeline(finding, run, moments.selected(shown, selection), key=key)
+                _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
             widgets.frame(
-                phrases.from_run_start(shown, run.table(tables.RUN_CLOCK)), selection=selection, shared_rows=SHARED_ROWS
+                phrases.from_run_start(head, run.table(tables.RUN_CLOCK)), selection=selection, shared_rows=SHARED_ROWS
             )
             if rows > MAX_EVIDENCE_ROWS:
                 widgets.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")

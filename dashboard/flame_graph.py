@@ -27,20 +27,20 @@ def show(opened: OpenTimeline, part: Window, selected: Any, *, is_range: bool, k
 
     It stays the same while the timeline moves. `selected` is the slice that the browser selected: its thread is shown.
     """
-    state, shown = state_of(key), opened.prefix + FLAME
+    state, parameter = state_of(key), opened.prefix + FLAME
     if state not in st.session_state:
-        st.session_state[state] = _linked(st.query_params.get(shown, ""), opened)
+        st.session_state[state] = _linked_part(st.query_params.get(parameter, ""), opened)
     with st.container(horizontal=True):
         what = "the selected range" if is_range else "the part in view"
-        st.button(f"Flame graph of {what}", on_click=_open, args=(opened, state, part, selected), key=f"flame-of-{key}")
+        st.button(f"Flame graph of {what}", on_click=_open_part, args=(opened, state, part, selected), key=f"flame-of-{key}")
         current: Window | None = st.session_state[state]
         if current is not None:
             st.button("Close the flame graph", on_click=_close, args=(state,), key=f"flame-close-{key}")
     text = "" if current is None else f"{current[0]}-{current[1]}"
-    if text and st.query_params.get(shown) != text:
-        st.query_params[shown] = text
-    elif not text and shown in st.query_params:
-        del st.query_params[shown]
+    if text and st.query_params.get(parameter) != text:
+        st.query_params[parameter] = text
+    elif not text and parameter in st.query_params:
+        del st.query_params[parameter]
     if current is not None:
         _show(opened, current, key)
 
@@ -56,20 +56,20 @@ def jump_message(key: str, after: str) -> dict[str, Any] | None:
     return go["message"] if go and go["after"] == after else None
 
 
-def _linked(text: str, opened: OpenTimeline) -> Window | None:
-    found = _PART.fullmatch(text)
-    part = (int(found[1]), int(found[2])) if found else (0, 0)
+def _linked_part(text: str, opened: OpenTimeline) -> Window | None:
+    match = _PART.fullmatch(text)
+    part = (int(match[1]), int(match[2])) if match else (0, 0)
     return part if part[0] < part[1] <= opened.scene.span[1] - opened.scene.span[0] else None
 
 
-def _open(opened: OpenTimeline, state: str, part: Window, selected: Any) -> None:
+def _open_part(opened: OpenTimeline, state: str, part: Window, selected: Any) -> None:
     st.session_state[state] = part
     track = selected.get("track") if isinstance(selected, Mapping) else None
     if not isinstance(track, int) or not 0 <= track < opened.scene.tracks.height:
         return
-    of = opened.scene.tracks.row(track, named=True)
-    st.session_state[opened.prefix + RANK] = of["rank"]
-    st.session_state[opened.prefix + THREAD] = track if of["source"] == "ops" else ALL_THREADS
+    track_row = opened.scene.tracks.row(track, named=True)
+    st.session_state[opened.prefix + RANK] = track_row["rank"]
+    st.session_state[opened.prefix + THREAD] = track if track_row["source"] == "ops" else ALL_THREADS
 
 
 def _close(state: str) -> None:
@@ -81,15 +81,15 @@ def _show(opened: OpenTimeline, part: Window, key: str) -> None:
     if threads.is_empty():
         widgets.info("The traces contain no host slices: record with `ProfilerActivity.CPU`.")
         return
-    left, middle, right = st.columns(3)
+    rank_column, thread_column, search_column = st.columns(3)
     ranks = threads["rank"].unique(maintain_order=True).to_list()
-    rank = left.selectbox("Rank", ranks, key=bind(opened.prefix + RANK, ranks), format_func=opened.rank_name)
+    rank = rank_column.selectbox("Rank", ranks, key=bind(opened.prefix + RANK, ranks), format_func=opened.rank_name)
     labels = dict(threads.filter(rank=rank).select("track", "label").iter_rows())
     options = [ALL_THREADS, *labels]
-    thread = middle.selectbox(
-        "Thread", options, key=bind(opened.prefix + THREAD, options), format_func=lambda at: labels.get(at, at)
+    thread = thread_column.selectbox(
+        "Thread", options, key=bind(opened.prefix + THREAD, options), format_func=lambda option: labels.get(option, option)
     )
-    text = right.text_input("Search frames", key=bind_text(SEARCH), placeholder="part of a name, any case").strip()
+    text = search_column.text_input("Search frames", key=bind_text(SEARCH), placeholder="part of a name, any case").strip()
     lane = None if thread == ALL_THREADS else int(threads.filter(track=thread)["lane"].item())
     begin_ns = opened.scene.span[0]
     try:
@@ -102,14 +102,14 @@ def _show(opened: OpenTimeline, part: Window, key: str) -> None:
         widgets.info("No host slice of this thread is in this part of the timeline.")
         return
     widgets.caption(_about(opened, rank, part, tree, text))
-    drawn, node = (opened.scene.key, rank, lane, part), None
-    if st.session_state.get(_node_state(key), (None,))[0] == drawn:
+    drawn_part, node = (opened.scene.key, rank, lane, part), None
+    if st.session_state.get(_node_state(key), (None,))[0] == drawn_part:
         node = st.session_state[_node_state(key)][1]
     figure = charts.icicle(tree, f"host time, {opened.rank_name(rank)}", search=text, node=node)
 
     def on_click() -> None:
-        clicked = _clicked(tree, key)
-        st.session_state[_node_state(key)] = (drawn, _opened_node(tree, clicked))
+        clicked = _clicked_frame(tree, key)
+        st.session_state[_node_state(key)] = (drawn_part, _opened_node(tree, clicked))
         _go_to_longest(opened, rank, clicked, key)
 
     widgets.chart(figure, key=_chart(key), on_select=on_click, selection_mode="points")
@@ -137,7 +137,7 @@ def _node_state(key: str) -> str:
     return f"flame-node-{key}"
 
 
-def _clicked(tree: pl.DataFrame, key: str) -> pl.DataFrame:
+def _clicked_frame(tree: pl.DataFrame, key: str) -> pl.DataFrame:
     """Return the row of the frame that was clicked; none for the root."""
     points = st.session_state[_chart(key)]["selection"]["points"]
     node = points[0].get("id") if points else None

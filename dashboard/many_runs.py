@@ -45,19 +45,19 @@ def show(entries: Sequence[RunEntry]) -> None:
         widgets.info("None of these runs is checked yet. The charts show checked runs: press Check above.")
         return
     keys = _keys(runs)
-    left, right = st.columns([1, 2])
-    key = left.selectbox(
+    group_column, metrics_column = st.columns([1, 2])
+    key = group_column.selectbox(
         "Group by", list(keys), key=bind("group", list(keys), "strategy"),
         format_func=lambda name: f"{name} ({units.count(keys[name], 'value')})",
     )  # fmt: skip
-    names = {each: run_metrics.label(each) for each in _metrics(runs)}
-    chosen = right.multiselect(
+    names = {metric: run_metrics.label(metric) for metric in _metrics(runs)}
+    metrics = metrics_column.multiselect(
         "Metrics", list(names), key=bind_several("metrics", list(names), DEFAULT_METRICS, at_most=MAX_METRICS),
         format_func=names.get, max_selections=MAX_METRICS, placeholder="Choose metrics",
     )  # fmt: skip
     groups = charts.in_groups([run.settings.get(key, NOT_KNOWN) for run in runs])
     widgets.note(_answer(runs, groups, key))
-    for metric in chosen:
+    for metric in metrics:
         _metric(runs, groups, metric)
     _settings(runs, groups, keys, key)
 
@@ -67,25 +67,25 @@ def _read(entries: Sequence[RunEntry]) -> list[_Run]:
     with st.spinner(f"Reading the metrics of {len(entries):,} checked runs"):
         for entry in entries:
             try:
-                found = run_metrics.of_run(entry)
+                measured = run_metrics.of_run(entry)
             except TracekitError as error:
                 widgets.problem(f"{entry.name}: {error}")
                 continue
-            if found is not None:
-                runs.append(_Run(entry, _own_settings(entry, found), found.values))
+            if measured is not None:
+                runs.append(_Run(entry, _own_settings(entry, measured), measured.values))
     return runs
 
 
-def _own_settings(entry: RunEntry, found: RunMetrics) -> dict[str, str]:
+def _own_settings(entry: RunEntry, metrics: RunMetrics) -> dict[str, str]:
     folder, _, _ = entry.name.rpartition("/")
     ranks = entry.world_size or (entry.summary.ranks if entry.summary else 0)
-    return {FOLDER: escaping.inert(folder or TOP_FOLDER, run_metrics.MAX_VALUE), RANKS: str(ranks), **found.settings}
+    return {FOLDER: escaping.inert(folder or TOP_FOLDER, run_metrics.MAX_VALUE), RANKS: str(ranks), **metrics.settings}
 
 
-def _left_out(listed: int, checked: int, newest: int, drawn: int) -> None:
+def _left_out(listed: int, checked: int, newest: int, drawn_count: int) -> None:
     parts = [f"{listed - checked:,} of {listed:,} listed runs are not checked yet"] if checked < listed else []
     parts += [f"only the newest {newest:,} are drawn"] if newest < checked else []
-    parts += [f"{newest - drawn:,} changed since they were checked"] if drawn < newest else []
+    parts += [f"{newest - drawn_count:,} changed since they were checked"] if drawn_count < newest else []
     widgets.caption(
         "The charts show the checked runs of the list, with its search and filters; the address carries the view. "
         "Click a point to open its run." + (f" {'; '.join(parts)}." if parts else "")
@@ -94,11 +94,11 @@ def _left_out(listed: int, checked: int, newest: int, drawn: int) -> None:
 
 def _keys(runs: Sequence[_Run]) -> dict[str, int]:
     """Return the settings with how many values each has: those that differ between runs first, few values first."""
-    known: dict[str, set[str]] = {}
+    values_by_name: dict[str, set[str]] = {}
     for run in runs:
         for name, value in run.settings.items():
-            known.setdefault(name, set()).add(value)
-    counts = {name: len(values) for name, values in known.items()}
+            values_by_name.setdefault(name, set()).add(value)
+    counts = {name: len(values) for name, values in values_by_name.items()}
     by_use = sorted(counts, key=lambda name: (counts[name] == 1, _is_no_setting(name), name))
     return {name: counts[name] for name in by_use}
 
@@ -108,15 +108,15 @@ def _is_no_setting(name: str) -> bool:
 
 
 def _metrics(runs: Sequence[_Run]) -> list[str]:
-    known = dict.fromkeys(metric for run in runs for metric in run.values)
+    measured = dict.fromkeys(metric for run in runs for metric in run.values)
     return [
-        *(each for each in DEFAULT_METRICS if each in known),
-        *(each for each in known if each not in DEFAULT_METRICS),
+        *(metric for metric in DEFAULT_METRICS if metric in measured),
+        *(metric for metric in measured if metric not in DEFAULT_METRICS),
     ]
 
 
 def _answer(runs: Sequence[_Run], groups: Sequence[str], key: str) -> str:
-    """Return which group has the shortest and the longest median step; runs of no known group are left out."""
+    """Sentence on the groups with the shortest and the longest median step; runs of no known group are left out."""
     times: dict[str, list[float]] = {}
     for run, group in zip(runs, groups, strict=True):
         if STEP_TIME in run.values and group != NOT_KNOWN:
@@ -131,15 +131,15 @@ def _answer(runs: Sequence[_Run], groups: Sequence[str], key: str) -> str:
 def _metric(runs: Sequence[_Run], groups: Sequence[str], metric: str) -> None:
     name = run_metrics.label(metric)
     ordered = charts.sorted_values(groups)
-    drawn = [
+    charted = [
         ChartedRun(run.entry.name, group, run.values[metric])
         for run, group in zip(runs, groups, strict=True)
         if metric in run.values
     ]
     widgets.subheader(widgets.plain(name[:1].upper() + name[1:]))
-    if len(drawn) < len(runs):
-        widgets.caption(f"{len(drawn):,} of {len(runs):,} runs have this metric.")
-    figure = charts.metric_of_runs(drawn, ordered, label=name, unit=run_metrics.unit(metric))
+    if len(charted) < len(runs):
+        widgets.caption(f"{len(charted):,} of {len(runs):,} runs have this metric.")
+    figure = charts.metric_of_runs(charted, ordered, label=name, unit=run_metrics.unit(metric))
     _openable(widgets.clickable(figure, key=f"runs-{metric}"), runs, key=metric)
 
 
@@ -150,17 +150,17 @@ def _settings(runs: Sequence[_Run], groups: Sequence[str], keys: Mapping[str, in
     options = [name for name in keys if not _is_no_setting(name) or name == key]
     varied = [name for name in options if 1 < keys[name] <= charts.MAX_VALUES]
     default = _most_explaining(varied, [runs[number] for number in timed], first=key)
-    chosen = st.multiselect(
+    names = st.multiselect(
         "Settings", options, key=bind_several("settings", options, default, at_most=MAX_AXES),
         max_selections=MAX_AXES, placeholder="Choose settings",
     )  # fmt: skip
-    if not chosen or not timed:
+    if not names or not timed:
         what = "Choose at least one setting." if options else "The run.json files of these runs have no settings."
         widgets.info(f"{what} Runs without marked steps have no step time and are left out.")
         return
     axes = [
         Axis(name.removeprefix("arguments."), tuple(runs[number].settings.get(name) for number in timed))
-        for name in chosen
+        for name in names
     ]
     times = tuple(str(median(runs[number].values[STEP_TIME])) for number in timed)
     axes.append(Axis("step time", times, run_metrics.unit(STEP_TIME)))

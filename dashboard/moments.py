@@ -37,17 +37,17 @@ def late_and_waiting(rows: pl.DataFrame, row: Mapping[str, Any] | None = None) -
     Empty where the rows name no late rank.
     """
     column = next((name for name in LATE if name in rows.columns), None)
-    known = rows.drop_nulls([column, "rank", "dur_ns"]) if column else rows.clear()
-    if column is None or known.is_empty() or (row is not None and row[column] is None):
+    timed = rows.drop_nulls([column, "rank", "dur_ns"]) if column else rows.clear()
+    if column is None or timed.is_empty() or (row is not None and row[column] is None):
         return ()
-    late = row[column] if row is not None else known.sort("dur_ns", descending=True)[column][0]
-    waits = known.filter(pl.col(column) == late, pl.col("rank") != late)
+    late = row[column] if row is not None else timed.sort("dur_ns", descending=True)[column][0]
+    waits = timed.filter(pl.col(column) == late, pl.col("rank") != late)
     longest = waits.group_by("rank").agg(pl.col("dur_ns").max()).sort("dur_ns", "rank", descending=[True, False])
-    own = [row["rank"]] if row is not None and row["rank"] != late else []
-    return tuple(dict.fromkeys([int(late), *own, *longest["rank"].head(MAX_WAITING).to_list()]))
+    row_rank = [row["rank"]] if row is not None and row["rank"] != late else []
+    return tuple(dict.fromkeys([int(late), *row_rank, *longest["rank"].head(MAX_WAITING).to_list()]))
 
 
-def selected(rows: pl.DataFrame, selection: str) -> Mapping[str, Any] | None:
+def selected_row(rows: pl.DataFrame, selection: str) -> Mapping[str, Any] | None:
     """Return the row of a table that is selected in the state `selection`, if it has a moment."""
     state = st.session_state.get(selection) or {}
     numbers = state.get("selection", {}).get("rows", [])
@@ -61,12 +61,12 @@ def name(row: Mapping[str, Any]) -> str:
     return f"rank {row['rank']}" + ("" if step is None else f", step {step}")
 
 
-def table(entry: RunEntry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
-    """Show a table whose rows open the timeline: `rows` has the moment (COLUMNS, maybe step) of each row of `shown`."""
+def table(entry: RunEntry, rows: pl.DataFrame, display: pl.DataFrame, *, key: str) -> None:
+    """Show a table whose rows open the timeline: `rows` has the moment (COLUMNS, maybe step) of each row of `display`."""
     selection = f"{key}-rows"
     place = st.container()  # above the table, which appears a moment later and would move the button away
-    widgets.frame(shown, key=key, selection=selection)
-    row = selected(rows, selection)
+    widgets.frame(display, key=key, selection=selection)
+    row = selected_row(rows, selection)
     label = "Show in the timeline" if row is None else f"Show {name(row)} in the timeline"
     if place.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:
         show(entry, row, ranks=late_and_waiting(rows, row))

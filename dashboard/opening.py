@@ -17,17 +17,17 @@ _MAX_WORD = 40
 
 def open_run(entry: RunEntry) -> OpenRun | None:
     """Return the run, or show why it cannot be opened and return None."""
-    return widgets.try_reading(entry, _open)
+    return widgets.try_reading(entry, _open_run)
 
 
-def _open(entry: RunEntry) -> OpenRun:
+def _open_run(entry: RunEntry) -> OpenRun:
     opening = run_store.start_opening(entry)
     if opening is None:
         return run_store.open_run(entry)
     # A page that follows a recording shows what it showed before until the new trace is read.
     if not opening.has_ended(_SOON_S) and not entry.is_live:
         place = st.empty()
-        with sharing.paused(), place.container():
+        with sharing.pause(), place.container():
             _show_progress(entry, opening)
         place.empty()
     return opening.result()
@@ -38,21 +38,21 @@ def _show_progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> None:
     about = (entry.strategy, f"model {entry.model}" if entry.model else "", units.size(entry.size_bytes))
     widgets.title(entry.name, " · ".join(escaping.inert(part, _MAX_WORD) for part in about if part))
     bar, caption, figure = st.empty(), st.empty(), st.empty()
-    drawn = 0
+    drawn_traces = 0
     while not opening.has_ended(_POLL_S):
         read = opening.read_traces
         bar.progress(read / max(opening.traces, 1), _progress(entry, opening))
         steps = opening.steps_by_rank
-        if read > drawn and steps is not None:
+        if read > drawn_traces and steps is not None:
             ranks = units.count(steps["rank"].n_unique(), "rank")
             caption.caption(f"Where the time goes on the {ranks} read so far; findings follow")
             with figure.container():
                 widgets.chart(charts.breakdown(steps), key=f"breakdown-{read}", download=False)
-            drawn = read
+            drawn_traces = read
 
 
 def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
-    """Return how far the opening is, in a sentence.
+    """Progress of the opening, in a sentence.
 
     >>> _progress(RunEntry("a", "a", files=8, size_bytes=1 << 20), FirstOpening())
     'Reading 8 files, 1 MiB'
@@ -62,11 +62,11 @@ def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
         return f"Reading {units.count(entry.files, 'file')}, {units.size(entry.size_bytes)}"
     read = f"{opening.read_traces} of {units.count(opening.traces, 'trace')} read"
     if opening.read_traces < opening.traces:
-        return f"{read}, about {_rounded(remaining_s)} left"
+        return f"{read}, about {_rough_time(remaining_s)} left"
     return f"{read}; comparing the ranks and judging the run"
 
 
-def _rounded(seconds: float) -> str:
+def _rough_time(seconds: float) -> str:
     """Return a time as far as it can be known ahead.
 
     >>> _rounded(0.2), _rounded(43.4), _rounded(200)

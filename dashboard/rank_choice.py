@@ -18,11 +18,11 @@ def is_needed(rank_count: int) -> bool:
     return rank_count > rank_rows.MAX_DRAWN
 
 
-def choose(run: OpenRun, wanted: Iterable[int] = (), also: Mapping[int, str] | None = None) -> Mapping[int, str] | None:
+def choose(run: OpenRun, extra: Iterable[int] = (), also: Mapping[int, str] | None = None) -> Mapping[int, str] | None:
     """Let a person choose the ranks to draw; return them with what each is, such as "typical". None: all.
 
     At first these are the ranks of `also`, with what each is, then the typical rank and the extreme ones, as in the
-    report. `wanted` are added to the choice, such as the rank of a finding that another page opens.
+    report. `extra` are added to the choice, such as the rank of a finding that another page opens.
     """
     ranks = run.run.ranks
     if not is_needed(len(ranks)):
@@ -31,12 +31,12 @@ def choose(run: OpenRun, wanted: Iterable[int] = (), also: Mapping[int, str] | N
     for rank, what in run.measured(rank_rows.drawn_ranks).items():
         notable[rank] = f"{notable[rank]}, {what}" if rank in notable else what
     key = bind_several(_NAME, ranks, tuple(notable), at_most=MAX_CHOSEN)
-    missing = [rank for rank in dict.fromkeys(wanted) if rank in ranks and rank not in st.session_state[key]]
+    missing = [rank for rank in dict.fromkeys(extra) if rank in ranks and rank not in st.session_state[key]]
     if missing:
         st.session_state[key] = [*st.session_state[key], *missing][-MAX_CHOSEN:]
         bind_several(_NAME, ranks, tuple(notable), at_most=MAX_CHOSEN)
-    chosen = st.multiselect(
+    picked = st.multiselect(
         f"Ranks drawn, of {len(ranks):,}", ranks, key=key, max_selections=MAX_CHOSEN, placeholder="Choose ranks",
         format_func=lambda rank: f"{rank} · {notable[rank]}" if notable.get(rank) else str(rank),
     )  # fmt: skip
-    return {rank: notable.get(rank, "") for rank in chosen or notable}
+    return {rank: notable.get(rank, "") for rank in picked or notable}

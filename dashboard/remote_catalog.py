@@ -57,16 +57,16 @@ def list_runs(url: str) -> list[RunEntry]:
         return list(pool.map(_entry, runs))
 
 
-def _runs(url: str, name: str, found: Sequence[RemoteFile]) -> Iterator[_RemoteRun]:
+def _runs(url: str, name: str, listed: Sequence[RemoteFile]) -> Iterator[_RemoteRun]:
     """Yield the folders with traces, each with the files in it and below: a run contains no other run."""
-    with_traces = sorted({_run_folder(file) for file in found if is_trace_by_name(file.name)}, key=files.natural_key)
+    with_traces = sorted({_run_folder(file) for file in listed if is_trace_by_name(file.name)}, key=files.natural_key)
     roots: list[str] = []
     for folder in with_traces:
         if not any(f"{folder}/".startswith(f"{root}/") for root in roots):
             roots.append(folder)
     for root in roots:
-        own = tuple(file for file in found if file.url.startswith(f"{root}/"))
-        yield _RemoteRun(root.removeprefix(url).strip("/") or name, root, own)
+        run_files = tuple(file for file in listed if file.url.startswith(f"{root}/"))
+        yield _RemoteRun(root.removeprefix(url).strip("/") or name, root, run_files)
 
 
 def _run_folder(trace: RemoteFile) -> str:
@@ -107,12 +107,12 @@ def _manifest(run: _RemoteRun) -> Manifest:
         return Manifest()  # loading the run reports the error
 
 
-def _stamp(url: str, of: Sequence[RemoteFile]) -> str:
-    """Return what changes with the files; without versions, with their number and sizes."""
-    text = "\0".join([url, *sorted(f"{file.url} {file.size_bytes} {file.version}" for file in of)])
+def _stamp(url: str, run_files: Sequence[RemoteFile]) -> str:
+    """Digest that changes with the files; without versions, with their number and sizes."""
+    text = "\0".join([url, *sorted(f"{file.url} {file.size_bytes} {file.version}" for file in run_files)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def _changed_within(of: Sequence[RemoteFile], seconds: float) -> bool:
+def _changed_within(run_files: Sequence[RemoteFile], seconds: float) -> bool:
     now_ns = time.time_ns()
-    return any(file.changed_ns is not None and abs(now_ns - file.changed_ns) < seconds * 1e9 for file in of)
+    return any(file.changed_ns is not None and abs(now_ns - file.changed_ns) < seconds * 1e9 for file in run_files)

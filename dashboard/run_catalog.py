@@ -91,19 +91,19 @@ def list_runs(paths: Iterable[str]) -> Listing:
     run with a file that links to a path outside of all `paths`. Folders that are such links are not followed.
     """
     paths = list(paths)
-    given = [Path(text) for text in paths if not object_storage.is_url(text)]
-    roots = tuple({os.path.realpath(path if _is(path.is_dir) else path.parent): None for path in given})
+    local_paths = [Path(text) for text in paths if not object_storage.is_url(text)]
+    roots = tuple({os.path.realpath(path if _is(path.is_dir) else path.parent): None for path in local_paths})
     skipped: list[str] = []
-    runs = [run for root in given for run in _runs_at(root, roots, skipped)]
+    runs = [run for root in local_paths for run in _runs_at(root, roots, skipped)]
     newest = set(sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))[-MAX_ENTRIES:])
     by_name: dict[str, RunEntry] = {}
     for name, path in (run for number, run in enumerate(runs) if number in newest):
         name = _unique_name(name, by_name)
         by_name[name] = entry(name, path, roots)
-    remote = [found for url in paths if object_storage.is_url(url) for found in remote_catalog.list_runs(url)]
-    for found in remote[: max(MAX_ENTRIES - len(by_name), 0)]:
-        name = _unique_name(found.name, by_name)
-        by_name[name] = replace(found, name=name)
+    remote = [run for url in paths if object_storage.is_url(url) for run in remote_catalog.list_runs(url)]
+    for remote_run in remote[: max(MAX_ENTRIES - len(by_name), 0)]:
+        name = _unique_name(remote_run.name, by_name)
+        by_name[name] = replace(remote_run, name=name)
     return Listing(tuple(by_name.values()), len(runs) + len(remote) - len(by_name), tuple(skipped))
 
 
@@ -115,11 +115,11 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     state = keys.file_states(str(path))
     run_files = state.files if state else ()
     # A file that was named itself is what its content says; the page says so if it is no snapshot.
-    named = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]
+    pickles = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]
     traces = [
-        file for file in run_files if may_have_traces(_name_of(file)) and not (named and _is_other_json(path, file))
+        file for file in run_files if may_have_traces(_name_of(file)) and not (pickles and _is_other_json(path, file))
     ]
-    snapshots = [] if traces else named
+    snapshots = [] if traces else pickles
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
     manifest = (manifests.read(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
@@ -194,7 +194,7 @@ def _runs_below(
     # Without runs below, any JSON file may be a trace, and an archive may have some; a training may also have written
     # only its logs so far.
     has_logs = depth > 0 and any(child.name.endswith(_LOGS) for child in children)
-    if not runs and (has_logs or _contains_traces(children, lambda of: may_have_traces(of) or is_snapshot(of))):
+    if not runs and (has_logs or _contains_traces(children, lambda name: may_have_traces(name) or is_snapshot(name))):
         yield name, folder
 
 
@@ -214,7 +214,7 @@ def _folders_to_search(
 def _contains_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
     if any(is_trace(child.name) and _is(child.is_file) for child in children):
         return True
-    windows = (one for one in children if _WINDOW.fullmatch(one.name) and _is(one.is_dir) and not one.is_symlink())
+    windows = (sub for sub in children if _WINDOW.fullmatch(sub.name) and _is(sub.is_dir) and not sub.is_symlink())
     return any(is_trace(name) for window in windows for name in _names_in(window.path))
 
 
@@ -300,8 +300,8 @@ def _is_pickle(file: FileState) -> bool:
     return _name_of(file).lower().endswith(PICKLES)
 
 
-def _unique_name(name: str, taken: Mapping[str, RunEntry]) -> str:
+def _unique_name(name: str, used_names: Mapping[str, RunEntry]) -> str:
     # A name that is not valid text (bytes in another encoding) cannot be sent to a browser.
     name = name.encode("utf-8", "replace").decode()
     names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
-    return next(chosen for chosen in names if chosen not in taken)
+    return next(candidate for candidate in names if candidate not in used_names)

@@ -90,9 +90,9 @@ def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunE
     by, largest_first = ORDERS[run_filter.order]
     if run_filter.order == "name":
         return matching
-    known = [entry for entry in matching if by(entry) is not None]
+    with_key = [entry for entry in matching if by(entry) is not None]
     rest = [entry for entry in matching if by(entry) is None]
-    return sorted(known, key=by, reverse=largest_first) + rest
+    return sorted(with_key, key=by, reverse=largest_first) + rest
 
 
 def table(entries: Sequence[RunEntry]) -> pl.DataFrame:

@@ -86,7 +86,7 @@ def fragment(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def pause() -> Iterator[None]:
     """Record nothing of what is drawn in a with block, such as what is replaced soon."""
     recording = st.session_state.get(_RECORDING)
     st.session_state[_RECORDING] = None
@@ -120,7 +120,7 @@ def text(kind: str, markdown: str) -> None:
 
 
 def figure_title() -> str:
-    """Return what a figure that is drawn now shows: the run, the page and the heading above it."""
+    """Title of a figure that is drawn now: the run, the page and the heading above it."""
     recording: Recording | None = st.session_state.get(_RECORDING)
     parts = (recording.run, recording.page, recording.heading) if recording is not None else ()
     return " · ".join(part for part in parts if part)
@@ -133,13 +133,13 @@ def figure(figure: go.Figure, *, key: str) -> None:
         _add(Figure(f"{downloads.file_name(key)}-{len(recording.parts)}-{len(recording.drawn_fragment or ())}", figure))
 
 
-def table(rows: pl.DataFrame, most: int = MAX_ROWS) -> None:
-    """Record the first `most` rows of a table."""
+def table(rows: pl.DataFrame, max_rows: int = MAX_ROWS) -> None:
+    """Record the first `max_rows` rows of a table."""
     if _current() is None or not rows.width:
         return
-    _add(escaping.frame(rows.head(most)))
-    if rows.height > most:
-        text("caption", f"The first {most} of {rows.height:,} rows.")
+    _add(escaping.frame(rows.head(max_rows)))
+    if rows.height > max_rows:
+        text("caption", f"The first {max_rows} of {rows.height:,} rows.")
 
 
 def timeline(make: TimelinePart) -> None:
@@ -148,7 +148,7 @@ def timeline(make: TimelinePart) -> None:
 
 
 def finish() -> Recording | None:
-    """Return what was recorded of the page, and record nothing more; None where the page cannot be shared."""
+    """Return the recording of the page, and record nothing more; None where the page cannot be shared."""
     recording = _current()
     if recording is None or recording.place is None:
         return None
@@ -162,7 +162,7 @@ def plain_text(markdown: str) -> str:
     >>> plain_text(r"a\_b of `tracekit scrub` is **new**")
     'a_b of tracekit scrub is new'
     """
-    return _MARKDOWN.sub(lambda found: next(part for part in found.groups() if part is not None), markdown)
+    return _MARKDOWN.sub(lambda match: next(part for part in match.groups() if part is not None), markdown)
 
 
 def _current() -> Recording | None:
@@ -175,8 +175,8 @@ def _current() -> Recording | None:
 def _add(part: Part | TimelinePart) -> None:
     recording = _current()
     if recording is not None:
-        drawn = recording.drawn_fragment
-        (recording.parts if drawn is None else drawn).append(part)
+        open_parts = recording.drawn_fragment
+        (recording.parts if open_parts is None else open_parts).append(part)
 
 
 def _is_shown_otherwise(name: str) -> bool:

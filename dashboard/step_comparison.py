@@ -28,9 +28,9 @@ MAX_NAME = 80
 HOW_TO_MARK = "call profiler.step() after each optimizer step, or record with `tracekit record`"
 
 
-def choose_run(shown: RunEntry, listed: Sequence[RunEntry]) -> RunEntry | None:
+def choose_run(current: RunEntry, listed: Sequence[RunEntry]) -> RunEntry | None:
     """Let a person choose another run; None without one. Those chosen in the sidebar come first."""
-    by_name = {entry.name: entry for entry in listed if entry.name != shown.name}
+    by_name = {entry.name: entry for entry in listed if entry.name != current.name}
     if not by_name:
         return None
     name = st.selectbox(
@@ -38,7 +38,7 @@ def choose_run(shown: RunEntry, listed: Sequence[RunEntry]) -> RunEntry | None:
     )
     if name not in by_name:
         return None
-    _forget_choices_of_other_runs(shown.name, name)
+    _forget_choices_of_other_runs(current.name, name)
     return by_name[name]
 
 
@@ -63,15 +63,15 @@ def leave() -> None:
 def compare(entry: RunEntry, opened: OpenTimeline, other: RunEntry, draw: Callable[[OpenPair], None], key: str) -> bool:
     """Compare a step of the run with one of another, and `draw` both; return whether both have marked steps."""
     entries, loaded, marked = (entry, other), [], []
-    for each, window in ((entry, opened.window), (other, None)):
-        of_run = widgets.try_reading(each, _read)
-        steps = _marked(each, of_run, window) if of_run is not None else None
+    for side, window in ((entry, opened.window), (other, None)):
+        of_run = widgets.try_reading(side, _read)
+        steps = _measure_steps(side, of_run, window) if of_run is not None else None
         if of_run is None or steps is None:
             return False
         loaded.append(of_run)
         marked.append(steps)
     sides = tuple(map(_Run, entries, loaded, marked, (opened, None)))
-    st.fragment(crashes.guarded(_compare, "the timeline", "The rest of the page is shown."))(sides, draw, key)
+    st.fragment(crashes.guard(_compare, "the timeline", "The rest of the page is shown."))(sides, draw, key)
     return True
 
 
@@ -91,7 +91,7 @@ class _Run:
         ranks = (rank,) if rank_choice.is_needed(len(self.loaded.run.ranks)) else None
         with st.spinner(f"Laying out the timeline of {widgets.plain(self.entry.name)}"):
             return timeline_store.open_timeline(
-                self.entry, self.marked.window, lambda *_: None, of=self.loaded, ranks=ranks
+                self.entry, self.marked.window, lambda *_: None, open_run=self.loaded, ranks=ranks
             )
 
 
@@ -99,23 +99,23 @@ def _compare(sides: tuple[_Run, _Run], draw: Callable[[OpenPair], None], key: st
     """Choose a rank and a step of both runs, state the difference, and draw the two ranks: a fragment."""
     marked = (sides[0].marked, sides[1].marked)
     _move(marked, (st.session_state.get(key) or {}).get("step"), key)
-    rows = [own.row(rank, step) for own, (rank, step) in zip(marked, _choose_steps(marked), strict=True)]
+    rows = [side.row(rank, step) for side, (rank, step) in zip(marked, _choose_steps(marked), strict=True)]
     try:
         timelines = [side.timeline_of(row["rank"]) for side, row in zip(sides, rows, strict=True)]
     except TracekitError as error:
         widgets.problem(str(error))
         return
     steps = [
-        open_pair.pair_step(of, side.entry.name, row) for of, side, row in zip(timelines, sides, rows, strict=True)
+        open_pair.pair_step(view, side.entry.name, row) for view, side, row in zip(timelines, sides, rows, strict=True)
     ]
     is_private = any(side.entry.is_private for side in sides)
     pair = open_pair.open_pair((timelines[0], timelines[1]), (steps[0], steps[1]), is_private=is_private)
-    drawn = (
+    about = (
         f"{letter} is rank {row['rank']} of {len(side.loaded.run.ranks)} of {escaping.inert(side.entry.name, MAX_NAME)}"
         for letter, row, side in zip(open_pair.LETTERS, rows, sides, strict=True)
     )
     with sharing.fragment("steps side by side"):
-        widgets.headline(Headline(step_pair.sentence(*rows, names=open_pair.LETTERS), "; ".join(drawn)))
+        widgets.headline(Headline(step_pair.sentence(*rows, names=open_pair.LETTERS), "; ".join(about)))
         _follow_step(pair, key)
         draw(pair)
 
@@ -145,59 +145,59 @@ def _marked_steps(entry: RunEntry) -> dict[int | None, MarkedSteps]:  # noqa: AR
     return {}
 
 
-def _marked(entry: RunEntry, loaded: LoadedRun, window: int | None = None) -> MarkedSteps | None:
+def _measure_steps(entry: RunEntry, loaded: LoadedRun, window: int | None = None) -> MarkedSteps | None:
     """Return the steps of a run in a window, or say why they cannot be compared and return None."""
-    known = _marked_steps(entry)
-    if window not in known:
+    by_window = _marked_steps(entry)
+    if window not in by_window:
         try:
             with st.spinner(f"Measuring the steps of {widgets.plain(entry.name)}"), loaded.lock:
-                known[window] = step_pair.marked_steps(loaded.run, window)
+                by_window[window] = step_pair.marked_steps(loaded.run, window)
         except TracekitError as error:
             widgets.problem(f"{entry.name}: {error}")
             return None
-    if known[window].step is None:
+    if by_window[window].step is None:
         widgets.info(
             f"{widgets.plain(entry.name)} has no marked steps, so it cannot be aligned by step. To mark them, "
             f"{HOW_TO_MARK}."
         )
         return None
-    return known[window]
+    return by_window[window]
 
 
 def _choose_steps(marked: tuple[MarkedSteps, MarkedSteps]) -> list[tuple[int, int]]:
     """Let a person choose rank and step of both runs; return them. The representative step of each is the default."""
-    chosen = []
+    choices = []
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        for side, (own, letter) in enumerate(zip(marked, open_pair.LETTERS, strict=True)):
+        for side, (run_steps, letter) in enumerate(zip(marked, open_pair.LETTERS, strict=True)):
             # In a narrow window, rank and step of a run stay next to each other.
             of_run = st.container(horizontal=True, width="content")
-            ranks = own.table["rank"].unique().sort().to_list()
-            rank = of_run.selectbox(f"{letter}: rank", ranks, key=bind(RANKS[side], ranks, own.rank), width=110)
-            steps = own.steps(rank)
+            ranks = run_steps.table["rank"].unique().sort().to_list()
+            rank = of_run.selectbox(f"{letter}: rank", ranks, key=bind(RANKS[side], ranks, run_steps.rank), width=110)
+            steps = run_steps.steps(rank)
             step = of_run.selectbox(
                 f"{letter}: step",
                 steps,
-                key=bind(STEPS[side], steps, own.step),
-                format_func=lambda step, own=own, rank=rank: _step_label(own, rank, step),
+                key=bind(STEPS[side], steps, run_steps.step),
+                format_func=lambda step, run_steps=run_steps, rank=rank: _step_label(run_steps, rank, step),
                 width=210,
             )
-            chosen.append((rank, step))
+            choices.append((rank, step))
         buttons = st.container(horizontal=True, width="content")
         for by, label in ((-1, "Previous steps"), (1, "Next steps")):
-            moved = _moved(marked, chosen, by)
+            moved = _shift(marked, choices, by)
             buttons.button(label, key=f"steps{by}", disabled=moved is None, on_click=_choose, args=(moved,))
-    return chosen
+    return choices
 
 
 def _move(marked: tuple[MarkedSteps, MarkedSteps], request: Any, key: str) -> None:
     """Choose the next or the previous step of both runs, as a request of the browser says: each is obeyed once."""
     number, by = (request.get(name) if isinstance(request, Mapping) else None for name in ("number", "by"))
-    chosen = [(st.session_state.get(RANKS[side]), st.session_state.get(STEPS[side])) for side in range(2)]
+    choices = [(st.session_state.get(RANKS[side]), st.session_state.get(STEPS[side])) for side in range(2)]
     if number != st.session_state.get(f"steps-moved-{key}"):
         st.session_state[f"steps-moved-{key}"] = number
         if by in (-1, 1):
-            _choose(_moved(marked, chosen, by))
-    _apply_choice([step for _, step in chosen])
+            _choose(_shift(marked, choices, by))
+    _apply_choice([step for _, step in choices])
 
 
 def _apply_choice(reported: list[int | None]) -> None:
@@ -205,23 +205,23 @@ def _apply_choice(reported: list[int | None]) -> None:
 
     A message that comes before the browser has them, such as of a new view, has the steps from before.
     """
-    before, wanted = st.session_state.get(_WANTED, (None, None))
+    before, requested = st.session_state.get(_WANTED, (None, None))
     if reported == before:
-        st.session_state.update(zip(STEPS, wanted, strict=True))
+        st.session_state.update(zip(STEPS, requested, strict=True))
     else:
         st.session_state.pop(_WANTED, None)
 
 
-def _moved(marked: tuple[MarkedSteps, MarkedSteps], chosen: Sequence[tuple[Any, Any]], by: int) -> list[int] | None:
+def _shift(marked: tuple[MarkedSteps, MarkedSteps], choices: Sequence[tuple[Any, Any]], by: int) -> list[int] | None:
     """Return the steps `by` later of both runs; None where one has no such step."""
-    found = []
-    for own, (rank, step) in zip(marked, chosen, strict=True):
-        steps = own.steps(rank)
-        at = steps.index(step) + by if step in steps else -1
-        if not 0 <= at < len(steps):
+    shifted = []
+    for side, (rank, step) in zip(marked, choices, strict=True):
+        steps = side.steps(rank)
+        index = steps.index(step) + by if step in steps else -1
+        if not 0 <= index < len(steps):
             return None
-        found.append(steps[at])
-    return found
+        shifted.append(steps[index])
+    return shifted
 
 
 def _choose(steps: list[int] | None) -> None:
@@ -229,5 +229,5 @@ def _choose(steps: list[int] | None) -> None:
         st.session_state[_WANTED] = ([st.session_state.get(name) for name in STEPS], steps)
 
 
-def _step_label(own: MarkedSteps, rank: int, step: int) -> str:
-    return f"{step} · representative" if (rank, step) == (own.rank, own.step) else str(step)
+def _step_label(run_steps: MarkedSteps, rank: int, step: int) -> str:
+    return f"{step} · representative" if (rank, step) == (run_steps.rank, run_steps.step) else str(step)

@@ -97,17 +97,17 @@ def safe_name(name: str) -> str:
     last = re.sub(r"[^A-Za-z0-9._-]", "_", name.replace("\\", "/").rpartition("/")[2]).lstrip(".")
     parts = ((suffix, *last.rpartition(suffix)) for suffix in _SUFFIXES)
     packed = ("", ".gz", ".zst")
-    named = [
+    matches = [
         (stem, suffix, ending)
         for suffix, stem, dot, ending in parts
         if dot and ending in (packed[:1] if suffix in PICKLES else packed)
     ]
-    if not named:
+    if not matches:
         raise InputError(
             "the name is not that of a trace, I/O log or memory snapshot; it ends with "
             f"{', '.join(_SUFFIXES)}, or with .gz or .zst after it"
         )
-    stem, suffix, ending = named[0]
+    stem, suffix, ending = matches[0]
     if suffix in PICKLES:  # of the run's rank, if the name states one
         return f"{stem[-_MAX_NAME:].removesuffix('.memory') or 'snapshot'}{conventions.MEMORY_SNAPSHOT_SUFFIX}"
     return f"{stem[-_MAX_NAME:] or 'trace'}{suffix}{ending}"
@@ -149,7 +149,7 @@ def choose() -> RunEntry | None:
     return run_catalog.entry(name, folder.folder, (str(folder.folder.resolve()),), is_private=True)
 
 
-@st.cache_resource(scope="session", on_release=lambda own: shutil.rmtree(own.folder, True), show_spinner=False)
+@st.cache_resource(scope="session", on_release=lambda store: shutil.rmtree(store.folder, True), show_spinner=False)
 def _session_folder() -> UploadFolder:
     uploaded = UploadFolder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
     # In case the server stops before the session ends.

@@ -63,9 +63,9 @@ def bind_several(name: str, options: Sequence[Any], default: Sequence[Any] = (),
     What is no longer an option is dropped.
     """
     by_text = {str(option): option for option in options}
-    chosen = st.session_state.get(name)
-    usable = chosen and [option for option in chosen if option in options][:at_most]
-    if usable != chosen:
+    selected = st.session_state.get(name)
+    usable = selected and [option for option in selected if option in options][:at_most]
+    if usable != selected:
         st.session_state[name] = usable
     return _bound(
         name,
@@ -83,8 +83,8 @@ def bind_number(name: str, low: float, high: float, default: Any) -> str:
     def parse(texts: Texts) -> Any:
         numbers = tuple(kind(text) for text in texts)
         if isinstance(default, tuple):
-            left, right = numbers
-            return (left, right)
+            first, second = numbers
+            return (first, second)
         return numbers[-1]
 
     def is_choice(value: Any) -> bool:

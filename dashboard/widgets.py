@@ -66,18 +66,18 @@ def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
     names = list(by_name)
     # A name in the address is looked up in the list, never taken as a path.
     name = st.selectbox("Run", names, key=url_state.bind(RUN, names), format_func=escaping.inert)
-    others = [other for other in names if other != name]
-    preselected = [other for other in others if not by_name[other].problem] if len(names) <= MAX_PRESELECTED else ()
-    key = url_state.bind_several(OTHERS, others, preselected, at_most=MAX_COMPARED)
+    other_names = [other for other in names if other != name]
+    preselected = [other for other in other_names if not by_name[other].problem] if len(names) <= MAX_PRESELECTED else ()
+    key = url_state.bind_several(OTHERS, other_names, preselected, at_most=MAX_COMPARED)
     compared = []
-    if others:
+    if other_names:
         compared = st.multiselect(
-            "Compare with", others, key=key, format_func=escaping.inert, placeholder="Choose runs",
+            "Compare with", other_names, key=key, format_func=escaping.inert, placeholder="Choose runs",
             max_selections=MAX_COMPARED,
         )  # fmt: skip
     if len(names) > 1 and RUN not in st.query_params:
         st.query_params[RUN] = name  # a link must not depend on which run comes first
-    return tuple(by_name[chosen] for chosen in (name, *compared))
+    return tuple(by_name[run_name] for run_name in (name, *compared))
 
 
 def go_to(address: str, **parameters: Any) -> None:
@@ -96,7 +96,7 @@ def go_to(address: str, **parameters: Any) -> None:
 
 
 def try_reading(entry: RunEntry, read: Callable[[RunEntry], _T], doing: str = "Reading and checking") -> _T | None:
-    """Return what `read` makes of a run, or show why that is impossible and return None."""
+    """Result of `read` on a run; where that is impossible, show why and return None."""
     if entry.problem:
         if entry.snapshots:
             snapshots_only(entry)
@@ -124,14 +124,14 @@ def choose_window(windows: Sequence[int], place: DeltaGenerator | None = None) -
     """Return the profiled window to show: chosen in `place` if there are several."""
     if len(windows) == 1:
         return windows[0]
-    chosen: int = (place or st).selectbox("Window", windows, key=url_state.bind("window", windows), width=160)
-    return chosen
+    window: int = (place or st).selectbox("Window", windows, key=url_state.bind("window", windows), width=160)
+    return window
 
 
-def headline(shown: Headline | None) -> None:
+def headline(answer: Headline | None) -> None:
     """Show the sentence that answers a page's question; nothing where there is none."""
-    if shown is not None:
-        html(html_fragments.headline(shown.text, shown.about, shown.status, is_verdict=shown.is_verdict))
+    if answer is not None:
+        html(html_fragments.headline(answer.text, answer.about, answer.status, is_verdict=answer.is_verdict))
 
 
 def html(fragment: str) -> None:
@@ -196,14 +196,14 @@ def frame(
     *,
     key: str | None = None,
     selection: str | None = None,
-    whole: pl.DataFrame | None = None,
+    full: pl.DataFrame | None = None,
     labels: Mapping[str, str] = MappingProxyType({}),
     shared_rows: int = sharing.MAX_ROWS,
     **options: Any,
 ) -> Any:
     """Show a table with its numbers in readable units; it can be sorted and searched.
 
-    With a `key`, the table, or `whole` of which it is a part, can be downloaded below it in its original units. With a
+    With a `key`, the table, or `full` of which it is a part, can be downloaded below it in its original units. With a
     `selection`, a row can be selected: the state of that name has its number. A shared page has the first
     `shared_rows`. `labels` are the headings of columns whose names do not say enough. Long names of kernels have their
     short form, and their full name in the last column. `options` are those of st.dataframe; its event is returned.
@@ -212,7 +212,7 @@ def frame(
     sharing.table(original, shared_rows)
     if selection is not None:
         options |= {"on_select": "rerun", "selection_mode": "single-row"}
-    shown: list[pl.Series] = []
+    scaled: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
         label = labels.get(series.name) or escaping.heading(series.name)
@@ -222,15 +222,15 @@ def frame(
             series = series / divisor if divisor != 1 else series
             if pattern == BYTES and label != "bytes":
                 label = f"{label}, B"
-            texts = [MISSING if value is None else _written(pattern, value) for value in series.head(_ROWS_MEASURED)]
+            texts = [MISSING if value is None else _number(pattern, value) for value in series.head(_ROWS_MEASURED)]
             columns[series.name] = st.column_config.NumberColumn(label, format=pattern, width=_width_px(texts))
         else:
             texts = [MISSING if value is None else str(value) for value in series.head(_ROWS_MEASURED)]
             columns[series.name] = st.column_config.Column(label, width=_width_px(texts))
-        shown.append(series)
+        scaled.append(series)
     columns |= options.pop("column_config", {})
     event = st.dataframe(
-        pl.DataFrame(shown),
+        pl.DataFrame(scaled),
         column_config=columns,
         hide_index=True,
         placeholder=MISSING,
@@ -239,7 +239,7 @@ def frame(
         **options,
     )
     if key is not None:
-        downloads.table(original if whole is None else whole, key=key)
+        downloads.table(original if full is None else full, key=key)
     return event
 
 
@@ -269,8 +269,8 @@ def time_unit(longest_ns: float) -> tuple[float, str]:
     return _unit(_SCALES["_ns"], longest_ns)
 
 
-def _unit(scales: Sequence[tuple[float, str]], most: float) -> tuple[float, str]:
-    return next(((size, unit) for size, unit in scales if most >= size), scales[-1])
+def _unit(scales: Sequence[tuple[float, str]], largest: float) -> tuple[float, str]:
+    return next(((size, unit) for size, unit in scales if largest >= size), scales[-1])
 
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:
@@ -287,26 +287,26 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     scales = next((scales for ending, scales in _SCALES.items() if series.name.endswith(ending)), None)
     if scales is None:
         return None
-    least, median, most = _extent(series)
-    divisor, unit = _unit(scales, most)
+    smallest, median, largest = _extent(series)
+    divisor, unit = _unit(scales, largest)
     if median < _USUAL * divisor:
         divisor, unit = _unit(scales, 0.999 * divisor)
     if divisor == 1 and series.name.endswith("_ns"):
         return divisor, f"%.0f {unit}"
-    return divisor, f"%.{_decimals(least / divisor, median / divisor)}f {unit}"
+    return divisor, f"%.{_decimals(smallest / divisor, median / divisor)}f {unit}"
 
 
-def _decimals(least: float, median: float) -> int:
-    """Return how many decimals give the median three digits and the least value one, at most `_MAX_DIGITS`.
+def _decimals(smallest: float, median: float) -> int:
+    """Number of decimals that give the median three digits and the least value one, at most `_MAX_DIGITS`.
 
     >>> _decimals(0.26, 75.3), _decimals(0.075, 0.3125), _decimals(581, 595)
     (1, 3, 1)
     """
-    digits = max(_DIGITS - _magnitude(median), -_magnitude(least)) if median else 1
+    digits = max(_DIGITS - _magnitude(median), -_magnitude(smallest)) if median else 1
     return min(max(digits, 1), _MAX_DIGITS)
 
 
-def _written(pattern: str, value: float) -> str:
+def _number(pattern: str, value: float) -> str:
     return f"{value:,.0f}" if pattern == BYTES else pattern % value
 
 
@@ -332,12 +332,12 @@ def _magnitude(value: float) -> int:
 
 
 def _scale_of_sizes(series: pl.Series) -> tuple[float, str]:
-    least, median, most = _extent(series)
+    smallest, median, largest = _extent(series)
     for unit_bytes, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if most >= unit_bytes:
-            if least < unit_bytes * _LEAST_SIZE and most < _MOST_WHOLE_BYTES:
+        if largest >= unit_bytes:
+            if smallest < unit_bytes * _LEAST_SIZE and largest < _MOST_WHOLE_BYTES:
                 return 1, BYTES
-            return unit_bytes, f"%.{_decimals(least / unit_bytes, median / unit_bytes)}f {unit}"
+            return unit_bytes, f"%.{_decimals(smallest / unit_bytes, median / unit_bytes)}f {unit}"
     return 1, "%d B"
 
 
@@ -345,8 +345,8 @@ def _extent(series: pl.Series) -> tuple[float, float, float]:
     """Return the smallest, the median and the largest size of a number in a column, zeros left out; 0 without any."""
     sizes = series.drop_nulls().abs()
     sizes = sizes.filter(sizes > 0)
-    least, median, most = (float(str(size or 0)) for size in (sizes.min(), sizes.median(), sizes.max()))
-    return least, median, most
+    smallest, median, largest = (float(str(size or 0)) for size in (sizes.min(), sizes.median(), sizes.max()))
+    return smallest, median, largest
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
@@ -364,10 +364,10 @@ def segments(label: str, name: str, options: Sequence[str] | Mapping[str, str]) 
     """Return the option chosen in a row of buttons and bound to the address; a mapping gives options their labels."""
     text = options.get if isinstance(options, Mapping) else str
     key = url_state.bind(name, list(options))
-    chosen: str = st.segmented_control(
+    choice: str = st.segmented_control(
         label, list(options), format_func=text, key=key, label_visibility="collapsed", required=True
     )
-    return chosen
+    return choice
 
 
 def chart(figure: go.Figure, *, key: str, download: bool = True, **options: Any) -> Any:

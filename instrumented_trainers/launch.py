@@ -78,7 +78,7 @@ def leave(code: int) -> NoReturn:
 
 def recovery_hint(config: TrainingConfig, rank: int) -> str:
     """Describe what a killed rank was saving, and where to resume; empty if no save was running."""
-    incomplete, complete = seal.unfinished(config.checkpoints), seal.complete(config.checkpoints)
+    incomplete, complete = seal.unfinished_saves(config.checkpoints), seal.complete(config.checkpoints)
     if not incomplete:
         return ""
     rank_files = sorted(path.name for path in incomplete[-1].glob(f"__{rank}_*"))

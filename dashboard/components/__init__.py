@@ -17,18 +17,18 @@ def register(name: str, scripts: Sequence[str]) -> Callable[..., Any]:
     The scripts are joined in their order into one module: there is no build step.
     """
 
-    def joined(ending: str) -> str:
+    def asset_text(ending: str) -> str:
         return (HERE / name / f"{name}.{ending}").read_text(encoding="utf-8")
 
     return mount(
         name,
-        html=joined("html"),
-        css=escaping.asset("button.css") + joined("css"),
+        html=asset_text("html"),
+        css=escaping.asset("button.css") + asset_text("css"),
         js="\n".join((HERE / name / script).read_text(encoding="utf-8") for script in scripts),
     )
 
 
 def mount(name: str, *, html: str, css: str, js: str) -> Callable[..., Any]:
     """Register a component, and return the function that puts it on a page."""
-    placed: Callable[..., Any] = st.components.v2.component(f"tracekit_{name}", html=html, css=css, js=js)
-    return placed
+    component: Callable[..., Any] = st.components.v2.component(f"tracekit_{name}", html=html, css=css, js=js)
+    return component

@@ -42,11 +42,11 @@ def show(run: OpenRun) -> None:
 
 
 def _totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
-    left, right = st.columns(2)
-    with left:
+    clocks_column, rates_column = st.columns(2)
+    with clocks_column:
         widgets.subheader("Training blocked, and all data written")
         widgets.chart(charts.save_clocks(by_save), key="save_clocks")
-    with right:
+    with rates_column:
         widgets.subheader("Durable write rate by rank")
         if clocks["storage_bytes_per_s"].is_not_null().any():
             widgets.chart(charts.save_bandwidth(clocks), key="save_bandwidth")

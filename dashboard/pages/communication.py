@@ -46,20 +46,20 @@ def show(run: OpenRun) -> None:
     _collectives(run, kinds)
 
 
-def _gaps(run: OpenRun, of: str) -> None:
-    rows = run.table(tables.GAPS_BY_RANK).filter(gap_kind=of)
-    title, about = GAPS[of]
+def _gaps(run: OpenRun, gap_kind: str) -> None:
+    rows = run.table(tables.GAPS_BY_RANK).filter(gap_kind=gap_kind)
+    title, about = GAPS[gap_kind]
     widgets.subheader(title)
     widgets.caption(f"{about} Hover over a part for its time and share.")
     if rows.is_empty():
         widgets.caption("There is no such gap.")
         return
-    widgets.chart(charts.stall_causes(rows, run.measured(rank_rows.drawn_ranks)), key=f"communication-{of}")
+    widgets.chart(charts.stall_causes(rows, run.measured(rank_rows.drawn_ranks)), key=f"communication-{gap_kind}")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("By phase and host activity"):
-        causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=of)
+        causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=gap_kind)
         sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
-        widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
+        widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{gap_kind}")
 
 
 def _bandwidth(run: OpenRun) -> None:
@@ -103,8 +103,8 @@ def _stragglers(run: OpenRun) -> None:
 def _with_axes(run: OpenRun, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows of collectives with the mesh axis of each group, as on the page Parallelism, where it is known."""
     axes = run.table(tables.GROUP_AXES).drop_nulls(["group", "axis"]).unique("group", keep="none")
-    named = rows.join(axes.select("group", mesh_axis="axis"), on="group", how="left", maintain_order="left")
-    return named.with_columns(pl.coalesce("mesh_axis", "axis").alias("axis")).drop("mesh_axis")
+    with_axes = rows.join(axes.select("group", mesh_axis="axis"), on="group", how="left", maintain_order="left")
+    return with_axes.with_columns(pl.coalesce("mesh_axis", "axis").alias("axis")).drop("mesh_axis")
 
 
 def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
@@ -112,8 +112,8 @@ def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     widgets.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
     rows = _with_axes(run, kinds.drop("is_whole"))
     last = ("algorithm_bytes_per_s", "bus_bytes_per_s")
-    shown = widgets.drop_empty(rows.select(pl.exclude(*last, "dtype"), "dtype", *last))
-    widgets.frame(shown, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
+    display = widgets.drop_empty(rows.select(pl.exclude(*last, "dtype"), "dtype", *last))
+    widgets.frame(display, key="collectives", labels={"p50_ns": "median", "bytes": "size", "waited_ns": "waiting"})
     by_rank = run.table(tables.COLLECTIVES_BY_RANK)
     if by_rank.height:
         with st.expander("By rank: waiting time and last arrivals"):

@@ -24,26 +24,26 @@ MAX_NAME = 40
 """Characters of a run's name above its column."""
 
 
-def show(chosen: Sequence[RunEntry]) -> None:
+def show(entries: Sequence[RunEntry]) -> None:
     """Show how each chosen run differs from the first, why, and the mean step of all."""
     widgets.title("Compare")
-    if len(chosen) < 2:
+    if len(entries) < 2:
         widgets.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
     headline = st.empty()
-    steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in chosen]
+    steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in entries]
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
         with headline:
             widgets.headline(_headline(usable[0], usable[1:]))
         _differences(usable[0], usable[1:])
-        candidate = _chosen(usable[1:])
+        candidate = _choose_candidate(usable[1:])
         _step_change(usable[0], candidate)
         _call_stacks(usable[0], candidate)
-    drawn = {entry.name: table for entry, table in steps if table is not None and table.height}
+    breakdowns = {entry.name: table for entry, table in steps if table is not None and table.height}
     widgets.subheader("Mean step")
-    if drawn:
-        widgets.chart(charts.comparison(drawn), key="comparison")
+    if breakdowns:
+        widgets.chart(charts.comparison(breakdowns), key="comparison")
     else:
         widgets.info(
             "None of these runs has a step to break down. Record with profiler.step() after each optimizer step."
@@ -51,19 +51,19 @@ def show(chosen: Sequence[RunEntry]) -> None:
 
 
 def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline | None:
-    """Return how the step time of the candidate that changed most compares with the reference."""
+    """Sentence on how the step time of the candidate that changed most compares with the reference."""
     changes = []
     for entry in candidates:
         with contextlib.suppress(NotComparableError):  # shown below
-            found = regression.compare(reference, entry)
-            changes += [(entry, change) for change in found.changes if change.metric == STEP_TIME]
+            compared = regression.compare(reference, entry)
+            changes += [(entry, change) for change in compared.changes if change.metric == STEP_TIME]
     if not changes:
         return None
     entry, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
     status = html_fragments.change_status(change)
-    name, of = (escaping.inert(each.name, MAX_NAME) for each in (entry, reference))
+    name, reference_name = (escaping.inert(run.name, MAX_NAME) for run in (entry, reference))
     text = comparison.with_minus_signs(comparison.change_text(change))
-    return Headline(f"{name}: step time {text} against {of}: {change.verdict.value}", status=status)
+    return Headline(f"{name}: step time {text} against {reference_name}: {change.verdict.value}", status=status)
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -76,7 +76,7 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
             widgets.problem(str(error))
         else:
             widgets.html(html_fragments.comparison_verdict(comparisons[-1], regression.check(reference, entry)))
-    differences = list(dict.fromkeys(note for found in comparisons for note in found.differences))
+    differences = list(dict.fromkeys(note for compared in comparisons for note in compared.differences))
     for note in differences[:MAX_DIFFERENCES]:
         widgets.note(f"{note}.")
     if comparisons:
@@ -92,18 +92,18 @@ def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
         "Medians over steps. Changes have 99% confidence intervals, which include how much recordings of one program "
         "usually differ."
     )
-    of_ranks = list(dict.fromkeys(note for found in comparisons for note in found.rank_notes))
+    of_ranks = list(dict.fromkeys(note for compared in comparisons for note in compared.rank_notes))
     for note in of_ranks:
         widgets.note(f"{note}.")
-    shown = {*of_ranks, *differences[:MAX_DIFFERENCES]}
-    notes = [*dict.fromkeys(note for found in comparisons for note in found.notes if note not in shown)]
+    shown_notes = {*of_ranks, *differences[:MAX_DIFFERENCES]}
+    notes = [*dict.fromkeys(note for compared in comparisons for note in compared.notes if note not in shown_notes)]
     if notes:
         with st.expander(f"Other differences between these runs ({len(notes)})"):
             for note in notes:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _chosen(candidates: Sequence[RunEntry]) -> RunEntry:
+def _choose_candidate(candidates: Sequence[RunEntry]) -> RunEntry:
     """Return the candidate whose step is explained."""
     widgets.subheader("What changed the step")
     by_name = {entry.name: entry for entry in candidates}
@@ -119,9 +119,9 @@ def _call_stacks(reference: RunEntry, candidate: RunEntry) -> None:
         widgets.info("The two runs have no work of the device or of the host in common.")
         return
     kinds = [kind for kind in regression.CALL_TREE_KINDS if kind in trees]
-    of = widgets.segments("Time of", "changed_time_of", kinds[::-1])
+    work = widgets.segments("Time of", "changed_time_of", kinds[::-1])
     side = widgets.segments("Width", "changed_width", _WIDTHS)
-    figure = charts.difference_icicle(trees[of], f"{of} time, {candidate.name}", is_before=side == _BEFORE)
+    figure = charts.difference_icicle(trees[work], f"{work} time, {candidate.name}", is_before=side == _BEFORE)
     widgets.chart(figure, key="comparison-stacks")
     widgets.caption(
         "Time per step and rank. Red frames take longer than before, blue ones less, full colour from half as long "
@@ -158,9 +158,9 @@ def _table(
     comparisons: Sequence[Comparison], *, only_significant: bool
 ) -> tuple[list[str], list[list[str]], list[list[str]]]:
     """Return header, rows and the class of each cell: one row per metric that any two runs share."""
-    by_metric = [{change.metric: change for change in each.changes} for each in comparisons]
+    by_metric = [{change.metric: change for change in compared.changes} for compared in comparisons]
     metrics = dict.fromkeys(metric for changes in by_metric for metric in changes)
-    names = ("metric", comparisons[0].reference, *(each.candidate for each in comparisons))
+    names = ("metric", comparisons[0].reference, *(compared.candidate for compared in comparisons))
     rows, classes = [], []
     for metric in metrics:
         changes = [by_name.get(metric) for by_name in by_metric]
@@ -179,8 +179,8 @@ def _cell(change: Change | None, reference: str) -> str:
     """
     if change is None:
         return widgets.MISSING
-    own = regression.metric_text(change.metric, change.reference)
-    against = "" if own == reference else f" against {own}"
+    base = regression.metric_text(change.metric, change.reference)
+    against = "" if base == reference else f" against {base}"
     value = f"{regression.metric_text(change.metric, change.candidate)}{against} · {comparison.change_text(change)}"
     return comparison.with_minus_signs(f"{value}: {change.verdict.value}")
 

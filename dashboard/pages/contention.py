@@ -50,7 +50,7 @@ def _slowdowns(run: OpenRun, pairs: pl.DataFrame) -> None:
             f"Nothing ran both alone and concurrently with other work. {tables.RECORD_CONTENTION.capitalize()}."
         )
     with st.expander("Slowdowns in numbers"):
-        widgets.frame(_costliest(pairs), key="contention-pairs", whole=pairs)
+        widgets.frame(_costliest(pairs), key="contention-pairs", full=pairs)
 
 
 def _costliest(pairs: pl.DataFrame) -> pl.DataFrame:
@@ -65,9 +65,9 @@ def _phases(run: OpenRun) -> None:
     by_phase = run.table(tables.CONTENTION_BY_PHASE)
     kinds = [kind for kind in tables.WORK_KINDS if kind in by_phase["kind"]]
     widgets.subheader("What shares the device, by phase")
-    of = widgets.segments("Work", "work", kinds)
+    work = widgets.segments("Work", "work", kinds)
     widgets.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
-    widgets.chart(charts.concurrent_time(by_phase, of), key="contention-phases")
+    widgets.chart(charts.concurrent_time(by_phase, work), key="contention-phases")
 
 
 def _give_way(run: OpenRun) -> None:
@@ -94,9 +94,9 @@ def _moments(run: OpenRun) -> None:
         "The calls that lost the most time to concurrent work, compared with the same work alone. Select a row to show "
         "it in the timeline."
     )
-    shown = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
-    shown = shown.drop("window") if shown["window"].n_unique() == 1 else shown
-    moments.table(run.entry, rows, shown, key="contention-at")
+    display = phrases.from_run_start(rows, run.table(tables.RUN_CLOCK))
+    display = display.drop("window") if display["window"].n_unique() == 1 else display
+    moments.table(run.entry, rows, display, key="contention-at")
 
 
 PAGE = Page.described_by(

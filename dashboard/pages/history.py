@@ -64,7 +64,7 @@ def _name(group: Group) -> str:
 
 def _changed_first(series: Sequence[Series]) -> list[Series]:
     """Return the metrics, those that changed or drift first."""
-    return sorted(series, key=lambda one: (not one.shifts, not one.drifts))
+    return sorted(series, key=lambda metric: (not metric.shifts, not metric.drifts))
 
 
 def _changes(group: Group) -> None:
@@ -112,24 +112,24 @@ def _run(group: Group) -> None:
         ),
     )
     row = group.runs.row(number if number is not None else -1, named=True)
-    left, right = st.columns(2)
-    with left:
+    about_column, metrics_column = st.columns(2)
+    with about_column:
         about = [(word, escaping.inert(row[word] or "unknown")) for word in ("commit", "branch", "name")]
         widgets.html(escaping.html_table(("", ""), about))
         if row["commit_text"]:
             st.text("\n".join(escaping.inert(line, 500) for line in row["commit_text"].splitlines()))
         if row["passed"] is not None:
             widgets.caption(widgets.plain("passed" if row["passed"] else f"failed: {', '.join(row['failures'] or ())}"))
-    with right:
+    with metrics_column:
         metrics = group.metrics.filter(run=row["run"]).select("metric", "median", "low", "high")
         cells = [
             [label(key), *(regression.metric_text(key, value) for value in values)]
             for key, *values in metrics.iter_rows()
         ]
         widgets.html(escaping.html_table(metrics.columns, cells, right=[False, True, True, True]))
-    found = group.findings.filter(run=row["run"])
-    if found.height:
-        widgets.frame(found.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))
+    run_findings = group.findings.filter(run=row["run"])
+    if run_findings.height:
+        widgets.frame(run_findings.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))
 
 
 PAGE = Page.described_by(__doc__, "history", show, Needs.HISTORY, TOOLS)

@@ -40,16 +40,16 @@ def show(run: OpenRun) -> None:
         _VIEWS[level](run, middle)
         return
     keys = tables.KERNEL_KEYS if level == KERNELS else tables.OPERATOR_KEYS
-    shown = middle.multiselect(
+    columns = middle.multiselect(
         "Group by", keys, key=bind_several("by", keys, ["name"]), format_func=lambda key: LABELS.get(key, key)
     )
-    by = tuple(shown) or ("name",)
+    by = tuple(columns) or ("name",)
     text = right.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
     kinds: tuple[str, ...] = ()
     if level == OPERATORS:
         key = bind_several("kinds", tables.HOST_KINDS, _DEFAULT_KINDS)
-        chosen = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
-        kinds = tuple(chosen) or _DEFAULT_KINDS
+        chosen_kinds = st.pills("Kinds of host slices", tables.HOST_KINDS, selection_mode="multi", key=key)
+        kinds = tuple(chosen_kinds) or _DEFAULT_KINDS
     with st.spinner("Adding up"):
         if level == KERNELS:
             table = run.cached_table(tables.kernels, by)
@@ -84,17 +84,17 @@ def _show_modules(run: OpenRun, place: DeltaGenerator) -> None:
     totals = [f"total_{name}" for name in tables.MODULE_MEASURES]
     table = table.with_columns(pl.col("module").fill_null(tables.OUTSIDE_MODULES))
     ordered = table.sort(f"total_{measure}", "module", descending=[True, False], nulls_last=True)
-    shown = ordered.select("module", "calls", *totals, measure)
-    widgets.frame(widgets.drop_empty(shown), key="modules", labels={measure: f"own {escaping.heading(measure)}"})
+    display = ordered.select("module", "calls", *totals, measure)
+    widgets.frame(widgets.drop_empty(display), key="modules", labels={measure: f"own {escaping.heading(measure)}"})
 
 
 def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
     """Draw the time of the device or the host by call stack."""
     kinds = tables.CALL_TREE_KINDS
-    of = place.segmented_control("Time of", kinds, key=_bind_time_of(run), required=True)
+    kind = place.segmented_control("Time of", kinds, key=_bind_time_of(run), required=True)
     try:
         with st.spinner("Adding up"):
-            tree = run.cached_table(tables.call_tree, of)
+            tree = run.cached_table(tables.call_tree, kind)
     except InputError as error:
         widgets.info(widgets.plain(str(error)[:1].upper() + str(error)[1:]))
         return
@@ -102,12 +102,12 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
         "Each frame is as wide as its time and that of the frames below it; click one to see it alone. "
         + (
             "Kernels and copies are below the ops, spans and Python frames around their launch. "
-            if of == kinds[-1]
+            if kind == kinds[-1]
             else "The outermost frames are kinds of threads. "
         )
         + "Python frames need recorded stacks. `tracekit flamegraph` writes all of it for other viewers."
     )
-    widgets.chart(charts.icicle(tree, f"{of} time of {run.entry.name}"), key="kernels-stacks")
+    widgets.chart(charts.icicle(tree, f"{kind} time of {run.entry.name}"), key="kernels-stacks")
 
 
 def _show_roofline(run: OpenRun, place: DeltaGenerator) -> None:  # noqa: ARG001 the signature of a view
@@ -153,8 +153,8 @@ def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
     widgets.caption(_about(rows, level))
     widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
     first = [*by, "time_ratio", "self_ratio", measure, "total_ns", "count", "kind", "delay_p50_ns", "delay_p95_ns"]
-    known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
-    ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
+    present = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
+    ordered = sorted(present, key=lambda name: first.index(name) if name in first else len(first))
     widths = {
         name: st.column_config.Column(LABELS.get(name, name), width=widgets.MAX_NAME_PX) for name in by if name in WIDE
     }
@@ -213,9 +213,9 @@ def _modules_headline(run: OpenRun) -> Headline | None:
 
 
 def _stacks_headline(run: OpenRun) -> Headline | None:
-    of = st.session_state[_bind_time_of(run)]
+    kind = st.session_state[_bind_time_of(run)]
     with contextlib.suppress(InputError):  # shown below
-        return headlines.call_stacks(run.report, run.cached_table(tables.call_tree, of), of)
+        return headlines.call_stacks(run.report, run.cached_table(tables.call_tree, kind), kind)
     return None
 
 

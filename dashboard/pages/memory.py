@@ -61,9 +61,9 @@ def show_snapshots(entry: RunEntry) -> None:
     """Let a person pick a memory snapshot of a run without traces, and draw it."""
     try:
         names = {_name(file): file for file in memory.snapshots_of_entry(entry)}
-        chosen = st.selectbox("From", list(names), key=bind("source", list(names)), format_func=escaping.inert)
-        if chosen is not None:
-            _show_snapshot(entry, names[chosen])
+        source = st.selectbox("From", list(names), key=bind("source", list(names)), format_func=escaping.inert)
+        if source is not None:
+            _show_snapshot(entry, names[source])
     except (TracekitError, OSError) as error:
         widgets.problem(str(error))
 
@@ -133,8 +133,8 @@ def _show_snapshot(entry: RunEntry, file: SnapshotFile) -> None:
     for title, rows in memory_report.oom_tables(report.out_of_memory).items():
         if rows.height:
             widgets.subheader(title)
-            shown = rows.drop("device", "at_ns", "peak_bytes", strict=False)
-            widgets.frame(widgets.drop_empty(shown), key=f"snapshot-{title}", labels=_OOM_LABELS)
+            display = rows.drop("device", "at_ns", "peak_bytes", strict=False)
+            widgets.frame(widgets.drop_empty(display), key=f"snapshot-{title}", labels=_OOM_LABELS)
     if tables["over_time"].height:
         widgets.subheader("Allocated over time")
         widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")

@@ -20,18 +20,18 @@ def show(run: OpenRun) -> None:
     """Show the potential savings, the breakdown, the findings by impact, and the data quality."""
     by_key = findings.by_key(run.report.findings)
     quality = findings.of_families(run.report.findings, ("DATA",))
-    judged = {key: finding for key, finding in by_key.items() if key not in quality}
+    performance = {key: finding for key, finding in by_key.items() if key not in quality}
     widgets.html(html_fragments.data_quality(list(quality.values())))
     widgets.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
-    gains = html_fragments.potential_savings(list(judged.values()), run.step_time_ns)
-    left, right = st.columns([3, 2]) if gains else (st.container(), None)
-    with left:
+    gains = html_fragments.potential_savings(list(performance.values()), run.step_time_ns)
+    main_column, saving_column = st.columns([3, 2]) if gains else (st.container(), None)
+    with main_column:
         table, step_times = _breakdown(run)
-    if right is not None:
-        with right:
+    if saving_column is not None:
+        with saving_column:
             widgets.subheader("Potential saving")
             widgets.html(gains)
-    _findings(judged, run)
+    _findings(performance, run)
     if quality:
         widgets.subheader("Data quality")
         findings.show_all(quality, run)
@@ -40,14 +40,14 @@ def show(run: OpenRun) -> None:
     _report(run)
 
 
-def _findings(judged: Findings, run: OpenRun) -> None:
+def _findings(performance: Findings, run: OpenRun) -> None:
     widgets.subheader("Findings")
-    severe = {key: finding for key, finding in judged.items() if finding.severity.label != "info"}
-    rest = {key: finding for key, finding in judged.items() if key not in severe}
-    if not judged:
+    severe = {key: finding for key, finding in performance.items() if finding.severity.label != "info"}
+    rest = {key: finding for key, finding in performance.items() if key not in severe}
+    if not performance:
         cannot_judge = run.report.cannot_judge
-        found = "No rule found anything in what was recorded."
-        widgets.caption(found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
+        nothing_found = "No rule found anything in what was recorded."
+        widgets.caption(nothing_found if cannot_judge is None else f"The rules on time did not run: {cannot_judge}")
     findings.show_all(severe, run)
     if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
@@ -66,9 +66,9 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     if by_rank.is_empty():
         widgets.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    drawn = run.measured(rank_rows.drawn_ranks)
+    drawn_ranks = run.measured(rank_rows.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
-        widgets.chart(charts.breakdown(by_rank, drawn), key="breakdown_by_rank")
+        widgets.chart(charts.breakdown(by_rank, drawn_ranks), key="breakdown_by_rank")
         window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])
         widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_rows.selection_note(run.run))
@@ -77,7 +77,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     rank = st.selectbox("Rank", ranks, key=bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
     table = by_step.filter(by_step["rank"] == rank)
     widgets.chart(charts.breakdown(table), key="breakdown_by_step")
-    return table, charts.step_times(by_step, drawn)
+    return table, charts.step_times(by_step, drawn_ranks)
 
 
 def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) -> None:
@@ -87,9 +87,9 @@ def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) ->
         widgets.note(rank_rows.selection_note(run.run))
     if table.height:
         with st.expander("Where the time goes, in numbers"):
-            shown = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")
+            display = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")
             rows = table.rename({"duration_ns": "dur_ns"})
-            moments.table(run.entry, rows, shown, key=f"breakdown-{run.entry.name}")
+            moments.table(run.entry, rows, display, key=f"breakdown-{run.entry.name}")
 
 
 def _notes(run: OpenRun) -> None:
@@ -107,7 +107,7 @@ def _report(run: OpenRun) -> None:
         for label, (render, mime) in formats.items():
             st.download_button(
                 f"Report as {label}",
-                lambda render=render: run.compute(lambda of: render(run.report, of).encode()),
+                lambda render=render: run.compute(lambda loaded: render(run.report, loaded).encode()),
                 file_name=f"{downloads.name_of('report')}.{label.lower()}",
                 mime=mime,
                 key=f"report-{label}-{run.entry.name}",

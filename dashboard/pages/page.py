@@ -79,10 +79,10 @@ class Page:
     def open(self, selection: Selection) -> None:
         """Show the page, or say why the selection cannot be shown, and offer to share it. Raises TracekitError."""
         sharing.begin(None if self.needs is Needs.CATALOG else self.title)
-        self._open(selection)
+        self._show_selection(selection)
         control.offer()
 
-    def _open(self, selection: Selection) -> None:
+    def _show_selection(self, selection: Selection) -> None:
         if self.needs in (Needs.RUN, Needs.WORK):
             self._open_run(selection.runs[0])
             return
@@ -98,7 +98,7 @@ class Page:
     def _show(self, argument: Any) -> None:
         if self.headline is not None:
             with st.spinner("Measuring"):
-                crashes.guarded(
+                crashes.guard(
                     self._show_headline, f"the headline of the page {self.title}", _REST, self.show.__module__
                 )(argument)
         self.show(argument)

@@ -75,9 +75,9 @@ def _mesh(groups: pl.DataFrame) -> None:
         widgets.info(NO_MESH)
         return
     widgets.chart(figure, key="parallelism-mesh")
-    named = groups.drop_nulls("axis")
-    sources = [text for source, text in SOURCES.items() if source in named["source"]]
-    unknown = groups.height - named.height
+    with_axis = groups.drop_nulls("axis")
+    sources = [text for source, text in SOURCES.items() if source in with_axis["source"]]
+    unknown = groups.height - with_axis.height
     widgets.caption(
         "Each row is an axis, each column a rank; ranks with the same number form one process group. "
         + (f"Axes are {', or '.join(sources)}. " if sources else "")
@@ -88,9 +88,9 @@ def _mesh(groups: pl.DataFrame) -> None:
 def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
     widgets.subheader("Pipeline, one step")
     place = _choose(bubbles)
-    shown = bubbles.filter(**place)
+    step_bubbles = bubbles.filter(**place)
     actions, gaps = (run.table(table).filter(**place) for table in (tables.PIPELINE_ACTIONS, tables.PIPELINE_GAPS))
-    _numbers(shown)
+    _numbers(step_bubbles)
     clicked = widgets.clickable(charts.pipeline_step(actions, gaps), key=f"parallelism-step-{run.entry.name}")
     if clicked is None:
         widgets.caption(
@@ -103,9 +103,9 @@ def _pipeline(run: OpenRun, bubbles: pl.DataFrame) -> None:
     widgets.subheader("Stages, mean of all steps")
     widgets.chart(charts.stage_balance(bubbles), key="parallelism-stages")
     widgets.caption("A stage with more forward and backward time than the others makes all of them wait.")
-    columns = [name for name in shown.columns if name not in _HIDDEN]
-    rows = shown.rename({"duration_ns": "dur_ns"})
-    moments.table(run.entry, rows, widgets.drop_empty(shown.select(columns)), key="parallelism-bubbles")
+    columns = [name for name in step_bubbles.columns if name not in _HIDDEN]
+    rows = step_bubbles.rename({"duration_ns": "dur_ns"})
+    moments.table(run.entry, rows, widgets.drop_empty(step_bubbles.select(columns)), key="parallelism-bubbles")
 
 
 _HIDDEN = ("window", "iteration", "pipeline", "start_ns", "stages", "pipeline_ranks", "ideal_duration_ns", "step")
@@ -126,8 +126,8 @@ def _choose(bubbles: pl.DataFrame) -> dict[str, int]:
     return place
 
 
-def _numbers(shown: pl.DataFrame) -> None:
-    ranks = shown.unique("rank")
+def _numbers(bubbles: pl.DataFrame) -> None:
+    ranks = bubbles.unique("rank")
     formula = ranks["formula_bubble_ratio"].drop_nulls()
     widgets.numbers(
         {
@@ -149,9 +149,9 @@ def _axes(by_axis: pl.DataFrame) -> None:
     summed = ("communication_ns", "exposed_communication_ns", "bytes", "calls")
     steps = pl.when(pl.col("steps") > 0).then("steps").otherwise(1)
     per_step = by_axis.with_columns(pl.col(summed) / steps).rename({"confidence": "confidence_ratio"})
-    shown = widgets.drop_empty(per_step.with_columns(pl.col("calls").round(1)))
+    display = widgets.drop_empty(per_step.with_columns(pl.col("calls").round(1)))
     widgets.frame(
-        shown, key="parallelism-axis-table", labels={"confidence_ratio": "confidence", "calls": "calls per step"}
+        display, key="parallelism-axis-table", labels={"confidence_ratio": "confidence", "calls": "calls per step"}
     )
 
 

@@ -65,16 +65,16 @@ def _headline(plan: CheckpointPlan, model: Model, interval_s: float) -> Headline
     text = f"A checkpoint of {model.name} every {_duration(interval_s)} costs {plan.overhead_ratio:.2%} of the "
     text += f"time: each blocks training for {_duration(plan.blocked_seconds)}"
     lost = "" if plan.goodput_ratio is None else f"Failures and saves cost {units.share(1 - plan.goodput_ratio)} in all"
-    least = f"an interval of {_duration(best)} loses the least time" if best else ""
-    about = "; ".join(filter(None, (lost, least)))
+    advice = f"an interval of {_duration(best)} loses the least time" if best else ""
+    about = "; ".join(filter(None, (lost, advice)))
     return Headline(text, about[:1].upper() + about[1:])
 
 
 def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[CheckpointPlan, float]:
     """Return the plan, and the interval between checkpoints in s."""
-    left, right = st.columns([1, 2])
-    with left:
-        measured = _measured(entry)
+    inputs, results = st.columns([1, 2])
+    with inputs:
+        measured = _measured_rates(entry)
         write = _slider("Storage writes", RATES, 273e9, units.rate, key="plan-write", disabled=measured is not None)
         read = _slider("Storage reads", RATES, 1e12, units.rate, key="plan-read")
         with_buffer = st.toggle("Burst buffer before storage", key=bind_flag("plan-buffered"))
@@ -89,7 +89,7 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[Checkpo
         mtbf_s=failures_s,
         bytes_per_param=(measured and measured[1]) or checkpoint.ADAM_BYTES_PER_PARAM,
     )
-    with right:
+    with results:
         _numbers(plan)
         saving = [plan.blocked_seconds / interval for interval in CURVE_S]
         repeated = [interval / (2 * failures_s) for interval in CURVE_S]
@@ -103,7 +103,7 @@ def _checkpoints(model: Model, layout: Layout, entry: RunEntry) -> tuple[Checkpo
     return plan, interval_s
 
 
-def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
+def _measured_rates(entry: RunEntry) -> tuple[float, float | None] | None:
     """Return the write rate in bytes per second, and the bytes per parameter if known; None if nobody chose it."""
     if not st.toggle("As measured in the chosen run", key=bind_flag("plan-measured")):
         return None
@@ -126,7 +126,7 @@ def _measured(entry: RunEntry) -> tuple[float, float | None] | None:
 
 def _numbers(plan: CheckpointPlan) -> None:
     restore = "" if plan.restore_seconds is None else _duration(plan.restore_seconds)
-    shown = {
+    numbers = {
         "Size": units.size(plan.checkpoint_bytes),
         "Training blocked": _duration(plan.blocked_seconds),
         "Overhead": f"{plan.overhead_ratio:.2%}",
@@ -136,7 +136,7 @@ def _numbers(plan: CheckpointPlan) -> None:
         "Goodput": "" if plan.goodput_ratio is None else units.share(plan.goodput_ratio),
     }
     cells = [*st.columns(4), *st.columns(4)]
-    for cell, (label, value) in zip(cells, shown.items(), strict=False):
+    for cell, (label, value) in zip(cells, numbers.items(), strict=False):
         cell.metric(label, value)
     drained = ""
     if plan.drain_seconds is not None:
@@ -149,8 +149,8 @@ def _numbers(plan: CheckpointPlan) -> None:
 
 
 def _memory(model: Model, layout: Layout) -> None:
-    left, right = st.columns([1, 2])
-    with left:
+    inputs, results = st.columns([1, 2])
+    with inputs:
         sequence = st.select_slider("Sequence length, tokens", TOKENS, key=bind("plan-seq", TOKENS, 4096))
         batch = st.select_slider("Micro-batch size, sequences", POWERS[:7], key=bind("plan-batch", POWERS[:7], 1))
         recomputed = memory.RECOMPUTATIONS
@@ -159,9 +159,9 @@ def _memory(model: Model, layout: Layout) -> None:
         device_gib = st.select_slider("Device memory, GiB", DEVICE_GIB, key=bind("plan-device", DEVICE_GIB, 80))
     work = memory.Workload(sequence, batch, layout.pp, recomputation, with_sequence)
     layouts = {name: Layout(layout.tp, layout.pp, layout.dp, zero) for name, zero in STRATEGIES.items()}
-    plans = {name: memory.plan(model.parameters, each, model=model, work=work) for name, each in layouts.items()}
+    plans = {name: memory.plan(model.parameters, split, model=model, work=work) for name, split in layouts.items()}
     plans["YaFSDP"] = memory.plan(model.parameters, layout, model=model, work=work, with_yafsdp=True)
-    with right:
+    with results:
         widgets.chart(charts.memory_by_strategy(plans, device_bytes=device_gib * 2**30), key="plan-memory")
         widgets.caption(
             "One rank of the first pipeline stage, with mixed-precision Adam and flash attention. Fragmentation and "
@@ -170,8 +170,8 @@ def _memory(model: Model, layout: Layout) -> None:
 
 
 def _pipeline(stages: int) -> None:
-    left, right = st.columns([1, 2])
-    with left:
+    inputs, results = st.columns([1, 2])
+    with inputs:
         micro_batches = st.select_slider("Micro-batches per step", COUNTS, key=bind("plan-micro", COUNTS, 32))
         chunks = st.select_slider("Chunks per rank, interleaved", CHUNKS, key=bind("plan-chunks", CHUNKS, 2))
     schedules = {
@@ -180,15 +180,15 @@ def _pipeline(stages: int) -> None:
         "ZB-H1": (pipeline.ZB_H1, 1),
         "ZB-H2": (pipeline.ZB_H2, 1),
     }
-    with left:
-        for name, (of, v) in schedules.items():
-            plan = pipeline.plan(stages, micro_batches, schedule=of, chunks=v)
+    with inputs:
+        for name, (schedule, v) in schedules.items():
+            plan = pipeline.plan(stages, micro_batches, schedule=schedule, chunks=v)
             widgets.caption(f"{name}: idle {units.share(plan.bubble_ratio)}, activations × {plan.activation_ratio:.3g}")
     ratios = {
-        name: [pipeline.plan(stages, count, schedule=of, chunks=v).bubble_ratio for count in COUNTS]
-        for name, (of, v) in schedules.items()
+        name: [pipeline.plan(stages, count, schedule=schedule, chunks=v).bubble_ratio for count in COUNTS]
+        for name, (schedule, v) in schedules.items()
     }
-    with right:
+    with results:
         widgets.chart(charts.bubbles(COUNTS, ratios, selected=micro_batches), key="plan-bubbles")
 
 

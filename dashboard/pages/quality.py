@@ -58,8 +58,8 @@ def _contents(run: OpenRun) -> None:
         "Large differences between ranks mean that they recorded different things."
     )
     first = ("rank", "issues", "work_on")
-    shown = table.with_columns(work_on).drop("on_device")
-    widgets.frame(shown.select(*first, pl.all().exclude(first)), key="contents", labels=_CONTENTS)
+    contents = table.with_columns(work_on).drop("on_device")
+    widgets.frame(contents.select(*first, pl.all().exclude(first)), key="contents", labels=_CONTENTS)
 
 
 def _clocks(run: OpenRun) -> None:
@@ -102,10 +102,10 @@ def _rules(run: OpenRun) -> None:
     with st.expander("All rules"):
         widgets.frame(table.drop("could not judge"), key="rules")
     families = set(table["family"]) - set(findings.FAMILIES_WITH_A_PAGE)
-    others = findings.of_families(run.report.findings, list(families))
-    if others:
+    plugin_findings = findings.of_families(run.report.findings, list(families))
+    if plugin_findings:
         widgets.subheader("Findings of plug-in rules")
-        findings.show_all(others, run)
+        findings.show_all(plugin_findings, run)
 
 
 PAGE = Page.described_by(__doc__, "quality", show, headline=lambda run: run.headline(headlines.data_quality))

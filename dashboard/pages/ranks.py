@@ -36,16 +36,16 @@ def show(run: OpenRun) -> None:
     widgets.subheader("One step, rank by rank")
     window, step = _choose_step(run)
     rows = activity.filter(window=window)
-    span = run.cached(("step span", window, step), lambda of: tables.step_span(of, window, step))
+    span = run.cached(("step span", window, step), lambda run: tables.step_span(run, window, step))
     part = _choose_part(run, span, window, step)
     cell = st.session_state.get(f"ranks-cell-{run.entry.name}")
-    drawn = rank_choice.choose(run, cell[:1] if cell else (), culprits)
+    drawn_ranks = rank_choice.choose(run, cell[:1] if cell else (), culprits)
     widgets.caption(
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(span[1] - span[0])} from the first rank "
         f"that begins it to the last that ends it · {_clock_error(offsets, window)}"
     )
     widgets.chart(
-        charts.rank_activity(rows, part, origin_ns=span[0], labels=drawn),
+        charts.rank_activity(rows, part, origin_ns=span[0], labels=drawn_ranks),
         key="ranks",
         config={**charts.CONFIG, "scrollZoom": True},
     )
@@ -55,19 +55,19 @@ def show(run: OpenRun) -> None:
     )
     widgets.subheader("Time of this part by rank, and the ranks it waits for")
     totals = widgets.drop_empty(tables.rank_totals(rows, part))
-    shown = most_awaited(totals)
-    waits = [name for name in shown.columns if name.startswith(WAITING_FOR)]
+    display = most_awaited(totals)
+    waits = [name for name in display.columns if name.startswith(WAITING_FOR)]
     labels = {name: f"waiting for rank {name.removeprefix(WAITING_FOR).removesuffix('_ns')}" for name in waits}
-    widgets.frame(shown, key="ranks-totals", labels=labels)
-    if len(totals.columns) > len(shown.columns):
+    widgets.frame(display, key="ranks-totals", labels=labels)
+    if len(totals.columns) > len(display.columns):
         widgets.caption(f"Only the {MAX_AWAITED} ranks with the longest waits for them have a column.")
 
 
 def most_awaited(totals: pl.DataFrame) -> pl.DataFrame:
     """Return `rank_totals` with the columns of the `MAX_AWAITED` ranks that all ranks together wait longest for."""
     waits = {name: totals[name].sum() for name in totals.columns if name.startswith(WAITING_FOR)}
-    most = sorted(waits, key=lambda name: waits[name], reverse=True)[:MAX_AWAITED]
-    return totals.drop(name for name in waits if name not in most)
+    longest = sorted(waits, key=lambda name: waits[name], reverse=True)[:MAX_AWAITED]
+    return totals.drop(name for name in waits if name not in longest)
 
 
 def _heatmap(run: OpenRun) -> Mapping[int, str]:
@@ -133,8 +133,8 @@ def _choose_step(run: OpenRun) -> tuple[int, int | None]:
     steps = by_step.filter(window=window)["step"].unique().sort().to_list()
     default = median["step"] if median and median["step"] in steps else ALL_STEPS
     options = [ALL_STEPS, *steps]
-    chosen = choices.selectbox("Step", options, key=bind("step", options, default), width=160)
-    return window, None if chosen == ALL_STEPS else chosen
+    choice = choices.selectbox("Step", options, key=bind("step", options, default), width=160)
+    return window, None if choice == ALL_STEPS else choice
 
 
 def _choose_part(run: OpenRun, span: Window, window: int, step: int | None) -> Window:

@@ -35,7 +35,7 @@ _OTHER_COLOUR = "#5F6875"
 def show(catalog: Catalog) -> None:
     """List the runs, to search, open, compare and check them."""
     # A search or a selection reruns only the fragment.
-    st.fragment(crashes.guarded(_list, "the page Runs", "The other pages work."))(catalog)
+    st.fragment(crashes.guard(_list, "the page Runs", "The other pages work."))(catalog)
 
 
 def _list(catalog: Catalog) -> None:
@@ -47,33 +47,33 @@ def _list(catalog: Catalog) -> None:
             f"Only the newest {len(entries):,} of {len(entries) + listing.omitted:,} runs are listed: open the "
             "dashboard on a subfolder to see the others."
         )
-    _skipped(listing.skipped)
-    shown = runs_table.filter_runs(entries, _choose_filter(entries))
-    count = f"{len(shown):,} of {len(entries):,} shown" if len(shown) < len(entries) else f"{len(entries):,}"
+    _show_skipped(listing.skipped)
+    matching = runs_table.filter_runs(entries, _choose_filter(entries))
+    count = f"{len(matching):,} of {len(entries):,} shown" if len(matching) < len(entries) else f"{len(entries):,}"
     with title.container():
         widgets.title("Runs", count)
         widgets.headline(_headline(entries))
-    if not shown:
+    if not matching:
         st.info("No run matches. Remove a filter or shorten the search text.")
         return
     view = widgets.segments("View", "view", VIEWS)
     if view == TABLE:
-        _actions(shown, _table(shown), catalog)
+        _actions(matching, _table(matching), catalog)
     else:
-        if any(entry.summary is None and not entry.problem for entry in shown):
-            _check_button(shown, catalog, st.columns([1, 3])[0])
-        many_runs.show(shown)
-    _live([entry for entry in shown if entry.is_live])
+        if any(entry.summary is None and not entry.problem for entry in matching):
+            _check_button(matching, catalog, st.columns([1, 3])[0])
+        many_runs.show(matching)
+    _live([entry for entry in matching if entry.is_live])
 
 
-def _skipped(folders: Sequence[str]) -> None:
+def _show_skipped(folders: Sequence[str]) -> None:
     if folders:
         with st.expander(f"{units.count(len(folders), 'folder')} skipped"):
             st.code("\n".join(escaping.inert(text) for text in folders[:MAX_SKIPPED]), language=None)
 
 
 def _headline(entries: Sequence[RunEntry]) -> Headline:
-    """Return which run loses most, and how many are not checked."""
+    """Sentence on the run that loses most, and on how many are not checked."""
     checked = [entry for entry in entries if entry.summary is not None]
     unchecked = sum(entry.summary is None and not entry.problem for entry in entries)
     more = (
@@ -126,17 +126,17 @@ def _step_range(entries: Sequence[RunEntry]) -> tuple[float, float] | None:
     divisor, unit = widgets.time_unit(max(known_ns))
     # At most 200 positions, which are whole hundredths.
     width = max(0.01, math.ceil(max(known_ns) / divisor / 2) / 100)
-    first, last = (known / divisor // width for known in (min(known_ns), max(known_ns)))
+    first, last = (time_ns / divisor // width for time_ns in (min(known_ns), max(known_ns)))
     full = (round(width * first, 2), round(width * (last + 1), 2))
     # The name in the address contains the unit: a link must not mean another time where other runs are listed.
     key = bind_number(f"step_{unit}", *full, full)
-    left, right = st.slider(f"Step time, {unit}", *full, key=key, step=width)
-    return None if (left, right) == full else (left * divisor, right * divisor)
+    low, high = st.slider(f"Step time, {unit}", *full, key=key, step=width)
+    return None if (low, high) == full else (low * divisor, high * divisor)
 
 
-def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
+def _table(entries: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the runs and return those selected."""
-    table = runs_table.table(shown)
+    table = runs_table.table(entries)
     divisor, unit = widgets.time_unit(table.select(pl.col("step_ns").fill_null(0).max()).item())
     chips = sorted({chip for cell in table["verdict"].to_list() for chip in cell})
     widest = max(sum(CHIP_PX + CHARACTER_PX * len(chip) for chip in cell) for cell in table["verdict"].to_list())
@@ -163,28 +163,28 @@ def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
             "size": config.NumberColumn(format="%.2f MiB"),
         },
-        height=min(ROW_PX * (len(shown) + 1) + 3, MAX_HEIGHT_PX),
-        key=f"runs-{hash(tuple(entry.name for entry in shown))}",  # rows are selected by their number
+        height=min(ROW_PX * (len(entries) + 1) + 3, MAX_HEIGHT_PX),
+        key=f"runs-{hash(tuple(entry.name for entry in entries))}",  # rows are selected by their number
     )
-    return [shown[row] for row in event["selection"]["rows"] if row < len(shown)]
+    return [entries[row] for row in event["selection"]["rows"] if row < len(entries)]
 
 
 def _colour(chip: str) -> str:
     return next((colour for word, colour in _COLOURS.items() if word in chip), _OTHER_COLOUR)
 
 
-def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], catalog: Catalog) -> None:
+def _actions(listed: Sequence[RunEntry], selected: Sequence[RunEntry], catalog: Catalog) -> None:
     columns = st.columns([1, 1, 1, 3])
-    if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
-        widgets.go_to(runs_table.page_of(chosen[0]) or "overview", run=chosen[0].name)
+    if columns[0].button("Open this run", type="primary", disabled=len(selected) != 1, width="stretch"):
+        widgets.go_to(runs_table.page_of(selected[0]) or "overview", run=selected[0].name)
     if columns[1].button(
-        f"Compare {len(chosen)}" if len(chosen) > 1 else "Compare",
-        disabled=not 2 <= len(chosen) <= 1 + widgets.MAX_COMPARED,
+        f"Compare {len(selected)}" if len(selected) > 1 else "Compare",
+        disabled=not 2 <= len(selected) <= 1 + widgets.MAX_COMPARED,
         width="stretch",
     ):
-        names = [entry.name for entry in chosen]
+        names = [entry.name for entry in selected]
         widgets.go_to("compare", run=names[0], compare=names[1:])
-    _check_button(chosen or shown, catalog, columns[2])
+    _check_button(selected or listed, catalog, columns[2])
     columns[3].caption(
         "Select a run by its check box to open it, or several to compare them. A check reads the traces once; its "
         "findings are cached until the traces change."

@@ -45,8 +45,8 @@ _RESULT, _TRUSTED, _EXAMPLE = "sql-result", "sql-trusted", "sql-example"
 
 def show(run: OpenRun) -> None:
     """Let a person write a query, and run it on request: an address can contain a query, but never run it."""
-    left, right = st.columns([3, 2])
-    with left:
+    query_column, schema_column = st.columns([3, 2])
+    with query_column:
         st.pills("Examples", list(EXAMPLES), key=_EXAMPLE, on_change=_take_example)
         key = bind_text(SQL, next(iter(EXAMPLES.values())), MAX_SQL)
         with st.form("sql-form", border=False):
@@ -63,14 +63,14 @@ def show(run: OpenRun) -> None:
                 "This query is part of the link that you opened. Read it before you run it.", icon=":material/link:"
             )
         _show_result(run)
-    with right:
+    with schema_column:
         _schema()
 
 
 def _take_example() -> None:
-    chosen = st.session_state.get(_EXAMPLE)
-    if chosen in EXAMPLES:
-        st.session_state[SQL] = st.session_state[_TRUSTED] = EXAMPLES[chosen]
+    example = st.session_state.get(_EXAMPLE)
+    if example in EXAMPLES:
+        st.session_state[SQL] = st.session_state[_TRUSTED] = EXAMPLES[example]
 
 
 def _run_query(run: OpenRun, text: str) -> None:
@@ -115,8 +115,8 @@ def _schema() -> None:
     table = tables[st.selectbox("Tables", list(tables), key=bind("table", list(tables)), format_func=escaping.inert)]
     st.caption(f"One row per {widgets.plain(table.grain)}.")
     rows = [(column.name, column.unit_or_type, column.meaning) for column in table.columns]
-    shown = escaping.html_table(("column", "type", "meaning"), rows)
-    st.html(f'<div class="tk-schema">{shown}</div>')
+    schema_html = escaping.html_table(("column", "type", "meaning"), rows)
+    st.html(f'<div class="tk-schema">{schema_html}</div>')
 
 
 PAGE = Page.described_by(__doc__, "sql", show, headline=lambda run: run.headline(headlines.tables))

@@ -72,16 +72,16 @@ class RankOrder:
     about: Mapping[int, str] = field(default_factory=dict)
     """What a rank is, such as "typical"."""
 
-    def sorted(self, tracks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def sort_tracks(self, tracks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return the tracks in this order; ranks outside the mesh come last."""
         last = (len(self.coordinates), 0)
         return sorted(tracks, key=lambda track: self.coordinates.get(track["rank"], {}).get(self.axis or "", last))
 
     def places(self) -> dict[int, str]:
-        """Return what each rank is and its place along the axes, such as "pp 1 · tp 0", with short names of axes."""
+        """Role and place along the axes of each rank, such as "pp 1 · tp 0", with short names of axes."""
         texts = {rank: [text] for rank, text in self.about.items() if text}
-        for rank, of in self.coordinates.items():
-            texts.setdefault(rank, []).extend(f"{SHORT_NAMES.get(axis, axis)} {at}" for axis, (_, at) in of.items())
+        for rank, axes in self.coordinates.items():
+            texts.setdefault(rank, []).extend(f"{SHORT_NAMES.get(axis, axis)} {n}" for axis, (_, n) in axes.items())
         return {rank: escaping.inert(" · ".join(parts), message.MAX_NAME) for rank, parts in texts.items()}
 
 
@@ -97,7 +97,7 @@ def show(selection: Selection) -> None:
     head, right = st.columns([2, 1])  # above the choice of ranks, which opening a large run shows
     with right:
         other = step_comparison.choose_run(entry, (*selection.runs[1:], *selection.catalog.listing().entries))
-    opened = widgets.try_reading(entry, _open, "Opening the timeline of")
+    opened = widgets.try_reading(entry, _open_run, "Opening the timeline of")
     if opened is None:
         return
     with head:
@@ -109,7 +109,7 @@ def show(selection: Selection) -> None:
         key = f"{_key(entry, opened.window)}-{_key(other, 0)[-16:]}"
 
         def draw(pair: OpenTimeline) -> None:
-            sharing.timeline(_shared(pair, RankOrder(), [], {}))
+            sharing.timeline(_shared_part(pair, RankOrder(), [], {}))
             _canvas(pair, RankOrder(), [], None, key)
 
         if step_comparison.compare(entry, opened, other, draw, key):
@@ -124,27 +124,27 @@ def _show_run(entry: RunEntry, opened: OpenTimeline) -> None:
         with headline:
             widgets.headline(run_store.open_run(entry).headline(headlines.step))
     key = _key(entry, opened.window)
-    chosen = _choose_finding(by_key, key)
+    finding_key = _choose_finding(by_key, key)
     order = replace(_choose_order(_coordinates(entry, opened, by_key), key), about=opened.about)
     # The browser gets the tracks of a component once.
     key = f"{key}-{order.axis}" if order.axis else key
     key = f"{key}-{opened.scene.key[:8]}" if opened.about else key
-    jump = _jump(entry, opened, by_key, chosen, key)
+    jump = _jump(entry, opened, by_key, finding_key, key)
     marks = [*_path_marks(entry, opened, key), *message.findings(opened.scene, opened.window, by_key)]
-    sharing.timeline(_shared(opened, order, marks, by_key))
-    st.fragment(crashes.guarded(_canvas, "the timeline", "The rest of the page is shown."))(
+    sharing.timeline(_shared_part(opened, order, marks, by_key))
+    st.fragment(crashes.guard(_canvas, "the timeline", "The rest of the page is shown."))(
         opened, order, marks, jump, key
     )
-    if chosen in by_key:
-        findings.show(by_key[chosen], run_store.open_run(entry), key=chosen)
+    if finding_key in by_key:
+        findings.show(by_key[finding_key], run_store.open_run(entry), key=finding_key)
     with st.expander("Perfetto and offline use"):
         export.show(entry.name, opened, list(by_key.values()))
 
 
-def _shared(
+def _shared_part(
     opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]], by_key: Findings
 ) -> sharing.TimelinePart:
-    """Return what makes the timeline of a shared page, as the address shows it."""
+    """Function that makes the timeline of a shared page, as the address shows it."""
 
     def make(parameters: sharing.Parameters) -> Embedded:
         return shared_timeline.embed_scene(
@@ -168,27 +168,27 @@ def _header(opened: OpenTimeline, order: RankOrder) -> dict[str, Any]:
 def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[str, Any]]:
     """Return the critical path of a step as marks of the top row, if a person asks for it here or on its page."""
     toggle = f"path-{key}"
-    wanted = st.session_state.get(widgets.SHOWN_PATH)
-    step = wanted["step"] if wanted and wanted["run"] == entry.name else None
-    if wanted and wanted["run"] == entry.name:
+    shown_path = st.session_state.get(widgets.SHOWN_PATH)
+    step = shown_path["step"] if shown_path and shown_path["run"] == entry.name else None
+    if shown_path and shown_path["run"] == entry.name:
         st.session_state.setdefault(toggle, True)
     if not st.toggle("Critical path of the step", key=toggle):
         return []
     try:
         with st.spinner("Walking back from the end of the step"):
-            found = critical_path.explained(run_store.open_run(entry), step)
+            path = critical_path.explain(run_store.open_run(entry), step)
     except (TracekitError, RuleError) as error:
         widgets.caption(widgets.plain(f"The critical path is not shown: {error}"))
         return []
-    return message.path_marks(opened.scene, found.compact) if found.window == opened.window else []
+    return message.path_marks(opened.scene, path.compact) if path.window == opened.window else []
 
 
 def _coordinates(entry: RunEntry, opened: OpenTimeline, by_key: Findings) -> RankCoordinates:
     """Return the places of ranks in the mesh that the manifest states; else, of a checked run, as its traces say."""
     groups = tables.mesh_groups(opened.run.manifest)
     if not groups and by_key:
-        named = run_store.open_run(entry).table(tables.GROUP_AXES).drop_nulls(["axis", "ranks"])
-        for axis, ranks in named.select("axis", "ranks").unique(maintain_order=True).iter_rows():
+        group_axes = run_store.open_run(entry).table(tables.GROUP_AXES).drop_nulls(["axis", "ranks"])
+        for axis, ranks in group_axes.select("axis", "ranks").unique(maintain_order=True).iter_rows():
             groups.setdefault(axis, []).append(ranks)
     # Along a single group of all ranks, the place of a rank is its number.
     places = tables.mesh_coordinates(groups) if any(len(listed) > 1 for listed in groups.values()) else {}
@@ -200,10 +200,10 @@ def _choose_order(coordinates: RankCoordinates, key: str) -> RankOrder:
     axes = list(dict.fromkeys(axis for place in coordinates.values() for axis in place))
     if not axes:
         return RankOrder()
-    chosen = st.selectbox(
+    choice = st.selectbox(
         "Order of ranks", ["by number", *(f"by groups of {axis}" for axis in axes)], key=f"order-{key}"
     )
-    return RankOrder(chosen.removeprefix("by groups of ") if chosen != "by number" else None, coordinates)
+    return RankOrder(choice.removeprefix("by groups of ") if choice != "by number" else None, coordinates)
 
 
 def _key(entry: RunEntry, window: int) -> str:
@@ -212,30 +212,30 @@ def _key(entry: RunEntry, window: int) -> str:
     return f"timeline-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
-def _open(entry: RunEntry) -> OpenTimeline:
+def _open_run(entry: RunEntry) -> OpenTimeline:
     # Of a run with many ranks the report says which to draw, and has the clocks of all of them.
     is_large = entry.summary is not None and rank_choice.is_needed(entry.summary.ranks)
     loaded: LoadedRun = run_store.open_run(entry) if is_large else run_store.load(entry)
     if not isinstance(loaded, OpenRun) and rank_choice.is_needed(len(loaded.run.ranks)):
         loaded = run_store.open_run(entry)
     window = widgets.choose_window(sorted({source.window for source in loaded.run.sources}))
-    drawn = rank_choice.choose(loaded, _wanted_ranks(entry, loaded, window)) if isinstance(loaded, OpenRun) else None
+    about = rank_choice.choose(loaded, _wanted_ranks(entry, loaded, window)) if isinstance(loaded, OpenRun) else None
     bar = st.empty()
 
     def on_progress(done: int, total: int) -> None:
         bar.progress(min(done / total, 1.0), f"Laying out the timeline, once for this run: {done} of {total} traces")
 
-    ranks = tuple(drawn) if drawn else None
-    opened = timeline_store.open_timeline(entry, window, on_progress, of=loaded, ranks=ranks)
+    ranks = tuple(about) if about else None
+    opened = timeline_store.open_timeline(entry, window, on_progress, open_run=loaded, ranks=ranks)
     bar.empty()
-    return replace(opened, about=drawn) if drawn else opened
+    return replace(opened, about=about) if about else opened
 
 
 def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
     """Return the ranks that another page or a choice of a finding opens, once."""
-    shown, wanted = st.session_state.get(moments.SHOWN), []
-    if shown and shown["run"] == entry.name:
-        wanted += [int(shown["rank"]), *shown.get("ranks", ())]
+    moment, ranks = st.session_state.get(moments.SHOWN), []
+    if moment and moment["run"] == entry.name:
+        ranks += [int(moment["rank"]), *moment.get("ranks", ())]
     state, seen = f"finding-{_key(entry, window)}", f"ranks-of-{entry.name}"
     name = (
         st.session_state.get(findings.SHOWN_FINDING)
@@ -243,13 +243,13 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
         or st.query_params.get(address.FINDING)
     )
     if name == st.session_state.get(seen):
-        return wanted
+        return ranks
     st.session_state[seen] = name
     for key, finding in findings.by_key(run.report.findings).items():
         if name in (key, finding.id) and findings.has_moment(finding):
             longest = finding.evidence.drop_nulls("rank").sort("dur_ns", descending=True, nulls_last=True)
-            wanted += [int(longest["rank"][0]), *moments.late_and_waiting(finding.evidence)]
-    return wanted
+            ranks += [int(longest["rank"][0]), *moments.late_and_waiting(finding.evidence)]
+    return ranks
 
 
 def _findings(entry: RunEntry) -> Findings:
@@ -275,46 +275,46 @@ def _findings(entry: RunEntry) -> Findings:
 def _choose_finding(by_key: Findings, key: str) -> str:
     """Return the key of the finding to show: chosen here, on another page, or named by the address."""
     state = f"finding-{key}"
-    wanted = st.session_state.pop(findings.SHOWN_FINDING, None)
-    if wanted is None and state not in st.session_state:
-        wanted = st.query_params.get(address.FINDING)
-    wanted = next((name for name, finding in by_key.items() if wanted in (name, finding.id)), None)
-    if wanted is not None:
-        st.session_state[state] = wanted
+    requested = st.session_state.pop(findings.SHOWN_FINDING, None)
+    if requested is None and state not in st.session_state:
+        requested = st.query_params.get(address.FINDING)
+    requested = next((name for name, finding in by_key.items() if requested in (name, finding.id)), None)
+    if requested is not None:
+        st.session_state[state] = requested
         st.session_state[f"seen-{key}"] = ""
     if not by_key:
         return NO_FINDING
     options = [NO_FINDING, *by_key]
     if st.session_state.get(state) not in options:
         st.session_state[state] = NO_FINDING
-    chosen: str = st.selectbox(
+    choice: str = st.selectbox(
         "Finding",
         options,
         key=state,
         format_func=lambda option: findings.label(by_key[option]) if option in by_key else option,
     )
-    address.write(finding=chosen if chosen in by_key else None)
-    return chosen
+    address.write(finding=choice if choice in by_key else None)
+    return choice
 
 
-def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, chosen: str, key: str) -> Jump | None:
-    """Return where to go now: a row chosen on another page, the finding just chosen, or the part that a link names."""
-    shown = st.session_state.pop(moments.SHOWN, None)
-    if shown and shown["run"] == entry.name and shown["window"] == opened.window:
-        row = pl.DataFrame([{name: shown[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
+def _jump(entry: RunEntry, opened: OpenTimeline, by_key: Findings, finding_key: str, key: str) -> Jump | None:
+    """Part to go to now: of a row chosen on another page, of the finding just chosen, or the one that a link names."""
+    moment = st.session_state.pop(moments.SHOWN, None)
+    if moment and moment["run"] == entry.name and moment["window"] == opened.window:
+        row = pl.DataFrame([{name: moment[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
         jump = _at(opened, message.aligned_spans(opened.scene, opened.window, row))
-        if chosen in by_key:  # the finding that the row is evidence of
-            st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
-        return replace(jump, ranks=shown.get("ranks", ())) if jump else None
+        if finding_key in by_key:  # the finding that the row is evidence of
+            st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = finding_key
+        return replace(jump, ranks=moment.get("ranks", ())) if jump else None
     part = address.linked_part(opened)
     linked = Jump(*part) if part else None
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
-    if chosen in by_key and st.session_state.get(f"seen-{key}") != chosen:
-        st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = chosen
+    if finding_key in by_key and st.session_state.get(f"seen-{key}") != finding_key:
+        st.session_state[f"seen-{key}"] = st.session_state[f"marked-{key}"] = finding_key
         first_time = f"address-{key}" not in st.session_state
         # A link that names both shows a part of the finding.
-        return linked if linked and is_new and first_time else _moment(opened, by_key, chosen)
-    if chosen not in by_key and st.session_state.pop(f"seen-{key}", None):
+        return linked if linked and is_new and first_time else _moment(opened, by_key, finding_key)
+    if finding_key not in by_key and st.session_state.pop(f"seen-{key}", None):
         st.session_state[f"marked-{key}"] = NO_FINDING
     return linked if is_new else None
 
@@ -348,7 +348,7 @@ def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]],
     state: Mapping[str, Any] = st.session_state.get(key) or {}
     nonce = _nonce(jump, key)
     view = _view(opened, state.get("view"), jump, key)
-    finding = _marked(state.get("finding"), marks, key)
+    finding = _highlighted_finding(state.get("finding"), marks, key)
     obeyed = (state.get("view") or {}).get("lastJump")
     go = flame_graph.jump_message(key, nonce) or (jump.message(nonce) if jump else None)
     has_scene = bool(view.seq)  # a browser that reports a view has received the scene
@@ -362,19 +362,19 @@ def _canvas(opened: OpenTimeline, order: RankOrder, marks: list[dict[str, Any]],
         "range": _range(opened, state.get("range")),
         "go": go if go and go["nonce"] != obeyed else None,
     }
-    timeline(message.pack(data | _selected(opened, state.get("selected"))), key=key)
+    timeline(message.pack(data | _selected_slice(opened, state.get("selected"))), key=key)
     if view.seq:
         st.session_state[f"address-{key}"] = (view.start_ns, view.end_ns)
         address.write(opened, view, finding=finding if finding != NO_FINDING else None)
     selected_range = _selected_range(opened, state.get("range"))
-    shown = selected_range or (view.start_ns, view.end_ns)
+    part = selected_range or (view.start_ns, view.end_ns)
     with sharing.fragment("below the timeline"):
-        flame_graph.show(opened, shown, state.get("selected"), is_range=selected_range is not None, key=key)
+        flame_graph.show(opened, part, state.get("selected"), is_range=selected_range is not None, key=key)
         if st.toggle("Show what is in view as a table", key=f"table-{key}"):
             _table(opened, view)
 
 
-def _marked(clicked: Any, marks: list[dict[str, Any]], key: str) -> str:
+def _highlighted_finding(clicked: Any, marks: list[dict[str, Any]], key: str) -> str:
     """Return the highlighted finding: clicked on the track or chosen above it, whichever came last."""
     if clicked != st.session_state.get(f"clicked-{key}"):
         st.session_state[f"clicked-{key}"] = clicked
@@ -393,33 +393,33 @@ def _nonce(jump: Jump | None, key: str) -> str:
     return state[1]
 
 
-def _view(opened: OpenTimeline, shown: Any, jump: Jump | None, key: str) -> View:
-    """Return what the browser reports to show, else where to jump, else what it showed when the page was last left."""
+def _view(opened: OpenTimeline, reported: Any, jump: Jump | None, key: str) -> View:
+    """View that the browser reports, else the part to jump to, else the view in which the page was last left."""
     span_ns = opened.scene.span[1] - opened.scene.span[0]
-    if isinstance(shown, Mapping) and shown.get("scene") == opened.scene.key:
-        numbers = [shown.get(name) for name in ("seq", "start", "end", "pixels")]
+    if isinstance(reported, Mapping) and reported.get("scene") == opened.scene.key:
+        numbers = [reported.get(name) for name in ("seq", "start", "end", "pixels")]
         if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
             seq, start_ns, end_ns, pixels = map(int, numbers)  # type: ignore[arg-type]
             start_ns = min(max(start_ns, 0), max(span_ns - 1, 0))
             end_ns = min(max(end_ns, start_ns + 1), span_ns)
-            tracks = shown.get("tracks")
-            known = tuple(track for track in tracks if isinstance(track, int)) if isinstance(tracks, list) else ()
-            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), known)
+            tracks = reported.get("tracks")
+            valid = tuple(track for track in tracks if isinstance(track, int)) if isinstance(tracks, list) else ()
+            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), valid)
     part = (jump.start_ns, jump.end_ns) if jump else st.session_state.get(f"address-{key}") or opened.initial_part
     return View(0, *part, FIRST_PIXELS, message.initial_tracks(opened.scene))
 
 
-def _range(opened: OpenTimeline, wanted: Any) -> dict[str, Any] | None:
-    """Return what the range that a browser selected contains; None for none."""
-    part, origin_ns = _selected_range(opened, wanted), opened.scene.span[0]
+def _range(opened: OpenTimeline, selection: Any) -> dict[str, Any] | None:
+    """Content of the range that a browser selected; None for none."""
+    part, origin_ns = _selected_range(opened, selection), opened.scene.span[0]
     return opened.range_tables((origin_ns + part[0], origin_ns + part[1])) if part else None
 
 
-def _selected_range(opened: OpenTimeline, wanted: Any) -> Window | None:
+def _selected_range(opened: OpenTimeline, selection: Any) -> Window | None:
     """Return the range that a browser selected, in ns from the scene's start; None for none."""
-    if not isinstance(wanted, Mapping) or wanted.get("scene") != opened.scene.key:
+    if not isinstance(selection, Mapping) or selection.get("scene") != opened.scene.key:
         return None
-    start_ns, end_ns = wanted.get("start"), wanted.get("end")
+    start_ns, end_ns = selection.get("start"), selection.get("end")
     if not isinstance(start_ns, int) or not isinstance(end_ns, int):
         return None
     start_ns, end_ns = max(start_ns, 0), min(end_ns, opened.scene.span[1] - opened.scene.span[0])
@@ -433,7 +433,7 @@ def _matches(opened: OpenTimeline, search: Any) -> dict[str, Any] | None:
     return message.matches(opened.scene, text, opened.find(text.strip()))
 
 
-def _selected(opened: OpenTimeline, selected: Any) -> dict[str, Any]:
+def _selected_slice(opened: OpenTimeline, selected: Any) -> dict[str, Any]:
     nothing: dict[str, Any] = {"selected": None, "details": None, "arrows": []}
     if not isinstance(selected, Mapping):
         return nothing
@@ -463,9 +463,9 @@ def _table(opened: OpenTimeline, view: View) -> None:
     rank = pl.Series("rank", [opened.rank_of(rank) for rank in tracks["rank"]], pl.Int64)
     tracks = tracks.select(rank, pl.col("track").cast(longest["track"].dtype), of="group", lane="label")
     names = [escaping.inert(name) for name in tiles.names(opened.scene, longest["name_id"])]
-    named = longest.with_columns(pl.Series("name", names), from_start_ns=pl.col("start_ns") - origin_ns, slices="count")
-    shown = named.join(tracks, on="track", how="left")
-    widgets.frame(shown.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices").sort("from_start_ns"))
+    rows = longest.with_columns(pl.Series("name", names), from_start_ns=pl.col("start_ns") - origin_ns, slices="count")
+    display = rows.join(tracks, on="track", how="left")
+    widgets.frame(display.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices").sort("from_start_ns"))
 
 
 PAGE = Page.described_by(__doc__, "timeline", show, Needs.SELECTION)

@@ -62,7 +62,7 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
         {
             "mean recorded step": units.duration(answers.step_ns),
             "replayed without changes": units.duration(answers.replayed_ns),
-            "replay error, all steps": _signed(answers.replay_error_ratio),
+            "replay error, all steps": _signed_share(answers.replay_error_ratio),
             "largest error of a step": units.share(what_if.worst_error_ratio(answers.replay)),
         }
     )
@@ -80,7 +80,7 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
         widgets.caption(widgets.plain(f"{missing[0]} {MISSING_RANKS}"))
 
 
-def _signed(ratio: float) -> str:
+def _signed_share(ratio: float) -> str:
     """Return a ratio with its sign, or none where it rounds to zero.
 
     >>> _signed(-0.0131), _signed(-0.0001)
@@ -141,7 +141,7 @@ def _table(answers: WhatIf) -> str:
 
 def _worth(answer: Answer) -> dict[str, str]:
     values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
-    return {label: f"{value:,.{at + 1}f}" for at, (label, value) in enumerate(values.items()) if value is not None}
+    return {label: f"{value:,.{index + 1}f}" for index, (label, value) in enumerate(values.items()) if value is not None}
 
 
 def _others(answers: WhatIf) -> None:
@@ -159,33 +159,33 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     widgets.subheader("One change or several together, rank by rank")
     names = [answer.cause.name for answer in answers.answers]
     names += [name for name in what_if.CAUSES if name not in names]
-    chosen = st.multiselect(
+    causes = st.multiselect(
         "Without", names, key=bind_several("without", names, names[:1]), placeholder="Choose causes to remove"
     )
-    if not chosen:
+    if not causes:
         return
-    alone = what_if.without(run, tuple(chosen), gpu_hour_price=price)
-    if chosen[1:]:
-        answer = what_if.together(run, tuple(chosen), gpu_hour_price=price)
+    singly = what_if.without(run, tuple(causes), gpu_hour_price=price)
+    if causes[1:]:
+        answer = what_if.together(run, tuple(causes), gpu_hour_price=price)
     else:
-        answer = (*alone.answers, *alone.unavailable)[0]
+        answer = (*singly.answers, *singly.unavailable)[0]
     if answer.unavailable_reason:
         widgets.info(
             widgets.plain(f"The step time without {answer.cause.name} cannot be computed: {answer.unavailable_reason}.")
         )
         return
     widgets.numbers(_numbers(answer) | _worth(answer))
-    if chosen[1:]:
-        each = ", ".join(f"{units.duration(one.saved_ns)} without {one.cause.name}" for one in alone.answers)
-        widgets.caption(widgets.plain(f"Savings of each alone: {each}."))
+    if causes[1:]:
+        saved = ", ".join(f"{units.duration(answer.saved_ns)} without {answer.cause.name}" for answer in singly.answers)
+        widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))
     widgets.caption(widgets.plain(_about(answer)))
-    by_rank = what_if.savings_by_rank(run, [tuple(chosen)])
-    drawn = run.measured(rank_rows.drawn_ranks)
-    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn), key="whatif-ranks")
+    by_rank = what_if.savings_by_rank(run, [tuple(causes)])
+    drawn_ranks = run.measured(rank_rows.drawn_ranks)
+    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn_ranks), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):
-        widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(chosen))), key="whatif-steps")
-    _findings(run, chosen)
+        widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
+    _findings(run, causes)
 
 
 def _numbers(answer: Answer) -> dict[str, str]:
@@ -207,7 +207,7 @@ def _about(answer: Answer) -> str:
 
 def _findings(run: OpenRun, names: Sequence[str]) -> None:
     by_key = findings.by_key(run.report.findings)
-    related = {key: found for key, found in by_key.items() if found.what_if and found.what_if.cause in names}
+    related = {key: finding for key, finding in by_key.items() if finding.what_if and finding.what_if.cause in names}
     if related:
         with st.expander(f"{units.count(len(related), 'related finding')} in this run"):
             findings.show_all(related, run)
@@ -239,7 +239,7 @@ def _predict(run: OpenRun, choice: str, columns: Sequence[DeltaGenerator]) -> Pr
         key = bind_number("layers", 1, MAX_LAYERS, 1)
         layers = columns[1].number_input("Layers", 1, MAX_LAYERS, step=1, key=key)
         return what_if.recomputing_less(run, int(layers))
-    return what_if.predicted(run, choice, _node(columns) if choice == what_if.HSDP else None)
+    return what_if.predict_strategy(run, choice, _node(columns) if choice == what_if.HSDP else None)
 
 
 def _node(columns: Sequence[DeltaGenerator]) -> NodeSpec:
@@ -257,7 +257,7 @@ def _show_prediction(prediction: Prediction, gpus: int | None, price: float | No
     numbers = {
         "mean step": units.duration(prediction.step_ns),
         f"predicted, {prediction.name}": units.duration(prediction.predicted_ns),
-        "of the step": _signed(-prediction.saved_ratio),
+        "of the step": _signed_share(-prediction.saved_ratio),
     }
     hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
     if hours is not None:

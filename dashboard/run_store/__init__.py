@@ -79,32 +79,32 @@ class OpenRun(LoadedRun):
     @property
     def step_time_ns(self) -> float | None:
         """Return the median step time of the slowest rank; None where no trace marks steps."""
-        return self.measured(summary.step_time_ns)
+        return self.result_of(summary.step_time_ns)
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""
-        return self.measured(table.measure)
+        return self.result_of(table.measure)
 
-    def measured(self, make: Callable[[Run], _T]) -> _T:
-        """Return what a function of a module makes of the run, made once.
+    def result_of(self, make: Callable[[Run], _T]) -> _T:
+        """Result of a function of a module on the run, computed once.
 
         What was made before is returned without waiting for another session that reads the run.
         """
-        known = self._measured.get(make)
-        if known is None:
-            known = self.compute(make)
-            if not isinstance(known, pl.DataFrame) or known.estimated_size() <= MAX_SHARED_TABLE_BYTES:
-                self._measured[make] = known
-        return known  # type: ignore[return-value]  # the function determines the type
+        result = self._measured.get(make)
+        if result is None:
+            result = self.compute(make)
+            if not isinstance(result, pl.DataFrame) or result.estimated_size() <= MAX_SHARED_TABLE_BYTES:
+                self._measured[make] = result
+        return result  # type: ignore[return-value]  # the function determines the type
 
     def cached_table(self, measure: Callable[..., pl.DataFrame], *arguments: Hashable) -> pl.DataFrame:
         """Return `measure(run, *arguments)` as `cached` does; it is stored with the report, too."""
         name = f"{measure.__module__}.{measure.__qualname__}{arguments!r}"
-        return self.cached(name, lambda run: run.named_table(name, lambda of: measure(of, *arguments)))
+        return self.remember(name, lambda run: run.named_table(name, lambda loaded: measure(loaded, *arguments)))
 
     def headline(self, make: Callable[[Report, Run], Headline | None]) -> Headline | None:
         """Return a headline of `report.headlines`, made once."""
-        return self.cached(("headline", make), lambda run: make(self.report, run))
+        return self.remember(("headline", make), lambda run: make(self.report, run))
 
     def query(self, text: str, *, timeout_s: float, memory_bytes: int, max_rows: int) -> pl.DataFrame:
         """Return the result of one SELECT over the tables of the run.
@@ -116,24 +116,24 @@ class OpenRun(LoadedRun):
             tables = self.compute(process.collect_tables)
             return process.execute(tables)  # without the lock: other pages may read the run meanwhile
 
-    def cached(self, key: Hashable, make: Callable[[Run], _T]) -> _T:
-        """Return what was made of the run by this key before, or make it; the oldest of many results is dropped.
+    def remember(self, key: Hashable, make: Callable[[Run], _T]) -> _T:
+        """Result that was made of the run by this key before, or now; the oldest of many results is dropped.
 
         What was made before is returned without waiting for another session that reads the run.
         """
-        known = self._results.get(key, _NOT_MADE)
-        if known is _NOT_MADE:
+        result = self._results.get(key, _NOT_MADE)
+        if result is _NOT_MADE:
             with self.lock:
                 if key not in self._results:
-                    made = make(self.run)
+                    new_result = make(self.run)
                     while len(self._results) >= MAX_RESULTS:
                         self._results.pop(next(iter(self._results)))
-                    self._results[key] = made
-                known = self._results[key]
-        return known  # type: ignore[return-value]  # the key determines the type
+                    self._results[key] = new_result
+                result = self._results[key]
+        return result  # type: ignore[return-value]  # the key determines the type
 
     def compute(self, make: Callable[[Run], _T]) -> _T:
-        """Return what `make` makes of the run while no other thread reads it."""
+        """Result of `make` on the run, while no other thread reads it."""
         with self.lock:
             return make(self.run)
 
@@ -153,17 +153,17 @@ def cached_per_run(*, max_entries: int, max_private: int = 1) -> Callable[[Calla
         private = st.cache_resource(make, max_entries=max_private, scope="session", **options)
 
         @functools.wraps(make)
-        def cached(*entries: RunEntry) -> _T:
+        def cached_call(*entries: RunEntry) -> _T:
             return (private if any(entry.is_private for entry in entries) else shared)(*entries)
 
-        return cached
+        return cached_call
 
     return decorate
 
 
 def open_run(entry: RunEntry) -> OpenRun:
     """Return the run, loaded and checked. Raises TracekitError where that is impossible."""
-    return replace(_open(entry), entry=entry)
+    return replace(_open_entry(entry), entry=entry)
 
 
 def start_opening(entry: RunEntry) -> FirstOpening[OpenRun] | None:
@@ -203,7 +203,7 @@ def load(entry: RunEntry) -> LoadedRun:
 @cached_per_run(max_entries=200)
 def breakdown_by_step(entry: RunEntry) -> pl.DataFrame:
     """Return the breakdown by step: small, and cached longer than the open run."""
-    return _open(entry).run.table(breakdown.by_step)  # measured by the check: no lock is needed to read it
+    return _open_entry(entry).run.table(breakdown.by_step)  # measured by the check: no lock is needed to read it
 
 
 def read_again(entry: RunEntry) -> None:
@@ -219,7 +219,7 @@ def follow(entry: RunEntry) -> None:
 
 
 def stamp_seen(entry: RunEntry) -> str:
-    """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
+    """Stamp of the files as this person sees them: while a run is being recorded, that of when it was opened."""
     seen: dict[str, RunEntry] = st.session_state.setdefault(_SEEN, {})
     if not entry.is_live:
         seen.pop(entry.path, None)
@@ -281,7 +281,7 @@ def _check_key(entry: RunEntry) -> Hashable:
 
 
 @cached_per_run(max_entries=MAX_OPEN_RUNS)
-def _open(entry: RunEntry) -> OpenRun:
+def _open_entry(entry: RunEntry) -> OpenRun:
     crashed: dict[str, RuleError] = {}
     devices = settings.devices()
     opening = first_opening.under_way(_opening_key(entry))

@@ -11,16 +11,16 @@ from tracekit.sync import alignment
 __all__ = ["CriticalPath"]
 
 
-def explained(run: OpenRun, step: int | None = None) -> CriticalPath:
+def explain(run: OpenRun, step: int | None = None) -> CriticalPath:
     """Return the critical path of a step, by default of the representative one."""
-    return run.cached(("critical path", step), lambda of: path.critical_path(of, step))
+    return run.cached(("critical path", step), lambda run: path.critical_path(run, step))
 
 
-def placed_parts(run: OpenRun, found: CriticalPath) -> pl.DataFrame:
+def placed_parts(run: OpenRun, result: CriticalPath) -> pl.DataFrame:
     """Return the compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
 
-    def placed(of: Run) -> pl.DataFrame:
-        rows = found.compact.with_columns(window=pl.lit(found.window, pl.Int64), trace_start_ns="start_ns")
-        return alignment.on_trace_clock(rows, of.offsets, ("trace_start_ns",))
+    def place(run: Run) -> pl.DataFrame:
+        rows = result.compact.with_columns(window=pl.lit(result.window, pl.Int64), trace_start_ns="start_ns")
+        return alignment.on_trace_clock(rows, run.offsets, ("trace_start_ns",))
 
-    return run.compute(placed)
+    return run.compute(place)

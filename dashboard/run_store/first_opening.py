@@ -33,7 +33,7 @@ class FirstOpening(Generic[_T]):
         self._result: Future[_T] = Future()
 
     def result(self) -> _T:
-        """Return what the work returned, or raise its error; wait until it has ended."""
+        """Wait until the work has ended; return its result, or raise its error."""
         return self._result.result()
 
     def has_ended(self, timeout_s: float) -> bool:

@@ -48,11 +48,11 @@ def snapshots_of_entry(entry: RunEntry) -> tuple[SnapshotFile, ...]:
 def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame]:
     """Return the memory tables of one trace by name. Raises TracekitError."""
 
-    def measured(of: Run) -> dict[str, pl.DataFrame]:
-        trace = of.trace(rank, window)
+    def measure_trace(run: Run) -> dict[str, pl.DataFrame]:
+        trace = run.trace(rank, window)
         return {fact.__name__: fact(trace) for fact in _TRACE_FACTS}
 
-    return run.cached(("memory", rank, window), measured)
+    return run.cached(("memory", rank, window), measure_trace)
 
 
 def snapshot_tables(entry: RunEntry, file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
@@ -74,11 +74,11 @@ def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib
     Raises TracekitError.
     """
 
-    def replayed(of: Run) -> MemoryReport:
-        trace = of.trace(rank, window)
+    def replayed(run: Run) -> MemoryReport:
+        trace = run.trace(rank, window)
         peak = allocations.peaks(trace).filter(pl.col("device").is_not_null())["peak_allocated_bytes"].max()
         allocated_bytes = None if peak is None else int(str(peak))
-        return _replayed(playback.from_trace(trace), allocated_bytes, settings, device_gib)
+        return _replay_history(playback.from_trace(trace), allocated_bytes, settings, device_gib)
 
     return run.cached(("replay", rank, window, settings, device_gib), replayed)
 
@@ -90,13 +90,13 @@ def replay_snapshot(
     return _replay_snapshot(entry, file, device, settings, device_gib)
 
 
-def _replayed(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
+def _replay_history(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
     recorded = MemoryReport(allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
     capacity_bytes = None if device_gib is None else int(device_gib * (1 << 30))
     return memory_report.with_replay(recorded, history, settings, capacity_bytes=capacity_bytes)
 
 
-def _cached(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+def _cached_by_snapshot(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
     """Cache a function of a snapshot; what is made of uploaded ones lives in the session that uploaded them."""
 
     def decorate(make: Callable[..., _T]) -> Callable[..., _T]:
@@ -104,15 +104,15 @@ def _cached(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., 
         private = st.cache_resource(make, max_entries=max_entries, show_spinner=False, scope="session")
 
         @functools.wraps(make)
-        def cached(entry: RunEntry, *arguments: object) -> _T:
+        def cached_call(entry: RunEntry, *arguments: object) -> _T:
             return (private if entry.is_private else shared)(*arguments)
 
-        return cached
+        return cached_call
 
     return decorate
 
 
-@_cached(max_entries=40)
+@_cached_by_snapshot(max_entries=40)
 def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
     snapshot = reader.read(file.path)
     device = snapshot.main_device if device is None else device
@@ -129,14 +129,14 @@ def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Dat
     }
 
 
-@_cached(max_entries=40)
+@_cached_by_snapshot(max_entries=40)
 def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryReport:
     snapshot = reader.read(file.path)
     return memory_report.of_snapshot(snapshot, snapshot.main_device if device is None else device)
 
 
-@_cached(max_entries=8)
+@_cached_by_snapshot(max_entries=8)
 def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryReport:
     history = playback.from_snapshot(reader.read(file.path), device)
     allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
-    return _replayed(history, allocated_bytes, settings, device_gib)
+    return _replay_history(history, allocated_bytes, settings, device_gib)

@@ -38,7 +38,7 @@ def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
 
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
 def step_changes(reference: RunEntry, candidate: RunEntry) -> dict[str, StepChange]:
-    """Return what changed the step, by each of STEP_KEYS. Raises NotComparableError."""
+    """Change of the step, by each of STEP_KEYS. Raises NotComparableError."""
     a, b = _run_steps(reference), _run_steps(candidate)
     return {key: step_change.step_change(a, b, (key,), allow_different=True) for key in STEP_KEYS}
 
@@ -61,7 +61,7 @@ def call_tree_difference(reference: RunEntry, candidate: RunEntry) -> dict[str, 
     """Return the time by call stack of both runs per step and rank, by kind: the kinds of which both have work."""
     trees = [_call_trees(entry) for entry in (reference, candidate)]
     shares = (1 / trees[0].steps, 1 / trees[1].steps)
-    common = [kind for kind in call_trees.KINDS if all(kind in each.trees for each in trees)]
+    common = [kind for kind in call_trees.KINDS if all(kind in tree.trees for tree in trees)]
     return {kind: call_trees.difference(trees[0].trees[kind], trees[1].trees[kind], shares) for kind in common}
 
 
@@ -104,8 +104,8 @@ def _call_trees(entry: RunEntry) -> _CallTrees:
 
 
 def _run_steps(entry: RunEntry) -> RunSteps:
-    def measured(run: Run) -> RunSteps:
+    def measure(run: Run) -> RunSteps:
         run.measure(step_change.FACTS)
         return RunSteps.of(run, entry.name)
 
-    return run_store.open_run(entry).compute(measured)
+    return run_store.open_run(entry).compute(measure)

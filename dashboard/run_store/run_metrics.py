@@ -41,18 +41,18 @@ def of_run(entry: RunEntry) -> RunMetrics | None:
     refuse_links(entry)
     key = keys.run_key(entry.path, devices=settings.devices())
     report = report_cache.get(key, entry.path, settings.devices()) if key is not None else None
-    return None if report is None else measured(report.run)
+    return None if report is None else measure(report.run)
 
 
-def measured(run: Run) -> RunMetrics:
+def measure(run: Run) -> RunMetrics:
     """Return the settings and metrics of a run; without steps no metric."""
     series = samples.job_samples(samples.without_parts(samples.run_samples(run)))
     keys_of_steps = {metric.key for metric in compared_metrics() if metric.scope is Scope.STEP}
-    values = {key: _known(each) for key, each in series.items() if key in keys_of_steps}
+    values = {key: _known(numbers) for key, numbers in series.items() if key in keys_of_steps}
     steps = run.table(efficiency.by_step).drop_nulls("step")
     mfu = steps.group_by("window", "step").agg(pl.col(MFU).mean()).sort("window", "step")[MFU]
     values[MFU] = _known(mfu.drop_nulls().to_numpy())
-    return RunMetrics(_settings(run.manifest), {key: each for key, each in values.items() if each})
+    return RunMetrics(_settings(run.manifest), {key: numbers for key, numbers in values.items() if numbers})
 
 
 def label(metric: str) -> str:

@@ -120,7 +120,7 @@ representative_step = steps_without_saves.representative_step
 
 
 def step_span(run: Run, window: int, step: int | None) -> Window:
-    """Return when the first rank begins a step and the last one ends it, in ns on the run's clock (None: all steps)."""
+    """Span of a step, from the first rank's start to the last one's end, in ns on the run's clock (None: all steps)."""
     rows = run.table(breakdown.by_rank) if step is None else run.table(breakdown.by_step).filter(step=step)
     rows = rows.filter(window=window).with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     aligned = alignment.on_run_clock(rows, run.offsets, ("start_ns", "end_ns"))

@@ -29,15 +29,15 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
     """
     replayed = run.cached("replayed causes", lambda _: set[str]())
     missing = [name for name in causes.CAUSES if name not in replayed]
-    drawn = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
-    parts = len(drawn.sources) + len(missing)
+    reps = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
+    parts = len(reps.sources) + len(missing)
     read = itertools.count(1)
 
     def build(_: Run) -> None:
-        drawn.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
+        reps.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
 
-    def replay_without(of: Run, name: str) -> None:
-        savings.saving(of, name)
+    def replay_without(run: Run, name: str) -> None:
+        savings.saving(run, name)
         replayed.add(name)
 
     if missing:
@@ -50,34 +50,34 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
 
 def without(run: OpenRun, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:
     """Return the run without each cause named, or without each that would save anything."""
-    return run.compute(lambda of: what_if.answer(of, names, gpu_hour_price=gpu_hour_price))
+    return run.compute(lambda run: what_if.answer(run, names, gpu_hour_price=gpu_hour_price))
 
 
 def together(run: OpenRun, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
     """Return the run without all of these causes at once, two or more."""
-    return run.compute(lambda of: what_if.answer_combined(of, names, gpu_hour_price=gpu_hour_price))
+    return run.compute(lambda run: what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price))
 
 
 def savings_by_rank(run: OpenRun, sets: Sequence[tuple[str, ...]]) -> pl.DataFrame:
     """Return the step time of each rank without each of these sets of causes, as `savings.by_rank`."""
-    return run.compute(lambda of: savings.by_rank([savings.combined_saving(of, names) for names in sets]))
+    return run.compute(lambda run: savings.by_rank([savings.combined_saving(run, names) for names in sets]))
 
 
 def steps_without(run: OpenRun, names: tuple[str, ...]) -> pl.DataFrame:
     """Return each step of each rank as recorded, replayed, and replayed without these causes."""
-    return run.compute(lambda of: savings.combined_saving(of, names).steps)
+    return run.compute(lambda run: savings.combined_saving(run, names).steps)
 
 
-def predicted(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:
+def predict_strategy(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:
     """Return the step time predicted under another strategy."""
-    return run.cached(("predicted", strategy, node), lambda of: strategies.predict_strategy(of, strategy, node))
+    return run.cached(("predicted", strategy, node), lambda run: strategies.predict_strategy(run, strategy, node))
 
 
 def other_network(run: OpenRun, times: float) -> Prediction:
     """Return the step time predicted on links with `times` the bandwidth."""
-    return run.cached(("other network", times), lambda of: strategies.predict_network(of, times))
+    return run.cached(("other network", times), lambda run: strategies.predict_network(run, times))
 
 
 def recomputing_less(run: OpenRun, layers: int) -> Prediction:
     """Return the step time predicted with so many recomputed layers fewer."""
-    return run.cached(("recomputing less", layers), lambda of: strategies.predict_less_recomputation(of, layers))
+    return run.cached(("recomputing less", layers), lambda run: strategies.predict_less_recomputation(run, layers))

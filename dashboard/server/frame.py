@@ -54,31 +54,31 @@ def main() -> None:
         )
         for address, page in listed.items()
     }
-    shown = _navigate(listed, links)
-    page = next(page for address, page in listed.items() if links[address] == shown)
+    current = _navigate(listed, links)
+    page = next(page for address, page in listed.items() if links[address] == current)
     is_bare = widgets.RUN not in st.query_params and widgets.RUN not in st.session_state
     if is_bare and page is DEFAULT and len(entries) > 1:
         st.switch_page(links["runs"])  # nobody named the run to open
-    st.session_state[url_state.PAGE] = shown.url_path
+    st.session_state[url_state.PAGE] = current.url_path
     requested = st.query_params.get(widgets.RUN, "")
     uploaded_before = st.session_state.get(_UPLOADED)
-    chosen = _choose_runs(entries)
-    selection = Selection(catalog, chosen, history)
-    unknown = _unknown_run(requested, chosen[0], entries)
-    if chosen[0].is_private and st.session_state[_UPLOADED] != uploaded_before and page.needs is Needs.CATALOG:
+    runs = _choose_runs(entries)
+    selection = Selection(catalog, runs, history)
+    unknown = _unknown_run(requested, runs[0], entries)
+    if runs[0].is_private and st.session_state[_UPLOADED] != uploaded_before and page.needs is Needs.CATALOG:
         widgets.go_to(DEFAULT.address)
     is_of_run = page.needs in (Needs.ENTRY, Needs.SELECTION, Needs.RUN, Needs.WORK)
-    names = [page.title, *([chosen[0].name] if is_of_run else []), "tracekit"]
+    names = [page.title, *([runs[0].name] if is_of_run else []), "tracekit"]
     st.set_page_config(page_title=" · ".join(escaping.inert(name, MAX_NAME) for name in names))
-    downloads.name_files_by(chosen[0].name if is_of_run else "")
+    downloads.name_files_by(runs[0].name if is_of_run else "")
     with st.sidebar:
-        _refresh_page(page, shown, entries, selection)
+        _refresh_page(page, current, entries, selection)
         st.html(f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script>", unsafe_allow_javascript=True)
     if unknown and page.needs not in (Needs.CATALOG, Needs.HISTORY):
         _say_unknown(unknown, entries)
         return
     try:
-        shown.run()
+        current.run()
     except TracekitError as error:
         _explain(error, selection)
     except Exception as error:  # noqa: BLE001 whatever a page raises, such as one of a plug-in
@@ -96,22 +96,22 @@ def _navigate(pages: dict[str, Page], links: dict[str, StreamlitPage]) -> Stream
     # The default page has no address but the root; a link may name it all the same.
     alias = st.Page(lambda: None, title=DEFAULT.title, url_path=DEFAULT.address, visibility="hidden")
     sections[ALL_RUNS].append(alias)
-    shown = st.navigation(sections, expanded=True)
-    if shown == alias:
+    current = st.navigation(sections, expanded=True)
+    if current == alias:
         url_state.open_address(links[DEFAULT.address], url_state.parameters())
-    return shown
+    return current
 
 
-def _unknown_run(requested: str, shown: RunEntry, entries: Sequence[RunEntry]) -> str:
+def _unknown_run(requested: str, current: RunEntry, entries: Sequence[RunEntry]) -> str:
     """Return the run that the address named and that is not listed, until somebody chooses one; '' where there is none.
 
     The address then has the run that the sidebar shows.
     """
     is_listed = requested.startswith(uploads.NAME_BEGINS) or any(requested == entry.name for entry in entries)
     if requested and not is_listed:
-        st.session_state[widgets.UNKNOWN_RUN] = (requested, shown.name)
+        st.session_state[widgets.UNKNOWN_RUN] = (requested, current.name)
     name, shown_then = st.session_state.get(widgets.UNKNOWN_RUN, ("", ""))
-    if shown.name != shown_then:
+    if current.name != shown_then:
         st.session_state.pop(widgets.UNKNOWN_RUN, None)
         return ""
     return str(name)
@@ -139,16 +139,16 @@ def _explain(error: TracekitError, selection: Selection) -> None:
         st.rerun()
 
 
-def _refresh_page(page: Page, shown: StreamlitPage, entries: Sequence[RunEntry], selection: Selection) -> None:
+def _refresh_page(page: Page, current: StreamlitPage, entries: Sequence[RunEntry], selection: Selection) -> None:
     catalog, entry = selection.catalog, selection.runs[0]
     if page.needs is Needs.CATALOG:
         is_live = any(listed.is_live for listed in entries)
-        _refresh(shown, lambda: catalog.listing().entries != entries, LIVE_REFRESH_S if is_live else REFRESH_S)
+        _refresh(current, lambda: catalog.listing().entries != entries, LIVE_REFRESH_S if is_live else REFRESH_S)
     elif page.follows_recording:
         is_live = entry.is_live or bool(entry.problem)
-        _refresh(shown, lambda: _has_changed(entry, catalog), LIVE_REFRESH_S if is_live else REFRESH_S)
+        _refresh(current, lambda: _has_changed(entry, catalog), LIVE_REFRESH_S if is_live else REFRESH_S)
     else:
-        _refresh(shown)
+        _refresh(current)
 
 
 def _has_changed(seen: RunEntry, catalog: Catalog) -> bool:
@@ -157,7 +157,7 @@ def _has_changed(seen: RunEntry, catalog: Catalog) -> bool:
     return any(state(entry) != state(seen) for entry in catalog.listing().entries if entry.path == seen.path)
 
 
-def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, every_s: float | None = None) -> None:
+def _refresh(current: StreamlitPage, is_old: Callable[[], bool] = lambda: False, every_s: float | None = None) -> None:
     """Rerun the page when it is out of date, which is checked every so many seconds.
 
     Needed on every page: a browser that has just opened another page may still ask once for the previous one. That
@@ -171,7 +171,7 @@ def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, e
         if is_first_call:  # it belongs to the page itself
             is_first_call = False
         elif get_script_run_ctx().page_script_hash != page_hash:
-            st.switch_page(shown, query_params=url_state.parameters())
+            st.switch_page(current, query_params=url_state.parameters())
         elif is_old():
             st.rerun(scope="app")
 

@@ -29,8 +29,8 @@ class OwnOrigin:
     def __init__(self, app: ASGIApp, names: Collection[str] = ()) -> None:
         """Wrap `app`; `names` are the host names that it answers under; addresses and this machine's name are too."""
         self._app = app
-        own = socket.gethostname().lower()
-        self._names = {"localhost", own, own.partition(".")[0], *(name.lower().rstrip(".") for name in names)}
+        host = socket.gethostname().lower()
+        self._names = {"localhost", host, host.partition(".")[0], *(name.lower().rstrip(".") for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it with the reason."""
@@ -88,8 +88,8 @@ def _is_address(host: str) -> bool:
 
 def _is_origin_of(origins: Sequence[str], host: str) -> bool:
     # A proxy may add TLS, so the scheme is not compared.
-    own = {f"{scheme}://{host.lower()}" for scheme in ("http", "https")}
-    return len(origins) == 1 and origins[0].lower() in own
+    own_origins = {f"{scheme}://{host.lower()}" for scheme in ("http", "https")}
+    return len(origins) == 1 and origins[0].lower() in own_origins
 
 
 def _with_headers(send: Send) -> Send:

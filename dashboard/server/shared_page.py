@@ -18,9 +18,9 @@ def main(run: str, address: str, query: str, out: str) -> str | None:
     from dashboard.pages.page import ONE_RUN
     from tracekit.report import shared_view
 
-    known = {page.address: page for page in pages.all_pages() if page.section == ONE_RUN}
-    if address not in known:
-        return f"there is no page {address} of a run; there are {', '.join(known)}"
+    by_address = {page.address: page for page in pages.all_pages() if page.section == ONE_RUN}
+    if address not in by_address:
+        return f"there is no page {address} of a run; there are {', '.join(by_address)}"
     app = AppTest.from_function(_draw, args=(address, run), default_timeout=TIMEOUT_S)
     parameters = parse_qs(query)
     app.query_params.update({name: texts for name, texts in parameters.items() if name not in ("run", "compare")})

@@ -61,7 +61,7 @@ def _size_bytes(headers: Headers) -> int:
 
 
 def _stored_bytes() -> Mapping[str, int]:
-    """Return how many bytes of uploads Streamlit stores by session."""
+    """Bytes of uploads that Streamlit stores, by session."""
     by_session = runtime.get_instance().uploaded_file_mgr.file_storage
     return {
         session: sum(len(file.data) for file in list(files.values())) for session, files in list(by_session.items())

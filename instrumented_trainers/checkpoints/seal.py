@@ -60,7 +60,7 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if is_sealed(path))
 
 
-def unfinished(folder: Path) -> list[Path]:
+def unfinished_saves(folder: Path) -> list[Path]:
     """Return the checkpoints under `folder` whose save did not finish, oldest first."""
     return sorted(path for path in folder.glob("step-*") if not is_sealed(path))
 

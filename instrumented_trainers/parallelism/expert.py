@@ -37,7 +37,7 @@ class ExpertParallelExperts(MixtureOfExperts):
         to_ranks, from_ranks = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         arrived = exchange_rows(rows, self.axis, to_ranks, from_ranks, span=DISPATCH)
         order = _by_expert(received)
-        outputs = super()._computed(arrived[order], received.sum(dim=0))
+        outputs = super()._expert_outputs(arrived[order], received.sum(dim=0))
         return exchange_rows(outputs[order.argsort()], self.axis, from_ranks, to_ranks, span=COMBINE)
 
     def _weights(self) -> tuple[Tensor, ...]:

@@ -68,7 +68,7 @@ def _forward(query: Tensor, block: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
         merged = _scale(output[..., queries, :], before - after) + _scale(part, weight - after)
         output, total = _replace_part(output, merged, queries, -2), _replace_part(total, after, queries, -1)
         if passing is not None:
-            block = passing.received()
+            block = passing.receive()
     return output, total
 
 
@@ -88,13 +88,13 @@ def _backward(
         rows = (query[..., queries, :], gradient[..., queries, :], weight[..., queries, None], mean[..., queries, :])
         added, part = _attention_backward(*rows, block[:, :, :, keys], masked=masked)
         of_query = _replace_part(of_query, of_query[..., queries, :] + added, queries, -2)
-        of_block = torch.zeros_like(block) if behind is None else behind.received()
+        of_block = torch.zeros_like(block) if behind is None else behind.receive()
         of_block = _replace_part(of_block, of_block[:, :, :, keys] + part.to(block.dtype), keys, -2)
         behind = _Passing(of_block, axis, _GRADIENT_TAG)
         if passing is not None:
-            block = passing.received()
+            block = passing.receive()
     assert behind is not None
-    return of_query, behind.received()
+    return of_query, behind.receive()
 
 
 class _Passing:

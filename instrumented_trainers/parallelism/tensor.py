@@ -133,7 +133,7 @@ class TensorParallelExperts(MixtureOfExperts):
 
     def _expert_outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
         axis = self.stream.axis
-        return sum_over(super()._computed(copy_to_ranks(rows, axis), counts), axis)
+        return sum_over(super()._expert_outputs(copy_to_ranks(rows, axis), counts), axis)
 
 
 def _divide_embedding(embedding: nn.Embedding, axis: Axis, stream: _WholeStream) -> None:

@@ -46,7 +46,7 @@ class Batches:
     rank: int
     world_size: int
     seed: int
-    taken: int = 0
+    sequences_taken: int = 0
     """Sequences that the training had taken by the time it came to micro-batch `first`."""
     first: int = 0
 
@@ -76,7 +76,7 @@ class Batches:
 
     def taken_before(self, number: int) -> int:
         """Number of sequences that all ranks together have taken before the micro-batch of that number."""
-        return self.taken + (number - self.first) * self.world_size * self.batch
+        return self.sequences_taken + (number - self.first) * self.world_size * self.batch
 
     def _sequence(self, number: int) -> Tensor:
         number_of_pass, place = divmod(number, self.sequences)

@@ -15,7 +15,7 @@ from instrumented_trainers.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the text: the piece of number `piece` in a pass, of which `left` tokens are unused.
+    """A place in the text: the piece of number `piece` in a pass, of which `unused_tokens` are left.
 
     It begins at `begin` in the file of number `file`. Piece -1: before the first.
     """
@@ -24,7 +24,7 @@ class Position:
     file: int = 0
     begin: int = 0
     piece: int = -1
-    left: int = 0
+    unused_tokens: int = 0
 
 
 class StreamedBatches:
@@ -58,7 +58,7 @@ class StreamedBatches:
     @property
     def state(self) -> dict[str, Tensor]:
         """Return this rank's position, for a checkpoint, under a name that no other rank has."""
-        numbers = replace(self._position, left=len(self._tokens))
+        numbers = replace(self._position, unused_tokens=len(self._tokens))
         return {f"{self._rank}.position": torch.tensor(astuple(numbers), dtype=torch.int64)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -68,7 +68,7 @@ class StreamedBatches:
         if saved.piece >= 0:
             # What is left is of the last piece: a piece is taken only when the ones before do not fill a sequence.
             self._take_piece()
-            self._tokens = self._tokens[len(self._tokens) - saved.left :]
+            self._tokens = self._tokens[len(self._tokens) - saved.unused_tokens :]
 
     def batch_at(self, number: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 batches come in order
         """Return this rank's next micro-batch: tokens and the tokens that follow them, both (B, T) int64."""

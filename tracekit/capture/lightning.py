@@ -188,7 +188,8 @@ def _tokens_in(batch: Any) -> int | None:
 def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
     """Describe the run as the Trainer knows it."""
     name = type(trainer.strategy).__name__
-    strategy = None if name == _SINGLE_DEVICE else ALIASES[name].name if name in ALIASES else name
+    known_name = ALIASES[name].name if name in ALIASES else name
+    strategy = None if name == _SINGLE_DEVICE else known_name
     model: dict[str, Any] = {"name": type(module).__name__}
     if strategy in (None, "ddp"):  # under other strategies a rank has parts of the parameters
         model["parameters"] = sum(parameter.numel() for parameter in module.parameters())

@@ -81,8 +81,10 @@ def repeated_command(words: Sequence[str]) -> RepeatedCommand | None:
 def _texts(values: Mapping[str, Any], part: Any) -> list[str]:
     """Return the values of an argument or option as words."""
     value = values.get(part.name)
-    several = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    return [str(getattr(entry, "value", entry)) for entry in several]
+    if value is None:
+        return []
+    entries = value if isinstance(value, list | tuple) else (value,)
+    return [str(getattr(entry, "value", entry)) for entry in entries]
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def find(pattern: str, catalog: Sequence[R], where: str = "") -> R:
     for rule in catalog:
         if pattern in (rule.code, rule.name()):
             return rule
-    start = f"{where}{': ' * bool(where)}"
+    start = f"{where}: " if where else ""
     if family := [rule.code for rule in catalog if matches(pattern, rule)]:
         raise ConfigError(f"{start}{pattern} is a family of rules: name one of {', '.join(family)}")
     raise ConfigError(f"{start}no rule is called {pattern!r}: {settings_file.suggestion(_names(catalog), pattern)}")

@@ -237,5 +237,6 @@ def _thresholds(rule: type[Rule], table: object, where: str, *, is_text: bool = 
 
 
 def _threshold_type(threshold: "dataclasses.Field[Any]") -> Any:
-    kind = type(threshold.default)
-    return kind if kind is not float else Ratio if threshold.name.endswith("_ratio") else FiniteNumber
+    if not isinstance(threshold.default, float):
+        return type(threshold.default)
+    return Ratio if threshold.name.endswith("_ratio") else FiniteNumber

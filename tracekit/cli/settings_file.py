@@ -140,7 +140,7 @@ def convert(
         table = tables.get(key.partition("[")[0], kind if not key else None)
         names = getattr(table, "__struct_fields__", ())
         message = _message(problem, key, _value_at(value, key), names)
-        raise ConfigError(f"{where}: {key}{': ' * bool(key)}{message}") from None
+        raise ConfigError(f"{where}: {key}{': ' if key else ''}{message}") from None
 
 
 def _message(problem: str, key: str, value: object, names: Sequence[str]) -> str:

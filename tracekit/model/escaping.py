@@ -35,7 +35,8 @@ def inert(text: str, limit: int = MAX_TEXT) -> str:
         text = text[: length - length // 2] + "…" + text[len(text) - length // 2 :]
     if text.isprintable():  # nothing of _INVISIBLE is
         return text
-    return "".join(" " if c in "\n\r\t" else "�" if unicodedata.category(c) in _INVISIBLE else c for c in text)
+    text = re.sub(r"[\n\r\t]", " ", text)
+    return "".join("�" if unicodedata.category(c) in _INVISIBLE else c for c in text)
 
 
 def escape(text: str | None, limit: int = MAX_TEXT) -> str:

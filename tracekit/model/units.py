@@ -67,7 +67,7 @@ def numbered(noun: str, numbers: Iterable[int]) -> str:
     ('rank 3', 'steps 0–2, 5')
     """
     distinct = set(numbers)
-    return f"{noun if len(distinct) == 1 else noun + 's'} {ranges(distinct)}"
+    return f"{noun}{'' if len(distinct) == 1 else 's'} {ranges(distinct)}"
 
 
 def count(number: int, noun: str) -> str:
@@ -76,7 +76,7 @@ def count(number: int, noun: str) -> str:
     >>> count(1, "rank"), count(12000, "rank")
     ('1 rank', '12,000 ranks')
     """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _scaled_text(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:

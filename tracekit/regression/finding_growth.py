@@ -65,8 +65,8 @@ class StepGrowth:
     ) -> bool:
         """Return whether a finding, one of `findings`, costs so much more of the step than in the baseline.
 
-        `known_findings` are the baseline's by id, one for each recording that has it. Beyond the baseline a finding costs
-        no more than all `findings` of its code together.
+        `known_findings` are the baseline's by id, one for each recording that has it. Beyond the baseline a finding
+        costs no more than all `findings` of its code together.
         """
         before = {name: max(f.impact for f in recorded) for name, recorded in known_findings.items() if recorded}
         of_code = sum(self._share(other) for other in findings if other.code == finding.code)

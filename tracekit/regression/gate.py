@@ -94,7 +94,9 @@ class CheckResult:
 
 def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
     """Return the facts that `judge` needs of runs, to be measured in one pass with those of the rules."""
-    return baselines.FACTS if with_baseline else budget_checks.FACTS if budgets.budgets else ()
+    if with_baseline:
+        return baselines.FACTS
+    return budget_checks.FACTS if budgets.budgets else ()
 
 
 def result_of_findings(report: Report, fail_on: Severity | None) -> CheckResult:
@@ -238,8 +240,10 @@ def _judge_findings(
     for finding in findings:
         before = known_findings.get(finding.id, ())
         is_certain = is_certain_growth(finding)
-        is_worse = bool(before) and (is_certain or _is_worse(finding, before))
-        status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN if before else FindingStatus.NEW
+        status = FindingStatus.NEW
+        if before:
+            is_worse = is_certain or _is_worse(finding, before)
+            status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN
         is_judged = status is not FindingStatus.KNOWN and fail_on is not None
         fails = is_judged and (finding.severity >= (fail_on or Severity.ERROR) or is_certain)
         outcomes.append(JudgedFinding(finding, status, fails, max((entry.impact for entry in before), default=None)))

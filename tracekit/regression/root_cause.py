@@ -156,7 +156,7 @@ def _memory(
 ) -> Cause:
     parts = [_change_text(changes[metric]) for metric in failed]
     first = allocated[0]
-    parts.append(f"most of it {'for ' * bool(first.name)}{first.place} (+{units.size(first.excess)} per step)")
+    parts.append(f"most of it {'for ' if first.name else ''}{first.place} (+{units.size(first.excess)} per step)")
     if moving:
         parts.append(f"{moving[0].place} takes {units.duration(moving[0].excess)} more per step")
     return Cause(MEMORY, _sentence(parts), tuple(failed))

@@ -144,7 +144,7 @@ class _Separation:
         index = int(np.argmax(self.certain) if grows else np.argmin(self.certain))
         place = self.part[index].removeprefix(PART_PREFIX)
         kind, _, name = place.partition("/")[2].partition("/")
-        what = f"{'the gap before ' * (kind == GAP)}{escaping.inert(name, _MAX_NAME)}"
+        what = f"{'the gap before ' if kind == GAP else ''}{escaping.inert(name, _MAX_NAME)}"
         before, after = (units.duration(float(side[index])) for side in (self.before, self.after))
         return (
             f"the step time is decided by the parts of the step: {what} on rank {self.rank[index]} changed from "

@@ -16,7 +16,7 @@ def escape(text: str, limit: int = _MAX_TEXT) -> str:
     A character of no width after @, # and the like keeps the hosts from seeing a mention or a reference, as does one in
     the middle of "://" and "www." for links; it is what Renovate does in its comments.
 
-    >>> escaped("@all: *see* #1 <b>")
+    >>> escape("@all: *see* #1 <b>")
     '@&#8203;all: \\*see\\* #&#8203;1 &lt;b&gt;'
     """
     text = escaping.inert(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -126,13 +126,14 @@ class BlockingCheckpoint(Rule):
         share = min(1.0, lost_ns / window_ns) if window_ns else 0.0
         is_single = rank_spans.height == 1
         counted = "1 save" if is_single else f"{rank_spans.height} saves"
-        of_steps = f" and take{'s' * is_single} {units.share(share)} of the {steps} profiled steps" if share else ""
+        block, take = ("blocks", "takes") if is_single else ("block", "take")
+        of_steps = f" and {take} {units.share(share)} of the {steps} profiled steps" if share else ""
         # One save does not show how often the run saves: the window may have been placed around it.
         often = rank_spans["step"].count() > 1
         return Finding(
             self.code,
             Severity.WARNING if share >= self.min_window_ratio else Severity.INFO,
-            f"{counted} in the trace of rank {longest['rank']} block{'s' * is_single} training for "
+            f"{counted} in the trace of rank {longest['rank']} {block} training for "
             f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{_inside_spans(rank_spans)}"
             + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")

@@ -271,12 +271,9 @@ def _slow_for_node(run: Run, min_link_ratio: float) -> str:
         link = tensor_parallel.link_bandwidth(run, size)
         slow = link and _slowest(of_size, min_link_ratio * link / collective_instances.SECOND_NS)
         if link and slow:
-            return f"{slow} inside a node, where a device's links carry {units.rate(link)} to {_peers(size)}."
+            peers = "the other rank" if size <= 2 else f"the other {size - 1} ranks"
+            return f"{slow} inside a node, where a device's links carry {units.rate(link)} to {peers}."
     return ""
-
-
-def _peers(size: int) -> str:
-    return "the other rank" if size <= 2 else f"the other {size - 1} ranks"
 
 
 def _whole_transfers(run: Run, least_bytes: int) -> pl.DataFrame:
@@ -292,11 +289,9 @@ def _slowest(large: pl.DataFrame, slow_bytes_per_ns: float) -> str:
     slow = sums.filter(pl.col("bus_bytes") < slow_bytes_per_ns * pl.col("transfer_ns"))
     if slow.is_empty():
         return ""
-    slowest = largest_first(slow, "transfer_ns", "op").row(0, named=True)
-    speed = units.rate(slowest["bus_bytes"] * collective_instances.SECOND_NS / slowest["transfer_ns"])
-    return (
-        f" Its {slowest['calls']:,} large {slowest['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}"
-    )
+    row = largest_first(slow, "transfer_ns", "op").row(0, named=True)
+    speed = units.rate(row["bus_bytes"] * collective_instances.SECOND_NS / row["transfer_ns"])
+    return f" Its {row['calls']:,} large {row['op'].replace('_', '-')} collectives have a bus bandwidth of {speed}"
 
 
 def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:

@@ -78,9 +78,7 @@ def attribute_costs(report: Report) -> Report:
     removed: list[Removal] = []
     for finding in sorted(priced, key=_order):
         removal = _removal(report.run, finding, stalls)
-        repriced = (
-            list(_with_replayed_cost(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
-        )
+        repriced = list(_with_saving(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
         findings += repriced
         if removal and _is_confirmed(finding, repriced):
             removed.append(removal)
@@ -131,7 +129,7 @@ def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) 
     if finding.code not in _OF_STALLS or not replayable or removal is None:
         return (finding,)
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(part, removals=()) for part in _with_replayed_cost(replayed, finding, removal, [], None)]
+    return [replace(part, removals=()) for part in _with_saving(replayed, finding, removal, [], None)]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
@@ -169,10 +167,8 @@ def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal
         return tuple(removed)
     if cause != _STRAGGLER:
         return ()
-    direct = (removal for removal in removed if removal.cause != _STRAGGLER)
-    return tuple(
-        replace(removal, ranks=finding.ranks) for removal in direct if _makes_late(run, finding, removal.cause)
-    )
+    first = [removal for removal in removed if removal.cause != _STRAGGLER and _makes_late(run, finding, removal.cause)]
+    return tuple(replace(removal, ranks=finding.ranks) for removal in first)
 
 
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
@@ -235,7 +231,7 @@ def _if_costly(finding: Finding) -> list[Finding]:
     return [finding] if is_costly else []
 
 
-def _with_replayed_cost(
+def _with_saving(
     run: Run, finding: Finding, removal: Removal | None, removed: list[Removal], stalled: Removal | None
 ) -> Iterator[Finding]:
     """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small.
@@ -308,9 +304,10 @@ def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean
     after = f" after {' and '.join(dict.fromkeys(_code(removal) for removal in first))}" if first else ""
     per = "in the window" if finding.is_of_window else "per step"
     before_ns = min(saved_ns, mean.before_steps_ns)
-    before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
-    has_before = before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns
-    saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before * has_before}."
+    before = ""
+    if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
+        before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
+    saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before}."
     return replace(
         finding,
         cost_ns=saved_ns,

@@ -77,12 +77,10 @@ class DeviceEvidence:
         if compared is None:
             return ""
         subject = "Their GPUs run" if several else "Its GPU runs"
-        peer_clock = f"{compared.others_clock_mhz:,.0f} MHz"
+        peers = f"{compared.others_clock_mhz:,.0f} MHz"
         if not compared.is_slower:
-            return (
-                f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {peer_clock}: the hardware is not slower."
-            )
-        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {peer_clock}: {_why(compared)}."
+            return f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {peers}: the hardware is not slower."
+        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {peers}: {_why(compared)}."
 
     def _errors(self, *, several: bool) -> str:
         count = self.errors.uncorrected

@@ -85,9 +85,9 @@ class FragmentedMemory(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if is_steady else Severity.INFO,
-            f"Fragmentation on rank {worst['rank']}: {worst['requests']:,} "
-            f"request{'s' * (worst['requests'] > 1)} reserved another {units.size(worst['grown_bytes'])} although at "
-            f"least as much was reserved and free. The peak is {units.size(worst['peak_reserved_bytes'])} reserved"
+            f"Fragmentation on rank {worst['rank']}: {units.count(worst['requests'], 'request')} reserved another "
+            f"{units.size(worst['grown_bytes'])} although at least as much was reserved and free. The peak is "
+            f"{units.size(worst['peak_reserved_bytes'])} reserved"
             + (
                 f", and the device is idle for {units.duration(worst['stalled_ns'])}."
                 if worst["stalled_ns"] > 0

@@ -47,7 +47,8 @@ def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     A finding on some ranks rests on lost events if one of these ranks has lost some, others if any rank has.
     """
     lost = dict(_lost(run))
-    cut, uncut = _cut_steps(run)
+    cut = set(run.table(cut_steps.cut_steps).select("rank", "step").iter_rows())
+    uncut = set(run.table(breakdown.by_step).select("rank", "step").iter_rows()) - cut
     for finding in findings:
         is_on_time = family(finding.code) in _IDLE_FAMILIES or finding.code in _IDLE_CODES
         if finding.severity == Severity.INFO or not is_on_time:
@@ -81,12 +82,6 @@ def _lost(run: Run) -> Iterator[tuple[int, str]]:
     for kind, reason in _LOST:
         for rank in issues.filter(pl.col("kind") == kind)["rank"].drop_nulls().unique().sort().to_list():
             yield rank, reason
-
-
-def _cut_steps(run: Run) -> tuple[set[tuple[int, int | None]], set[tuple[int, int | None]]]:
-    """Return the steps of each rank that were recorded in part, and the whole ones, as pairs of rank and step."""
-    cut = set(run.table(cut_steps.cut_steps).select("rank", "step").iter_rows())
-    return cut, set(run.table(breakdown.by_step).select("rank", "step").iter_rows()) - cut
 
 
 def _reasons(run: Run) -> Iterator[tuple[tuple[str, ...], str]]:

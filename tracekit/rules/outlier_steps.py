@@ -267,7 +267,7 @@ def _who(event: dict[str, Any]) -> str:
     if event["is_everyone"]:
         return "the host of every rank stalls"
     ranks = event["ranks"]
-    return f"the host of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} stalls"
+    return f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
 
 
 def _what(event: dict[str, Any]) -> str:

@@ -85,6 +85,7 @@ class PipelineBubble(Rule):
         is_communication = worst["communication_ns"] >= worst["host_ns"]
         rate = self._slow_rate(run) if is_communication else None
         is_warning = rate is not None or lost_ns >= self.warning_lost_ratio * worst["duration_ns"]
+        fast_advice = _OVERLAP if is_communication else _LAUNCH
         parts = f"{units.share(worst['communication_share'])} of it while ranks send or receive"
         yield Finding(
             self.code,
@@ -94,7 +95,7 @@ class PipelineBubble(Rule):
             f"{quoted_step.place(worst['step'])}, {parts}. Ranks are idle for {units.share(worst['bubble_ratio'])} of "
             f"it; without delays between ranks, the same actions leave {units.share(worst['ideal_bubble_ratio'])}."
             + (f" Transfers between stages only reach {units.rate(rate)}." if rate else ""),
-            _SLOW if rate else _OVERLAP if is_communication else _LAUNCH,
+            _SLOW if rate else fast_advice,
             impact=min(1.0, lost_ns / worst["duration_ns"]),
             cost_ns=lost_ns,
             confidence=0.7,
@@ -379,9 +380,9 @@ def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> 
         for number, layers in enumerate(listed)
         if (count := moved[number]) < 0
     ]
-    names = units.ranges(layer for layers in last for layer in layers)
+    names = units.numbered("layer", [layer for layers in last for layer in layers])
     return (
-        f"{check}Move layer{'s' * (len(last) > 1 or sum(map(len, last)) > 1)} {names} to stage "
+        f"{check}Move {names} to stage "
         f"{', '.join(map(str, to))}: layers per stage {_list(balance.better_layers)} instead of "
         f"{_list(balance.layers)}."
     )

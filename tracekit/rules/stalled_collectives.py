@@ -161,7 +161,7 @@ def _cause(event: dict[str, Any]) -> str:
         several = len(event["silent_ranks"]) > 1
         where = f", inside {event['name']}" if event["name"] else ""
         return (
-            f"Meanwhile the host of rank{'s' * several} {units.ranges(event['silent_ranks'])} does nothing{where}: "
+            f"Meanwhile the host of {units.numbered('rank', event['silent_ranks'])} does nothing{where}: "
             f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
         )
     if not event["is_whole"]:

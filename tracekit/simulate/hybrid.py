@@ -90,7 +90,7 @@ def equal_stages(layers: int, stages: int) -> tuple[int, ...]:
     >>> equal_stages(10, 4)
     (3, 3, 2, 2)
     """
-    return tuple(layers // stages + int(stage < layers % stages) for stage in range(stages))
+    return tuple(layers // stages + (1 if stage < layers % stages else 0) for stage in range(stages))
 
 
 def laid_out(

@@ -30,7 +30,10 @@ def peak_activation_bytes(job: Job, rank: int) -> int:
     used_bytes = peak_bytes = 0
     for action in pipeline_schedules.order(job.hybrid.schedule, job.hybrid.shape(job.micro_batches), place):
         size = activation_bytes(job, action.stage)
-        used_bytes += size if action.kind == FORWARD else 0 if action.kind == INPUT_GRADIENT else -size
+        if action.kind == FORWARD:
+            used_bytes += size
+        elif action.kind != INPUT_GRADIENT:
+            used_bytes -= size
         peak_bytes = max(peak_bytes, used_bytes)
     return peak_bytes
 

@@ -109,7 +109,8 @@ class RankProgram:
 
     def _parts(self, stage: int) -> list[Part]:
         """Return the parts of a stage in the order of its forward pass."""
-        first, last = [ROOT] * (stage == 0), [HEAD] * (stage == self.hybrid.stages - 1)
+        first = [ROOT] if stage == 0 else []
+        last = [HEAD] if stage == self.hybrid.stages - 1 else []
         return [*first, *self.hybrid.layers_of(stage), *last]
 
     def _load_batch(self) -> None:

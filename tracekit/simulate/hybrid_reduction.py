@@ -96,7 +96,7 @@ def parameters(job: Job, rank: int) -> int:
     assert job.hybrid is not None
     stages = job.hybrid.stages_of(rank)
     layers = sum(job.hybrid.stage_layers[stage] for stage in stages)
-    roots = (0 in stages) + (job.hybrid.stages - 1 in stages)
+    roots = [0 in stages, job.hybrid.stages - 1 in stages].count(True)
     return layers * sum(layer_parameters(job)) + roots * _root_parameters(job)[0]
 
 

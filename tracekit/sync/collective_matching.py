@@ -263,7 +263,7 @@ def _smaller_groups(
 ) -> dict[int, list[list[int]]]:
     """Return the kinds of calls that belong to smaller groups than `matches` assume, each with its groups of ranks.
 
-    The kinds in `known_tokens`, of which that is known, are left out. `before` are the clocks before they were aligned by these calls.
+    Kinds in `known_tokens` are left out. `before` are the clocks before they were aligned by these calls.
     """
     if any(sequenced for *_, sequenced in matches) and not _has_too_many(group):
         return {}

@@ -34,10 +34,10 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
     """Offer the run for Perfetto. The file is made on request."""
     ranks = opened.run.ranks
     # All traces of a large run would exceed the limit, after minutes.
-    every = DRAWN if rank_choice.is_needed(len(ranks)) else ALL
+    all_ranks = DRAWN if rank_choice.is_needed(len(ranks)) else ALL
     columns = st.columns([1, 1, 3], vertical_alignment="bottom")
     with columns[0]:
-        rank = st.selectbox("Ranks", [every, *ranks], key=f"perfetto-rank-{run_name}") if ranks[1:] else every
+        rank = st.selectbox("Ranks", [all_ranks, *ranks], key=f"perfetto-rank-{run_name}") if ranks[1:] else all_ranks
     key = f"perfetto-{opened.scene.key[:16]}-{rank}"
     with columns[1]:
         if st.button("Write the file", key=f"make-{key}"):
@@ -45,11 +45,11 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
     data: bytes | None = st.session_state.get("perfetto", {}).get(key)
     if data is None:
         st.caption(
-            f"One Perfetto trace of {'all ranks' if every == ALL else 'the ranks drawn'} on one clock, with the "
+            f"One Perfetto trace of {'all ranks' if all_ranks == ALL else 'the ranks drawn'} on one clock, with the "
             "findings. Writing it takes about as long as opening the run."
         )
         return
-    name = f"{downloads.file_name(run_name)}{'' if rank == every else f'-rank{rank}'}.pftrace"
+    name = f"{downloads.file_name(run_name)}{'' if rank == all_ranks else f'-rank{rank}'}.pftrace"
     st.download_button(
         f"Download {units.size(len(data))}",
         data,
@@ -71,14 +71,14 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
 
 
 def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
-    drawn = opened.scene.tracks["rank"].unique(maintain_order=True).to_list()
-    chosen = None if rank == ALL else drawn if rank == DRAWN else [int(rank)]
+    scene_ranks = opened.scene.tracks["rank"].unique(maintain_order=True).to_list()
+    ranks = None if rank == ALL else scene_ranks if rank == DRAWN else [int(rank)]
     # One file per person at a time: they are large.
     st.session_state["perfetto"] = {}
     file = _BoundedFile()
     try:
         with opened.lock, st.spinner("Writing the ranks on one clock"):
-            perfetto.write(opened.run, file, ranks=chosen, findings=findings)  # type: ignore[arg-type]
+            perfetto.write(opened.run, file, ranks=ranks, findings=findings)  # type: ignore[arg-type]
     except TracekitError as error:
         widgets.problem(str(error))
         return

@@ -35,10 +35,10 @@ class Answer:
 def request(key: str) -> Request | None:
     """Return the last click in this session; None where there was none, or the browser sent something else."""
     state: Mapping[str, Any] = st.session_state.get(key) or {}
-    wanted = state.get("request")
-    if not isinstance(wanted, Mapping):
+    click = state.get("request")
+    if not isinstance(click, Mapping):
         return None
-    number, query = wanted.get("number"), wanted.get("query")
+    number, query = click.get("number"), click.get("query")
     if not isinstance(number, int) or not isinstance(query, str):
         return None
     return Request(number, dict(parse_qsl(query[:MAX_QUERY].removeprefix("?"))))

@@ -21,12 +21,12 @@ def linked_part(opened: OpenTimeline) -> Window | None:
 
 def write(opened: OpenTimeline | None = None, view: View | None = None, *, finding: str | None = None) -> None:
     """Write the view of a timeline, if there is one, and the finding; None removes the finding."""
-    wanted = {}
+    parameters = {}
     if opened is not None and view is not None:
-        wanted = {opened.prefix + FROM: str(view.start_ns), opened.prefix + TO: str(view.end_ns)}
+        parameters = {opened.prefix + FROM: str(view.start_ns), opened.prefix + TO: str(view.end_ns)}
     if finding is not None:
-        wanted[FINDING] = finding
+        parameters[FINDING] = finding
     elif FINDING in st.query_params:
         del st.query_params[FINDING]
-    if any(st.query_params.get(name) != text for name, text in wanted.items()):
-        st.query_params.update(wanted)
+    if any(st.query_params.get(name) != text for name, text in parameters.items()):
+        st.query_params.update(parameters)

@@ -42,7 +42,7 @@ class OpenPair(OpenTimeline):
 
     @property
     def zero_ns(self) -> int:
-        """Return when both steps begin, in ns from the scene's start."""
+        """Start of both steps, in ns from the scene's start."""
         return self.steps[0].start_ns - self.scene.span[0]
 
     @property
@@ -58,14 +58,14 @@ class OpenPair(OpenTimeline):
     @cached_property
     def header(self) -> dict[str, Any]:
         """Return the part of the browser's message that never changes, with the lanes of both in pairs."""
-        own = message.scene(self.scene)
-        by_number = {track["track"]: track for track in own["tracks"]}
+        scene = message.scene(self.scene)
+        by_number = {track["track"]: track for track in scene["tracks"]}
         tracks = []
         for order, lane in enumerate(self.pair.lanes.iter_rows(named=True)):
             track, letter = by_number[lane["track"]], LETTERS[lane["side"]]
             group = escaping.inert(lane["group"], message.MAX_NAME)
             tracks.append(track | {"group": group, "label": f"{letter} · {track['label']}", "order": order})
-        return own | {
+        return scene | {
             "tracks": tracks,
             "steps": self.compared_part,
             "pair": {
@@ -79,7 +79,7 @@ class OpenPair(OpenTimeline):
         }
 
     def rank_name(self, rank: int) -> str:
-        """Return which side a rank of the scene is, and which rank of its run: "A · rank 3"."""
+        """Name of a rank of the scene, by its side and its rank in its run: "A · rank 3"."""
         return f"{LETTERS[rank]} · rank {self.steps[rank].rank}"
 
     def rank_of(self, rank: int) -> int:
@@ -89,11 +89,11 @@ class OpenPair(OpenTimeline):
     def details(self, track: int, slice_id: int) -> dict[str, Any] | None:
         """Return details and arrows of a slice, as its own timeline does, where both ends of an arrow are drawn."""
         side = self.pair.side_of(track)
-        found = self.opened[side].details(self.pair.own_track(track), slice_id)
-        if found is None:
+        details = self.opened[side].details(self.pair.own_track(track), slice_id)
+        if details is None:
             return None
-        rows = [row | {"slice": self._moved(side, row["slice"])} for row in found["details"]]
-        arrows = [self._moved_arrow(side, arrow) for arrow in found["arrows"]]
+        rows = [row | {"slice": self._move_place(side, row["slice"])} for row in details["details"]]
+        arrows = [self._moved_arrow(side, arrow) for arrow in details["arrows"]]
         return {"details": rows, "arrows": [arrow for arrow in arrows if arrow["from"] and arrow["to"]]}
 
     def call_paths(self, rank: int, lane: int | None, window: Window) -> pl.DataFrame:
@@ -101,15 +101,15 @@ class OpenPair(OpenTimeline):
         return self.opened[rank].call_paths(self.steps[rank].rank, lane, self.pair.to_own_clock(rank, window))
 
     def place_of_op(self, rank: int, op_id: int) -> dict[str, Any] | None:
-        """Return where a host slice of a side is drawn."""
-        return self._moved(rank, self.opened[rank].place_of_op(self.steps[rank].rank, op_id))
+        """Place at which a host slice of a side is drawn."""
+        return self._move_place(rank, self.opened[rank].place_of_op(self.steps[rank].rank, op_id))
 
     def _later_ns(self, side: int) -> int:
-        """Return how much later times of a side are here, both counted from the scene's start."""
+        """Distance by which times of a side are later here, both counted from the scene's start."""
         shift_ns = self.pair.shift_ns if side else 0
         return self.opened[side].scene.span[0] + shift_ns - self.scene.span[0]
 
-    def _moved(self, side: int, place: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _move_place(self, side: int, place: Mapping[str, Any] | None) -> dict[str, Any] | None:
         track = self.pair.track_of(side, place["track"]) if place else None
         if place is None or track is None:
             return None
@@ -118,7 +118,7 @@ class OpenPair(OpenTimeline):
     def _moved_arrow(self, side: int, arrow: Mapping[str, Any]) -> dict[str, Any]:
         later_ns = self._later_ns(side)
         times = {name: arrow[name] + later_ns for name in ("from_ns", "to_ns")}
-        return {**arrow, **times, **{end: self._moved(side, arrow[end]) for end in ("from", "to")}}
+        return {**arrow, **times, **{end: self._move_place(side, arrow[end]) for end in ("from", "to")}}
 
     def _tables_of(
         self, totals: timeline.RangeTotals, rates: pl.DataFrame | None, *, is_reading: bool
@@ -137,9 +137,9 @@ class OpenPair(OpenTimeline):
         """Return the rates of both sides, each read from its own run."""
         parts = []
         for number, (side, opened) in enumerate(zip(self.pair.sides, self.opened, strict=True)):
-            alone = replace(side.scene, parts=(side.part,))
+            side_scene = replace(side.scene, parts=(side.part,))
             with opened.lock:
-                rates = timeline.range_rates(opened.run, alone, self.pair.to_own_clock(number, window))
+                rates = timeline.range_rates(opened.run, side_scene, self.pair.to_own_clock(number, window))
             parts.append(rates.with_columns(pl.lit(number, pl.Int64).alias("rank")))
         return pl.concat(parts)
 
@@ -149,16 +149,16 @@ def open_pair(
 ) -> OpenPair:
     """Return two timelines side by side. Raises KeyError if one does not draw the rank of its step."""
     first, second = (
-        timeline.Side(each.scene, step.rank, step.start_ns) for each, step in zip(opened, steps, strict=True)
+        timeline.Side(side.scene, step.rank, step.start_ns) for side, step in zip(opened, steps, strict=True)
     )
 
-    def made() -> OpenPair:
+    def lay_out() -> OpenPair:
         pair = timeline.side_by_side(first, second)
-        of = opened[0]
-        return OpenPair(of.run, of.lock, scene=pair.scene, window=of.window, pair=pair, opened=opened, steps=steps)
+        base = opened[0]
+        return OpenPair(base.run, base.lock, scene=pair.scene, window=base.window, pair=pair, opened=opened, steps=steps)
 
-    key = (*(each.scene.key for each in opened), steps)
-    pair: OpenPair = timeline_store.pairs(is_private=is_private).get(key, made)
+    key = (*(side.scene.key for side in opened), steps)
+    pair: OpenPair = timeline_store.pairs(is_private=is_private).get(key, lay_out)
     return pair
 
 

@@ -86,11 +86,11 @@ class OpenTimeline(LoadedRun):
 
     @property
     def zero_ns(self) -> int:
-        """Return when displayed times are 0, in ns from the scene's start."""
+        """Moment at which displayed times are 0, in ns from the scene's start."""
         return 0
 
     def rank_name(self, rank: int) -> str:
-        """Return what a rank of the scene is called."""
+        """Name of a rank of the scene."""
         return f"rank {rank}"
 
     def rank_of(self, rank: int) -> int:
@@ -131,12 +131,12 @@ class OpenTimeline(LoadedRun):
         return paths
 
     def place_of_op(self, rank: int, op_id: int) -> dict[str, Any] | None:
-        """Return where a host slice of a rank is drawn, as the browser selects it; None if it is not."""
-        found = timeline.slices_of(self.scene, rank, "ops", [op_id])
-        return message.slice_place(self.scene, int(found["track"][0]), op_id) if found.height else None
+        """Place at which a host slice of a rank is drawn, as the browser selects it; None if it is not."""
+        slices = timeline.slices_of(self.scene, rank, "ops", [op_id])
+        return message.slice_place(self.scene, int(slices["track"][0]), op_id) if slices.height else None
 
     def range_tables(self, window: Window, timeout_s: float | None = DETAILS_TIMEOUT_S) -> dict[str, Any]:
-        """Return what a range contains, for the browser; what is known of it after `timeout_s` (None: all of it)."""
+        """Content of a range, for the browser; what is known of it after `timeout_s` (None: all of it)."""
         adding = self._ranges.get(window, lambda: self._reader.submit(timeline.range_totals, self.scene, window))
         reading = self._rates.get(window, lambda: self._reader.submit(self._read_rates, window))
         try:
@@ -174,17 +174,17 @@ def open_timeline(
     window: int,
     on_progress: Callable[[int, int], None],
     *,
-    of: LoadedRun | None = None,
+    open_run: LoadedRun | None = None,
     ranks: tuple[int, ...] | None = None,
 ) -> OpenTimeline:
     """Return the timeline of a window: mapped if it was laid out before, else laid out now. Raises TracekitError.
 
-    `on_progress(done, total)` is called for each trace that is laid out. `of` is the run if it is open already, `ranks`
+    `on_progress(done, total)` is called for each trace that is laid out. `open_run` is the run if it is open already, `ranks`
     are those to draw.
     """
 
     def laid_out() -> OpenTimeline:
-        loaded = of or run_store.load(entry)
+        loaded = open_run or run_store.load(entry)
         # The mapped file of a private run lasts as long as the scene, under no name that anyone could open.
         temporary = tempfile.TemporaryDirectory() if entry.is_private else contextlib.nullcontext()
         with loaded.lock, temporary as name:
@@ -208,8 +208,8 @@ def pairs(*, is_private: bool) -> LruCache:
 
 
 def _cache_of_session(name: str, max_entries: int) -> LruCache:
-    own: LruCache = st.session_state.setdefault(name, LruCache(max_entries))
-    return own
+    cache: LruCache = st.session_state.setdefault(name, LruCache(max_entries))
+    return cache
 
 
 @st.cache_resource(show_spinner=False)

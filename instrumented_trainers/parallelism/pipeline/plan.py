@@ -33,8 +33,8 @@ class PipelinePlan:
         last = self.stages - 1
         larger = sorted(range(self.stages), key=lambda index: (index == last, index == 0, index))[:remainder]
         begins = [0]
-        for each in range(self.stages):
-            begins.append(begins[-1] + size + (each in larger))
+        for number in range(self.stages):
+            begins.append(begins[-1] + size + (1 if number in larger else 0))
         return range(begins[stage], begins[stage + 1])
 
     def stages_on(self, place: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def copy_module(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) 
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
-    copied = unit.copied()
+    copied = unit.duplicate()
     for parameter, other in zip(unit.parameters, copied.parameters, strict=True):
         memo[id(parameter.shard)] = other.shard
     return copied

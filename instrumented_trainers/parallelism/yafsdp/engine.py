@@ -341,7 +341,7 @@ class Engine:
             self._finish_reductions()
             self.agreement.compare_at_once()
             self.lane.wait_for_copies()
-            unused = self.agreement.unused(due)
+            unused = self.agreement.unused_parameters(due)
             for unit in due:
                 unit.publish_gradients(unused[unit])
             self._reshard_all()

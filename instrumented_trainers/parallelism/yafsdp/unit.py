@@ -65,7 +65,9 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
-        self._begin([FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)])
+        self._begin(
+            [FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)]
+        )
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
         """Begin with flat tensors that no engine runs."""
@@ -101,7 +103,7 @@ class Unit:
     def duplicate(self) -> Self:
         """Return a unit with copies of the shards, which no engine runs; its modules are this one's still."""
         other = copy.copy(self)
-        other._begin([flat.copied() for flat in self.flats])
+        other._begin([flat.duplicate() for flat in self.flats])
         return other
 
     # Shards ----------------------------------------------------------------------------------------------------------

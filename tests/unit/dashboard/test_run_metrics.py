@@ -20,7 +20,7 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 @pytest.mark.parametrize("name", ["demo-fsdp2", "gpu/compiled"])
 def test_metrics_of_steps_are_those_that_runs_are_compared_by(name):
     run = load(SAMPLES / name, cache=False)
-    found = run_metrics.measured(run)
+    found = run_metrics.measure(run)
     compared = job_samples(RunSamples.of(run, "a").samples)
     for metric in ("step_time_ns", "exposed_communication_ratio", "peak_allocated_bytes"):
         assert found.values.get(metric, ()) == tuple(compared.get(metric, ()))
@@ -35,13 +35,13 @@ def test_mfu_of_a_step_is_the_mean_over_ranks():
         float(np.mean(steps.filter(window=window, step=step)["mfu_ratio"].to_list()))
         for window, step in sorted(set(steps.select("window", "step").iter_rows()))
     ]
-    assert run_metrics.measured(run).values.get("mfu_ratio", ()) == pytest.approx(tuple(expected))
+    assert run_metrics.measure(run).values.get("mfu_ratio", ()) == pytest.approx(tuple(expected))
 
 
 def test_lists_and_nested_fields_of_a_manifest_are_settings():
     run = load(SAMPLES / "demo-fsdp2", cache=False)
     manifest = {"mesh": {"axes": ["dp_shard", "tp"]}, "model": {"name": "tiny"}, "none": None, "x" * 500: "y" * 500}
-    found = run_metrics.measured(Run("x", run.sources, manifest=manifest)).settings
+    found = run_metrics.measure(Run("x", run.sources, manifest=manifest)).settings
     assert found["mesh.axes"] == "dp_shard, tp"
     assert found["model.name"] == "tiny"
     assert "none" not in found

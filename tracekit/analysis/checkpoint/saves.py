@@ -269,7 +269,8 @@ def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> 
         return schema.empty(_CONCURRENT_STEP_COLUMNS)
     median_ns, steps = float(np.median(plain_ns)), past - first
     lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
-    concurrent = rank_saves.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
+    baseline_ns = pl.lit(np.round(median_ns))
+    concurrent = rank_saves.select("save", "rank", steps=steps, baseline_step_ns=baseline_ns, lost_ns=lost_ns)
     return concurrent.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
 
 

@@ -170,6 +170,6 @@ def _excess_ns(stages: pl.DataFrame, rank: Any) -> int:
 
 
 def _envelope_ratio(stages: pl.DataFrame, rank: Any) -> float:
-    sizes = {stage: size for row_rank, stage, size in stages.select("rank", "stage", "bytes").rows() if row_rank == rank}
+    sizes = dict(stages.filter(pl.col("rank") == rank).select("stage", "bytes").rows())
     staged, written = sizes.get(conventions.STAGE), sizes.get(conventions.WRITE)
     return max(0.0, 1 - staged / written) if staged and written else 0.0

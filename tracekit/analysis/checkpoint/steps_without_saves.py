@@ -18,7 +18,7 @@ def steps(run: Run) -> pl.DataFrame:
 
     A trace without marked steps is one step, null.
     """
-    return without_saves(run, _all_steps(run))
+    return without_saves(run, run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0))
 
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
@@ -58,10 +58,6 @@ def _step_times(run: Run) -> pl.DataFrame:
     """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
     steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
     return steps.select(*PLACE, "start_ns", "duration_ns").collect()
-
-
-def _all_steps(run: Run) -> pl.DataFrame:
-    return run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
 
 
 def _without_saves(run: Run, rows: pl.DataFrame, *, is_marked: bool) -> pl.DataFrame:

@@ -156,7 +156,7 @@ class _Splitter:
     """The communication gaps of one device, and the data to find their causes."""
 
     def __init__(self, trace: Trace, device: int | None, gap_rows: pl.DataFrame) -> None:
-        self.trace, self.device, self.found = trace, device, gap_rows
+        self.trace, self.device, self.gap_rows = trace, device, gap_rows
         self.gaps: Spans = intervals.from_table(gap_rows)
         self.closing_id: Ints = gap_rows["collective_id"].to_numpy()
         self.work = launches.work_columns(trace, device)
@@ -175,7 +175,7 @@ class _Splitter:
         return prepared.hstack([pl.Series("row", row)]).filter(pl.Series(inside))
 
     def table(self) -> pl.DataFrame:
-        if self.found.is_empty():
+        if self.gap_rows.is_empty():
             return schema.empty(COLUMNS)
         items = self._items()
         prepared, inflated_ns = self._inflation()
@@ -212,7 +212,7 @@ class _Splitter:
         return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), sweep_line.NEVER)
 
     def _reduces(self) -> Flags:
-        ops = self.found["op"].to_list()
+        ops = self.gap_rows["op"].to_list()
         gathers = {op: op is not None and bool(_GATHERS.search(op)) and "reduce" not in op for op in set(ops)}
         return np.array([not gathers[op] for op in ops], np.bool_)
 
@@ -262,7 +262,8 @@ class _Splitter:
         """Mark in `labels` the pieces that are preparation of the collective that ends their gap."""
         cause, detail, evidence, which = labels
         row = sweep_line.running(spans, pieces.start_ns)
-        prepares = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.span)
+        gap_of = self.prepared["row"].to_numpy().astype(np.int64)
+        prepares = (row >= 0) & (sweep_line.at(gap_of, row, -1) == pieces.span)
         inflated = prepares & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
         cause[prepares] = CAUSES.index(PREPARATION)
         cause[inflated] = CAUSES.index(CONTENTION)
@@ -277,7 +278,7 @@ class _Splitter:
 
     def _table(self, pieces: Pieces, labels: Labels, which: Ints) -> pl.DataFrame:
         first, merged = merge_adjacent(pieces, *labels, which)
-        place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
+        place = self.gap_rows.select("gap", "device", "step", "phase", "unit", "collective_id")
         frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
         row = columns.rows_of(self.work.id, which[first])
         names = launches.work(self.trace, self.device).select("name", activity_id="id")

@@ -60,10 +60,11 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
         call_spans = [transfer_spans(calls[place])] if place in calls else []
-        transfers = intervals.union(*call_spans, _spans(saves.get(place)))
+        call_spans += [intervals.from_table(saves[place])] if place in saves else []
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
-        exposed_ns = intervals.coverage(windows, intervals.intersect(exposed_spans.get(place, intervals.EMPTY), transfers))
-        parts.append(steps.with_columns(pl.Series("exposed_ns", exposed_ns, pl.Int64)))
+        spans = intervals.intersect(exposed_spans.get(place, intervals.EMPTY), intervals.union(*call_spans))
+        exposed_ns = pl.Series("exposed_ns", intervals.coverage(windows, spans), pl.Int64)
+        parts.append(steps.with_columns(exposed_ns))
     table = pl.concat(parts) if parts else run.table(breakdown.by_step).with_columns(exposed_ns=pl.lit(0, pl.Int64))
     waited_ns = (pl.col("exposed_communication_ns") - pl.col("exposed_ns")).alias("waited_ns")
     return table.with_columns(waited_ns).select(*STEP_COLUMNS)
@@ -130,8 +131,3 @@ def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
     """
     waited_ns = calls["waited_ns"].fill_null(0)
     return intervals.from_columns(calls["start_ns"] + waited_ns, calls["dur_ns"] - waited_ns)
-
-
-def _spans(rows: pl.DataFrame | None) -> intervals.Spans:
-    rows = schema.empty(SPAN_COLUMNS) if rows is None else rows
-    return intervals.from_table(rows)

@@ -59,8 +59,11 @@ def collective_times(run: Run) -> pl.DataFrame:
     key = ["window", "rank", "activity_id"]
     matched = run.run_table(collective_instances.waits)
     in_instance = ["window", "instance"]
-    instance_ranks = _joined_ranks(matched, in_instance).rename({"ranks": "taking_part"})
-    waits = matched.join(instance_ranks, on=in_instance).select(*key, "instance", "wait_ns", "taking_part", joined="group_size")
+    ranks = pl.col("rank").unique().sort().cast(pl.String).str.join(",").alias("taking_part")  # as text, as in `calls`
+    instances = matched.group_by(in_instance).agg(ranks)
+    waits = matched.join(instances, on=in_instance).select(
+        *key, "instance", "wait_ns", "taking_part", joined="group_size"
+    )
     axes = run.table(group_axes).unique(_OF_RANK, keep="first")
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
     all_calls = run.table(collective_matching.calls)
@@ -105,11 +108,6 @@ def collective_times(run: Run) -> pl.DataFrame:
     listed = first.join(axes.drop("axis"), on=_OF_RANK, how="left", maintain_order="left")
     columns = [*_GROUP, "step", *_WHAT, *_MEASURED]
     return listed.with_columns(rank_lists.lists(listed["group_ranks"])).select(columns)
-
-
-def _joined_ranks(matched: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """Return the ranks of each instance as text, as in `collective_matching.calls`. Columns key, ranks."""
-    return matched.group_by(key).agg(pl.col("rank").unique().sort().cast(pl.String).str.join(",").alias("ranks"))
 
 
 def group_comparison(run: Run) -> pl.DataFrame:
@@ -169,10 +167,10 @@ def step_variation(run: Run) -> pl.DataFrame:
 def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> int | None:
     """Return the index of the step from which a group stays slow; None if there is none, or only one later step.
 
-    It is the first from which `share` of the levels are at least `min_ratio` times the median of the earlier ones, and no
-    earlier level is.
+    It is the first from which `share` of the levels are at least `min_ratio` times the median of the earlier ones, and
+    no earlier level is.
 
-    >>> first_slow_step([1.0, 1.1, 2.6, 2.5], least=1.5, share=0.75)
+    >>> first_slow_step([1.0, 1.1, 2.6, 2.5], min_ratio=1.5, share=0.75)
     2
     """
     for first in range(1, len(levels) - 1):

@@ -230,16 +230,8 @@ class _Inherited(NamedTuple):
 
     @classmethod
     def of(cls, before: pl.DataFrame, row: Ints) -> "_Inherited":
-        labels = causes.Labels(
-            *(
-                _codes(before[name], texts)
-                for name, texts in (
-                    ("cause", causes.CAUSES),
-                    ("detail", causes.DETAILS),
-                    ("evidence", causes.EVIDENCES),
-                )
-            )
-        )
+        texts = {"cause": causes.CAUSES, "detail": causes.DETAILS, "evidence": causes.EVIDENCES}
+        labels = causes.Labels(*(_codes(before[name], labels) for name, labels in texts.items()))
         return cls(row, before["gap"].to_numpy(), before["collective_id"].to_numpy(), labels)
 
 

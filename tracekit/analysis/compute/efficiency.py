@@ -85,9 +85,7 @@ def of_ops(trace: Trace) -> pl.DataFrame:
     times = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
     return (
         timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
-        .with_columns(
-            pl.when(pl.col(column).is_not_null()).then("work_ns").alias(name) for name, column in times.items()
-        )
+        .with_columns(pl.when(pl.col(work).is_not_null()).then("work_ns").alias(name) for name, work in times.items())
         .pipe(schema.select, OP_COLUMNS)
     )
 

@@ -67,7 +67,8 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
     if trace.ops["shapes"].null_count() == trace.ops.height:
         return schema.empty(COUNTED_COLUMNS)
     names, code = trace_columns.op_names(trace)
-    is_known = np.array([_has_formula(name) for name in names], np.bool_)[code] & trace_columns.is_kind(trace, "cpu_op")
+    has_formula = [op_flops.has_formula(name) or op_bytes.has_formula(name) for name in names]
+    is_known = np.array(has_formula, np.bool_)[code] & trace_columns.is_kind(trace, "cpu_op")
     rows = np.flatnonzero(is_known)
     rows = rows[~np.isin(rows, _host_copies(trace))]
     calls = trace.ops[rows].drop_nulls("shapes")
@@ -176,10 +177,6 @@ def _product_work(
     done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
     flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
     return flops_of, moved, sizes.dtype
-
-
-def _has_formula(name: str) -> bool:
-    return op_flops.has_formula(name) or op_bytes.has_formula(name)
 
 
 def _products(trace: Trace) -> pl.DataFrame:

@@ -54,7 +54,8 @@ def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputSh
         dims, values = json.loads(shapes), json.loads(arguments) if arguments else []
         counted = formula(dims, values)
         if counted is None and outputs and name in _CONVOLUTIONS:
-            counted = _convolution_to(outputs.get((json.dumps(dims[0]), json.dumps(dims[1]))), dims)
+            output = outputs.get((json.dumps(dims[0]), json.dumps(dims[1])))
+            counted = None if output is None else _convolution_work(dims[0], dims[1], output)
         # NaN is in no range.
         return counted if counted is not None and all(0 <= number <= _MAX_WORK for number in counted) else None
     except op_inputs.OTHER_INPUTS:
@@ -212,10 +213,6 @@ def _spread(text: str, length: int) -> list[int]:
     return numbers * length if len(numbers) == 1 else numbers
 
 
-def _convolution_to(output: Shape | None, dims: Shapes) -> Work | None:
-    return None if output is None else _convolution_work(dims[0], dims[1], output)
-
-
 def _convolution_work(source: Shape, weight: Shape, convolved: Shape) -> Work:
     """Return the work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
 
@@ -232,10 +229,8 @@ def _convolution_gradients(dims: Shapes, values: Sequence[str]) -> Work:
     is_transposed = len(values) > 7 and values[7] == "True"
     mask = json.loads(values[10].lower()) if len(values) > 10 and values[10] else [True, True]
     forward = _convolution_work(source, weight, source if is_transposed else gradient)
-    outputs = zip(mask, (source, weight), strict=False)
-    return Work(
-        mask[:2].count(True) * forward.flops, sum(math.prod(shape) for is_wanted, shape in outputs if is_wanted)
-    )
+    outputs = [shape for is_wanted, shape in zip(mask, (source, weight), strict=False) if is_wanted]
+    return Work(len(outputs) * forward.flops, sum(map(math.prod, outputs)))
 
 
 def _library_gradients(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001

@@ -22,8 +22,8 @@ _FAR_OUT = 3.0
 class Comparison:
     """Samples compared with the same work alone; arrays in the order of the samples.
 
-    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `is_judged`: never alone, or
-    durations vary too much to be the same work. `excess_ns` is the extra time of a sample; outliers (Tukey: three
+    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `is_judged`: never alone,
+    or durations vary too much to be the same work. `excess_ns` is the extra time of a sample; outliers (Tukey: three
     interquartile ranges beyond the quartiles of concurrent samples) are clipped to that fence.
     """
 

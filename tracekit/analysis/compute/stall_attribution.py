@@ -15,7 +15,8 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 
 def communication_gap_time(trace: Trace) -> pl.DataFrame:
     """Return communication gaps summed. Columns device, step, phase, cause, detail, pieces, dur_ns."""
-    return _sum_pieces(communication_gap_causes.gap_causes(trace), _PLACE)
+    pieces, count = communication_gap_causes.gap_causes(trace), pl.len().cast(pl.Int64).alias("pieces")
+    return pieces.group_by(_PLACE, maintain_order=True).agg(count, pl.col("dur_ns").sum())
 
 
 def by_cause(run: Run) -> pl.DataFrame:
@@ -46,8 +47,3 @@ def idle_by_rank(run: Run) -> pl.DataFrame:
 def _sum_by_rank(rows: pl.DataFrame) -> pl.DataFrame:
     sums = rows.group_by("rank", "gap_kind", "cause").agg(pl.col("pieces", "dur_ns").sum())
     return sums.sort("gap_kind", "rank", "cause")
-
-
-def _sum_pieces(pieces: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
-    counted = pl.len().cast(pl.Int64).alias("pieces")
-    return pieces.group_by(by, maintain_order=True).agg(counted, pl.col("dur_ns").sum())

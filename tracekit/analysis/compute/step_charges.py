@@ -146,9 +146,8 @@ def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
 def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
     """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
     work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
-    lanes = [
-        _Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in work.partition_by("part", "lane")
-    ]
+    parts = work.partition_by("part", "lane")
+    lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
     return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
 
 

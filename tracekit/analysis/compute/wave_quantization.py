@@ -35,18 +35,15 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
     count = _multiprocessors(trace.header)
-    if (
-        count is None or not _has_few_waves(trace, count) or flops.counted_calls(trace).is_empty()
-    ):  # then without roofline
-        return schema.empty(COLUMNS)
+    if count is None or not _has_few_waves(trace, count) or flops.counted_calls(trace).is_empty():
+        return schema.empty(COLUMNS)  # without counted calls there is no roofline
     kernels = product_kernels.with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= product_kernels.MIN_NS, pl.col("grid").is_not_null()
     )
     if kernels.is_empty():
         return schema.empty(COLUMNS)
-    kernels = kernels.join(
-        product_kernels.misaligned_kernels(trace), on="activity_id", how="anti", maintain_order="left"
-    )
+    misaligned = product_kernels.misaligned_kernels(trace)
+    kernels = kernels.join(misaligned, on="activity_id", how="anti", maintain_order="left")
     waves = _waves(kernels, count)
     joined = kernels.join(waves, on=_KIND, nulls_equal=True, maintain_order="left")
     idle_ratio = 1 - pl.col("blocks") / (pl.col("wave_count") * count)

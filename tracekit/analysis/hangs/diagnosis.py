@@ -155,13 +155,10 @@ class _Case:
             deviating = dict(self.table.calls(mismatch.group, mismatch.seq))
         texts = {rank: mismatch.explanations.get(rank, _calls(mismatch)) for rank in deviating}
         culprits = tuple(Culprit(rank, kind, texts[rank], self._record(rank)) for rank in sorted(deviating))
-        text = (
-            f"{_mismatch_clause(mismatch)} at seq {mismatch.seq} of {mismatch.group}, so that {wait.op} is not complete on "
-            f"{_ranks(wait.waiting_ranks)}."
-        )
-        return Diagnosis(
-            kind, text, ADVICE[kind], wait, culprits, tuple(mismatch for _, mismatch in mismatches), waited_ns=self.waited_ns
-        )
+        text = f"{_mismatch_clause(mismatch)} at seq {mismatch.seq} of {mismatch.group}, so that {wait.op} is not "
+        text += f"complete on {_ranks(wait.waiting_ranks)}."
+        every_mismatch = tuple(mismatch for _, mismatch in mismatches)
+        return Diagnosis(kind, text, ADVICE[kind], wait, culprits, every_mismatch, waited_ns=self.waited_ns)
 
     def _deadlock(self, root: Root) -> Diagnosis:
         waits = [self.graph.waits[number] for number in root.waits]
@@ -178,7 +175,7 @@ class _Case:
         )
         text = f"Deadlock: {_cycle_text(waits)}; {detail}{self._on_communicators(waits)}."
         wait = max(waits, key=lambda wait: len(wait.waiting_ranks))
-        cycle = self._drawn(root)
+        cycle = self._cycle_lines(root)
         return Diagnosis(kind, text, ADVICE[kind], wait, culprits, cycle=cycle, waited_ns=self.waited_ns)
 
     def _late(self, roots: Sequence[Root]) -> Diagnosis:
@@ -287,7 +284,7 @@ class _Case:
     def _wait_of(self, rank: int, root: Root) -> Wait:
         return next(self.graph.waits[n] for n in self.graph.of_rank[rank] if n in root.waits)
 
-    def _drawn(self, root: Root) -> tuple[str, ...]:
+    def _cycle_lines(self, root: Root) -> tuple[str, ...]:
         """Return one cycle as lines: rank, the call that it waits in, the next rank."""
         lines: list[str] = []
         rank, seen = root.ranks[0], set[int]()

@@ -117,9 +117,7 @@ def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
     rest = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
     purposes = run.table(collective_purposes.purposes).select("window", "rank", "activity_id", "purpose")
     place = ["window", "rank", "activity_id"]
-    parts = [
-        rest.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")
-    ]
+    parts = [rest.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")]
     if max(part.height for part in parts) == unnamed.height:
         return pl.col("axis")  # calls of one kind, of which the axis of the whole group says more
     axes = [

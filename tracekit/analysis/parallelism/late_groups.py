@@ -196,8 +196,8 @@ def _least_waiting(waits: dict[int, int]) -> list[list[int]]:
 def _waits(arrivals: pl.DataFrame) -> dict[int, int]:
     """Time that each rank waits for later ones in the collectives of `arrivals`, in ns."""
     wait_ns = pl.col("arrival_ns").max().over(_KEY) - pl.col("arrival_ns")
-    waits = arrivals.select("rank", pl.when(wait_ns > pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"))
-    return dict(waits.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
+    significant_ns = pl.when(wait_ns > pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns")
+    return dict(arrivals.select("rank", significant_ns).group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
 
 
 def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:

@@ -80,10 +80,10 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
     # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
-    with_expected = with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
-    at_run = alignment.on_run_clock(
-        with_expected.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")), run.offsets, ("run_start_ns",)
+    expected = with_usual.filter(is_judged).with_columns(
+        expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"), run_start_ns="start_ns"
     )
+    at_run = alignment.on_run_clock(expected, run.offsets, ("run_start_ns",))
     least_ns = pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns"))
     excess_ns = pl.col("dur_ns") - pl.col("expected_ns")
     compared = _with_retries_of_others(at_run, at_run.filter(excess_ns >= least_ns))
@@ -261,7 +261,8 @@ def _with_last_step(length_of: dict[int | None, int], events: pl.DataFrame, of_r
     """Set the length of the last step to that of the ranks that stall in it, if it is longer on these."""
     for event in events.iter_rows(named=True):
         in_step = pl.col("step").is_in([event["step"], event["gap_step"]]) & pl.col("rank").is_in(event["ranks"])
-        for step, length_ns in of_ranks.filter(in_step).group_by("step").agg(pl.col("duration_ns").median()).iter_rows():
+        medians = of_ranks.filter(in_step).group_by("step").agg(pl.col("duration_ns").median())
+        for step, length_ns in medians.iter_rows():
             length_of[step] = max(length_of.get(step, 0), int(length_ns))
 
 

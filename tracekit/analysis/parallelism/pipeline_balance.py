@@ -103,14 +103,14 @@ def own_times(run: Run) -> pl.DataFrame:
     compute = axis_communication.compute_spans(run)
     loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
-    for place, rank_actions in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+    for place, rows in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
         waited = intervals.subtract(waits.get(place, intervals.EMPTY), compute.get(place, intervals.EMPTY))
         idle = intervals.union(waited, sharded.get(place, intervals.EMPTY))
-        spans = intervals.from_columns(rank_actions["trace_start_ns"], rank_actions["end_ns"] - rank_actions["start_ns"])
+        spans = intervals.from_columns(rows["trace_start_ns"], rows["end_ns"] - rows["start_ns"])
         idle_ns = intervals.coverage(spans, idle)
         if place in loads:
             idle_ns = idle_ns + _overload_ns(spans, loads[place])
-        parts.append(rank_actions.with_columns(pl.Series("idle_ns", idle_ns, pl.Int64)))
+        parts.append(rows.with_columns(pl.Series("idle_ns", idle_ns, pl.Int64)))
     return pl.concat(parts).with_columns((pl.col("end_ns") - pl.col("start_ns") - pl.col("idle_ns")).alias("own_ns"))
 
 
@@ -173,8 +173,8 @@ def _collectives(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     calls = run.table(collective_matching.calls).filter(~pl.col("op").is_in(collective_instances.MESSAGES))
     of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
-        place: intervals.union(intervals.from_columns(rank_calls["start_ns"], rank_calls["end_ns"] - rank_calls["start_ns"]))
-        for place, rank_calls in of_rank.items()
+        place: intervals.union(intervals.from_columns(rows["start_ns"], rows["end_ns"] - rows["start_ns"]))
+        for place, rows in of_rank.items()
     }
 
 
@@ -210,7 +210,7 @@ def _layer_times(stage_ns: Sequence[float], counts: Sequence[int], extra: float 
 
 
 def _stage_ns(count: int, stage: int, layer_ns: Sequence[float], extra: float | None) -> float:
-    return layer_ns[stage] * (count + (extra or 0.0) * (stage == len(layer_ns) - 1))
+    return layer_ns[stage] * (count + (extra or 0.0 if stage == len(layer_ns) - 1 else 0.0))
 
 
 def head_layers(manifest: Mapping[str, Any]) -> float | None:
@@ -248,7 +248,7 @@ def _divide_layers(
 
     while better:
         moves = [
-            [n - (stage == source) + (stage == target) for stage, n in enumerate(better)]
+            [count + {source: -1, target: 1}.get(stage, 0) for stage, count in enumerate(better)]
             for source in range(len(better))
             for target in range(len(better))
             if source != target and better[source] > 1
@@ -287,7 +287,8 @@ def _representative_actions(run: Run, stages: int) -> pl.DataFrame | None:
 
 def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
     """Time saved in a pass if the actions of each stage take `scale` times as long."""
-    order = tuple(actions.select(_place(), "stage", "micro_batch", "action").iter_rows())
+    place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
+    order = tuple(actions.select(place, "stage", "micro_batch", "action").iter_rows())
     schedule = pipeline_schedule.graph(order)
     if schedule is None:
         return 0
@@ -295,7 +296,3 @@ def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
     factors = np.array([scale[stage] for _, stage, _, _ in order])
     ends = pipeline_schedule.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
     return max(0, round(float(ends[0] - ends[1])))
-
-
-def _place() -> pl.Expr:
-    return (pl.col("rank").rank("dense") - 1).cast(pl.Int64)

@@ -229,9 +229,8 @@ def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
     parts = [gaps.clear().with_columns(sent_ns=pl.lit(0, pl.Int64))]
     for place, rank_gaps in gaps.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
         late = intervals.from_columns(rank_gaps["end_ns"] - rank_gaps["late_ns"], rank_gaps["late_ns"])
-        sent_ns = (
-            intervals.coverage(late, intervals.from_table(by_rank[place])) if place in by_rank else np.zeros(rank_gaps.height, int)
-        )
+        sends = intervals.from_table(by_rank[place]) if place in by_rank else intervals.EMPTY
+        sent_ns = intervals.coverage(late, sends)
         parts.append(rank_gaps.with_columns(pl.Series("sent_ns", sent_ns, pl.Int64)))
     return pl.concat(parts)
 

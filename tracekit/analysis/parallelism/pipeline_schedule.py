@@ -34,14 +34,14 @@ def graph(actions: tuple[Action, ...]) -> ScheduleGraph | None:
     gradient) that of the next stage and its own forward, a weight gradient its input gradient. None where actions wait
     for each other in a circle: the order is none of a schedule.
     """
-    number = {action[1:]: index for index, action in enumerate(actions)}
+    index_of = {action[1:]: index for index, action in enumerate(actions)}
     last_of: dict[int, int] = {}
     waits_for, sender = [], []
-    for at, action in enumerate(actions):
-        needed = [number[key] for key in producers(*action[1:]) if key in number]
+    for index, action in enumerate(actions):
+        needed = [index_of[key] for key in producers(*action[1:]) if key in index_of]
         sender.append(next((other for other in needed if actions[other][0] != action[0]), None))
         waits_for.append(tuple({*needed, *([last_of[action[0]]] if action[0] in last_of else [])}))
-        last_of[action[0]] = at
+        last_of[action[0]] = index
     order = _topological(waits_for)
     return None if order is None else ScheduleGraph(order, tuple(waits_for), tuple(sender))
 

@@ -85,7 +85,8 @@ def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
     ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
     medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))
     table = actions.join(medians.select(PIPELINE), on=PIPELINE, how="semi", nulls_equal=True).sort("rank", "start_ns")
-    return {(place[0], place[1]): rows for place, rows in table.partition_by("window", "pipeline", as_dict=True).items()}
+    by_pipeline = table.partition_by("window", "pipeline", as_dict=True)
+    return {(window, pipeline): rows for (window, pipeline), rows in by_pipeline.items()}
 
 
 def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:

@@ -53,8 +53,8 @@ def totals(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     sums += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
     table = inside.group_by(key).agg(dur_ns.sum().alias("_all_ns"), *sums).sort(key)
     idle_ns = (window[1] - window[0] - pl.col("_all_ns")).alias("idle_ns")
-    state_columns = [f"{state}_ns" for state in STATES]
-    return table.with_columns(idle_ns).select(*key, *state_columns, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
+    names = [*(f"{state}_ns" for state in STATES), "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late)]
+    return table.with_columns(idle_ns).select(*key, *names)
 
 
 def wait_times(run: Run) -> pl.DataFrame:
@@ -80,8 +80,8 @@ def awaited_times(run: Run) -> pl.DataFrame:
     )
     aligned = alignment.on_run_clock(steps, run.offsets, ("start_ns", "end_ns"))
     # Without a null in the keys: the device of a CPU run is null, and nulls do not match.
-    wait_rows, step_rows = (rows.with_columns(pl.col("device").fill_null(-1)).sort("start_ns") for rows in (waits, aligned))
-    in_steps = wait_rows.join_asof(step_rows, on="start_ns", by=list(_OF), check_sortedness=False)
+    waits, aligned = (rows.with_columns(pl.col("device").fill_null(-1)).sort("start_ns") for rows in (waits, aligned))
+    in_steps = waits.join_asof(aligned, on="start_ns", by=list(_OF), check_sortedness=False)
     in_step = pl.when(pl.col("start_ns") < pl.col("end_ns")).then("step").alias("step")
     pairs = in_steps.group_by("window", in_step, "peer_rank", "rank").agg(pl.col("dur_ns").sum())
     longest_first = pairs.sort("dur_ns", "rank", descending=[True, False])

@@ -55,7 +55,7 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     plain_steps = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
-    waited = _of_others(run, per_rank, plain_steps).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
+    waited = _of_others(run, per_rank, plain_steps).with_columns(share.alias("share"), waited_ns="median_ns")
     idle = _of_others(run, _idle(run), plain_steps).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
     keys = [*_KEY, "late_rank"]
     late = plain_steps.join(_late_ranks(run, waits), how="cross").join(

@@ -33,7 +33,8 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
     Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
-    rows = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped_records(trace), *_warm_up(trace), *_cut(trace))
+    checks = (_nothing, _launches, _overlaps, _dropped_records, _warm_up, _cut)
+    rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
 
@@ -119,8 +120,9 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         return
     yield from _missing_launches(work, total_ns)
     stepless_ns = _stepless_ns(work)
+    has_steps = not trace.steps["step"].is_null().all()
     # Outside iterations that were found is a prefill, set-up or a cut iteration: the issue on them states the share.
-    if stepless_ns and not trace.steps["step"].is_null().all() and not _has_found_iterations(trace):
+    if stepless_ns and has_steps and not trace_columns.has_issue(trace, "steps_from_repetition"):
         share = stepless_ns / total_ns
         yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
     yield from _before_launch(trace, total_ns)
@@ -131,10 +133,6 @@ def _stepless_ns(work: pl.DataFrame) -> int:
     if not work["step"].null_count():
         return 0
     return int(work.filter(pl.col("launch_id").is_not_null(), pl.col("step").is_null())["dur_ns"].sum())
-
-
-def _has_found_iterations(trace: Trace) -> bool:
-    return trace_columns.has_issue(trace, "steps_from_repetition")
 
 
 def _unrecorded_launches(trace: Trace) -> str:

@@ -46,7 +46,8 @@ def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
     _, of_step = np.unique(step[first], return_inverse=True)
     step_ns = np.bincount(of_step, dur_ns)[of_step]
     first = first[is_back[first] | (dur_ns > _MIN_FORWARD_RATIO * step_ns)]
-    begins = is_back[first] & ~(np.append(False, is_back[first][:-1]) & _repeats(step[first]))
+    is_same_step = np.append(False, step[first][1:] == step[first][:-1])
+    begins = is_back[first] & ~(np.append(False, is_back[first][:-1]) & is_same_step)
     first = first[begins]
     number = np.arange(len(first)) - np.searchsorted(step[first], step[first])
     return pl.DataFrame([
@@ -55,11 +56,6 @@ def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
         pl.Series("backward", number, pl.Int64),
         pl.Series("launched_ns", launched_ns[first], pl.Int64),
     ])  # fmt: skip
-
-
-def _repeats(values: Ints) -> Flags:
-    """Mask of the values equal to the one before."""
-    return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
 @memoize

@@ -136,8 +136,8 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
 def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
     """Return the step in whose device window each moment is."""
     windows = trace_columns.windows(trace).filter(pl.col("device") == device)
-    window_row = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
-    index = pl.Series(window_row, dtype=pl.Int64)
+    spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
+    index = pl.Series(sweep_line.running(spans, at_ns), dtype=pl.Int64)
     return windows["step"].gather(index.set(index < 0, None)).alias("step")
 
 

@@ -18,11 +18,9 @@ def extent(trace: Trace) -> pl.DataFrame:
     """
     starts = [trace.ops["start_ns"].min(), trace.activities["start_ns"].min(), trace.allocations["at_ns"].min()]
     starts += [trace.steps["start_ns"].min(), trace.checkpoints["start_ns"].min()]
-    known_starts = [start for start in starts if isinstance(start, int)]
-    return pl.DataFrame(
-        {"first_ns": [min(known_starts, default=0)], "steps": [trace.steps["step"].drop_nulls().unique().sort().to_list()]},
-        schema=COLUMNS,
-    )
+    first_ns = min((start for start in starts if isinstance(start, int)), default=0)
+    steps = trace.steps["step"].drop_nulls().unique().sort().to_list()
+    return pl.DataFrame({"first_ns": [first_ns], "steps": [steps]}, schema=COLUMNS)
 
 
 def run_clock(run: Run) -> pl.DataFrame:

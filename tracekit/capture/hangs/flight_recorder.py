@@ -76,15 +76,11 @@ def _without_inductor() -> Iterator[None]:
             del vars(torch)["_inductor"]
 
 
-def _group_name(group: Any) -> tuple[str, str]:
-    return str(group.group_name), str(group.group_desc)
-
-
 def _groups() -> dict[str, dict[str, str]]:
     """Return names, descriptions and global ranks of this process's groups."""
     groups = {}
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        name, description = _group_name(group)
+        name, description = str(group.group_name), str(group.group_desc)
         members = sorted(ranks, key=lambda rank: ranks[rank])[:_MAX_LISTED_RANKS]
         groups[name] = {"name": name, "desc": description, "ranks": str([int(rank) for rank in members])}
     return groups

@@ -90,7 +90,7 @@ def server_command(
     options = {
         "server.address": host,
         "server.port": str(port),
-        "browser.serverAddress": LOCALHOST if host in _WILDCARDS else f"[{host}]" if ":" in host else host,
+        "browser.serverAddress": LOCALHOST if host in _WILDCARDS else _url_host(host),
         # Otherwise Streamlit asks a new user for an address, and offers to install files for coding assistants.
         "server.headless": "true",
         "logger.hideWelcomeMessage": "true",  # this command prints the address
@@ -112,8 +112,11 @@ def _address(host: str, port: int) -> str:
     >>> _address("::1", 8501), _address("0.0.0.0", 8501)
     ('http://[::1]:8501', 'http://localhost:8501')
     """
-    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 compared
-    return f"http://{name}:{port}"
+    return f"http://{'localhost' if host in _WILDCARDS else _url_host(host)}:{port}"
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _require_listable(url: str) -> None:

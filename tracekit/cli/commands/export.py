@@ -142,7 +142,7 @@ def _write_perfetto(source: RunOptions, work: SelectedWork, out: Path, *, findin
     step, selected = work.step, work.rank_numbers()
     run = source.open()
     with output.progress() as bar:
-        callback = bar.trace_callback((1 + findings) * len(run.sources))
+        callback = bar.trace_callback(len(run.sources) * (2 if findings else 1))
         report_findings = engine.check(run, on_progress=callback).findings if findings else ()
         explained = path.critical_path(run, step) if with_path else None
         with output.atomic_file(out) as file, _compress(file, out) as packed:
@@ -167,7 +167,7 @@ def _report_unaligned(run: "Run") -> None:
     if len(unaligned) and len(run.ranks) > 1:
         several = len(unaligned) > 1
         output.notify(
-            f"{units.numbered('rank', unaligned)} share{'s' * (not several)} too few collectives: "
+            f"{units.numbered('rank', unaligned)} share{'' if several else 's'} too few collectives: "
             f"{'each is' if several else 'it is'} on its own clock in the file"
         )
 

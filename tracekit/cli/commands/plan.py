@@ -323,13 +323,9 @@ def _value_text(name: str, value: float | str | bool | None) -> str:
     if "bytes_per_second" in name:
         return units.rate(value)
     if name.endswith(("_bytes", "_bytes_per_step", "_bytes_per_micro_batch")):
-        return f"{_decimal(value)} ({units.size(value)})"
+        return f"{units.rate(value).removesuffix('/s')} ({units.size(value)})"
     if name.endswith("_seconds"):
         return f"{value:.2f} s"
     if name in ("activation_ratio", "writer_skew_ratio"):
         return f"{value:.3g} ×"
     return f"{100 * value:.3f}%" if name.endswith("_ratio") else f"{value:.4g}"
-
-
-def _decimal(size: float) -> str:
-    return units.rate(size).removesuffix("/s")

@@ -129,14 +129,16 @@ class RankLog:
             yield self._advance(confirmed)
             yield self._advance(row)
         elif row.step != self.position[1]:
-            self.bad_rows += self._unconfirmed is not None
+            if self._unconfirmed is not None:
+                self.bad_rows += 1
             self._unconfirmed = row
 
     def _advance(self, row: MetricsRow) -> RankStep:
         attempt, last = self.position or (0, -1)
         before, self.row = self.row or row, row
-        self.position = (attempt + (row.step <= last), row.step)
-        self.skipped += row.is_skipped
+        self.position = (attempt + 1 if row.step <= last else attempt, row.step)
+        if row.is_skipped:
+            self.skipped += 1
         retries, allocs = _increase(before.retries, row.retries), _increase(before.device_allocs, row.device_allocs)
         return RankStep(self.rank, self.position, row, retries, allocs)
 

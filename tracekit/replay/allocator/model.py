@@ -323,7 +323,8 @@ class Allocator:
             previous = None
             if segment.expandable:
                 previous = expandable_segments.space_before(last.get(key), segment.address)
-            base = None if not segment.expandable else segment.address if previous is None else previous.base
+            base = segment.address if previous is None else previous.base
+            base = base if segment.expandable else None
             end = segment.address + segment.bytes
             for state in segment.blocks:
                 previous = self._adopt_block(state, pool, base, previous)
@@ -351,7 +352,8 @@ def _state(head: Block) -> SegmentState:
     blocks = []
     block: Block | None = head
     while block is not None and block.mapped:
-        state = "allocated" if block.allocated else "pending" if block.active else "free"
+        used = "allocated" if block.allocated else "pending"
+        state = used if block.active else "free"
         blocks.append(BlockState(block.address, block.bytes, state, block.requested_bytes if block.active else 0))
         block = block.next
     pool, total = head.pool, sum(b.bytes for b in blocks)

@@ -219,7 +219,8 @@ def replay(graph: Graph) -> Replay:
     A collective ends on all ranks its own duration after the last arrival. While a kernel that fills its device runs,
     kernels of other streams wait for room.
     """
-    edges, lag_ns = graph.edges, _lags(graph)
+    edges = graph.edges
+    lag_ns = np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)  # after the awaited end
     # A full launch queue rarely delays its host. A wait that is left out and met anyway changes nothing.
     is_open = (edges.kind == QUEUE) & (graph.chain[edges.waiting] >= 0)
     for _ in range(_QUEUE_ROUNDS):
@@ -239,12 +240,6 @@ def _starts(graph: Graph, edges: Edges, lag_ns: Ints) -> Ints:
         edges.waiting, edges.awaited, lag_ns, graph.order,
     )  # fmt: skip
     return filled_devices.starts(network, graph.devices)
-
-
-def _lags(graph: Graph) -> Ints:
-    """Return the least time of each edge from the end of the awaited node to the start of the waiting one."""
-    edges = graph.edges
-    return np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
 
 
 def sort_topologically(graph: Graph, key: Ints) -> Graph:

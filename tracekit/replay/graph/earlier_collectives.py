@@ -112,16 +112,14 @@ def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     rows = rows[graph.is_main_lane[waits.awaited[rows]]]
     awaited = dict(zip(waits.waiting[rows].tolist(), _last_work(graph, waits.awaited[rows]).tolist(), strict=True))
     ends = set(done[calls["at"].to_numpy()].tolist())
-    compute_of = {}
+    after = {}
     for call in calls.filter(pl.col("op") == _REDUCE)["at"].to_list():
         item = call
         while item not in awaited and 0 <= (before := int(graph.chain[item])) < graph.count and before not in ends:
             item = before
         if item in awaited:
-            compute_of[call] = awaited[item]
-    return pl.DataFrame(
-        {"at": list(compute_of), "after": list(compute_of.values())}, schema={"at": pl.Int64, "after": pl.Int64}
-    )
+            after[call] = awaited[item]
+    return pl.DataFrame({"at": list(after), "after": list(after.values())}, schema={"at": pl.Int64, "after": pl.Int64})
 
 
 def _swap_calls(calls: pl.DataFrame) -> pl.DataFrame:
@@ -133,10 +131,8 @@ def _swap_calls(calls: pl.DataFrame) -> pl.DataFrame:
     before = pl.col("op").shift(1).over(key) == _REDUCE
     later = (pl.col("after").shift(1).over(key) > pl.col("after")).fill_null(value=True)
     jumps = (pl.col("op") == _GATHER) & before & later & pl.col("delayed").fill_null(value=False)
-    with_places = calls.with_columns(
-        pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps")
-    )
-    jumped = with_places.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
+    places = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
+    jumped = places.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
     place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)
     return jumped.with_columns(place.alias("place")).sort(*key, "place")
 

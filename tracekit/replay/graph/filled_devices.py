@@ -83,9 +83,8 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
     grids = frame.select("grid_id", "room_ns", dur_ns=pl.col("end_ns") - pl.col("start_ns"))
-    recorded_rooms = grids.filter(
-        pl.col("room_ns") >= 0, pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns")
-    )
+    in_last_wave = pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns")
+    recorded_rooms = grids.filter(pl.col("room_ns") >= 0, in_last_wave)
     usual = recorded_rooms.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
     joined = grids.join(usual, on="grid_id", how="left", maintain_order="left")
     room_ns = pl.max_horizontal("room_ns", "usual_ns")

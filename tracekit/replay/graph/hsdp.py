@@ -72,10 +72,8 @@ def _sharding(graph: Graph) -> pl.DataFrame:
 
 def _with_reductions(graph: Graph, reduced: pl.DataFrame, duration_ns: Ints) -> Graph:
     """Return the graph with an all-reduce after each reduce-scatter, in order, on a stream of their own."""
-    instances = reduced.with_columns(pl.Series("duration_ns", duration_ns)).unique(
-        "done", keep="first", maintain_order=True
-    )
-    instances = instances.sort("turn")
+    timed = reduced.with_columns(pl.Series("duration_ns", duration_ns))
+    instances = timed.unique("done", keep="first", maintain_order=True).sort("turn")
     done, first = instances["done"].to_numpy(), len(graph.chain)
     new = np.arange(first, first + len(instances), dtype=np.int64)
     zeros = np.zeros(len(new), np.int64)

@@ -126,10 +126,10 @@ class PipelineTiming:
             scaled[name] = tuple(weight * layer_ns[divided._place(stage)] for stage, weight in enumerate(weights))
         for name in (name for name in _GATHERS if getattr(self, name)):
             # An action waits for its first layer; the others are gathered meanwhile.
-            of_rank = [
+            mean = [
                 statistics.mean(getattr(self, name)[stage] for stage in stages) for stages in self._stages_of_ranks()
             ]
-            scaled[name] = tuple(of_rank[divided._place(stage)] for stage in range(divided.stages))
+            scaled[name] = tuple(mean[divided._place(stage)] for stage in range(divided.stages))
         if self.reduction_ns:
             changes = zip(self.reduction_ns, self._parameters(), divided._parameters(), strict=True)
             scaled["reduction_ns"] = tuple(ns * after / before for ns, before, after in changes)

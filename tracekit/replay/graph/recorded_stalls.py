@@ -80,11 +80,8 @@ def _of_items(items: pl.DataFrame, activity: pl.Series, values: pl.Series) -> In
     row = rows_of(ids(activity), items["ref"].to_numpy())
     has_activity = (row >= 0) & ~items["is_wait"].to_numpy()
     by_item = np.zeros(items.height, np.int64)
-    by_item[has_activity] = (
-        values.fill_null(0).to_numpy()[row[has_activity]]
-        if values.null_count()
-        else values.to_numpy()[row[has_activity]]
-    )
+    filled = values.fill_null(0) if values.null_count() else values
+    by_item[has_activity] = filled.to_numpy()[row[has_activity]]
     return by_item
 
 

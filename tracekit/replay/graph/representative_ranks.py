@@ -58,13 +58,9 @@ def _representative(run: Run, finding_ranks: tuple[tuple[int, ...], ...]) -> Run
     # Not the run itself, which the cache would then keep in memory for ever.
     specific = [ranks for ranks in (late_ranks.latest(run), *finding_ranks) if len(ranks) <= len(run.ranks) // 2]
     preferred = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
-    return run.of_ranks(_choose_ranks(_units(run), preferred, _least_ranks(run)))
-
-
-def _least_ranks(run: Run) -> int:
-    """Least number of ranks to replay, by the work that a rank has recorded."""
-    recorded = int(run.table(activity_counts)["activities"].sum()) / max(len(run.ranks), 1)
-    return min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(recorded, 1))))
+    per_rank = int(run.table(activity_counts)["activities"].sum()) / max(len(run.ranks), 1)
+    target = min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(per_rank, 1))))
+    return run.of_ranks(_choose_ranks(_units(run), preferred, target))
 
 
 def _choose_ranks(units: Sequence[tuple[int, ...]], preferred: Iterable[int], target: int) -> list[int]:

@@ -154,16 +154,12 @@ def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
 
 def waiting_ns(run: Run, removals: Iterable[Removal] = ()) -> int:
     """Time that all ranks wait for others in collectives, in a replay without some causes, in ns."""
-    return sum(_waiting_ns(graph, _replay_without(graph, tuple(removals))) for graph in graphs_of(run))
-
-
-def _replay_without(graph: Graph, removals: tuple[Removal, ...]) -> Replay:
-    return _without(graph, removals)[1] if removals else graph.replayed
-
-
-def _waiting_ns(graph: Graph, played: Replay) -> int:
-    parts = np.flatnonzero(graph.join_of >= 0)
-    return int((played.start_ns[graph.join_of[parts]] - played.start_ns[parts]).sum())
+    total_ns, together = 0, tuple(removals)
+    for graph in graphs_of(run):
+        played = _without(graph, together)[1] if together else graph.replayed
+        parts = np.flatnonzero(graph.join_of >= 0)
+        total_ns += int((played.start_ns[graph.join_of[parts]] - played.start_ns[parts]).sum())
+    return total_ns
 
 
 @memoize

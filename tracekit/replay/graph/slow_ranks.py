@@ -16,13 +16,13 @@ def without_late_ranks(graph: Graph) -> Graph:
     """Return the graph in which the late ranks take no time of their own, so that nobody waits for them.
 
     Their hosts begin with the window. By default these are the rank, or the ranks of a group, that the others wait for
-    most (`late_ranks.latest`). Making them as
-    fast as their peers would need to know how fast those would be without waiting; the other ranks' work is known.
+    most (`late_ranks.latest`). Making them as fast as their peers would need to know how fast those would be without
+    waiting; the other ranks' work is known.
     Raises InsufficientDataError for a single rank.
     """
     if graph.frame["rank"].n_unique() < 2:
         raise InsufficientDataError("comparing ranks needs the traces of at least two")
-    is_late = _is_late(graph)
+    is_late = np.asarray(graph.frame["rank"].is_in(list(graph.late_ranks)).to_numpy())
     graph = stalled_devices.without_stalls(graph, is_late)
     nodes = np.flatnonzero(is_late)
     own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
@@ -52,7 +52,3 @@ def with_late_ranks(table: pl.DataFrame, late_ranks: tuple[int, ...]) -> pl.Data
     saved = of_others.with_columns(pl.when(is_late).then(others_ns).otherwise("saved_ns").alias("saved_ns"))
     without_ns = (pl.col("replayed_ns") - pl.col("saved_ns")).alias("without_ns")
     return saved.with_columns(without_ns).select(table.columns)
-
-
-def _is_late(graph: Graph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return np.asarray(graph.frame["rank"].is_in(list(graph.late_ranks)).to_numpy())

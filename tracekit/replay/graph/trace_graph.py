@@ -244,8 +244,8 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
     """Return the work that blocking host calls waited for, as CUDA records it or as end times show."""
     waits = dependencies.host_waits(trace, items)
     pairs = np.array([(call, item) for call, awaited in waits.items() for item in awaited], np.int64).reshape(-1, 2)
-    row = _last_rows(calls, pairs[:, 0])
-    row, item = row[row >= 0], pairs[row >= 0, 1]
+    row = rows_of(calls.id[::-1], pairs[:, 0])  # of the rows of a call the last one waits
+    row, item = len(calls.id) - 1 - row[row >= 0], pairs[row >= 0, 1]
     unknown = ~np.isin(calls.id, pairs[:, 0])
     synced, synced_item = _synced_op_work(trace, calls, items, unknown)
     unknown[synced] = False
@@ -256,12 +256,6 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
         _drain_waits(calls, items, unknown, first_item),
         _ended_with(calls, items, unknown, first_item),
     ])  # fmt: skip
-
-
-def _last_rows(calls: Calls, id_: Ints) -> Ints:
-    """Return the last row of each call, the one that waits; -1 for a call that is not listed."""
-    row = rows_of(calls.id[::-1], id_)
-    return np.where(row >= 0, len(calls.id) - 1 - row, -1)
 
 
 def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:

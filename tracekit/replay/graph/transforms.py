@@ -351,7 +351,9 @@ def _pauses_after(graph: Graph, calls: Flags) -> Ints:
     drained = _is_drained(graph, calls)
     pauses_ns = np.where(is_next & drained[previous], beyond_ns, 0)
     pauses_ns = _without_other_python(pauses_ns, beyond_ns, drained, previous)
-    after_idle = np.flatnonzero(is_next & _finds_idle(graph, calls)[previous])
+    busy_ns, _ = _compute_around(graph)
+    finds_idle = calls & (busy_ns >= 0) & (busy_ns <= graph.column("end_ns"))
+    after_idle = np.flatnonzero(is_next & finds_idle[previous])
     typical_ns = _typical_ns(graph, pauses_ns, previous, after_idle)
     pauses_ns[after_idle] = np.maximum(pauses_ns[after_idle], np.minimum(beyond_ns[after_idle], typical_ns))
     return pauses_ns
@@ -467,12 +469,6 @@ def _is_drained(graph: Graph, calls: Flags) -> Flags:
         if not more.any():
             return drained
         drained = drained | more
-
-
-def _finds_idle(graph: Graph, calls: Flags) -> Flags:
-    """Mark calls that begin when all compute that was launched before has ended."""
-    busy_ns, _ = _compute_around(graph)
-    return np.asarray(calls & (busy_ns >= 0) & (busy_ns <= graph.column("end_ns")))
 
 
 def _in_state(graph: Graph, what: str) -> Flags:

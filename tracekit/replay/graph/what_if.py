@@ -90,11 +90,8 @@ def answer(
         )
     gpus = gpus_of(run)
     all_answers = [_answer(cause, savings.saving(run, cause.name), gpus, gpu_hour_price) for cause in requested]
-    answers = [
-        candidate
-        for candidate in all_answers
-        if not candidate.unavailable_reason and (names or candidate.saved_ratio >= MIN_SAVED_RATIO)
-    ]
+    available = [candidate for candidate in all_answers if not candidate.unavailable_reason]
+    answers = [candidate for candidate in available if names or candidate.saved_ratio >= MIN_SAVED_RATIO]
     per = replay.select("window", "step").n_unique()
     return WhatIf(
         tuple(sorted(answers, key=lambda candidate: -candidate.saved_ns)),

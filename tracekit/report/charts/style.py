@@ -248,7 +248,7 @@ _FEW_POWERS, _MOST_TICKS, _MOST_NAMES = 3, 12, 64
 def mix_colours(first: str, second: str, ratio: float) -> str:
     """Return the colour at `ratio` between two, both as #RRGGBB.
 
-    >>> mixed("#000000", "#FF0080", 0.5)
+    >>> mix_colours("#000000", "#FF0080", 0.5)
     '#800040'
     """
     pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)

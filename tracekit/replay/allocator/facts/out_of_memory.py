@@ -135,7 +135,7 @@ def of_snapshot(
     oom = replace(oom, growth=step_growth.of_snapshot(snapshot, at_failure, played))
     if not oom.is_fragmentation and not oom.is_process_limit:
         return oom
-    tried, replay_note = _try_settings(at_failure, oom, last["stream"] or 0, candidates)
+    tried, replay_note = _trial(at_failure, oom, last["stream"] or 0, candidates)
     return replace(oom, tried=tried, notes=(replay_note,) if replay_note else ())
 
 
@@ -171,9 +171,7 @@ def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | N
     return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
 
 
-def _try_settings(
-    history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]
-) -> tuple[pl.DataFrame, str]:
+def _trial(history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]) -> tuple[pl.DataFrame, str]:
     """Settings that would have served the request, replayed from the same start in the same memory.
 
     A process with a limit gets what it had reserved at its peak: then all recorded requests are served, as they were.
@@ -186,18 +184,16 @@ def _try_settings(
     extended = history.with_request(oom.requested_bytes, stream)
     capacity_bytes = oom.reserved_bytes + oom.room_bytes
 
-    def replay_request(settings: Settings) -> tuple[bool, int]:
+    def replay(settings: Settings) -> tuple[bool, int]:
         played = playback.predict(extended, settings, capacity_bytes=capacity_bytes)
         return bool(played.moved_bytes[-1] > 0 and not played.out_of_memory), played.peak_reserved_bytes
 
-    if replay_request(history.settings)[0]:
+    if replay(history.settings)[0]:
         return nothing, (
             "No other settings were tried: under the recorded settings, the replay serves the request, so it says "
             "nothing about others."
         )
-    rows = [
-        (text, *replay_request(Settings.parse(text))) for text in candidates if Settings.parse(text) != history.settings
-    ]
+    rows = [(text, *replay(Settings.parse(text))) for text in candidates if Settings.parse(text) != history.settings]
     return pl.DataFrame(rows, schema=TRIED_COLUMNS, orient="row"), ""
 
 

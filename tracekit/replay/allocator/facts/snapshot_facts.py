@@ -205,10 +205,8 @@ def blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> 
     moves = events.filter(pl.col("delta_bytes") != 0).with_columns(
         device=pl.lit(history.device, pl.Int64), step=pl.lit(None, pl.Int64)
     )
-    with_owners = allocations.match_blocks(moves).join(owners(snapshot), left_on="op_id", right_on="stack", how="left")
-    return schema.conform(with_owners, allocations.BLOCK_COLUMNS).sort(
-        "start_event", nulls_last=False, maintain_order=True
-    )
+    rows = allocations.match_blocks(moves).join(owners(snapshot), left_on="op_id", right_on="stack", how="left")
+    return schema.conform(rows, allocations.BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
 
 
 def live(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:

@@ -28,7 +28,9 @@ def of_snapshot(snapshot: MemorySnapshot, history: History, played: ReplayResult
     alive = snapshot_facts.alive(history, played, len(history.action) - 1).filter(~pl.col("earlier"))
     at_ns = history.at_ns[alive["event"].to_numpy()]
     alive = alive.with_columns(step=pl.Series(np.searchsorted(begins, at_ns, side="right"), dtype=pl.Int64))
-    described = alive.join(_callers(snapshot), on="stack", how="left").drop_nulls("op")
+    with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
+    callers = snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))
+    described = alive.join(callers, on="stack", how="left").drop_nulls("op")
     last = len(begins) - _OPEN_STEPS
     # What was requested before the first mark is of no step: that time may be a part of one, or many.
     in_steps = described.filter(pl.col("step").is_between(1, last))
@@ -55,9 +57,3 @@ def _begins(snapshot: MemorySnapshot, device: int) -> "np.ndarray[tuple[int], np
         marks = marks.filter(pl.col("name") == marks["name"].min())  # of several optimizers one
     step_marks = of_profiler if of_profiler.height else marks
     return np.sort(step_marks["at_ns"].drop_nulls().to_numpy().astype(np.int64))
-
-
-def _callers(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Return the outermost operator of each stack with its place: columns stack, op."""
-    with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
-    return snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))

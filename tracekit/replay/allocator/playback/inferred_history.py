@@ -102,9 +102,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     pages = np.unique(small) * SMALL_SEGMENT_BYTES
     ranges = [(int(page), int(page) + SMALL_SEGMENT_BYTES, True) for page in pages]
     large = blocks.filter(pl.col("size") > SMALL_BYTES).sort("address")
-    ranges += [
-        (begin, end, False) for begin, end in _covered_ranges(large["address"].to_numpy(), large["size"].to_numpy())
-    ]
+    ranges += [(begin, end, False) for begin, end in _ranges(large["address"].to_numpy(), large["size"].to_numpy())]
     addresses = sorted(sizes)
     return tuple(
         SegmentState(
@@ -120,7 +118,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     )
 
 
-def _covered_ranges(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
+def _ranges(address: Ints, size: Ints) -> Iterator[tuple[int, int]]:
     """Yield the contiguous ranges that blocks cover, rounded outwards to multiples of 2 MiB."""
     if not len(address):
         return

@@ -37,10 +37,8 @@ def initial_segments(
     """
     initial = _initial_blocks(events, final)
     addresses = [block.address for block in initial]
-    first_allocs = (
-        events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
-    )
-    hints = first_allocs.rows()
+    allocs = events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
+    hints = allocs.rows()
     segments_at_start = []
     for segment in _segments_before(events, final):
         first = bisect_left(addresses, segment.address)

@@ -136,11 +136,9 @@ def _unplayable(played: pl.DataFrame, initial: tuple[SegmentState, ...]) -> str 
 def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) -> tuple[SegmentState, ...]:
     described = blocks.select("segment_address", "address", "bytes", "state", pl.col("requested_bytes").fill_null(0))
     blocks_of: dict[int, list[BlockState]] = {}
-    for segment, address, size, state, requested in described.iter_rows():
-        status = _STATES.get(state, "pending")
-        blocks_of.setdefault(segment, []).append(
-            BlockState(address, size, status, 0 if status == "free" else requested)
-        )
+    for segment, address, size, raw, requested in described.iter_rows():
+        state = _STATES.get(raw, "pending")
+        blocks_of.setdefault(segment, []).append(BlockState(address, size, state, 0 if state == "free" else requested))
     rows = segments.select("address", "total_bytes", "stream", pl.col("kind") == "small", "pool", "expandable")
     return tuple(
         SegmentState(address, size, stream, small, pools[pool], grows, tuple(blocks_of.get(address, ())))

@@ -47,17 +47,14 @@ def _ranks(run: Run, graph: Graph) -> Iterator[str]:
     traced = graph.frame["rank"].n_unique()
     size = Manifest.of(run.manifest).world_size or int(graph.parts["group_size"].max() or 0)  # type: ignore[arg-type]
     missing = run.data_quality.filter(pl.col("kind") == "missing_ranks")["message"].to_list()
-    few = (
-        [f"{traced} of {size} ranks have a trace"]
-        if size > traced
-        else [message.partition(" (")[0] for message in missing]
-    )
+    messages = [message.partition(" (")[0] for message in missing]
+    few = [f"{traced} of {size} ranks have a trace"] if size > traced else messages
     if few:
         yield f"{few[0]}: waiting for the others is shown as communication, as if they had arrived last."
     unaligned = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
     if traced > 1 and unaligned.len():
         yield (
-            f"{units.numbered('Rank', unaligned)} share{'s' * (unaligned.len() == 1)} too few collectives "
+            f"{units.numbered('Rank', unaligned)} {'shares' if unaligned.len() == 1 else 'share'} too few collectives "
             "to align clocks: waits between them and other ranks are not known."
         )
 
@@ -67,10 +64,9 @@ def _unmatched_calls(graph: Graph, spans: list[Span]) -> str | None:
     if graph.frame["rank"].n_unique() < 2:
         return None
     is_unmatched = graph.matches("kind", "communication") & (graph.join_of < 0)
-    spent = [
-        (span.node, span.end_ns - span.start_ns) for span in spans if span.wait < 0 and 0 <= span.node < graph.count
-    ]
-    share = sum(length_ns for node, length_ns in spent if is_unmatched[node]) / _length_ns(spans)
+    on_nodes = [span for span in spans if span.wait < 0 and 0 <= span.node < graph.count]
+    unmatched_ns = sum(span.end_ns - span.start_ns for span in on_nodes if is_unmatched[span.node])
+    share = unmatched_ns / max(spans[-1].end_ns - spans[0].start_ns, 1)
     if share < _MIN_RATIO:
         return None
     return (
@@ -91,7 +87,3 @@ def _unexplained_time(parts: pl.DataFrame) -> str | None:
     if share < _MIN_RATIO:
         return None
     return f"The traces do not explain {units.share(share)} of the path: nothing recorded runs then."
-
-
-def _length_ns(spans: list[Span]) -> int:
-    return max(spans[-1].end_ns - spans[0].start_ns, 1)

@@ -75,7 +75,8 @@ def recorded_times(graph: Graph) -> RecordedTimes:
 def _compute_times(graph: Graph) -> RecordedTimes:
     begin_ns, end_ns = _node_times(graph)
     waits = _all_waits(graph, end_ns)
-    anchor_ns = _anchors(waits, begin_ns, end_ns)
+    anchor_ns = np.where(waits.from_begin, begin_ns[waits.awaited], end_ns[waits.awaited])
+    anchor_ns = np.where(waits.awaited >= 0, anchor_ns, 0)
     released_ns = _within_recording(waits, anchor_ns + waits.lag_ns, begin_ns)
     latest_ns = np.full(len(begin_ns), np.iinfo(np.int64).min, np.int64)
     np.maximum.at(latest_ns, waits.waiting, released_ns)
@@ -157,12 +158,6 @@ def _left_earlier_ns(graph: Graph, waiting: Ints, awaited: Ints, end_ns: Ints) -
     ended_ns = _part_ends(graph)[part]
     earlier_ns[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
     return earlier_ns
-
-
-def _anchors(waits: Waits, begin_ns: Ints, end_ns: Ints) -> Ints:
-    """Return the time from which each wait counts its lag."""
-    anchor = np.where(waits.from_begin, begin_ns[waits.awaited], end_ns[waits.awaited])
-    return np.where(waits.awaited >= 0, anchor, 0)
 
 
 def _within_recording(waits: Waits, released_ns: Ints, begin_ns: Ints) -> Ints:

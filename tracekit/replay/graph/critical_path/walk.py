@@ -42,7 +42,8 @@ def walk(times: RecordedTimes, node: int, *, start_ns: int, end_ns: int) -> list
         since, awaited = _before(times, node, wait)
         if awaited < 0 and node >= graph.count and node not in without_waits:
             without_waits.add(node)
-            awaited = _last_part(times, node)
+            parts = np.flatnonzero(graph.join_of == node)
+            awaited = int(parts[np.argmax(times.begin_ns[parts])])  # the part that arrived last
         row = node if node < graph.count else awaited
         of_rank = int(rank[row])
         for from_ns, lag_of in ((int(times.begin_ns[node]), -1), (since, wait)):
@@ -55,12 +56,6 @@ def walk(times: RecordedTimes, node: int, *, start_ns: int, end_ns: int) -> list
     if now > start_ns:
         spans.append(Span(-1, row, -1, start_ns, now))
     return spans[::-1]
-
-
-def _last_part(times: RecordedTimes, joint: int) -> int:
-    """Return the part of a collective that arrived last."""
-    parts = np.flatnonzero(times.graph.join_of == joint)
-    return int(parts[np.argmax(times.begin_ns[parts])])
 
 
 def _last_arrivals(times: RecordedTimes) -> dict[tuple[int, int], int]:
