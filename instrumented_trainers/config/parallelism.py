@@ -112,7 +112,9 @@ def _stages_problem(config: TrainingConfig) -> str | None:
     if config.schedule in _TWO_STAGES and per_rank != 2:
         return f"--virtual-stages {per_rank}: {config.schedule} has 2 stages on each rank"
     if config.schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE, ZB_H1) and per_rank != 1:
-        return f"--virtual-stages {per_rank}: {config.schedule} has 1 stage on each rank; --schedule interleaved has more"
+        return (
+            f"--virtual-stages {per_rank}: {config.schedule} has 1 stage on each rank; --schedule interleaved has more"
+        )
     if config.init_from is not None:
         return None
     preset = PRESETS[config.model]

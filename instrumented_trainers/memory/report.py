@@ -75,7 +75,9 @@ class MemoryWatch:
         formula = predict_footprint(self._config, self._options, dist.get_rank())
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (formula, meter.measured()))
-        self.report = MemoryReport(step, tuple(memory for memory, _ in of_ranks), tuple(memory for _, memory in of_ranks))
+        self.report = MemoryReport(
+            step, tuple(memory for memory, _ in of_ranks), tuple(memory for _, memory in of_ranks)
+        )
 
     def summary(self) -> list[str]:
         """Return the lines to print at the end of the training."""

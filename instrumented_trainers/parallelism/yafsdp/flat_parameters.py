@@ -339,4 +339,6 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors begin at the same place of the same storage."""
     # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
     storages = tensor.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
-    return storages[0] == storages[1] and tensor.storage_offset() == other.storage_offset() and tensor.dtype == other.dtype
+    return (
+        storages[0] == storages[1] and tensor.storage_offset() == other.storage_offset() and tensor.dtype == other.dtype
+    )

@@ -65,7 +65,9 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
-        self._begin([FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)])
+        self._begin(
+            [FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)]
+        )
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
         """Begin with flat tensors that no engine runs."""

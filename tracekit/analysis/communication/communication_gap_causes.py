@@ -262,7 +262,9 @@ class _Splitter:
         """Mark in `labels` the pieces that are preparation of the collective that ends their gap."""
         cause, detail, evidence, which = labels
         row = sweep_line.running(spans, pieces.start_ns)
-        prepares = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.span)
+        prepares = (row >= 0) & (
+            sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.span
+        )
         inflated = prepares & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
         cause[prepares] = CAUSES.index(PREPARATION)
         cause[inflated] = CAUSES.index(CONTENTION)

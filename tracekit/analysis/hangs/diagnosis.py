@@ -160,7 +160,13 @@ class _Case:
             f"{_ranks(wait.waiting_ranks)}."
         )
         return Diagnosis(
-            kind, text, ADVICE[kind], wait, culprits, tuple(mismatch for _, mismatch in mismatches), waited_ns=self.waited_ns
+            kind,
+            text,
+            ADVICE[kind],
+            wait,
+            culprits,
+            tuple(mismatch for _, mismatch in mismatches),
+            waited_ns=self.waited_ns,
         )
 
     def _deadlock(self, root: Root) -> Diagnosis:

@@ -47,7 +47,8 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     user_code = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
     modules = names.filter(name.starts_with(conventions.MODULE_PREFIX))
     marks = ops.select(
-        module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(user_code.implode())
+        module=python & pl.col("name").is_in(modules.implode()),
+        stack=python & pl.col("name").is_in(user_code.implode()),
     )
     ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
     rows = np.minimum(np.searchsorted(ids, table["op_id"].to_numpy()), len(ids) - 1)

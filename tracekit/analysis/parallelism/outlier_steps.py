@@ -10,6 +10,7 @@ from tracekit.analysis.host import host_stalls
 from tracekit.analysis.memory import steady_state
 from tracekit.analysis.time import breakdown
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
@@ -45,6 +46,7 @@ _SHOWN_RATIO = 0.3
 """Share of a stall by which the step must be longer: otherwise the device had work, or other steps lose as much."""
 
 
+@run_fact
 def outlier_stalls(run: Run) -> pl.DataFrame:
     """Return the stalls of the host that other steps of the same rank do not have; use ``run.run_table``.
 
@@ -82,7 +84,9 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
     with_expected = with_usual.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"))
     at_run = alignment.on_run_clock(
-        with_expected.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")), run.offsets, ("run_start_ns",)
+        with_expected.filter(is_judged).with_columns(pl.col("start_ns").alias("run_start_ns")),
+        run.offsets,
+        ("run_start_ns",),
     )
     least_ns = pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns"))
     excess_ns = pl.col("dur_ns") - pl.col("expected_ns")
@@ -113,6 +117,7 @@ def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.
     return stalls.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"))
 
 
+@run_fact
 def outlier_steps(run: Run) -> pl.DataFrame:
     """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
 
@@ -210,7 +215,7 @@ def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
 
 def _events(run: Run) -> pl.DataFrame:
     """Return the events with their culprits; those of one step, cause and set of ranks are one."""
-    stalls = run.run_table(outlier_stalls)
+    stalls = run.table(outlier_stalls)
     ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
     by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
     of_ranks = by_rank.agg(
@@ -261,7 +266,9 @@ def _with_last_step(length_of: dict[int | None, int], events: pl.DataFrame, of_r
     """Set the length of the last step to that of the ranks that stall in it, if it is longer on these."""
     for event in events.iter_rows(named=True):
         in_step = pl.col("step").is_in([event["step"], event["gap_step"]]) & pl.col("rank").is_in(event["ranks"])
-        for step, length_ns in of_ranks.filter(in_step).group_by("step").agg(pl.col("duration_ns").median()).iter_rows():
+        for step, length_ns in (
+            of_ranks.filter(in_step).group_by("step").agg(pl.col("duration_ns").median()).iter_rows()
+        ):
             length_of[step] = max(length_of.get(step, 0), int(length_ns))
 
 

@@ -18,7 +18,7 @@ def delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
     waited_ns; one row per step and rank that waits longer and belongs to no group. Empty without two pipelines.
     """
     stage_of = rank_places.stages(run)
-    waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    waits = run.table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
     if not stage_of or waits.is_empty():
         return _EMPTY
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
@@ -57,8 +57,8 @@ def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:
     """Return the ranks that wait longer, with the rank or group of their pipeline that the others wait for."""
     of_pipeline = [*_STEP, "pipeline"]
     shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
-    cause = pl.coalesce(pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)).over(
-        of_pipeline
-    )
+    cause = pl.coalesce(
+        pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)
+    ).over(of_pipeline)
     table = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
     return table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))

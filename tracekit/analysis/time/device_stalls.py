@@ -11,6 +11,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, kernel_ids, launches, trace_columns
 from tracekit.model import intervals, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
@@ -35,6 +36,7 @@ _TO_HOST = r"(?i)DtoH|DeviceToHost"
 _LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
 
 
+@trace_fact
 @memoize
 def device_stalls(trace: Trace) -> pl.DataFrame:
     """Spans in which each device did not run the work that was queued.
@@ -136,7 +138,9 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
 def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
     """Return the step in whose device window each moment is."""
     windows = trace_columns.windows(trace).filter(pl.col("device") == device)
-    window_row = sweep_line.running(intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns)
+    window_row = sweep_line.running(
+        intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"]), at_ns
+    )
     index = pl.Series(window_row, dtype=pl.Int64)
     return windows["step"].gather(index.set(index < 0, None)).alias("step")
 

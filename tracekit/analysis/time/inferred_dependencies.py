@@ -106,7 +106,9 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
-            is_pair = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
+            is_pair = (on >= 0) & ~(
+                work.carries & work.carries[on]
+            )  # order between collectives: see communicator_order
             done = is_pair & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= work.near)
             count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
