@@ -11,7 +11,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.regression import metrics
 from tracekit.regression.metric_sources import LOGGED_METRICS, PART_PREFIX, TRACE_SOURCES, part_samples
 from tracekit.regression.metrics import Aggregation, Metric
