@@ -258,7 +258,7 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
 
 def _bubble_errors(folder: Path, loaded: "tracekit.Run") -> Iterator[float]:
     """Yield the difference of each measured bubble from the true one, in points; NaN where it was not measured."""
-    rows = loaded.run_table(pipeline_bubbles.pipeline_bubbles)
+    rows = loaded.table(pipeline_bubbles.pipeline_bubbles)
     measured = {(rank, step): ratio for rank, step, ratio in rows.select("rank", "step", "bubble_ratio").iter_rows()}
     for true in json.loads((folder / "truth.json").read_text())["bubbles"]:
         yield 100 * (measured.get((true["rank"], true["step"]), math.nan) - true["bubble_ratio"])

@@ -18,7 +18,7 @@ import polars as pl
 
 from tracekit.executors import tasks
 from tracekit.ingest import loader
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.replay.graph import dependency_graph
 from tracekit.rules.registry import all_rules
 
@@ -64,7 +64,7 @@ def row(path: str) -> str:
     return f"| {Path(path).name} | {' | '.join(numbers)} |"
 
 
-def _measure(trace: Trace, facts: Sequence[Fact]) -> list[pl.DataFrame]:
+def _measure(trace: Trace, facts: Sequence[TraceFact]) -> list[pl.DataFrame]:
     return [fact(trace) for fact in facts]
 
 

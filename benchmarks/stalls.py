@@ -86,7 +86,7 @@ def judged(log: Path) -> tuple[set[str], float]:
     """Return the codes of the classes that are named, and how far the stages sum to the time blocked, at the least."""
     run = _load(log)
     codes = {finding.code for finding in check(run, [rule() for rule in CLASSES]).findings}
-    blocked = run.run_table(saves.by_rank).filter(pl.col("blocked_ns") > 0)
+    blocked = run.table(saves.by_rank).filter(pl.col("blocked_ns") > 0)
     explained = (blocked["stages_ns"] / blocked["blocked_ns"]).to_list()
     return codes, min(explained, default=1.0)
 

@@ -32,9 +32,10 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown, extents, summary
+from tracekit.model.fact import RunFact
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run, RunFact
-from tracekit.model.trace import Fact
+from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 
 
@@ -45,13 +46,13 @@ class Table:
     measure: Callable[[Run], pl.DataFrame]
 
 
-def _per_trace(fact: Fact) -> Table:
+def _per_trace(fact: TraceFact) -> Table:
     return Table(lambda run: run.table(fact))
 
 
-def _across(fact: RunFact, *facts: Fact) -> Table:
+def _across(fact: RunFact, *facts: TraceFact) -> Table:
     """Return a table across ranks. It needs their clocks and `facts`, measured for related tables in the same pass."""
-    return Table(lambda run: run.run_table(fact, (collective_matching.calls, *facts) if facts else ()))
+    return Table(lambda run: run.table(fact, (collective_matching.calls, *facts) if facts else ()))
 
 
 BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)
@@ -98,7 +99,7 @@ WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
 MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
 
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     stall_attribution.communication_gap_time, contents.contents, rooflines.roofs, efficiency.by_step,
 )  # fmt: skip
 """Facts of traces that pages draw and no rule reads: the check of a run measures them, too."""

@@ -21,13 +21,13 @@ def recorded(path: str) -> Run:
 
 def counts(run: Run, *by: str) -> dict[tuple[object, ...], int]:
     """Return how many collectives rank 0 has for each combination of the columns."""
-    calls = run.run_table(axis_communication.calls).filter(pl.col("rank") == 0)
+    calls = run.table(axis_communication.calls).filter(pl.col("rank") == 0)
     return {tuple(row[:-1]): row[-1] for row in calls.group_by(by).len().iter_rows()}
 
 
 def test_all_reduces_in_forward_and_backward_of_layers_are_of_tensor_parallelism() -> None:
     run = recorded("tests/recordings/dtensor_tp")
-    assert run.run_table(group_axes.group_axes)["axis"].to_list() == ["tp"]
+    assert run.table(group_axes.group_axes)["axis"].to_list() == ["tp"]
     assert counts(run, "axis", "phase") == {("tp", None): LAYERS, ("tp", "backward"): LAYERS}
 
 
@@ -42,14 +42,14 @@ def test_each_collective_of_unnamed_groups_has_the_axis_of_what_it_transfers() -
 
 def test_exposed_tensor_parallel_time_is_that_of_its_collectives_where_no_group_is_named() -> None:
     run = recorded("tests/recordings/dtensor_tp_fsdp2")
-    reduces = run.run_table(axis_communication.calls).filter(pl.col("op") == "all_reduce")
+    reduces = run.table(axis_communication.calls).filter(pl.col("op") == "all_reduce")
     compute = axis_communication.compute_spans(run)
     by_hand = {}
     for (window, rank), own in reduces.partition_by("window", "rank", as_dict=True).items():
         spans = intervals.union(own.select("start_ns", "end_ns").to_numpy())
         hidden = intervals.intersect(spans, compute[window, rank])
         by_hand[rank] = intervals.length(spans) - intervals.length(hidden)
-    measured = run.run_table(tensor_parallel.exposed_by_step)
+    measured = run.table(tensor_parallel.exposed_by_step)
     assert dict(measured.select("rank", "exposed_ns").iter_rows()) == by_hand
     (found,) = check(run, [ExposedTensorParallel()]).findings
     assert "axis tp, inferred" in found.message
@@ -65,4 +65,4 @@ def test_every_collective_of_experts_and_data_parallelism_has_an_axis() -> None:
 def test_data_parallel_training_transfers_no_activations(sample: str) -> None:
     run = recorded(f"sample_traces/faults/{sample}")
     assert set(run.table(collective_purposes.purposes)["purpose"]) == {PARAMETERS}
-    assert set(run.run_table(group_axes.group_axes)["axis"]) == {"dp"}
+    assert set(run.table(group_axes.group_axes)["axis"]) == {"dp"}

@@ -129,15 +129,15 @@ def run_of(logs: list[Log]) -> Run:
 )
 def test_the_stall_class_is_reported_with_the_rank(logs: dict[str, list[Log]], fault: str, kind: str) -> None:
     run = run_of(logs[fault])
-    (row,) = run.run_table(stalls.dominant).iter_rows(named=True)
+    (row,) = run.table(stalls.dominant).iter_rows(named=True)
     assert (row["kind"], row["rank"]) == (kind, SLOW_RANK)
     assert row["dur_ns"] >= DELAY_S * 0.9e9
-    parts = run.run_table(stalls.parts)
+    parts = run.table(stalls.parts)
     assert parts["dur_ns"].sum() == pytest.approx(row["whole_ns"], rel=0.03)
 
 
 def test_a_blocking_save_has_equal_blocked_and_written_time(logs: dict[str, list[Log]]) -> None:
-    for clocks in run_of(logs["no fault"]).run_table(saves.by_rank).iter_rows(named=True):
+    for clocks in run_of(logs["no fault"]).table(saves.by_rank).iter_rows(named=True):
         assert clocks["blocked_ns"] == clocks["written_ns"]
         assert 0.97 * clocks["blocked_ns"] <= clocks["stages_ns"] <= clocks["blocked_ns"]
         assert clocks["storage_bytes_per_s"] > 0

@@ -65,7 +65,7 @@ def test_ranks_of_one_host_need_no_offset(eight):
 
 def test_each_instance_is_the_same_collective_on_every_rank(eight):
     rows = (
-        eight.run_table(collective_matching.matched_calls)
+        eight.table(collective_matching.matched_calls)
         .drop_nulls("instance")
         .with_columns((pl.col("start_ns").rank("ordinal").over("rank", "op")).alias("place"))
     )
@@ -98,7 +98,7 @@ def kernels(path):
 @needs_traces
 def test_sizes_in_kernel_names_equal_a_plain_python_count():
     run = recorded("nanogpt_h100_8ranks")
-    rows = run.run_table(collective_matching.matched_calls)
+    rows = run.table(collective_matching.matched_calls)
     raw = {s.rank: kernels(s.path) for s in run.sources}
     members = defaultdict(list)
     for rank in run.ranks:
@@ -120,7 +120,7 @@ def test_gloo_ranks_of_one_host_stay_on_its_clock_to_within_the_residual(name):
     rows = run.offsets
     assert rows["matched_by"].to_list() == ["order", "order"]
     assert abs(rows["offset_ns"][1]) < rows["residual_ns"].max() < 1_000_000
-    calls = run.run_table(collective_matching.matched_calls)
+    calls = run.table(collective_matching.matched_calls)
     assert calls["instance"].null_count() == 0
     facts = pl.col("op", "unit", "step").n_unique(), pl.col("bytes").drop_nulls().n_unique()
     pairs = calls.group_by("instance").agg("rank", *facts)

@@ -64,7 +64,7 @@ def compare(folder, tmp_path):
     # A dispatch without a recorded launch is one of expert parallelism; NCCL's send and receive could be anything.
     others = pl.col("op") != "dispatch"
     expected, waits = (
-        run.run_table(collective_instances.waits).filter(others).select(keys).sort(keys) for run in (before, after)
+        run.table(collective_instances.waits).filter(others).select(keys).sort(keys) for run in (before, after)
     )
     assert waits.equals(expected)
     assert waits.filter(pl.col("wait_ns") > 0).height > 10
@@ -103,7 +103,7 @@ def test_waiting_inside_kernels_without_arguments_is_split_by_peers(kernel, tmp_
         pytest.skip("needs the recordings of others")
     plain = tracekit.load(str(RECORDED), cache=False)
     run = without_arguments(RECORDED, tmp_path / "run", {"SendRecv": kernel})
-    expected, found = (each.run_table(collective_instances.waits) for each in (plain, run))
+    expected, found = (each.table(collective_instances.waits) for each in (plain, run))
     many = expected.filter(pl.col("op") == "all_to_all")
     own = found.filter(pl.col("op").is_in(["dispatch", "all_to_all"]))
     assert own.height >= 0.9 * many.height
@@ -114,7 +114,7 @@ def test_undecided_kernels_that_end_together_are_reported(tmp_path):
     if not RECORDED.is_dir():
         pytest.skip("needs the recordings of others")
     run = without_arguments(RECORDED, tmp_path / "run", {"SendRecv": "combine_bias(float*)"}, stream=7)
-    (row,) = run.run_table(undecided_kernels.ending_together).rows(named=True)
+    (row,) = run.table(undecided_kernels.ending_together).rows(named=True)
     assert row["ends_together"]
     assert row["start_spread_ns"] > 2 * row["end_spread_ns"]
     assert row["ranks"] == [0, 1, 2, 3]
@@ -133,5 +133,5 @@ def test_compute_with_a_misleading_name_does_not_end_together(tmp_path):
                 event["name"] = "combine_bias(float*)"
         (tmp_path / "run" / path.name).write_bytes(gzip.compress(json.dumps(document).encode(), 1))
     run = tracekit.load(str(tmp_path / "run"), cache=False)
-    (row,) = run.run_table(undecided_kernels.ending_together).rows(named=True)
+    (row,) = run.table(undecided_kernels.ending_together).rows(named=True)
     assert not row["ends_together"]

@@ -57,13 +57,13 @@ def between(table, kind, concurrent_kind):
 
 
 def test_slowdowns_equal_the_simulated_ones(simulated):
-    crawling = between(simulated("STREAM001")[0].run_table(contention.pairs), PREPARATION, COMPUTE)
+    crawling = between(simulated("STREAM001")[0].table(contention.pairs), PREPARATION, COMPUTE)
     assert crawling["slowdown"] == pytest.approx(1 + 1.74, rel=0.02)
-    contended = between(simulated("STREAM003")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
+    contended = between(simulated("STREAM003")[0].table(contention.pairs), COMPUTE, COMMUNICATION)
     assert contended["slowdown"] == pytest.approx(1.6, rel=0.02)
-    starved = contention.pool_pairs(simulated("STREAM004")[0].run_table(collective_contention.by_step))
+    starved = contention.pool_pairs(simulated("STREAM004")[0].table(collective_contention.by_step))
     assert between(starved, COMMUNICATION, COMPUTE)["slowdown"] == pytest.approx(2.0, rel=0.02)
-    healthy = between(simulated("")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
+    healthy = between(simulated("")[0].table(contention.pairs), COMPUTE, COMMUNICATION)
     assert healthy["slowdown"] == pytest.approx(1.03, rel=0.02)
     assert healthy["low"] <= healthy["slowdown"] <= healthy["high"]
 

@@ -78,7 +78,7 @@ def test_a_rank_has_the_calls_of_its_own_process():
 
 def test_calls_belong_to_the_step_in_which_they_begin():
     run = load(RECORDED)
-    found = run.run_table(io_calls.of_run)
+    found = run.table(io_calls.of_run)
     assert found.height == sum(run.trace(rank).io_calls.height for rank in run.ranks)
     spans = {rank: run.trace(rank).steps.select("step", "host_start_ns", "host_end_ns").rows() for rank in run.ranks}
     for row in found.iter_rows(named=True):
@@ -89,7 +89,7 @@ def test_calls_belong_to_the_step_in_which_they_begin():
 
 def test_sums_by_file_are_those_of_a_mask():
     run = load(RECORDED)
-    found, sums = run.run_table(io_calls.of_run), io_calls.by_file(run)
+    found, sums = run.table(io_calls.of_run), io_calls.by_file(run)
     assert sums["calls"].sum() == found.height
     for row in sums.head(12).iter_rows(named=True):
         own = found.filter(
@@ -209,7 +209,7 @@ def test_a_damaged_log_never_loses_the_trace(tmp_path):
     path = tmp_path / "run" / LOGS[0].name
     path.write_bytes(path.read_bytes()[:4000])
     expected, run = load(RECORDED), load(tmp_path / "run")
-    assert 0 < sum(run.trace(rank).io_calls.height for rank in (0, 1)) < expected.run_table(io_calls.of_run).height
+    assert 0 < sum(run.trace(rank).io_calls.height for rank in (0, 1)) < expected.table(io_calls.of_run).height
     assert all(run.trace(rank).ops.equals(expected.trace(rank).ops) for rank in (0, 1))
 
 

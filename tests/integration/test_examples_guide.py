@@ -69,6 +69,6 @@ def test_the_shortest_of_each_all_reduce_of_megatron_sum_to_the_transfer_on_ever
     assert {len(each) for each in calls} == {84}
     shortest = sum(min(k.end - k.start for k in at) for at in zip(*calls, strict=True))
     assert f"they sum to {shortest / 1e6:.1f} ms" in words(GUIDE)
-    states = run.run_table(rank_timelines.states)
+    states = run.table(rank_timelines.states)
     moved = states.filter(pl.col("state") == rank_timelines.TRANSFER).group_by("rank").agg(pl.col("dur_ns").sum())
     assert moved["dur_ns"].to_list() == pytest.approx([shortest] * 8, rel=0.005)

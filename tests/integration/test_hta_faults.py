@@ -360,7 +360,7 @@ def test_hta_fault_10_the_late_rank_is_found_by_kernels_of_any_nccl(tmp_path, na
         write(tmp_path / f"rank{rank}.json", content)
     run = load(tmp_path, cache=False)
     assert run.table(collective_matching.calls)["op"].to_list() == ["all_reduce"] * 8
-    found = run.run_table(collective_instances.instances)
+    found = run.table(collective_instances.instances)
     assert found["last_rank"].to_list() == [1] * 4
     assert found["max_wait_ns"].to_list() == [300_000] * 4
 

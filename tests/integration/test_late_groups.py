@@ -144,7 +144,7 @@ def test_stages_take_their_time_without_late_replicas_and_without_gathering_weig
         faults = Impairments(slow_ranks=dict.fromkeys(slow, (1.3, 0)))
         written(replace(healthy, hardware=machine, impairments=faults), tmp_path / str(nodes))
         loaded = tracekit.load(tmp_path / str(nodes), cache=False)
-        times[nodes] = loaded.run_table(pipeline_balance.stage_times)["stage_ns"].to_list()
+        times[nodes] = loaded.table(pipeline_balance.stage_times)["stage_ns"].to_list()
     assert times[8] == pytest.approx(times[1], rel=0.005)
 
 

@@ -35,7 +35,7 @@ def slowed(trace, times):
 
 def test_four_ranks_of_eight_get_the_bandwidth_of_three_links(traces):
     run = drawn_traces.run(*traces)
-    large = run.run_table(group_bandwidth.transfers).filter(pl.col("bytes") >= tensor_parallel.FULL_RATE_BYTES)
+    large = run.table(group_bandwidth.transfers).filter(pl.col("bytes") >= tensor_parallel.FULL_RATE_BYTES)
     rate = (pl.col("bytes") * collective_instances.bus_factor() / pl.col("transfer_ns")).median()
     links = tensor_parallel.link_bandwidth(run, 4)
     assert links == 3 * 64e9

@@ -69,7 +69,7 @@ def no_operators(rank: int, trace: Trace) -> Trace:
 
 def together(run: Run) -> set[tuple[str, tuple[int, ...]]]:
     """Return the op and the ranks of each synchronizing collective that several ranks recorded."""
-    calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
+    calls = run.table(collective_matching.matched_calls).drop_nulls("instance")
     joint = calls.filter(pl.col("op").is_in(collective_matching.SYNCHRONIZING))
     found = joint.group_by("window", "instance").agg(pl.col("op").first(), pl.col("rank").unique().sort())
     return {(op, tuple(ranks)) for _, _, op, ranks in found.rows() if len(ranks) > 1}
@@ -92,7 +92,7 @@ PAIRS = {(0, 1), (2, 3)}
 def test_the_stages_of_a_pipeline_are_not_taken_for_one_tensor_parallel_group(tmp_path, changes):
     run = without(RECORDINGS / "megatron_tp2_pp2", tmp_path, *changes)
     assert together(run) == {("all_reduce", pair) for pair in PAIRS}
-    matched = run.run_table(collective_matching.matched_calls).filter(pl.col("op") == "all_reduce")
+    matched = run.table(collective_matching.matched_calls).filter(pl.col("op") == "all_reduce")
     assert matched["instance"].null_count() == 0
     assert matched["instance"].n_unique() == 32
     if other_clocks not in changes:
@@ -121,10 +121,10 @@ def test_no_rank_is_named_as_the_peer_of_a_send_that_it_did_not_receive(tmp_path
     run = without(
         RECORDINGS / "megatron_tp2_pp2", tmp_path, no_distributed_info
     )  # 0 sends to 2: to place 1 of its group
-    calls = run.run_table(collective_matching.run_calls)
+    calls = run.table(collective_matching.run_calls)
     assert calls.filter(pl.col("op") == collective_matching.PAIRED).is_empty()
     assert calls.filter(pl.col("op").is_in(["send", "recv"]))["members"].null_count() == 32
-    assert run.run_table(group_axes.group_axes)["ranks"].to_list() == [[0, 1, 2, 3]]
+    assert run.table(group_axes.group_axes)["ranks"].to_list() == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 3, 2, 0), (3, 0, 1, 2)])
@@ -174,7 +174,7 @@ def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path,
     if name in kinds:
         assert {ranks for op, ranks in together(run) if op == kinds[name]} == PAIRS
     else:
-        messages = run.run_table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
+        messages = run.table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
         assert messages.group_by("instance").len()["len"].unique().to_list() == [2]
         assert messages["instance"].null_count() == 0
 
@@ -182,7 +182,7 @@ def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path,
 @pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-slow-stage"])
 def test_no_pipeline_is_judged_of_which_one_rank_alone_shows_its_actions(tmp_path, name):
     run = without(PARALLELISM / name, tmp_path, no_annotations)
-    assert run.run_table(pipeline_stages.staged_actions).is_empty()
+    assert run.table(pipeline_stages.staged_actions).is_empty()
     assert not [finding for finding in tracekit.check(run).findings if finding.code.startswith("PIPE")]
 
 

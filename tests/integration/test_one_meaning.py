@@ -154,7 +154,7 @@ def test_the_headline_of_communication_names_the_collective_with_most_transfer(n
         pytest.skip("most of it is not transfer")
     if named[1] in ("send", "recv"):
         pytest.skip("a send and the receive that runs concurrently share their time")
-    calls = opened.run.run_table(exposed_communication.exposed_transfers).filter(pl.col("step").is_not_null())
+    calls = opened.run.table(exposed_communication.exposed_transfers).filter(pl.col("step").is_not_null())
     by_op = dict(calls.group_by("op").agg(pl.col("exposed_ns").sum()).iter_rows())
     assert by_op[named[1].replace("-", "_")] == max(by_op.values())
 

@@ -41,7 +41,7 @@ def recorded(name: str) -> Run:
 def test_each_micro_batch_passes_each_stage_once_forward_and_once_backward(name: str) -> None:
     run = recorded(name)
     assert set(run.table(pipeline_actions)["source"]) == {"inferred" if name in UNMARKED else "span"}
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     for rank, stages in STAGES_OF[name].items():
         own = actions.filter(pl.col("rank") == rank).select("stage", "micro_batch", "action")
         every = {
@@ -56,14 +56,14 @@ def test_each_micro_batch_passes_each_stage_once_forward_and_once_backward(name:
 
 @pytest.mark.parametrize("name", STAGES_OF)
 def test_no_action_starts_before_the_stage_before_has_sent(name: str) -> None:
-    needed = pipeline_stages.dependencies(recorded(name).run_table(pipeline_stages.staged_actions))
+    needed = pipeline_stages.dependencies(recorded(name).table(pipeline_stages.staged_actions))
     assert needed.height
     assert needed.filter(pl.col("start_ns") < pl.col("ready_ns")).is_empty()
 
 
 @pytest.mark.parametrize("name", STAGES_OF)
 def test_bubbles_are_at_least_those_of_the_schedule(name: str) -> None:
-    rows = recorded(name).run_table(pipeline_bubbles.pipeline_bubbles)
+    rows = recorded(name).table(pipeline_bubbles.pipeline_bubbles)
     stages = sum(len(stages) for stages in STAGES_OF[name].values())
     assert rows.height == stages
     assert set(rows["micro_batches"]) == {MICRO_BATCHES}

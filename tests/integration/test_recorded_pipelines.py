@@ -84,7 +84,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_action_of_a_schedule_is_found_with_its_stage(recorded: Path, schedule: str) -> None:
     run = tracekit.load(str(recorded / schedule), cache=False)
     assert set(run.table(pipeline_actions)["source"]) == {SOURCES[schedule]}
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     forwards = actions.filter(pl.col("action") == "forward")
     for rank in range(RANKS):
         own = forwards.filter(pl.col("rank") == rank)
@@ -97,7 +97,7 @@ def test_every_action_of_a_schedule_is_found_with_its_stage(recorded: Path, sche
 @pytest.mark.parametrize("schedule", SOURCES)
 def test_no_action_starts_before_its_input_is_complete(recorded: Path, schedule: str) -> None:
     run = tracekit.load(str(recorded / schedule), cache=False)
-    needed = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
+    needed = pipeline_stages.dependencies(run.table(pipeline_stages.staged_actions))
     assert needed.height
     assert needed.filter(pl.col("start_ns") < pl.col("ready_ns")).is_empty()
 
@@ -105,7 +105,7 @@ def test_no_action_starts_before_its_input_is_complete(recorded: Path, schedule:
 @pytest.mark.parametrize("schedule", SOURCES)
 def test_a_recorded_pipeline_is_never_faster_than_its_own_schedule(recorded: Path, schedule: str) -> None:
     run = tracekit.load(str(recorded / schedule), cache=False)
-    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    rows = run.table(pipeline_bubbles.pipeline_bubbles)
     assert (rows["ideal_duration_ns"] <= rows["duration_ns"]).all()
     causes = rows.select(pl.sum_horizontal(pipeline_bubbles.CAUSES)).to_series()
     assert (causes - rows["bubble_ns"]).abs().max() <= 2
@@ -115,5 +115,5 @@ def test_a_recorded_pipeline_is_never_faster_than_its_own_schedule(recorded: Pat
 
 def test_the_tokens_of_experts_are_those_that_were_sent(recorded: Path) -> None:
     run = tracekit.load(str(recorded / "experts"), cache=False)
-    loads = run.run_table(expert_load.expert_load).group_by("rank").agg(pl.col("load_ratio").mean()).sort("rank")
+    loads = run.table(expert_load.expert_load).group_by("rank").agg(pl.col("load_ratio").mean()).sort("rank")
     assert loads["load_ratio"].to_list() == [1.5, 0.5, 1.5, 0.5]

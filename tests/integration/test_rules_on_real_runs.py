@@ -100,7 +100,7 @@ def waited_for_others(run, rank, step):
     """How long a rank computes nothing, and is in collectives to none of which all ranks have come: by brute force."""
     trace = run.trace(rank)
     waits = dict(
-        run.run_table(collective_instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows()
+        run.table(collective_instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows()
     )
     window = trace.steps.filter(pl.col("step") == step).row(0, named=True)
     ends_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -392,9 +392,9 @@ def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
 
 def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_during_compute():
     run = others("nanogpt_h100_8ranks")
-    speeds = run.run_table(collective_contention.bandwidths)
+    speeds = run.table(collective_contention.bandwidths)
     found = speeds.filter(pl.col("op") == "reduce_scatter", pl.col("dtype") == "BFloat16").row(0, named=True)
-    calls = run.run_table(collective_contention.compared_calls).filter(
+    calls = run.table(collective_contention.compared_calls).filter(
         pl.col("bytes") == found["bytes"], pl.col("op") == found["op"]
     )
     alone = []

@@ -45,7 +45,7 @@ def test_collectives_of_ranks_that_share_a_gpu_match_although_their_ends_scatter
     offsets = shared.offsets.sort("rank")
     assert offsets["offset_ns"].abs().max() < SLICE_NS  # type: ignore[operator]
     assert offsets["residual_ns"].max() < SLICE_NS  # type: ignore[operator]
-    calls = shared.run_table(collective_matching.matched_calls)
+    calls = shared.table(collective_matching.matched_calls)
     matched = calls.group_by("instance").agg(pl.len().alias("ranks"), pl.col("op").n_unique().alias("ops"))
     assert matched.filter(pl.col("ranks") == 2).height >= 0.95 * calls.height / 2
     assert matched["ops"].max() == 1

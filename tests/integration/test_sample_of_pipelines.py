@@ -12,7 +12,7 @@ SAMPLES = Path(__file__).parents[2] / "sample_traces" / "parallelism"
 
 
 def bubbles(name: str) -> pl.DataFrame:
-    return tracekit.load(SAMPLES / name).run_table(pipeline_bubbles.pipeline_bubbles)
+    return tracekit.load(SAMPLES / name).table(pipeline_bubbles.pipeline_bubbles)
 
 
 @pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-interleaved", "pipeline-slow-stage"])

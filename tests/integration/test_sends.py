@@ -54,7 +54,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_receive_is_waiting_until_its_sender_comes_and_transfer_from_then_on(recorded: Run) -> None:
-    waits = recorded.run_table(collective_instances.waits).filter(pl.col("op") == "send_recv")
+    waits = recorded.table(collective_instances.waits).filter(pl.col("op") == "send_recv")
     sent, received = (waits.filter(pl.col("rank") == rank).sort("step") for rank in (0, 1))
     assert sent.height == received.height == STEPS
     assert sent["instance"].to_list() == received["instance"].to_list()

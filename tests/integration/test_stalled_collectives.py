@@ -88,7 +88,7 @@ def test_no_other_finding_contains_the_stops(findings):
 
 
 def test_a_pause_costs_as_much_in_the_last_step_as_in_a_middle_one(report):
-    steps = report.run.run_table(outlier_steps.outlier_steps).filter(pl.col("ranks") == [0])
+    steps = report.run.table(outlier_steps.outlier_steps).filter(pl.col("ranks") == [0])
     lost_ns = dict(steps.group_by("gap_step").agg(pl.col("lost_ns").max()).iter_rows())
     assert lost_ns[SLEEPING] == pytest.approx(STOP_NS, rel=0.3)
     assert lost_ns[LAST] == pytest.approx(STOP_NS, rel=0.3)

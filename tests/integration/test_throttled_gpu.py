@@ -96,7 +96,7 @@ def test_a_comparison_states_a_change_of_the_clock_and_what_it_does(tmp_path: Pa
 
 def test_the_heatmap_of_ranks_shows_recorded_clocks(tmp_path: Path) -> None:
     run = tracekit.load(simulated(tmp_path / "run", "--fault", "throttled-gpu:2:1.6"))
-    table = run.run_table(exposed_communication.spread)
+    table = run.table(exposed_communication.spread)
     assert device_metrics.SM_CLOCK not in charts.measures(table)
     counters = run.table(device_counters.device_counters)
     table = table.join(counters, on=["window", "rank", "step"], how="left", maintain_order="left")

@@ -13,7 +13,7 @@ from tracekit.cli.options import OutputOptions
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tracekit.model.trace import Fact
+    from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
     from tracekit.report.code_locations import Checkout
 
@@ -50,14 +50,14 @@ class ReportOptions(OutputOptions):
         if self.report_format is ReportFormat.HTML:
             output.require_output_file(self.out, "an HTML report")
 
-    def facts(self) -> "tuple[Fact, ...]":
+    def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
         from tracekit.analysis.time import breakdown, extents
         from tracekit.regression import comparability
         from tracekit.regression.samples import samples
 
         formats = {self.report_format, *(report_format for report_format, _ in self._additional())}
-        of_json = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
+        of_json: tuple[TraceFact, ...] = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
         return (breakdown.by_rank, extents.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tracekit.cli.settings import Catalog, CheckSettings
     from tracekit.model.executor import Executor
     from tracekit.model.run import Run
-    from tracekit.model.trace import Fact
+    from tracekit.model.trace import TraceFact
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _MAX_RANKS = 1 << 20
@@ -133,7 +133,7 @@ class RunOptions:
         """Return the run. Raises InputError if it cannot be read."""
         return run_loading.open_run(self.run, cache=self.cache, executor=executor)
 
-    def measure(self, facts: "Sequence[Fact]", executor: "Executor | None" = None) -> "Run":
+    def measure(self, facts: "Sequence[TraceFact]", executor: "Executor | None" = None) -> "Run":
         """Return the run with facts measured. Raises InputError if it cannot be read."""
         return run_loading.open_measured(self.run, facts, cache=self.cache, executor=executor)
 

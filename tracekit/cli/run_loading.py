@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tracekit.conventions.devices import DeviceOverride
     from tracekit.model.executor import Executor
     from tracekit.model.run import Run
-    from tracekit.model.trace import Fact
+    from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples
     from tracekit.rules.rule import Report, Rule
@@ -37,7 +37,7 @@ def check_runs(
     paths: Sequence[str],
     rules: "Sequence[Rule]",
     *,
-    facts: "Sequence[Fact]" = (),
+    facts: "Sequence[TraceFact]" = (),
     cache: bool = True,
     devices: "Sequence[DeviceOverride]" = (),
     executor: "Executor | None" = None,
@@ -59,7 +59,7 @@ def check_runs(
 
 
 def open_measured(
-    path: str, facts: "Sequence[Fact]", *, cache: bool = True, executor: "Executor | None" = None
+    path: str, facts: "Sequence[TraceFact]", *, cache: bool = True, executor: "Executor | None" = None
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
     run = open_run(path, cache=cache, executor=executor)
@@ -112,7 +112,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     return RunSamples.of(open_measured(path, (samples, *comparability.FACTS), cache=cache))
 
 
-def open_compared_run(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
+def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":
     """Return a run with facts measured. Raises InputError if it cannot be used, or is a saved report or baseline."""
     from tracekit.report import baseline_json, json
 

@@ -18,7 +18,7 @@ from tracekit.errors import ConfigError, MissingExtraError
 from tracekit.executors import processors, tasks
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
 from tracekit.model.source import Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 try:
     import distributed
@@ -56,7 +56,7 @@ class DaskCluster(WorkerPool):
             raise
         self.workers = sum(self._client.nthreads().values())
 
-    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
+    def submit(self, source: Source, facts: Sequence[TraceFact], share: int) -> TaskFuture:
         """Submit the task of a source to the scheduler."""
         future: TaskFuture = self._client.submit(tasks.measure, source, facts, share, pure=False)
         return future

@@ -12,7 +12,7 @@ from tracekit.executors import defaults, processors, tasks, worker_start
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
 from tracekit.model.executor import Measured, Threads
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 
 class Processes(WorkerPool):
@@ -25,7 +25,7 @@ class Processes(WorkerPool):
         self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
-    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
+    def submit(self, source: Source, facts: Sequence[TraceFact], share: int) -> TaskFuture:
         """Submit the task of a source to the processes, which are started if there are none."""
         with python_child.safe_path():  # a new pool and a submitted task start processes
             if self._pool is None:
@@ -55,7 +55,9 @@ class ProcessesPerPass:
     two passes.
     """
 
-    def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+    def measure(
+        self, sources: Sequence[Source], facts: Sequence[TraceFact], loaded: LoadedTraces
+    ) -> Iterator[Measured]:
         """Yield the facts of each source, in the order of `sources`."""
         files = {source.path: source.size_bytes for source in sources}
         workers = defaults.process_count_of(list(starmap(defaults.compressed_bytes, files.items())))

@@ -11,7 +11,7 @@ import polars as pl
 from tracekit.errors import BadTraceError
 from tracekit.model.executor import Measured
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 Outcome: TypeAlias = list[bytes] | BadTraceError
 """An Arrow stream for each fact, or why the trace cannot be read."""
@@ -21,7 +21,7 @@ _SMALL_BYTES = 8 << 10
 """Arrow streams up to this size are read once: half of the tables of a trace are empty, and alike for all traces."""
 
 
-def measure(source: Source, facts: Sequence[Fact], share: int) -> Outcome:
+def measure(source: Source, facts: Sequence[TraceFact], share: int) -> Outcome:
     """Return the facts of a trace. Runs in the worker, whose share of all sources is about `share` of them.
 
     The worker keeps the traces in memory if its share fits there; otherwise none would stay until it is needed again.
@@ -57,7 +57,7 @@ def lost(source: Source, attempts: int) -> Measured:
     return Measured(source, error=BadTraceError(message))
 
 
-def are_portable(sources: Sequence[Source], facts: Sequence[Fact]) -> bool:
+def are_portable(sources: Sequence[Source], facts: Sequence[TraceFact]) -> bool:
     """Return whether these can be sent to another process: facts that modules define, sources that files back."""
     try:
         pickle.dumps((sources[:1], facts))

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 from tracekit.executors import tasks
 from tracekit.model.executor import Measured, Threads, submitted_in_order
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 _ATTEMPTS = 3
 _AHEAD = 2
@@ -30,7 +30,7 @@ class WorkerPool(ABC):
     workers: int
 
     @abstractmethod
-    def submit(self, source: Source, facts: Sequence[Fact], share: int) -> TaskFuture:
+    def submit(self, source: Source, facts: Sequence[TraceFact], share: int) -> TaskFuture:
         """Submit `tasks.measure` of a source; each worker has about `share` of the sources."""
 
     @abstractmethod
@@ -41,7 +41,9 @@ class WorkerPool(ABC):
     def close(self) -> None:
         """Stop the workers."""
 
-    def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+    def measure(
+        self, sources: Sequence[Source], facts: Sequence[TraceFact], loaded: LoadedTraces
+    ) -> Iterator[Measured]:
         """Yield the facts of each source. What cannot be sent to a worker is measured by threads of this process.
 
         If a worker is lost (killed, out of memory), the tasks that were submitted are repeated one at a time, so that
@@ -63,7 +65,7 @@ class WorkerPool(ABC):
                     yield self._measured_alone(source, facts, share)
 
     def _measure_in_order(
-        self, sources: Sequence[Source], facts: Sequence[Fact], share: int, submitted: list[Source]
+        self, sources: Sequence[Source], facts: Sequence[TraceFact], share: int, submitted: list[Source]
     ) -> Iterator[Measured]:
         """Yield the facts of each source in order; `submitted` has the sources whose facts are not yielded yet."""
 
@@ -76,7 +78,7 @@ class WorkerPool(ABC):
             submitted.remove(source)
             yield measured
 
-    def _measured_alone(self, source: Source, facts: Sequence[Fact], share: int) -> Measured:
+    def _measured_alone(self, source: Source, facts: Sequence[TraceFact], share: int) -> Measured:
         for _ in range(1, _ATTEMPTS):
             self.restart()
             try:

@@ -11,7 +11,7 @@ import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 T = TypeVar("T")
 _DEFAULT_THREADS = 4
@@ -32,7 +32,9 @@ class Measured:
 class Executor(Protocol):
     """What maps facts over traces. All executors yield the same tables in the same order."""
 
-    def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+    def measure(
+        self, sources: Sequence[Source], facts: Sequence[TraceFact], loaded: LoadedTraces
+    ) -> Iterator[Measured]:
         """Yield the facts of each source, in the order of `sources`.
 
         A trace that cannot be read is a `Measured` with an error. `loaded` has traces that this process has in memory
@@ -47,7 +49,9 @@ class Threads:
         """Read at most `workers` traces at a time; by default one per processor, at most four."""
         self.workers = workers or min(os.cpu_count() or 1, _DEFAULT_THREADS)
 
-    def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+    def measure(
+        self, sources: Sequence[Source], facts: Sequence[TraceFact], loaded: LoadedTraces
+    ) -> Iterator[Measured]:
         """Yield the facts of each source, and add its trace to `loaded` if all of them can stay there."""
         with ThreadPoolExecutor(max_workers=self.workers) as pool:
 
@@ -87,6 +91,6 @@ def _has_room(source: Source, running: Sequence[Source], tasks: int, max_bytes: 
     return not running or (len(running) < tasks and ahead_bytes + source.size_bytes < max_bytes)
 
 
-def _measure(source: Source, loaded: Trace | None, facts: Sequence[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
+def _measure(source: Source, loaded: Trace | None, facts: Sequence[TraceFact]) -> tuple[Trace, list[pl.DataFrame]]:
     trace = loaded or source.read()
     return trace, [fact(trace) for fact in facts]

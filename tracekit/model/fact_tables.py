@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import parquet_files
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 Place = tuple[int, int]
 """Window and rank of a trace."""
@@ -29,18 +29,18 @@ class FactTables:
     def __init__(self, max_bytes: int) -> None:
         """Start without tables."""
         self._max_bytes = max_bytes
-        self._tables: dict[Fact, pl.DataFrame] = {}
-        self._parts: dict[Fact, tuple[Path, ...]] = {}
-        self._read: weakref.WeakValueDictionary[Fact, pl.DataFrame] = weakref.WeakValueDictionary()
+        self._tables: dict[TraceFact, pl.DataFrame] = {}
+        self._parts: dict[TraceFact, tuple[Path, ...]] = {}
+        self._read: weakref.WeakValueDictionary[TraceFact, pl.DataFrame] = weakref.WeakValueDictionary()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __contains__(self, fact: object) -> bool:
         return fact in self._tables or fact in self._parts
 
-    def __iter__(self) -> Iterator[Fact]:
+    def __iter__(self) -> Iterator[TraceFact]:
         return iter([*self._tables, *self._parts])
 
-    def __getitem__(self, fact: Fact) -> pl.DataFrame:
+    def __getitem__(self, fact: TraceFact) -> pl.DataFrame:
         """Return the table of a fact. Raises KeyError if it was not measured."""
         if fact in self._tables:
             return self._tables[fact]
@@ -49,10 +49,10 @@ class FactTables:
             table = self._read[fact] = self.scan(fact).collect()
         return table
 
-    def __setitem__(self, fact: Fact, table: pl.DataFrame) -> None:
+    def __setitem__(self, fact: TraceFact, table: pl.DataFrame) -> None:
         self._tables[fact] = table
 
-    def add(self, fact: Fact, table: pl.DataFrame) -> None:
+    def add(self, fact: TraceFact, table: pl.DataFrame) -> None:
         """Add the table of a fact; it becomes a Parquet file if it does not fit in memory with the others."""
         if table.estimated_size() <= self._free_bytes():
             self._tables[fact] = table
@@ -61,17 +61,17 @@ class FactTables:
             parquet_files.write(table, part, compression_level=1)
             self.add_parts(fact, (part,))
 
-    def scan(self, fact: Fact) -> pl.LazyFrame:
+    def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Return the table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
         if fact in self._tables:
             return self._tables[fact].lazy()
         return pl.scan_parquet(list(self._parts[fact]), glob=False)
 
-    def parts(self, fact: Fact) -> tuple[Path, ...]:
+    def parts(self, fact: TraceFact) -> tuple[Path, ...]:
         """Return the Parquet files of a fact; none if its table is in memory."""
         return self._parts.get(fact, ())
 
-    def collector(self, facts: Sequence[Fact]) -> "Collector":
+    def collector(self, facts: Sequence[TraceFact]) -> "Collector":
         """Return a collector that takes the tables of these facts trace by trace."""
         return Collector(self, facts, max(self._free_bytes(), 0))
 
@@ -84,7 +84,7 @@ class FactTables:
             self._folder = tempfile.TemporaryDirectory(prefix="tracekit-facts-")
         return Path(self._folder.name, f"{sum(1 for _ in Path(self._folder.name).iterdir()):06}.parquet")
 
-    def add_parts(self, fact: Fact, parts: Sequence[Path]) -> None:
+    def add_parts(self, fact: TraceFact, parts: Sequence[Path]) -> None:
         """Add a fact whose table is in Parquet files."""
         self._parts[fact] = tuple(parts)
 
@@ -92,11 +92,11 @@ class FactTables:
 class Collector:
     """Takes the tables of several facts, trace by trace."""
 
-    def __init__(self, into: FactTables, facts: Sequence[Fact], max_bytes: int) -> None:
+    def __init__(self, into: FactTables, facts: Sequence[TraceFact], max_bytes: int) -> None:
         """Collect the tables of `facts`; more than `max_bytes` of them are written to files."""
         self._into, self._max_bytes = into, max_bytes
-        self._pending: dict[Fact, _Pending] = {fact: _Pending() for fact in facts}
-        self._parts: dict[Fact, list[Path]] = {}
+        self._pending: dict[TraceFact, _Pending] = {fact: _Pending() for fact in facts}
+        self._parts: dict[TraceFact, list[Path]] = {}
 
     def add(self, place: Place, tables: Sequence[pl.DataFrame]) -> None:
         """Add the tables of one trace, in the order of the facts."""
@@ -114,7 +114,7 @@ class Collector:
             elif pending.places:
                 self._into[fact] = pending.table()
 
-    def _write(self, fact: Fact) -> None:
+    def _write(self, fact: TraceFact) -> None:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()

@@ -5,19 +5,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
 from tracekit.model.executor import Executor, Threads
+from tracekit.model.fact import Fact, RunFact, Scope
 from tracekit.model.fact_tables import FactTables
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact, Trace
-
-RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
-"""A measurement of all ranks together: a function of a run's tables to a table. See `Run.run_table`."""
+from tracekit.model.trace import Trace, TraceFact
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class MeasuredTrace:
     """A trace of a run that was just measured: its table for each fact. Without tables it could not be read."""
 
     source: Source
-    tables: Mapping[Fact, pl.DataFrame] = field(default_factory=dict)
+    tables: Mapping[TraceFact, pl.DataFrame] = field(default_factory=dict)
     sources: Sequence[Source] = ()
     """All traces that are being measured."""
 
@@ -112,7 +110,7 @@ class Run:
 
         Computed on first access. A run without `align` leaves every trace on its own clock: offset 0, residual null.
         """
-        return self.run_table(self._align or _zero_offsets)
+        return self._run_table(self._align or _zero_offsets)
 
     def trace(self, rank: int, window: int | None = None) -> Trace:
         """Return the trace of one rank, by default of its first window. Raises KeyError if there is none."""
@@ -133,22 +131,26 @@ class Run:
             except BadTraceError as error:
                 self._leave_out(source, error)
 
-    def table(self, fact: Fact) -> pl.DataFrame:
-        """Return a fact of every trace: columns window and rank, then those of the fact. Measured once, then cached."""
-        self.measure((fact,))
-        return self._facts[fact]
+    def table(self, fact: "Fact[Run] | TraceFact", reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
+        """Return the table of a fact. Measured once, then cached.
 
-    def run_table(self, fact: RunFact, reads: Sequence[Fact] = ()) -> pl.DataFrame:
-        """Return a fact of the run, such as its collectives across ranks. Measured once, then cached.
-
-        `reads` are facts of traces that it reads: all of them are measured in one pass.
+        A fact of a trace is measured of every trace: its table has columns window and rank, then those of the fact. A
+        fact of the run, such as its collectives across ranks, may name facts of traces that it `reads`: all of them are
+        measured in one pass. A function that is not decorated is taken for one of a trace.
         """
-        if fact not in self._run_facts:
-            self._run_facts[fact] = self.named_table(_full_name(fact), fact, reads)
-        return self._run_facts[fact]
+        if isinstance(fact, Fact) and fact.scope is Scope.RUN:
+            return self._run_table(fact, reads)
+        of_trace = cast("TraceFact", fact)
+        self.measure((of_trace,))
+        return self._facts[of_trace]
 
-    def named_table(self, name: str | None, make: RunFact, reads: Sequence[Fact] = ()) -> pl.DataFrame:
-        """Return the table of a name from the run's cache of tables, or else what `make` returns, as in `run_table`.
+    def _run_table(self, measure: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
+        if measure not in self._run_facts:
+            self._run_facts[measure] = self.named_table(_full_name(measure), measure, reads)
+        return self._run_facts[measure]
+
+    def named_table(self, name: str | None, make: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
+        """Return the table of a name from the run's cache of tables, or else what `make` returns, as in `table`.
 
         The name states everything that the table depends on. Without a name, or a cache, it is made each time.
         """
@@ -160,7 +162,7 @@ class Run:
             self._store((name,), (table,), time.monotonic() - began_s)
         return table
 
-    def measure(self, facts: Iterable[Fact], on_progress: OnTrace | None = None) -> None:
+    def measure(self, facts: Iterable[TraceFact], on_progress: OnTrace | None = None) -> None:
         """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
         `on_progress` is called after each trace. The run's executor decides how many traces are read at a time. Raises
@@ -192,12 +194,12 @@ class Run:
         self._store(map(_full_name, in_memory), tables, time.monotonic() - began_s)
         self._store_parts(missing)
 
-    def scan(self, fact: Fact) -> pl.LazyFrame:
+    def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
         self.measure((fact,))
         return self._facts.scan(fact)
 
-    def parts(self, fact: Fact) -> tuple[Path, ...]:
+    def parts(self, fact: TraceFact) -> tuple[Path, ...]:
         """Return the Parquet files that together have the table of a fact; none if the table is in memory."""
         self.measure((fact,))
         return self._facts.parts(fact)
@@ -206,7 +208,7 @@ class Run:
     def measured_tables(self) -> dict[str, pl.DataFrame]:
         """Return the tables measured so far that are in memory, by full name of the fact, where it has one."""
         in_memory = [fact for fact in self._facts if not self._facts.parts(fact)]
-        measured: list[tuple[Fact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in in_memory]
+        measured: list[tuple[TraceFact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in in_memory]
         both = [*measured, *self._run_facts.items()]
         return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
 
@@ -250,7 +252,7 @@ class Run:
     def _cached_parts(self, name: str | None) -> tuple[Path, ...]:
         return () if name is None or self._cache is None else self._cache.get_parts(name, self._facts.new_part)
 
-    def _store_parts(self, facts: Iterable[Fact]) -> None:
+    def _store_parts(self, facts: Iterable[TraceFact]) -> None:
         for fact in facts:
             name, parts = _full_name(fact), self._facts.parts(fact)
             if parts and name is not None and self._cache is not None and not self._left_out:
@@ -321,7 +323,7 @@ def require_run(run: object) -> None:
         raise TypeError(f"a run is needed, as tracekit.load(path) returns it, not {type(run).__name__} {run!r:.80}")
 
 
-def _full_name(measure: Fact | RunFact) -> str | None:
+def _full_name(measure: TraceFact | RunFact) -> str | None:
     """Return module and name of a function; None if it cannot be imported by them, such as a lambda."""
     module, name = getattr(measure, "__module__", ""), getattr(measure, "__qualname__", "")
     is_reached = getattr(sys.modules.get(module), name, None) is measure

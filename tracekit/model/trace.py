@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.model import schema
 
-Fact: TypeAlias = Callable[["Trace"], pl.DataFrame]
+TraceFact: TypeAlias = Callable[["Trace"], pl.DataFrame]
 """A measurement of one trace: a pure function to a table. `Run.table` maps it over all traces of a run."""
 
 

@@ -12,13 +12,13 @@ from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError, NotComparableError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.regression import comparability
 from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
 
 SCHEMA = "tracekit.baseline/1"
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     samples,
     unit_work.unit_samples,
     unit_work.work,

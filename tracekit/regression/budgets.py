@@ -22,14 +22,14 @@ from tracekit.analysis.compute import unit_work
 from tracekit.errors import ConfigError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.regression import metrics
 from tracekit.regression.metrics import Metric, Scope, metric_of
 from tracekit.regression.samples import Values, job_samples, samples, samples_across
 from tracekit.regression.significance import MIN_SAMPLES, student_t, variance_of_median
 from tracekit.regression.thresholds import Limit
 
-FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples)
+FACTS: tuple[TraceFact, ...] = (samples, unit_work.unit_samples)
 """What budgets are compared with, except for what several ranks measure together."""
 
 _STRICT, _WHERE, _RANK, _UNIT = "strict", "where", "rank", "unit"
@@ -187,7 +187,7 @@ def _measurements(run: Run, budget: Limit) -> Iterator[_Measurement]:
     if budget.units:
         yield from _of_units(run, budget)
         return
-    table = run.run_table(samples_across) if metric.of_run else run.table(samples)
+    table = run.table(samples_across) if metric.of_run else run.table(samples)
     metric_rows = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
     if budget.ranks:
         for (rank,), rows in metric_rows.group_by("rank", maintain_order=True):

@@ -9,10 +9,10 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.model import schema
 from tracekit.model.environment import DEVICE
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
-WORK_FACTS: tuple[Fact, ...] = (flops.products, flops.operator_calls)
-FACTS: tuple[Fact, ...] = (trace_quality.versions, *WORK_FACTS)
+WORK_FACTS: tuple[TraceFact, ...] = (flops.products, flops.operator_calls)
+FACTS: tuple[TraceFact, ...] = (trace_quality.versions, *WORK_FACTS)
 WORK_COLUMNS = {"kind": pl.String, "name": pl.String, "shapes": pl.String, "share": pl.Float64}
 FLOPS, CALLS = "flops", "calls"
 _KINDS = (

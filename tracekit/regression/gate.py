@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
 from tracekit.regression import comparability, cpu_starvation, root_cause
@@ -92,7 +92,7 @@ class CheckResult:
         return result.outcome is BudgetOutcome.BROKEN or (self.is_strict and is_inconclusive)
 
 
-def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
+def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[TraceFact, ...]:
     """Return the facts that `judge` needs of runs, to be measured in one pass with those of the rules."""
     if with_baseline:
         return baselines.FACTS

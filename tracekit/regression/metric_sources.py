@@ -14,6 +14,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, step_parts
 from tracekit.conventions import device_metrics
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -36,6 +37,7 @@ MIN_PART_RATIO = 0.01
 _MAX_PART_NAME = 80
 
 
+@trace_fact
 def breakdown_samples(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of each step's device window in ns, and its shares as ratios."""
     # A rank that drives several devices is as slow as the slowest of them.
@@ -54,6 +56,7 @@ def breakdown_samples(trace: Trace) -> pl.DataFrame:
     return _long(wide)
 
 
+@trace_fact
 def flop_samples(trace: Trace) -> pl.DataFrame:
     """Return the floating-point operations of each step, from recorded shapes.
 
@@ -69,6 +72,7 @@ def flop_samples(trace: Trace) -> pl.DataFrame:
     return sums.with_columns(pl.lit("flops").alias("metric"))
 
 
+@trace_fact
 def sent_samples(trace: Trace) -> pl.DataFrame:
     """Return the bytes that the collectives of each step send, saves left out."""
     sent = trace.collectives.filter(pl.col("sent_bytes").is_not_null()).select("activity_id", "sent_bytes")
@@ -77,6 +81,7 @@ def sent_samples(trace: Trace) -> pl.DataFrame:
     return sums.sort("step").with_columns(pl.lit("sent_bytes").alias("metric"))
 
 
+@trace_fact
 def allocation_samples(trace: Trace) -> pl.DataFrame:
     """Return allocations, allocated bytes and the peaks of each step by the allocator's events.
 
@@ -97,6 +102,7 @@ def allocation_samples(trace: Trace) -> pl.DataFrame:
     return _long(totals.join(peaks, on="step", how="left").sort("step"))
 
 
+@trace_fact
 def checkpoint_samples(trace: Trace) -> pl.DataFrame:
     """Return the samples of blocking saves, one row per step after which something is saved and metric."""
     if trace.checkpoints.is_empty():
@@ -110,6 +116,7 @@ def checkpoint_samples(trace: Trace) -> pl.DataFrame:
     return _long(sums.select("step", *_CHECKPOINT_COLUMNS))
 
 
+@trace_fact
 def logged_samples(trace: Trace) -> pl.DataFrame:
     """Return the metrics log's samples of each step: tokens a second, CPU time, wait for data, and memory peaks."""
     if trace.metrics.is_empty():
@@ -122,6 +129,7 @@ def logged_samples(trace: Trace) -> pl.DataFrame:
     return rows.select("step", name.alias("metric"), "value")
 
 
+@trace_fact
 def clock_samples(trace: Trace) -> pl.DataFrame:
     """Return the SM clock of the GPU, in MHz, in each step of the metrics log, while the GPU is busy."""
     counters = device_counters.device_counters(trace)
@@ -153,7 +161,7 @@ def transfer_samples(run: Run) -> pl.DataFrame:
 
     It is the same on all ranks; its row has the lowest rank.
     """
-    transfers = run.run_table(collective_instances.instances).filter(_in_step(), pl.col("transfer_ns").is_not_null())
+    transfers = run.table(collective_instances.instances).filter(_in_step(), pl.col("transfer_ns").is_not_null())
     sums = transfers.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")
     lowest = pl.lit(min(run.ranks, default=0), pl.Int64).alias("rank")
     return sums.select("window", lowest, "step", "value")
@@ -161,14 +169,14 @@ def transfer_samples(run: Run) -> pl.DataFrame:
 
 def exposed_transfer_samples(run: Run) -> pl.DataFrame:
     """Return the exposed communication of each rank and step during which no rank is waited for."""
-    exposed = run.run_table(exposed_communication.exposed_by_step).filter(pl.col("step").is_not_null())
+    exposed = run.table(exposed_communication.exposed_by_step).filter(pl.col("step").is_not_null())
     by_rank = exposed.group_by("window", "rank", "step", maintain_order=True).agg(pl.col("exposed_ns").max())
     return by_rank.select("window", "rank", "step", pl.col("exposed_ns").alias("value"))
 
 
 def checkpoint_overhead(run: Run) -> pl.DataFrame:
     """Return the share of training time that all saves after a step take together. Column value, a row per step."""
-    together = saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))
+    together = saves.by_training_step(run.table(saves.by_save), run.table(saves.by_rank))
     return together.select(pl.col("overhead_ratio").alias("value")).drop_nulls()
 
 

@@ -14,8 +14,8 @@ from tracekit import conventions
 from tracekit.conventions import device_metrics
 from tracekit.errors import ConfigError
 from tracekit.model import escaping, plugins
-from tracekit.model.run import RunFact
-from tracekit.model.trace import Fact
+from tracekit.model.fact import RunFact
+from tracekit.model.trace import TraceFact
 from tracekit.regression import metric_sources as sources
 from tracekit.regression.quantities import BYTES, COUNT, FLOP, MHZ, NS, PER_SECOND, SHARE, Unit
 
@@ -53,7 +53,7 @@ class Metric:
     label: str
     unit: Unit
     meaning: str
-    of_trace: Fact | None = None
+    of_trace: TraceFact | None = None
     """Measures its samples on one rank; several metrics may share it."""
     of_run: RunFact | None = None
     """Measures its samples where that needs several ranks."""

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.regression import metrics
 from tracekit.regression.metric_sources import LOGGED_METRICS, PART_PREFIX, TRACE_SOURCES, part_samples
 from tracekit.regression.metrics import Aggregation, Metric
@@ -23,6 +24,7 @@ _PART_RANKS = 8
 _IS_METRIC = ~pl.col("metric").str.starts_with(PART_PREFIX)
 
 
+@trace_fact
 def samples(trace: Trace) -> pl.DataFrame:
     """Return per-step samples of the metrics that one rank measures.
 
@@ -30,13 +32,15 @@ def samples(trace: Trace) -> pl.DataFrame:
     the trace has, and one per step and part of the step (`step_parts`).
     """
     by_key = {metric.key: metric for metric in metrics.compared_metrics() if metric.of_trace}
-    sources = dict.fromkeys((*TRACE_SOURCES, *(metric.of_trace for metric in by_key.values() if metric.of_trace)))
+    of_metrics = (metric.of_trace for metric in by_key.values() if metric.of_trace)
+    sources: dict[TraceFact, None] = dict.fromkeys((*TRACE_SOURCES, *of_metrics))
     parts = part_samples(trace).pipe(schema.select, COLUMNS)
     return pl.concat([*(_conform(source(trace), COLUMNS, by_key, source) for source in sources), parts])
 
 
+@run_fact
 def samples_across(run: Run) -> pl.DataFrame:
-    """Return per-step samples of the metrics that need several ranks; call it by ``run.run_table(samples_across)``.
+    """Return per-step samples of the metrics that need several ranks; call it by ``run.table(samples_across)``.
 
     Columns window, rank, step, metric, value.
     """
@@ -54,7 +58,7 @@ def run_samples(run: Run) -> pl.DataFrame:
 
     Columns SAMPLE_COLUMNS; one row per window, rank, step and metric.
     """
-    per_rank, across = run.table(samples), run.run_table(samples_across)
+    per_rank, across = run.table(samples), run.table(samples_across)
     rows = pl.concat([per_rank.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)]).drop_nulls("value")
     # All ranks wait for a slow one, so a few of them show what every step consists of.
     part_ranks = sorted(run.ranks)[:_PART_RANKS]

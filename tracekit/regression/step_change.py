@@ -11,7 +11,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.regression import call_matching, comparability, comparison, significance, step_separation, step_weights
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, RunSamples
@@ -20,7 +20,7 @@ from tracekit.regression.samples import Values, samples
 from tracekit.regression.thresholds import Thresholds
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
-FACTS: tuple[Fact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
 NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
 ROW_COLUMNS = schema.columns(
     "name part status verdict change_ns contribution_ratio low_ns high_ns before_ns after_ns calls_change_ns "

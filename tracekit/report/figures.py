@@ -50,7 +50,7 @@ def of_report(report: Report, run: Run) -> Iterator[ReportFigure]:
 
 def communication(run: Run) -> Iterator[ReportFigure]:
     """Yield figures of overlap, of idle compute and of waits for late ranks; none where there is no data."""
-    by_rank, (labels, more) = run.run_table(exposed_communication.by_rank), _drawn_ranks(run)
+    by_rank, (labels, more) = run.table(exposed_communication.by_rank), _drawn_ranks(run)
     if int(by_rank["communication_ns"].sum()):
         yield ReportFigure(
             "communication",
@@ -59,7 +59,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
             "while the rank waits for a late rank." + more,
             charts.communication_parts(by_rank, labels),
         )
-    idle = run.run_table(stall_attribution.idle_by_rank)
+    idle = run.table(stall_attribution.idle_by_rank)
     if idle.height:
         yield ReportFigure(
             "standing",
@@ -67,7 +67,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
             "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more,
             charts.stall_causes(idle, labels),
         )
-    waited = run.run_table(rank_timelines.wait_times)
+    waited = run.table(rank_timelines.wait_times)
     if waited.filter(pl.col("peer_rank").is_not_null()).height:
         yield ReportFigure(
             "waits",
@@ -93,7 +93,7 @@ def memory(run: Run) -> Iterator[ReportFigure]:
 
 def checkpoints(run: Run) -> Iterator[ReportFigure]:
     """Yield the saves of a run, the stages of the longest, and the write rate; none without a checkpoint log."""
-    each_save = run.run_table(saves.by_save)
+    each_save = run.table(saves.by_save)
     if each_save.is_empty():
         return
     if each_save.height > 1:
@@ -104,9 +104,9 @@ def checkpoints(run: Run) -> Iterator[ReportFigure]:
         f"Save {longest}, one bar per rank and worker. Stages alternate tensor by tensor; a bar shows the total "
         "time of each stage, in the order in which the stages were first entered."
     )
-    stages = run.run_table(saves.stages).filter(pl.col("save") == longest)
+    stages = run.table(saves.stages).filter(pl.col("save") == longest)
     yield ReportFigure("save-stages", "Stages of the longest save", caption, charts.save_stages(stages))
-    clocks = run.run_table(saves.by_rank)
+    clocks = run.table(saves.by_rank)
     if clocks["storage_bytes_per_s"].drop_nulls().len() > 1:
         caption = "Bytes divided by the time spent in write and fsync, one point per rank and save."
         yield ReportFigure("save-bandwidth", "Durable write rate of each rank", caption, charts.save_bandwidth(clocks))

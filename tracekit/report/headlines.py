@@ -72,7 +72,7 @@ def ranks(report: Report, run: Run) -> Headline:
         return Headline(*_first_sentence(worst.message), worst.severity.label)
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
-    waits, step_ns = run.run_table(rank_timelines.awaited_times), summary.step_time_ns(run)
+    waits, step_ns = run.table(rank_timelines.awaited_times), summary.step_time_ns(run)
     if step_ns is not None:  # as on the page, which draws steps
         waits = waits.drop_nulls("step")
     if waits.is_empty():
@@ -95,7 +95,7 @@ def ranks(report: Report, run: Run) -> Headline:
 def communication(report: Report, run: Run) -> Headline | None:
     """Share of the step that is exposed communication, and the largest part of that."""
     findings = _of(report, "COMM", "RANK")
-    sums = run.run_table(exposed_communication.by_rank).select(pl.col("duration_ns", "exposed_ns", "waited_ns").sum())
+    sums = run.table(exposed_communication.by_rank).select(pl.col("duration_ns", "exposed_ns", "waited_ns").sum())
     duration_ns, exposed_ns, waited_ns = (value or 0 for value in sums.row(0))
     if not duration_ns:
         return None
@@ -103,7 +103,7 @@ def communication(report: Report, run: Run) -> Headline | None:
     if not exposed_ns + waited_ns:
         text = f"No communication is exposed in the {_noun(run)}: all of it is overlapped with compute"
         return _about(text, findings)
-    states = run.run_table(rank_timelines.states)
+    states = run.table(rank_timelines.states)
     mostly = _waiting(states) if waited_ns > exposed_ns else _transfer(states)
     more = f" ({waiting} waiting for late ranks)" if waited_ns else ""
     return _about(f"{share} of the {_noun(run)} is exposed communication{more}, mostly {mostly}", findings)
@@ -112,9 +112,7 @@ def communication(report: Report, run: Run) -> Headline | None:
 def parallelism(report: Report, run: Run) -> Headline | None:
     """Return the bubble of the pipeline, or the axis with most exposed communication."""
     findings = _of(report, "PIPE", "TP", "EP")
-    bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles, pipeline_bubbles.FACTS).unique(
-        ["window", "rank", "step"]
-    )
+    bubbles = run.table(pipeline_bubbles.pipeline_bubbles, pipeline_bubbles.FACTS).unique(["window", "rank", "step"])
     if bubbles.height:
         bubble, ideal = (units.share(_mean(bubbles[name])) for name in ("bubble_ratio", "ideal_bubble_ratio"))
         return _about(
@@ -122,7 +120,7 @@ def parallelism(report: Report, run: Run) -> Headline | None:
             f"{ideal}",
             findings,
         )
-    by_axis = run.run_table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
+    by_axis = run.table(axis_communication.by_axis, axis_communication.FACTS).drop_nulls("axis")
     sums = by_axis.group_by("axis").agg(
         (pl.col(name) / pl.col("steps")).mean() for name in ("communication_ns", "exposed_communication_ns")
     )
@@ -139,7 +137,7 @@ def slowed_kind(report: Report, run: Run) -> Headline | None:
     findings = _of(report, "STREAM")
     if not run.table(contention.device_count)["devices"].sum():
         return None
-    pairs = run.run_table(collective_contention.all_pairs)
+    pairs = run.table(collective_contention.all_pairs)
     if pairs.is_empty():
         return Headline("No two kinds of work ran at the same time on any device, so nothing was slowed down")
     pooled = (
@@ -270,7 +268,7 @@ def snapshot(report: MemoryReport, rank: int) -> Headline | None:
 
 def checkpoints(report: Report, run: Run) -> Headline | None:
     """Time for which saves block training."""
-    by_save = run.run_table(saves.by_save)
+    by_save = run.table(saves.by_save)
     if by_save.is_empty():
         return None
     # As comparisons and budgets do: of two saves their mean. The rule blocking-checkpoint quotes one save.

@@ -13,14 +13,14 @@ from tracekit.errors import InputError
 from tracekit.model import schema, units
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
 from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, run_snapshots, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.report import memory_difference
 
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
     growth.growth, steady_state.stalls,
 )  # fmt: skip

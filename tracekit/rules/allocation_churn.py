@@ -10,7 +10,7 @@ from tracekit.analysis.memory import allocations, steady_state
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator.facts import double_buffering
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
@@ -43,7 +43,12 @@ class ChangingSizes(Rule):
     """
 
     code: ClassVar[str] = "MEM010"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.new_sizes, allocations.peaks, breakdown.by_step)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        allocations.churn,
+        allocations.new_sizes,
+        allocations.peaks,
+        breakdown.by_step,
+    )
     min_new_size_ratio: float = 0.1
     warmup_steps: int = 1
 
@@ -111,7 +116,11 @@ class ReallocatedBuffers(Rule):
     """
 
     code: ClassVar[str] = "MEM011"
-    facts: ClassVar[tuple[Fact, ...]] = (steady_state.unit_buffers, double_buffering.alternating, breakdown.by_step)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        steady_state.unit_buffers,
+        double_buffering.alternating,
+        breakdown.by_step,
+    )
     min_steps: int = 2
 
     def check(self, run: Run) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from tracekit.analysis.memory import steady_state
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
@@ -53,7 +53,7 @@ class SteadyDeviceAllocation(Rule):
     """
 
     code: ClassVar[str] = "MEM001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         steady_state.device_calls, steady_state.stalls, workload.marks, *steps_without_saves.FACTS,
     )  # fmt: skip
     min_stall_ratio: float = 0.01
@@ -127,7 +127,7 @@ class AllocatorRetry(Rule):
     """
 
     code: ClassVar[str] = "MEM007"
-    facts: ClassVar[tuple[Fact, ...]] = (steady_state.retries, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (steady_state.retries, workload.marks)
     warmup_steps: int = 1
     min_retries: int = 1
 
@@ -163,7 +163,7 @@ class AllocatorRetry(Rule):
         )
 
     def _from_snapshots(self, run: Run) -> Iterator[Finding]:
-        retried = run.run_table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
+        retried = run.table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
         if retried.is_empty():
             return
         worst = largest_first(retried, "retries", "rank").row(0, named=True)

@@ -10,7 +10,7 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 60
@@ -24,10 +24,10 @@ def _slowdowns(run: Run) -> pl.DataFrame:
     More columns: the loss as a share of the steps during the save (slowdown_ratio) and of the interval (impact), and
     whether run delay explains it (delayed).
     """
-    intervals = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
+    intervals = run.table(saves.by_save).select("save", "interval_ns", "interval_steps")
     lost, undisturbed = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
     return (
-        run.run_table(saves.background_slowdown)
+        run.table(saves.background_slowdown)
         .join(intervals, on="save", how="left", maintain_order="left")
         .with_columns(
             (lost / undisturbed).alias("slowdown_ratio"),
@@ -81,7 +81,7 @@ class GilContention(Rule):
     """
 
     code: ClassVar[str] = "CKPT009"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
     max_slowdown_ratio: float = 0.1
     min_python_ms: int = 500
     min_waited_ratio: float = 0.08
@@ -131,7 +131,7 @@ class CpuStarvation(Rule):
     """
 
     code: ClassVar[str] = "CKPT010"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
     max_slowdown_ratio: float = 0.1
     min_lost_ms: int = 100
 
@@ -176,14 +176,14 @@ class BlockingBackgroundSave(Rule):
     """
 
     code: ClassVar[str] = "CKPT011"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
     max_slack_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for calls that block, and one for uploads that end too late."""
-        background = run.run_table(saves.by_save).filter("background")
+        background = run.table(saves.by_save).filter("background")
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         blocking = background.filter(long, costly)
@@ -201,7 +201,7 @@ class BlockingBackgroundSave(Rule):
     def _blocking_call(self, run: Run, rows: pl.DataFrame) -> Finding:
         row = median_row(rows, "blocked_ns", "save")
         of_save = (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
-        part = next(run.run_table(stalls.parts).filter(of_save).iter_rows(named=True), None)
+        part = next(run.table(stalls.parts).filter(of_save).iter_rows(named=True), None)
         longest = (
             f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
         )
@@ -246,5 +246,5 @@ class BlockingBackgroundSave(Rule):
 
 
 def _evidence(run: Run, save: str) -> pl.DataFrame:
-    save_stages = run.run_table(saves.stages).filter(pl.col("save") == save)
+    save_stages = run.table(saves.stages).filter(pl.col("save") == save)
     return save_stages.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)

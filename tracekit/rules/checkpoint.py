@@ -12,7 +12,7 @@ from tracekit.analysis.host import io_calls
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
@@ -59,7 +59,7 @@ class BlockingCheckpoint(Rule):
     """
 
     code: ClassVar[str] = "CKPT001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         save_stages.saves,
         save_stages.step_times,
         save_stages.save_spans,
@@ -89,8 +89,8 @@ class BlockingCheckpoint(Rule):
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
         longest = _longest(stages)
-        blocking = run.run_table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
-        after_steps = saves.by_training_step(blocking, run.run_table(saves.by_rank))
+        blocking = run.table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
+        after_steps = saves.by_training_step(blocking, run.table(saves.by_rank))
         median_save = median_row(after_steps, "blocked_ns", "start_ns")
         (quoted,) = longest.filter(pl.col("checkpoint") == median_save["save"]).iter_rows(named=True)
         quoted_stages = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
@@ -117,7 +117,7 @@ class BlockingCheckpoint(Rule):
         )
 
     def _by_spans(self, run: Run) -> Finding:
-        spans, costs = run.table(save_stages.save_spans), run.run_table(save_costs.save_costs)
+        spans, costs = run.table(save_stages.save_spans), run.table(save_costs.save_costs)
         by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
         of_rank = pl.col("rank") == by_rank["rank"][0]
         rank_spans = spans.filter(of_rank).sort("start_ns")
@@ -151,7 +151,7 @@ class BlockingCheckpoint(Rule):
 
 def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
     """Advice that shortens a save: of one that `dcp.async_save` made already, only its longest stage."""
-    stages = run.run_table(saves.stages).filter(pl.col("save") == save)
+    stages = run.table(saves.stages).filter(pl.col("save") == save)
     is_background = stages.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
     parts = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
     return " ".join(parts) or "Wait for the future of dcp.async_save only before the next save."
@@ -159,7 +159,7 @@ def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
 
 def _stages(run: Run) -> pl.DataFrame:
     """Return the stages of saves that blocked training, one row per save, rank and stage."""
-    logged = run.run_table(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
+    logged = run.table(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
     moved = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
     return logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
         pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), moved

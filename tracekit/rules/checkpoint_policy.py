@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import restores, save_stages, saves
 from tracekit.model import units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.plan import checkpoint as plan
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
@@ -36,13 +36,13 @@ class AmplifiedRestore(Rule):
     """
 
     code: ClassVar[str] = "CKPT012"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.loads,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.loads,)
     max_amplification: float = 1.5
     max_load_s: float = 60.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such loads."""
-        amplified = run.run_table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
+        amplified = run.table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
         if amplified.is_empty():
             return
         slowest = largest_first(amplified, "dur_ns", "checkpoint")
@@ -83,14 +83,14 @@ class SuboptimalInterval(Rule):
     """
 
     code: ClassVar[str] = "CKPT013"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
     mtbf_s: float = 0.0
     max_interval_ratio: float = 2.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the median save's interval is far from the optimum."""
-        blocking = run.run_table(saves.by_save).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
-        all_saves = saves.by_training_step(blocking, run.run_table(saves.by_rank))
+        blocking = run.table(saves.by_save).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
+        all_saves = saves.by_training_step(blocking, run.table(saves.by_rank))
         if self.mtbf_s <= 0 or all_saves.is_empty():
             return
         row = median_row(all_saves, "blocked_ns", "start_ns")
@@ -113,7 +113,7 @@ class SuboptimalInterval(Rule):
             confidence=0.7,
             ranks=run.ranks,
             steps=distinct(all_saves, "step"),
-            evidence=run.run_table(saves.by_rank)
+            evidence=run.table(saves.by_rank)
             .filter(pl.col("save") == row["save"])
             .with_columns(pl.col("blocked_ns").alias("dur_ns")),
         )
@@ -136,11 +136,11 @@ class LostOnPowerFailure(Rule):
     """
 
     code: ClassVar[str] = "CKPT014"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
-        by_rank = run.run_table(saves.by_rank)
+        by_rank = run.table(saves.by_rank)
         risky = by_rank.filter(~pl.col("durable"))
         if risky.is_empty():
             return
@@ -181,12 +181,12 @@ class UnverifiedShards(Rule):
     """
 
     code: ClassVar[str] = "CKPT015"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all saves."""
         by_dcp = pl.col("call").is_in((conventions.DCP_SAVE, conventions.DCP_ASYNC_SAVE))
-        lines = run.run_table(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
+        lines = run.table(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
         sealed = "checkpoint_every" in Manifest.of(run.manifest).arguments
         if sealed or lines.is_empty():
             return
@@ -224,11 +224,11 @@ class SeveralWriters(Rule):
     """
 
     code: ClassVar[str] = "CKPT017"
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves,)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such files."""
-        duplicates = run.run_table(saves.duplicate_files)
+        duplicates = run.table(saves.duplicate_files)
         if duplicates.is_empty():
             return
         row = largest_first(duplicates, "repeated_bytes", "path").row(0, named=True)

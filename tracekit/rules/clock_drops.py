@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import clock_drops
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -55,7 +55,7 @@ class ClockDrop(Rule):
     """
 
     code: ClassVar[str] = "STEP003"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         clock_drops.clock_drops,
         clock_drops.slowed_kernels,
         clock_drops.recorded_clocks,

@@ -13,7 +13,7 @@ from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
@@ -53,7 +53,7 @@ class SmallCollectives(Rule):
     """
 
     code: ClassVar[str] = "COMM002"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, strategy.marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
@@ -86,7 +86,7 @@ class SmallCollectives(Rule):
 
     def _lost(self, run: Run) -> pl.DataFrame:
         """Loss of each burst, and of each pool of gradients, to latency: joined, latency_ns, lost_ns."""
-        lines = run.run_table(latency.by_group).drop("sizes")
+        lines = run.table(latency.by_group).drop("sizes")
         # Where ranks have no trace, waits for them are part of all times.
         is_known = not collective_instances.ranks_without_peers(run)
         is_undersized = ~pl.col("is_fitted") & (pl.col("op") == "all_reduce") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
@@ -185,7 +185,7 @@ class ReducedEveryMicroBatch(Rule):
     """
 
     code: ClassVar[str] = "COMM003"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         backward_passes.gradient_reductions,
         *steps_without_saves.FACTS,
         strategy.marks,

@@ -25,7 +25,7 @@ from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import communication_fixes, quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
@@ -70,7 +70,7 @@ class ExposedCommunication(Rule):
     """
 
     code: ClassVar[str] = "COMM001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *steps_without_saves.FACTS,
         exposed_communication.exposed_calls,
         breakdown.spans,
@@ -164,7 +164,7 @@ class PreparationGap(Rule):
     """
 
     code: ClassVar[str] = "COMM004"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         compute_gap_causes.chains, contention.device_count, strategy.marks, *steps_without_saves.FACTS,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
@@ -211,7 +211,7 @@ def _exposed_steps(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
-        run, run.run_table(pipeline_waits.exposed_by_step).filter(pl.col("duration_ns") > 0)
+        run, run.table(pipeline_waits.exposed_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
@@ -219,7 +219,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
     steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
-        run.run_table(pipeline_waits.exposed_transfers)
+        run.table(pipeline_waits.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(steps, on=steps.columns, how="semi", nulls_equal=True)
@@ -279,7 +279,7 @@ def _slow_for_node(run: Run, min_link_ratio: float) -> str:
 def _whole_transfers(run: Run, least_bytes: int) -> pl.DataFrame:
     """Return the large transfers of groups of which every rank has a trace: one without may arrive late."""
     is_whole = pl.col("ranks").list.len() >= pl.col("group_size")
-    return run.run_table(group_bandwidth.transfers).filter(is_whole, pl.col("bytes") >= least_bytes)
+    return run.table(group_bandwidth.transfers).filter(is_whole, pl.col("bytes") >= least_bytes)
 
 
 def _slowest(large: pl.DataFrame, slow_bytes_per_ns: float) -> str:
@@ -324,12 +324,12 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
 
     An inferred axis does not change what this rule says.
     """
-    stated = run.run_table(group_axes.group_axes).filter(pl.col("source") != group_axes.INFERRED)
+    stated = run.table(group_axes.group_axes).filter(pl.col("source") != group_axes.INFERRED)
     if not stated["axis"].is_in([TP, *_DATA_AXES]).any():
         return None
     key = ["window", "rank", "activity_id"]
-    axes = run.run_table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
-    step_calls = quoted_step.rows_of(run.run_table(exposed_communication.exposed_transfers), worst)
+    axes = run.table(group_axes.axis_of_calls).join(stated.select("group", "members"), on=["group", "members"])
+    step_calls = quoted_step.rows_of(run.table(exposed_communication.exposed_transfers), worst)
     sums = step_calls.join(axes.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
     dominant = sums.filter(pl.col("exposed_ns") * 2 > step_calls["exposed_ns"].sum())
     return None if dominant.is_empty() else str(dominant["axis"][0])

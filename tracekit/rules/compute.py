@@ -11,7 +11,7 @@ from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, pro
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
@@ -45,7 +45,7 @@ class MisalignedProducts(Rule):
     """
 
     code: ClassVar[str] = "COMP001"
-    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.misaligned_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
     min_time_ratio: float = 0.1
@@ -114,7 +114,7 @@ class IdleTensorCores(Rule):
     """
 
     code: ClassVar[str] = "COMP002"
-    facts: ClassVar[tuple[Fact, ...]] = (product_kernels.without_tensor_cores, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
@@ -163,7 +163,7 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
-    facts: ClassVar[tuple[Fact, ...]] = (optimizer_kernels.unfused_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (optimizer_kernels.unfused_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
@@ -213,7 +213,7 @@ class UnfusedKernels(Rule):
     """
 
     code: ClassVar[str] = "COMP004"
-    facts: ClassVar[tuple[Fact, ...]] = (elementwise_chains.chains, *steps_without_saves.FACTS, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (elementwise_chains.chains, *steps_without_saves.FACTS, workload.marks)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
@@ -268,7 +268,7 @@ class PartialWaves(Rule):
     """
 
     code: ClassVar[str] = "COMP005"
-    facts: ClassVar[tuple[Fact, ...]] = (wave_quantization.partial_waves, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (wave_quantization.partial_waves, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 

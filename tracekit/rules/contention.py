@@ -11,7 +11,7 @@ from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.rules.step_losses import StepLoss
@@ -51,7 +51,12 @@ class ContendedCompute(Rule):
     """
 
     code: ClassVar[str] = "STREAM003"
-    facts: ClassVar[tuple[Fact, ...]] = (contention.by_step, contention.by_kernel, breakdown.by_step, strategy.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        contention.by_step,
+        contention.by_kernel,
+        breakdown.by_step,
+        strategy.marks,
+    )
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
     min_calls: int = 10
@@ -118,19 +123,19 @@ class StarvedCollectives(Rule):
     """
 
     code: ClassVar[str] = "STREAM004"
-    facts: ClassVar[tuple[Fact, ...]] = (collective_contention.calls, calls, breakdown.by_step, strategy.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (collective_contention.calls, calls, breakdown.by_step, strategy.marks)
     min_slowdown: float = 1.2
     min_cost_ratio: float = 0.02
     min_calls: int = 10
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        by_step = run.run_table(collective_contention.by_step)
+        by_step = run.table(collective_contention.by_step)
         return _why_unjudged(run, by_step, "collectives ran concurrently with compute")
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
-        by_step = run.run_table(collective_contention.by_step)
+        by_step = run.table(collective_contention.by_step)
         slow = _slowed_devices(by_step, self.min_slowdown)
         lost = by_step.join(slow, on=["rank", "device"]).select(
             *quoted_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
@@ -140,7 +145,7 @@ class StarvedCollectives(Rule):
         if loss is None:
             return
         slowdown = _slowdown_on(slow, loss)
-        collectives = run.run_table(collective_contention.compared_calls).filter("judged")
+        collectives = run.table(collective_contention.compared_calls).filter("judged")
         collectives = collectives.with_columns(pl.col("excess_ns").alias("lost_ns"))
         suspicion = _suspicion(slowdown, self.min_calls, is_whole=bool(collectives["whole"].all()))
         yield loss.finding(
@@ -224,7 +229,7 @@ def _cost(loss: StepLoss) -> str:
 def _bandwidth(run: Run) -> str:
     """Return the bus bandwidth, alone and during compute, of the collective that takes most time."""
     speeds = ("alone_bus_bytes_per_s", "concurrent_bus_bytes_per_s")
-    bandwidths = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
+    bandwidths = run.table(collective_contention.bandwidths).drop_nulls(speeds)
     if bandwidths.is_empty():
         return ""
     first = bandwidths.row(0, named=True)

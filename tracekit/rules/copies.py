@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.host import copies
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, largest_first
@@ -44,7 +44,7 @@ class ExposedCopy(Rule):
     """
 
     code: ClassVar[str] = "HOST004"
-    facts: ClassVar[tuple[Fact, ...]] = (copies.exposed_copies, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (copies.exposed_copies, *steps_without_saves.FACTS)
     info_exposed_ratio: float = 0.02
     max_exposed_ratio: float = 0.05
     slow_bytes_per_ns: float = 2.0

@@ -11,7 +11,7 @@ from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules.occasional_stragglers import OccasionalStraggler
 from tracekit.rules.outlier_steps import is_first_use
@@ -169,7 +169,7 @@ class DoubtfulTrace(Rule):
     """
 
     code: ClassVar[str] = "DATA001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         trace_quality.data_quality, trace_quality.versions, trace_quality.recorded_times, breakdown.by_step,
         collective_matching.calls, undecided_kernels.undecided_kernels, *OccasionalStraggler.facts,
     )  # fmt: skip
@@ -219,8 +219,8 @@ def _measured_quality(run: Run) -> pl.DataFrame:
     firsts = lengths.filter(is_first).group_by("window", "step").agg(pl.col("duration_ns").median())
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
-    stalled = run.run_table(outlier_steps.outlier_steps).filter(~is_first_use())
-    worked = run.run_table(occasional_stragglers.occasional_stragglers).filter(
+    stalled = run.table(outlier_steps.outlier_steps).filter(~is_first_use())
+    worked = run.table(occasional_stragglers.occasional_stragglers).filter(
         pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO
     )
     columns = ("lost_ns", "reference_ns")

@@ -10,7 +10,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -57,7 +57,7 @@ class DeviceStall(Rule):
     """
 
     code: ClassVar[str] = "STREAM005"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *paused_kernels.FACTS,
         *steps_without_saves.FACTS,
     )
@@ -66,7 +66,7 @@ class DeviceStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on stalls with a cause outside the program, and one on those of unknown cause."""
-        stalls = run.run_table(paused_kernels.stalls)
+        stalls = run.table(paused_kernels.stalls)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
             yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)

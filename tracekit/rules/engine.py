@@ -9,7 +9,7 @@ from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
 from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
 from tracekit.rules import cost_attribution, found_iterations, judgeability
 from tracekit.rules.registry import all_rules
@@ -23,7 +23,7 @@ def check(
     run: Run,
     rules: Iterable[Rule] | None = None,
     *,
-    facts: Iterable[Fact] = (),
+    facts: Iterable[TraceFact] = (),
     on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:

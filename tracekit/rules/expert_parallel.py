@@ -10,7 +10,7 @@ from tracekit.analysis.parallelism import expert_load
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
@@ -41,13 +41,13 @@ class OverloadedExperts(Rule):
     """
 
     code: ClassVar[str] = "EP001"
-    facts: ClassVar[tuple[Fact, ...]] = (*expert_load.FACTS, breakdown.by_step)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*expert_load.FACTS, breakdown.by_step)
     min_load_ratio: float = 1.05
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks with overloaded experts."""
-        loads = run.run_table(expert_load.expert_load)
+        loads = run.table(expert_load.expert_load)
         if loads.is_empty():
             return
         medians = loads.group_by("rank").agg(pl.col("load_ratio").median()).sort("rank")

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.memory import allocations, steady_state
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules.quoted_step import DEVICE
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
@@ -45,7 +45,7 @@ class FragmentedMemory(Rule):
     """
 
     code: ClassVar[str] = "MEM008"
-    facts: ClassVar[tuple[Fact, ...]] = (steady_state.regrowth, allocations.peaks, allocations.churn)
+    facts: ClassVar[tuple[TraceFact, ...]] = (steady_state.regrowth, allocations.peaks, allocations.churn)
     min_grown_ratio: float = 0.02
     min_free_ratio: float = 0.1
     min_bytes: int = 64 << 20
@@ -106,7 +106,7 @@ class FragmentedMemory(Rule):
         )
 
     def _fragmented_pools(self, run: Run) -> Iterator[Finding]:
-        pools = run.run_table(run_snapshots.pools)
+        pools = run.table(run_snapshots.pools)
         cut = pools.filter(
             pl.col("free_bytes") >= self.min_bytes,
             pl.col("free_bytes") >= self.min_free_ratio * pl.col("total_bytes"),
@@ -155,13 +155,13 @@ class CrossStreamSlack(Rule):
     """
 
     code: ClassVar[str] = "MEM009"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (allocations.peaks,)
     min_idle_ratio: float = 0.05
     min_idle_bytes: int = 256 << 20
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the most such memory."""
-        pools = run.run_table(run_snapshots.pools)
+        pools = run.table(run_snapshots.pools)
         of_stream = pools.group_by(*DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
         main = pl.col("total_bytes") == pl.col("total_bytes").max().over(DEVICE)
         sides = of_stream.with_columns(side_bytes=pl.when(main).then(0).otherwise("free_bytes"))

@@ -13,13 +13,13 @@ from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import io_evidence, quoted_step, step_losses
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
-_FACTS: tuple[Fact, ...] = (
+_FACTS: tuple[TraceFact, ...] = (
     launch_delay.host_gaps,
     *steps_without_saves.FACTS,
     contention.device_count,
@@ -65,7 +65,7 @@ class LateLaunch(Rule):
     """
 
     code: ClassVar[str] = "HOST001"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, host_stalls.host_stalls, breakdown.by_step)
     min_late_ratio: float = 0.05
     min_pause_ns: int = 2_000_000
 
@@ -161,7 +161,7 @@ class BlockingSync(Rule):
     """
 
     code: ClassVar[str] = "HOST002"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.device_reads)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.device_reads)
     min_idle_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -245,7 +245,7 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.data_waits, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, io_calls.calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 

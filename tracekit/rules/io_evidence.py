@@ -17,7 +17,7 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds:
     It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
     `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
     """
-    rank_calls = run.run_table(io_calls.of_run).filter(pl.col("rank") == rank)
+    rank_calls = run.table(io_calls.of_run).filter(pl.col("rank") == rank)
     if rank_calls.is_empty():
         return ""
     overlapping = io_calls.during(rank_calls, spans)

@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.quality import cut_steps, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import TIMED_FAMILIES, Finding, Rule, Severity, family
 
 _WITHOUT_DEVICE = "no device activity was recorded, so times are of the host and were not judged (see DATA001)."
@@ -32,7 +33,7 @@ _IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP")
 _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 
-FACTS = (trace_quality.data_quality, cut_steps.cut_steps, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (trace_quality.data_quality, cut_steps.cut_steps, breakdown.by_step)
 
 
 def blind_spots(run: Run, rules: Iterable[Rule]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, median_row
 
@@ -61,7 +61,7 @@ class SlowLink(Rule):
     """
 
     code: ClassVar[str] = "RANK002"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *group_bandwidth.FACTS, *steps_without_saves.FACTS, pipeline_actions.pipeline_actions,
     )  # fmt: skip
     min_slowdown: float = 1.5
@@ -74,10 +74,10 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        to_peers = _by_group(_judged_groups(run, run.run_table(group_bandwidth.group_comparison)), durations)
+        to_peers = _by_group(_judged_groups(run, run.table(group_bandwidth.group_comparison)), durations)
         slow = [row for group in to_peers if (row := self._slower_than_peers(group))]
         if not slow:
-            to_steps = _by_group(_judged_groups(run, run.run_table(group_bandwidth.step_comparison)), durations)
+            to_steps = _by_group(_judged_groups(run, run.table(group_bandwidth.step_comparison)), durations)
             slow = [row for group in to_steps if (row := self._slower_than_before(group))]
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
@@ -88,7 +88,7 @@ class SlowLink(Rule):
         durations = (
             steps_without_saves.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
         )
-        steady = run.run_table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
+        steady = run.table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return durations.join(steady, on="window")
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
@@ -196,7 +196,7 @@ def _bandwidth(worst: dict[str, Any], name: str) -> str:
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     is_group = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
-    group_rows = run.run_table(group_bandwidth.transfers).filter(is_group)
+    group_rows = run.table(group_bandwidth.transfers).filter(is_group)
     is_quoted = pl.col("step").eq_missing(pl.lit(worst["step"], pl.Int64))
     quoted_rows = group_rows.filter(is_quoted).sort("transfer_ns", descending=True)
     other_rows = group_rows.filter(~is_quoted).sort("step", "start_ns")

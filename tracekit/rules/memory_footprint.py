@@ -12,11 +12,11 @@ from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _WHERE = ("window", "rank")
-_CUT_FACTS: tuple[Fact, ...] = (cut_steps.cut_steps, breakdown.by_step)
+_CUT_FACTS: tuple[TraceFact, ...] = (cut_steps.cut_steps, breakdown.by_step)
 # Ops with an alternative that needs less memory.
 _ALTERNATIVES = (
     (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
@@ -55,7 +55,7 @@ class GrowingMemory(Rule):
     """
 
     code: ClassVar[str] = "MEM003"
-    facts: ClassVar[tuple[Fact, ...]] = (growth.growth, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (growth.growth, workload.marks)
     min_bytes: int = 1 << 16
     min_growth_ratio: float = 5.0
 
@@ -103,7 +103,7 @@ class LittleHeadroom(Rule):
     """
 
     code: ClassVar[str] = "MEM004"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (allocations.peaks,)
     min_headroom_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -150,7 +150,7 @@ class IdleReserve(Rule):
     """
 
     code: ClassVar[str] = "MEM005"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks, *_CUT_FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (allocations.peaks, *_CUT_FACTS)
     min_slack_ratio: float = 0.25
     min_slack_bytes: int = 1 << 30
 
@@ -198,7 +198,7 @@ class PeakOwner(Rule):
     """
 
     code: ClassVar[str] = "MEM006"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak, workload.marks, *_CUT_FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (allocations.at_peak, workload.marks, *_CUT_FACTS)
     min_owned_ratio: float = 0.3
     min_owned_bytes: int = 256 << 20
 

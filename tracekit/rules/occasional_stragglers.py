@@ -11,7 +11,7 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import outlier_steps
 from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
@@ -51,7 +51,7 @@ class OccasionalStraggler(Rule):
     """
 
     code: ClassVar[str] = "RANK005"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *occasional_stragglers.FACTS,
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
@@ -60,7 +60,7 @@ class OccasionalStraggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per late rank, or group of ranks that are late together."""
-        events = run.run_table(occasional_stragglers.occasional_stragglers)
+        events = run.table(occasional_stragglers.occasional_stragglers)
         overloaded = overloaded_ranks(run) if events.height else frozenset()
         for _, rank_events in events.group_by("late_rank", maintain_order=True):
             if overloaded.issuperset(rank_events["late_ranks"][0]):
@@ -76,7 +76,7 @@ class OccasionalStraggler(Rule):
         name = units.numbered("rank", ranks)
         times = "once in" if events.height == 1 else f"in {events.height} of"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
-        waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
+        waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
         in_steps = waits.join(events.select("window", "step"), on=["window", "step"], how="semi")
         return Finding(
             self.code,

@@ -13,12 +13,12 @@ from tracekit.analysis.parallelism import outlier_steps, workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import causes
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
-_FACTS: tuple[Fact, ...] = (
+_FACTS: tuple[TraceFact, ...] = (
     host_stalls.host_stalls,
     breakdown.by_step,
     breakdown.by_rank,
@@ -110,7 +110,7 @@ class OutlierStep(Rule):
     """
 
     code: ClassVar[str] = "STEP001"
-    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
     min_lost_ratio: float = 0.03
     min_step_ratio: float = 0.1
     min_cpu_step_ratio: float = 0.5
@@ -118,7 +118,7 @@ class OutlierStep(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each cause and set of ranks, the costliest first."""
-        events = run.run_table(outlier_steps.outlier_steps).filter(~is_cold())
+        events = run.table(outlier_steps.outlier_steps).filter(~is_cold())
         ranks = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, similar in largest_first(events, "lost_ns", "start_ns").group_by("cause", ranks, maintain_order=True):
             on_device = breakdown.is_on_device(run)
@@ -198,12 +198,12 @@ class ColdStart(Rule):
     """
 
     code: ClassVar[str] = "STEP002"
-    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
     min_step_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding, on all first uses of the run."""
-        events = run.run_table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
+        events = run.table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
         if events.is_empty():
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
@@ -297,7 +297,7 @@ def _how_often(events: pl.DataFrame, window_ns: int, steps: int) -> str:
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:
-    stalls = run.run_table(outlier_steps.outlier_stalls)
+    stalls = run.table(outlier_steps.outlier_stalls)
     event_stalls = stalls.join(
         events.select("window", "step", "cause").unique(), on=["window", "step", "cause"], how="semi", nulls_equal=True
     )

@@ -22,12 +22,12 @@ from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.analysis.quality import trace_quality
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     *pipeline_bubbles.FACTS,
     *rank_places.FACTS,
     *sharded_micro_batches.FACTS,
@@ -65,7 +65,7 @@ class PipelineBubble(Rule):
     """
 
     code: ClassVar[str] = "PIPE001"
-    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = FACTS
     min_lost_ratio: float = 0.03
     warning_lost_ratio: float = 0.05
     slow_network_bytes_per_ns: float = 5.0
@@ -76,8 +76,8 @@ class PipelineBubble(Rule):
         passes = _passes(run)
         if passes.is_empty():
             return
-        links_ns = int(run.run_table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
-        gathers_ns = int(run.run_table(sharded_micro_batches.passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
+        links_ns = int(run.table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
+        gathers_ns = int(run.table(sharded_micro_batches.passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
         worst = median_row(passes, "lost_ratio", "duration_ns")
         lost_ns = max(0, worst["lost_ns"] - links_ns - gathers_ns)
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
@@ -145,7 +145,7 @@ class UnbalancedStages(Rule):
     """
 
     code: ClassVar[str] = "PIPE002"
-    facts: ClassVar[tuple[Fact, ...]] = FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = FACTS
     min_lost_ratio: float = 0.005
     warning_lost_ratio: float = 0.02
     min_slowdown: float = 1.15
@@ -153,7 +153,7 @@ class UnbalancedStages(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on the slowest stage."""
-        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+        if run.table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
         balance = pipeline_balance.balance(run)
         if balance is None:
@@ -164,7 +164,7 @@ class UnbalancedStages(Rule):
         lost_ratio = saved_ns / max(1, balance.duration_ns)
         if lost_ratio < self.min_lost_ratio or _slow_steps_ratio(run, balance, stage) < self.min_steps_ratio:
             return
-        rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+        rows = run.table(pipeline_bubbles.pipeline_bubbles)
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
         of_rank = [other for other in balance.of_same_rank(stage) if balance.slowdown(other) >= self.min_slowdown]
         stages = sorted({stage, *of_rank}) if is_slow else [stage]
@@ -228,7 +228,7 @@ class FewMicroBatches(Rule):
     """
 
     code: ClassVar[str] = "PIPE003"
-    facts: ClassVar[tuple[Fact, ...]] = (*FACTS, trace_quality.data_quality)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*FACTS, trace_quality.data_quality)
     max_bubble_ratio: float = 0.33
     few_per_rank: float = 1.5
     few_bubble_ratio: float = 0.1
@@ -294,9 +294,9 @@ def _passes(run: Run) -> pl.DataFrame:
 
     A pass has no row if its recorded actions wait for each other in a circle, or take no time.
     """
-    rows = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    rows = run.table(pipeline_bubbles.pipeline_bubbles)
     cases = (
-        run.run_table(pipeline_bubbles.schedule_cases)
+        run.table(pipeline_bubbles.schedule_cases)
         .group_by(PIPELINE)
         .agg(pl.col("even_duration_ns", "stages_duration_ns").first(), pl.col("even_ns").mean().round().cast(pl.Int64))
     )
@@ -326,7 +326,7 @@ def _passes(run: Run) -> pl.DataFrame:
 
 def _rows_of(run: Run, row: dict[str, Any]) -> pl.DataFrame:
     is_own = (pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
-    return run.run_table(pipeline_bubbles.pipeline_bubbles).filter(pl.all_horizontal(is_own))
+    return run.table(pipeline_bubbles.pipeline_bubbles).filter(pl.all_horizontal(is_own))
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
@@ -343,7 +343,7 @@ def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:
     place = ["window", "step", "iteration"]
     is_own = pl.col("stage") == stage
     ratio = pl.col("stage_ns").filter(is_own).first() / pl.col("stage_ns").filter(~is_own).median()
-    ratios = run.run_table(pipeline_balance.stage_times).group_by(place).agg(ratio.alias("ratio"))["ratio"]
+    ratios = run.table(pipeline_balance.stage_times).group_by(place).agg(ratio.alias("ratio"))["ratio"]
     slow = ratios >= 1 + (balance.ratio(stage) - 1) / 2
     return int(slow.sum()) / max(1, len(slow))
 

@@ -13,7 +13,7 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -45,17 +45,17 @@ class ShardedMicroBatches(Rule):
     """
 
     code: ClassVar[str] = "PIPE004"
-    facts: ClassVar[tuple[Fact, ...]] = (*sharded_micro_batches.FACTS,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*sharded_micro_batches.FACTS,)
     min_micro_batches: int = 3
     min_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if collectives recur with the micro-batches."""
-        rows = run.run_table(sharded_micro_batches.sharded_micro_batches)
+        rows = run.table(sharded_micro_batches.sharded_micro_batches)
         often = rows.filter(
             pl.col("with_calls") >= self.min_micro_batches, pl.col("with_calls") * 2 >= pl.col("micro_batches")
         )
-        passes = run.run_table(sharded_micro_batches.passes)
+        passes = run.table(sharded_micro_batches.passes)
         if often.is_empty() or passes.is_empty():
             return
         ops = often.group_by("rank", "step", "axis").agg(
@@ -112,16 +112,16 @@ class SlowPipelineLink(Rule):
     """
 
     code: ClassVar[str] = "PIPE005"
-    facts: ClassVar[tuple[Fact, ...]] = pipeline_links.FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = pipeline_links.FACTS
     min_slowdown: float = 3.0
     min_lost_ratio: float = 0.002
     warning_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per pair of stages with a slow link."""
-        if run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty():
+        if run.table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
-        links = _with_clock_errors(run, run.run_table(pipeline_links.links).drop_nulls("usual_ns"))
+        links = _with_clock_errors(run, run.table(pipeline_links.links).drop_nulls("usual_ns"))
         slow = links.filter(
             pl.col("low_ns") >= self.min_slowdown * pl.col("usual_ns"),
             pl.col("low_ns") - pl.col("usual_ns") > pl.col("clock_error_ns"),
@@ -131,7 +131,7 @@ class SlowPipelineLink(Rule):
             pl.min_horizontal("source_stage", "rank_stage"), pl.max_horizontal("source_stage", "rank_stage")
         )
         for (stages,), rows in slow.with_columns(pair.alias("pair")).group_by("pair", maintain_order=True):
-            yield self._finding(rows, stages, distinct(run.run_table(pipeline_bubbles.pipeline_bubbles), "step"))
+            yield self._finding(rows, stages, distinct(run.table(pipeline_bubbles.pipeline_bubbles), "step"))
 
     def _finding(self, rows: pl.DataFrame, stages: object, steps: tuple[int, ...]) -> Finding:
         worst = largest_first(rows, "saved_ns", "rank").row(0, named=True)

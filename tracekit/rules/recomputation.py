@@ -11,7 +11,7 @@ from tracekit.analysis.compute import recomputation
 from tracekit.analysis.memory import allocations
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
@@ -44,7 +44,7 @@ class NeedlessRecomputation(Rule):
     """
 
     code: ClassVar[str] = "MEM002"
-    facts: ClassVar[tuple[Fact, ...]] = (recomputation.regions, allocations.peaks, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (recomputation.regions, allocations.peaks, *steps_without_saves.FACTS)
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 

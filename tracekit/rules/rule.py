@@ -12,7 +12,7 @@ import polars as pl
 
 from tracekit.model import escaping
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.savings import Removal
 
 
@@ -208,7 +208,7 @@ class Rule(ABC):
     """
 
     code: ClassVar[str]
-    facts: ClassVar[tuple[Fact, ...]] = ()
+    facts: ClassVar[tuple[TraceFact, ...]] = ()
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
 
     @classmethod

@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.host import io_calls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
@@ -34,18 +34,18 @@ class StalledSave(Rule):
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
-    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times, io_calls.calls)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all saves of this class."""
-        parts = run.run_table(stalls.dominant).filter(
+        parts = run.table(stalls.dominant).filter(
             (pl.col("clock") == stalls.BLOCKED) & (pl.col("kind") == self.kind), pl.col("dur_ns") > 0
         )
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
-        costly_saves = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
+        costly_saves = run.table(saves.by_save).filter(~pl.col("background"), long, costly)
         stalled = parts.join(costly_saves.drop("bytes"), on="save")
         if stalled.is_empty():
             return
@@ -85,14 +85,14 @@ def _rate(before: str, row: dict[str, Any]) -> str:
 def _io(run: Run, row: dict[str, Any]) -> str:
     """Return a sentence on the file system calls of that rank during the save, where they were logged."""
     of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
-    totals = run.run_table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
+    totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
     kinds = _IO_KINDS.get(row["stage"], ())
     return io_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
     """Return the rows of that save, those of the longest stage and its rank first."""
-    stages = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
+    stages = run.table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
     slowest = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
     rows = stages.sort(~slowest, "rank", "start_ns", "stage").head(_EVIDENCE_ROWS)
     return rows.select("save", pl.exclude("save", "whole_bytes"))

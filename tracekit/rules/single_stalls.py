@@ -30,7 +30,7 @@ _APART = ("allocator", _DATA, "checkpoint")
 
 def of_finding(run: Run, finding: Finding) -> Iterator[HostSpan]:
     """Yield when the hosts are in the stalls of a finding on outlier steps."""
-    rows = run.run_table(outlier_steps.outlier_steps)
+    rows = run.table(outlier_steps.outlier_steps)
     return _spans(run, rows.filter(_is_of(finding)))
 
 
@@ -39,7 +39,7 @@ def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
 
     Columns of `outlier_steps.outlier_steps`, and removed_by, the cause whose replay removes them.
     """
-    stalls = run.run_table(outlier_steps.outlier_steps)
+    stalls = run.table(outlier_steps.outlier_steps)
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
     for finding in (warning for warning in warnings(findings) if warning.code == CODE):
         is_reported |= _is_of(finding)
@@ -78,7 +78,7 @@ def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
 
     A rank whose device still has work while all others stall has no stall of its own: its host pauses as theirs do.
     """
-    pieces = run.run_table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
+    pieces = run.table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
     for stall in stalls.iter_rows(named=True):
         events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
         all_spans = events.select("run_start_ns", "end_ns").rows()

@@ -10,7 +10,7 @@ from tracekit.analysis.parallelism import stalled_collectives
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import causes
 from tracekit.replay.graph.savings import Removal
 from tracekit.replay.graph.transforms import STOPPED, HostSpan
@@ -66,14 +66,14 @@ class StalledCollective(Rule):
     """
 
     code: ClassVar[str] = "STEP004"
-    facts: ClassVar[tuple[Fact, ...]] = (*stalled_collectives.FACTS, *outlier_steps.OutlierStep.facts)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*stalled_collectives.FACTS, *outlier_steps.OutlierStep.facts)
     min_lost_ratio: float = 0.03
     min_step_ratio: float = 0.1
     min_cpu_step_ratio: float = 0.5
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each set of ranks that stopped, and one for the collectives without such ranks."""
-        events = run.run_table(stalled_collectives.stalled_collectives)
+        events = run.table(stalled_collectives.stalled_collectives)
         key = ["silent_ranks", "is_whole"]
         for _, similar in largest_first(events, "lost_ns", "start_ns").group_by(key, maintain_order=True):
             longest = similar.row(0, named=True)
@@ -111,14 +111,14 @@ class StalledCollective(Rule):
 
 def removal(run: Run, findings: Iterable[Finding]) -> Removal | None:
     """Removal in a replay for findings of this rule: the excess of their collectives; None without such."""
-    events = run.run_table(stalled_collectives.stalled_collectives)
+    events = run.table(stalled_collectives.stalled_collectives)
     steps_of = {finding.subject: finding.steps for finding in findings if finding.code == StalledCollective.code}
     stalled = [
         row
         for row in events.iter_rows(named=True)
         if (steps := steps_of.get(_subject(row))) is not None and (row["step"] is None or row["step"] in steps)
     ]
-    calls = run.run_table(stalled_collectives.stalled_calls).filter(
+    calls = run.table(stalled_collectives.stalled_calls).filter(
         pl.col("event").is_in([row["event"] for row in stalled])
     )
     rows = calls.select(
@@ -203,6 +203,6 @@ def _confidence(event: dict[str, Any]) -> float:
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:
-    calls = run.run_table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")
+    calls = run.table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")
     columns = ("window", "rank", "step", "op", "group", "bytes", "start_ns", "dur_ns", "transfer_ns", "usual_ns")
     return largest_first(calls, "excess_ns", "rank", "start_ns").select(*columns).head(_EVIDENCE_ROWS)

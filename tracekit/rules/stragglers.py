@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step
 from tracekit.rules.device_evidence import DeviceEvidence
 from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
@@ -64,7 +64,7 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         *late_ranks.FACTS,
         *OverloadedExperts.facts,
         *device_comparison.FACTS,
@@ -80,7 +80,7 @@ class Straggler(Rule):
 
     def _findings(self, run: Run, is_judged: pl.Expr) -> Iterator[Finding]:
         """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that `is_judged`."""
-        costs = run.run_table(stragglers.straggler_costs).filter(is_judged)
+        costs = run.table(stragglers.straggler_costs).filter(is_judged)
         overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
             late = rank_steps["late_ranks"][0]
@@ -124,7 +124,7 @@ class Straggler(Rule):
         late: pl.DataFrame = worst["late"]
         is_of_window = worst["step"] is None
         ranks = tuple(worst["late_ranks"])
-        waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
+        waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
         in_step = _in_step(worst)
         wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
@@ -180,7 +180,7 @@ def _verdict(name: str, place: str | None) -> str:
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     """Return the ranks for which most of the waiting is in most parts of a window, none of it mainly in one call."""
     is_late = pl.col("led") >= min_parts_ratio * pl.col("parts")
-    return run.run_table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
+    return run.table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
 
 
 def _late_steps(worst: dict[str, Any]) -> str:
@@ -278,7 +278,7 @@ class UnevenRanks(Rule):
     """
 
     code: ClassVar[str] = "RANK003"
-    facts: ClassVar[tuple[Fact, ...]] = Straggler.facts
+    facts: ClassVar[tuple[TraceFact, ...]] = Straggler.facts
     min_wait_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -317,7 +317,7 @@ def _is_one_straggler(run: Run) -> bool:
 
     Where no steps are marked: in most parts of a window.
     """
-    accounts = run.run_table(stragglers.straggler_costs)
+    accounts = run.table(stragglers.straggler_costs)
     if accounts["step"].is_null().all():
         return _led_throughout(run, Straggler.min_steps_ratio).height > 0
     leaders = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.rules.step_losses import StepLoss
@@ -50,7 +50,7 @@ class GiveWay(Rule):
     """
 
     code: ClassVar[str] = "STREAM001"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         contention.preparation,
         contention.device_count,
         breakdown.by_step,
@@ -140,7 +140,7 @@ class SerializedStreams(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
-    facts: ClassVar[tuple[Fact, ...]] = (
+    facts: ClassVar[tuple[TraceFact, ...]] = (
         queueing.launch_order,
         queueing.delayed_kernels,
         breakdown.by_step,

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import axis_communication, group_axes, tensor
 from tracekit.conventions.strategies import TP
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
@@ -43,7 +43,7 @@ class TensorParallelAcrossNodes(Rule):
     """
 
     code: ClassVar[str] = "TP001"
-    facts: ClassVar[tuple[Fact, ...]] = tensor_parallel.FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = tensor_parallel.FACTS
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ class TensorParallelAcrossNodes(Rule):
         if not axis_communication.has_calls(run, TP) or not (groups := tensor_parallel.groups_across_nodes(run)):
             return
         members = sorted({rank for ranks in groups for rank in ranks})
-        steps = run.run_table(tensor_parallel.exposed_by_step).filter(pl.col("rank").is_in(members))
+        steps = run.table(tensor_parallel.exposed_by_step).filter(pl.col("rank").is_in(members))
         if steps.is_empty():
             return
         axis_groups = tensor_parallel.named_groups(run)["ranks"].to_list()
@@ -113,7 +113,7 @@ class ExposedTensorParallel(Rule):
     """
 
     code: ClassVar[str] = "TP002"
-    facts: ClassVar[tuple[Fact, ...]] = tensor_parallel.FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = tensor_parallel.FACTS
     max_exposed_ratio: float = 0.2
     min_slow_ratio: float = 0.05
     slow_bytes_per_ns: float = 50.0
@@ -121,7 +121,7 @@ class ExposedTensorParallel(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the median step is above the threshold."""
-        steps = run.run_table(tensor_parallel.exposed_by_step)
+        steps = run.table(tensor_parallel.exposed_by_step)
         if steps.is_empty() or tensor_parallel.groups_across_nodes(run):
             return
         without_peers = collective_instances.ranks_without_peers(run)
@@ -200,7 +200,7 @@ def _per_pass(row: dict[str, Any]) -> str:
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
-    calls = run.run_table(tensor_parallel.exposed_calls).filter(pl.col("rank") == worst["rank"])
+    calls = run.table(tensor_parallel.exposed_calls).filter(pl.col("rank") == worst["rank"])
     with_durations = calls.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
     ordered = largest_first(with_durations, "all_exposed_ns", "start_ns").head(_EVIDENCE_ROWS)
     return ordered.select(

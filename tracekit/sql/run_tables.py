@@ -14,7 +14,8 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import plugins, schema
-from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact
+from tracekit.model.fact import RunFact
+from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run
 from tracekit.model.schema import Column, Table
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.replay.graph.critical_path import path as critical_path
@@ -76,20 +77,20 @@ DERIVED: dict[str, RunFact] = {
     "data_quality": lambda run: run.table(trace_quality.data_quality),
     BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
     OFFSETS.name: lambda run: run.offsets,
-    collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
-    collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
+    collective_instances.INSTANCES.name: lambda run: run.table(collective_instances.instances),
+    collective_instances.WAITS.name: lambda run: run.table(collective_instances.waits),
     ACTIONS.name: lambda run: run.table(pipeline_actions),
     launch_queues.QUEUES.name: lambda run: run.table(launch_queues.launch_queues),
     kernel_sequences.SEQUENCES.name: lambda run: run.table(kernel_sequences.kernel_sequences),
     unknown_work.UNKNOWN_WORK.name: lambda run: run.table(unknown_work.unknown_work),
     device_counters.DEVICE_METRICS.name: lambda run: run.table(device_counters.device_counters),
     module_tree.MODULES.name: lambda run: run.table(module_tree.modules),
-    pipeline_bubbles.BUBBLES.name: lambda run: run.run_table(pipeline_bubbles.pipeline_bubbles),
-    group_axes.AXES.name: lambda run: run.run_table(group_axes.group_axes),
-    critical_path.PATHS.name: lambda run: run.run_table(critical_path.critical_paths),
-    expert_pairs.PAIRS.name: lambda run: run.run_table(expert_pairs.expert_pairs),
-    ring_overlap.RINGS.name: lambda run: run.run_table(ring_overlap.ring_overlap),
-    axis_communication.AXIS_COMMUNICATION.name: lambda run: run.run_table(axis_communication.axis_communication),
+    pipeline_bubbles.BUBBLES.name: lambda run: run.table(pipeline_bubbles.pipeline_bubbles),
+    group_axes.AXES.name: lambda run: run.table(group_axes.group_axes),
+    critical_path.PATHS.name: lambda run: run.table(critical_path.critical_paths),
+    expert_pairs.PAIRS.name: lambda run: run.table(expert_pairs.expert_pairs),
+    ring_overlap.RINGS.name: lambda run: run.table(ring_overlap.ring_overlap),
+    axis_communication.AXIS_COMMUNICATION.name: lambda run: run.table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
     **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},
 }

@@ -40,7 +40,7 @@ def offsets(run: Run) -> pl.DataFrame:
     receives in both directions, where they have such; otherwise such a rank keeps its own clock, and its residual is
     null.
     """
-    calls = run.run_table(collective_matching.matched_calls)
+    calls = run.table(collective_matching.matched_calls)
     places = pl.DataFrame([(s.window, s.rank) for s in run.sources], schema=["window", "rank"], orient="row")
     parts = []
     for (window,), window_ranks in places.group_by("window", maintain_order=True):
@@ -303,7 +303,7 @@ def _skew_issues(run: Run, offsets: pl.DataFrame) -> list[dict[str, object]]:
     aligned = offsets.filter(pl.col("residual_ns").is_not_null())
     if aligned.is_empty():
         return []
-    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("instance").is_not_null())
+    calls = run.table(collective_matching.matched_calls).filter(pl.col("instance").is_not_null())
     timed = calls.join(aligned.select("window", "rank", "residual_ns"), on=["window", "rank"])
     share = timed.select((pl.col("end_ns") - pl.col("start_ns") < pl.col("residual_ns")).mean()).item() or 0.0
     worst = aligned.sort(pl.col("offset_ns").abs(), descending=True).row(0, named=True)
@@ -326,7 +326,7 @@ def _skew_issues(run: Run, offsets: pl.DataFrame) -> list[dict[str, object]]:
 
 def _rate_issues(run: Run) -> list[dict[str, object]]:
     """Ranks on which much more or less time passes between two collectives than on those that share both."""
-    calls = run.run_table(collective_matching.matched_calls)
+    calls = run.table(collective_matching.matched_calls)
     shared = (
         calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
         .select("window", "instance", "rank", "end_ns")

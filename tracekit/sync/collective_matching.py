@@ -8,6 +8,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.sync import subgroups
@@ -33,6 +34,7 @@ _ROUNDS = 4
 _Ints = npt.NDArray[np.int64]
 
 
+@trace_fact
 def calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives of a trace as calls to match with other ranks.
 
@@ -84,8 +86,9 @@ def _with_send_receive_pairs(collectives: pl.DataFrame, rank: int) -> pl.DataFra
     )
 
 
+@run_fact
 def run_calls(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks; use ``run.run_table(run_calls)``. Columns window, rank, and those of CALLS.
+    """Return the calls of all ranks; use ``run.table(run_calls)``. Columns window, rank, and those of CALLS.
 
     A trace that does not list its groups states the peer of a send or receive by its place in a group, which is taken
     for its rank. Where that rank has a trace without the call, it is not the peer: the pair is not known.
@@ -115,6 +118,7 @@ def run_calls(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the collective instance of each.
 
@@ -123,7 +127,7 @@ def matched_calls(run: Run) -> pl.DataFrame:
     where sends and receives link the rank's clock; null where collectives do) and clock_domain (ranks of a window whose
     clocks are linked); one row per call.
     """
-    table = run.run_table(run_calls).with_row_index("call")
+    table = run.table(run_calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
     if not parts:
         added = schema.columns("instance matched_by rough_ns message_error_ns clock_domain", matched_by=pl.String)

@@ -12,6 +12,7 @@ from tracekit.cli import settings, settings_file
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
 from tracekit.regression import gate as checks
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult
@@ -69,7 +70,7 @@ def _check(run: Run, budget: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
     file = settings_file.find_file(folder)
     settled = settings.read(file, catalog) if file else settings.CheckSettings()
-    facts = (samples, *checks.facts(budget.budgets, with_baseline=False))
+    facts: tuple[TraceFact, ...] = (samples, *checks.facts(budget.budgets, with_baseline=False))
     report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
     report = settings.apply_ignores(report, settled.ignore, catalog)
     return checks.judge(report, budget.fail_on, budgets=budget.budgets)

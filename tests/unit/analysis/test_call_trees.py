@@ -148,7 +148,10 @@ def written(write: flame_graphs.Writer, tree: pl.DataFrame) -> bytes:
 
 def test_collapsed_stacks_have_a_line_each_even_with_hostile_names():
     tree = call_trees.call_tree(drawn())
-    assert written(flame_graphs.collapsed_stacks, tree).decode() == "(launch not recorded);copy 2\nProfilerStep;mm;gemm 8\n"
+    assert (
+        written(flame_graphs.collapsed_stacks, tree).decode()
+        == "(launch not recorded);copy 2\nProfilerStep;mm;gemm 8\n"
+    )
     hostile = tree.with_columns(pl.when(name="gemm").then(pl.lit("a;b\n9\x1b[2J")).otherwise("name").alias("name"))
     assert "ProfilerStep;mm;a,b,9,[2J 8\n" in written(flame_graphs.collapsed_stacks, hostile).decode()
     both = written(flame_graphs.collapsed_stacks, call_trees.difference(tree, tree, (1.0, 2.0))).decode()

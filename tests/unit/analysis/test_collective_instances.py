@@ -27,12 +27,12 @@ def test_ranks_wait_for_the_last_arrival_and_the_transfer_starts_there():
         job.now_ns += 20 * MS
         job.collect("world", "all_reduce", 96, {0: 0, 1: 2 * MS, 2: 3 * MS}, transfer_ns=4 * MS)
     run = drawn_traces.run(job.trace(0), job.trace(1, behind_ns=-5 * MS), job.trace(2, behind_ns=9 * MS))
-    table = run.run_table(instances)
+    table = run.table(instances)
     assert table["last_rank"].to_list() == [2, 2, 2]
     assert table["transfer_ns"].to_list() == [4 * MS] * 3
     assert table["max_wait_ns"].to_list() == [3 * MS] * 3
     assert table["ranks"].to_list() == [[0, 1, 2]] * 3
-    assert run.run_table(waits)["wait_ns"].to_list() == [3 * MS, MS, 0] * 3
+    assert run.table(waits)["wait_ns"].to_list() == [3 * MS, MS, 0] * 3
     assert table["algorithm_bytes_per_s"].to_list() == pytest.approx([96 / 4e-3] * 3)
     assert table["bus_bytes_per_s"].to_list() == pytest.approx([96 / 4e-3 * 4 / 3] * 3)
 
@@ -55,7 +55,7 @@ def test_bus_bandwidth_follows_nccl_tests(op, ranks, bus_bytes_per_s):
         job.run("world", "barrier", None)
         job.run("world", op, GIB, transfer_ns=10 * MS)
     run = drawn_traces.run(*(job.trace(rank) for rank in job.ranks))
-    found = run.run_table(instances).filter(pl.col("op") == op)["bus_bytes_per_s"]
+    found = run.table(instances).filter(pl.col("op") == op)["bus_bytes_per_s"]
     assert found.to_list() == pytest.approx([bus_bytes_per_s] * 4)
     assert op in BUS_FACTORS
 
@@ -67,7 +67,7 @@ def test_message_sizes_are_those_of_the_whole_collective():
     for trace in traces:
         part = trace.collectives.with_columns(pl.lit(100, pl.Int64).alias("sent_bytes"))
         object.__setattr__(trace, "collectives", part)
-    assert drawn_traces.run(*traces).run_table(instances)["bytes"].to_list() == [400] * 3
+    assert drawn_traces.run(*traces).table(instances)["bytes"].to_list() == [400] * 3
 
 
 def test_differences_below_the_residual_are_not_reported():
@@ -75,10 +75,10 @@ def test_differences_below_the_residual_are_not_reported():
     for _ in range(20):
         job.run("world", "all_reduce", 1 << 20, spread_ns=20 * US, transfer_ns=30 * US)
     run = drawn_traces.run(*(job.trace(rank, jitter_ns=200 * US) for rank in job.ranks))
-    table = run.run_table(instances)
+    table = run.table(instances)
     assert table["residual_ns"].min() > 100 * US
     assert table["last_rank"].null_count() == 20
-    assert run.run_table(waits)["wait_ns"].sum() == 0
+    assert run.table(waits)["wait_ns"].sum() == 0
     assert table.filter(pl.col("transfer_ns") <= pl.col("residual_ns"))["bus_bytes_per_s"].null_count() >= 18
 
 
@@ -88,25 +88,25 @@ def test_without_a_ranks_trace_the_last_rank_is_unknown_and_waits_are_lower_boun
         job.now_ns += 20 * MS
         job.collect("world", "all_reduce", 96, {0: 0, 1: 2 * MS, 2: 3 * MS}, transfer_ns=4 * MS)
     run = drawn_traces.run(job.trace(0), job.trace(1))
-    table = run.run_table(instances)
+    table = run.table(instances)
     assert table["group_size"].to_list() == [3] * 4
     assert table.select(pl.col("last_rank", "transfer_ns", "bus_bytes_per_s").null_count()).row(0) == (4, 4, 4)
-    assert run.run_table(waits)["wait_ns"].to_list() == [2 * MS, 0] * 4
+    assert run.table(waits)["wait_ns"].to_list() == [2 * MS, 0] * 4
 
 
 def test_ranks_that_are_not_on_one_clock_are_not_compared():
     job = Job({"world": (0, 1)}).steps(1, (("world", "all_reduce", 8),))
     run = drawn_traces.run(job.trace(0, with_seq=True), job.trace(1, with_seq=True))
-    assert run.run_table(collective_matching.matched_calls)["instance"].n_unique() == 1
-    assert run.run_table(instances).is_empty()
-    assert run.run_table(waits).is_empty()
+    assert run.table(collective_matching.matched_calls)["instance"].n_unique() == 1
+    assert run.table(instances).is_empty()
+    assert run.table(waits).is_empty()
     assert by_collective(run).is_empty()
 
 
 def test_a_run_without_collectives_has_empty_tables():
     run = drawn_traces.run(drawn_traces.trace("compute aa"), drawn_traces.trace("compute aa", rank=1))
-    assert run.run_table(instances).is_empty()
-    assert run.run_table(waits).is_empty()
+    assert run.table(instances).is_empty()
+    assert run.table(waits).is_empty()
     assert by_collective(run).is_empty()
 
 
@@ -119,9 +119,9 @@ def test_by_collective_sums_the_waits_of_each_rank():
     assert rows.select("op", "rank", "calls").rows() == [
         (op, rank, 5) for op in ("all_gather", "all_reduce") for rank in (0, 1, 2)
     ]
-    assert rows["wait_ns"].sum() == run.run_table(waits)["wait_ns"].sum() > 0
+    assert rows["wait_ns"].sum() == run.table(waits)["wait_ns"].sum() > 0
     assert rows.group_by("op").agg(pl.col("arrived_last").sum())["arrived_last"].to_list() == [5, 5]
-    one = run.run_table(instances).filter(pl.col("op") == "all_reduce")
+    one = run.table(instances).filter(pl.col("op") == "all_reduce")
     bus = (one["bus_bytes_per_s"] * one["transfer_ns"]).sum() / one["transfer_ns"].sum()
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)
 
@@ -139,7 +139,7 @@ def test_the_mean_bandwidth_covers_all_collectives_and_is_null_unless_the_mean_t
         rough = drawn_traces.run(job.trace(0), job.trace(1))
         agreed = rough.offsets.with_columns(pl.lit(residual_us * 1000, pl.Int64).alias("residual_ns"))
         rough = Run("rough", rough.sources, align=lambda run, agreed=agreed: agreed)
-        assert rough.run_table(instances)["bus_bytes_per_s"].is_not_null().sum() == 1
+        assert rough.table(instances)["bus_bytes_per_s"].is_not_null().sum() == 1
         assert by_collective(rough)["bus_bytes_per_s"].is_not_null().all() == is_known
 
 
@@ -163,9 +163,7 @@ def test_instances_equal_a_plain_python_count(seed, jitter_ns, drops):
     run = drawn_traces.run(
         *(job.trace(r, behind_ns=r * 17 * MS, jitter_ns=jitter_ns, drop=drops[r], with_seq=True) for r in job.ranks)
     )
-    calls = alignment.on_run_clock(
-        run.run_table(collective_matching.matched_calls), run.offsets, ("start_ns", "end_ns")
-    )
+    calls = alignment.on_run_clock(run.table(collective_matching.matched_calls), run.offsets, ("start_ns", "end_ns"))
     residuals = dict(run.offsets.select("rank", "residual_ns").iter_rows())
     members = defaultdict(list)
     for row in calls.drop_nulls("instance").iter_rows(named=True):
@@ -190,9 +188,9 @@ def test_instances_equal_a_plain_python_count(seed, jitter_ns, drops):
         )
     found = {
         i: (last, transfer)
-        for i, last, transfer in run.run_table(instances).select("instance", "last_rank", "transfer_ns").iter_rows()
+        for i, last, transfer in run.table(instances).select("instance", "last_rank", "transfer_ns").iter_rows()
     }
-    per_rank = dict(run.run_table(waits).group_by("instance", maintain_order=True).agg("wait_ns").iter_rows())
+    per_rank = dict(run.table(waits).group_by("instance", maintain_order=True).agg("wait_ns").iter_rows())
     assert {i: (*found[i], per_rank[i]) for i in found} == expected
 
 
@@ -219,13 +217,13 @@ def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_at_the_last_
     first, second = "xx.ssss..sss..rr..", "xx...rr.rrrr.sss.."
     steps = f"step {'0' * 18 * 3}"
     run = drawn_traces.run(pipeline(0, f"{steps}\ncomm {first * 3}", 1), pipeline(1, f"{steps}\ncomm {second * 3}", 0))
-    pairs = run.run_table(instances).filter(pl.col("op") == "send_recv").sort("first_arrival_ns")
+    pairs = run.table(instances).filter(pl.col("op") == "send_recv").sort("first_arrival_ns")
     assert pairs.select("last_rank", "max_wait_ns", "transfer_ns").rows() == 3 * [
         (1, 2 * MS, 2 * MS),
         (0, MS, 3 * MS),
         (0, MS, 2 * MS),
     ]
-    waited = run.run_table(waits).filter(pl.col("op") == "send_recv").sort("arrival_ns")
+    waited = run.table(waits).filter(pl.col("op") == "send_recv").sort("arrival_ns")
     assert waited.select("rank", "wait_ns").rows() == 3 * [(0, 2 * MS), (1, 0), (1, MS), (0, 0), (1, MS), (0, 0)]
     assert pairs["bus_bytes_per_s"].to_list() == pytest.approx([(1 << 20) / ms * 1000 for ms in (2, 3, 2)] * 3)
 
@@ -233,4 +231,4 @@ def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_at_the_last_
 def test_sends_without_a_known_peer_are_not_matched():
     picture = f"step {'0' * 20}\ncomm xx.ss.xx.ss.xx.ss.xx"
     run = drawn_traces.run(*(pipeline(rank, picture, None) for rank in (0, 1)))
-    assert set(run.run_table(instances)["op"]) == {"all_reduce"}
+    assert set(run.table(instances)["op"]) == {"all_reduce"}

@@ -17,11 +17,7 @@ GIVING_WAY = rule_examples.give_way_run(rule_examples.GIVE_WAY)
 
 
 def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():
-    row = (
-        GIVING_WAY.run_table(contention_totals.costliest_calls)
-        .filter(pl.col("kind") == "preparation")
-        .row(0, named=True)
-    )
+    row = GIVING_WAY.table(contention_totals.costliest_calls).filter(pl.col("kind") == "preparation").row(0, named=True)
     assert (row["name"], row["concurrent_kind"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
 
@@ -29,7 +25,7 @@ def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():
 def test_overlapped_time_is_summed_by_phase_and_pair():
     # compute  a a a a a a a a .        overlaps p for 6 and x for 2
     # comm     p p p p p p x x x
-    rows = GIVING_WAY.run_table(contention_totals.by_phase)
+    rows = GIVING_WAY.table(contention_totals.by_phase)
     together = {
         (kind, concurrent_kind): ns
         for kind, concurrent_kind, ns in rows.select("kind", "concurrent_kind", "overlapped_ns").iter_rows()
@@ -66,7 +62,7 @@ def test_slowdown_chart_has_a_mark_with_interval_per_rank_and_a_line_at_one():
     assert list(marks.error_x.array) == pytest.approx([0.05, 0])
     assert list(marks.error_x.arrayminus) == pytest.approx([0.05, 0])
     assert figure.layout.shapes[0].x0 == 1
-    assert not charts.slowdowns(GIVING_WAY.run_table(collective_contention.all_pairs).clear()).data
+    assert not charts.slowdowns(GIVING_WAY.table(collective_contention.all_pairs).clear()).data
 
 
 def test_launch_delay_starts_at_the_end_of_the_launching_call():

@@ -22,7 +22,7 @@ def test_contents_count_the_rows_with_each_attribute():
 def test_missing_data_is_listed_with_how_to_record_it():
     full = drawn_hosts.trace("step 00\ncompute aa", columns={"a": {"phase": "forward"}})
     bare = drawn_traces.trace("compute aa", rank=1)
-    table = drawn_traces.run(full, bare).run_table(contents.missing)
+    table = drawn_traces.run(full, bare).table(contents.missing)
     ranks = dict(table.select("missing", "ranks").iter_rows())
     assert ranks["steps"] == ranks["phases"] == [1]
     assert ranks["memory events"] == [0, 1]
@@ -31,7 +31,7 @@ def test_missing_data_is_listed_with_how_to_record_it():
 
 
 def test_missing_data_is_listed_only_where_it_applies():
-    table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).run_table(contents.missing)
+    table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).table(contents.missing)
     assert not {"synchronization events", "memory snapshot"} & set(table["missing"])
 
 

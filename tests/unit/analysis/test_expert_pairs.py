@@ -68,12 +68,12 @@ def run(pictures: tuple[str, ...] = PICTURES) -> Run:
 
 
 def test_the_load_of_experts_counts_tokens():
-    loads = run().run_table(expert_load.expert_load)
+    loads = run().table(expert_load.expert_load)
     assert loads.select("rank", "load_tokens", "load_bytes").rows() == [(0, 12, 1200), (1, 15, 1500), (2, 18, 1800)]
 
 
 def test_the_matrix_has_the_tokens_of_each_pair():
-    pairs = run().run_table(expert_pairs.expert_pairs)
+    pairs = run().table(expert_pairs.expert_pairs)
     expected = [(rank, peer, ROWS[rank][peer]) for rank in range(3) for peer in range(3)]
     assert pairs.select("rank", "peer", "tokens").rows() == expected
     assert pairs["bytes"].to_list() == [100 * tokens for *_, tokens in expected]
@@ -82,7 +82,7 @@ def test_the_matrix_has_the_tokens_of_each_pair():
 
 def test_a_transfer_ends_when_the_first_of_two_ranks_leaves():
     drawn_run = run()
-    pairs = drawn_run.run_table(expert_pairs.expert_pairs)
+    pairs = drawn_run.table(expert_pairs.expert_pairs)
     expected_us = {(0, 1): 2 + 1, (0, 2): 2 + 1, (1, 2): 6 + 5}
     # In x rank 0 leaves 2 after the last arrival, in y 1; ranks 1 and 2 leave 6 and 5 after it.
     assert {

@@ -28,7 +28,7 @@ def trace(rank: int = 0, groups: list[dict[str, object]] | None = None, **of: di
 
 
 def axes(run: Run) -> dict[str | None, tuple[str | None, str]]:
-    rows = run.run_table(group_axes.group_axes)
+    rows = run.table(group_axes.group_axes)
     return {row["group"]: (row["axis"], row["source"]) for row in rows.iter_rows(named=True)}
 
 
@@ -148,7 +148,7 @@ def test_calls_without_group_names_have_an_axis_each_by_op_and_purpose():
 
     def axis_of(calls: list[dict[str, object]]) -> dict[str, str | None]:
         run = drawn_traces.run(drawn.replace(collectives=schema.COLLECTIVES.conform(pl.DataFrame(calls))))
-        return dict(run.run_table(group_axes.axis_of_calls).select("op", "axis").rows())
+        return dict(run.table(group_axes.axis_of_calls).select("op", "axis").rows())
 
     # A SendRecv kernel of which nothing else is known may be part of an all-to-all.
     assert axis_of(rows) == {"all_to_all": "ep", "send": "pp", "send_recv": None, "all_reduce": "dp"}

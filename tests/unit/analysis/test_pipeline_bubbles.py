@@ -34,7 +34,7 @@ ONE_F_ONE_B_OF_4 = """
 
 
 def bubbles(run: Run) -> pl.DataFrame:
-    return run.run_table(pipeline_bubbles.pipeline_bubbles)
+    return run.table(pipeline_bubbles.pipeline_bubbles)
 
 
 def test_gpipe_is_idle_for_p_minus_1_of_m_plus_p_minus_1_parts():

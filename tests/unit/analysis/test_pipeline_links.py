@@ -48,7 +48,7 @@ def test_links_as_fast_as_usual_are_none(tmp_path: Path) -> None:
 
 
 def arrivals(run):
-    rows = run.run_table(pipeline_links.arrivals).filter(action="forward", micro_batch=0)
+    rows = run.table(pipeline_links.arrivals).filter(action="forward", micro_batch=0)
     return rows.select("source_rank", "rank", "delay_ns").rows()
 
 

@@ -20,19 +20,19 @@ RUNS = {
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
 def test_rank_states_are_the_breakdown_with_exposed_communication_split_in_two(make):
     run = make()
-    states = run.run_table(rank_timelines.states)
+    states = run.table(rank_timelines.states)
     by_rank = {row["rank"]: row for row in run.table(breakdown.by_rank).iter_rows(named=True)}
     for rank, row in by_rank.items():
         rank_ns = dict(states.filter(pl.col("rank") == rank).group_by("state").agg(pl.col("dur_ns").sum()).iter_rows())
         assert rank_ns.get("compute", 0) == row["compute_ns"]
         assert rank_ns.get("transfer", 0) + rank_ns.get("waiting", 0) == row["exposed_communication_ns"]
-    split = run.run_table(exposed_communication.exposed_by_step)
+    split = run.table(exposed_communication.exposed_by_step)
     waited = states.filter(pl.col("state") == "waiting")["dur_ns"].sum()
     assert split["waited_ns"].sum() == waited
 
 
 def test_waiting_lasts_until_the_last_rank_arrives():
-    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).table(rank_timelines.states)
     waits = states.filter(pl.col("state") == "waiting")
     assert waits.select("rank", "peer_rank", "dur_ns").unique().rows() == [(0, 1, 3 * drawn_hosts.UNIT_NS)]
     assert waits.height == 12
@@ -40,7 +40,7 @@ def test_waiting_lasts_until_the_last_rank_arrives():
 
 
 def test_totals_of_a_window_sum_to_its_length_on_every_rank():
-    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).table(rank_timelines.states)
     start = states["start_ns"].min()
     window = (start + drawn_hosts.UNIT_NS, start + 19 * drawn_hosts.UNIT_NS)
     table = rank_timelines.totals(states, window)
@@ -51,7 +51,7 @@ def test_totals_of_a_window_sum_to_its_length_on_every_rank():
 
 
 def test_a_figure_has_a_row_per_rank_and_names_the_awaited_rank():
-    states = rule_examples.straggler_run(0, 3).run_table(rank_timelines.states)
+    states = rule_examples.straggler_run(0, 3).table(rank_timelines.states)
     window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
     figure = charts.rank_activity(states, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
@@ -64,7 +64,7 @@ def test_a_figure_has_a_row_per_rank_and_names_the_awaited_rank():
 def test_a_crowded_figure_drops_short_spans_first():
     cells = "a." * 6500 + "c" * 4000
     run = drawn_traces.run(drawn_traces.trace(f"step {'0' * len(cells)}\ncompute {cells}"))
-    states = run.run_table(rank_timelines.states)
+    states = run.table(rank_timelines.states)
     assert states.height > 6000
     window = (states["start_ns"].min(), (states["start_ns"] + states["dur_ns"]).max())
     bars = charts.rank_activity(states, window).data[0]

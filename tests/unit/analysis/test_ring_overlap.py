@@ -61,7 +61,7 @@ def run(description: str | None = "mesh_cp", **manifest: object) -> Run:
 
 
 def test_hidden_is_what_the_rank_computes_meanwhile():
-    rows = run().run_table(ring_overlap.ring_overlap)
+    rows = run().table(ring_overlap.ring_overlap)
     assert rows.select(
         "rank", "calls", "bytes", "communication_ns", "hidden_ns", "exposed_communication_ns"
     ).rows() == [
@@ -73,23 +73,23 @@ def test_hidden_is_what_the_rank_computes_meanwhile():
 
 def test_waiting_for_the_peer_is_apart_from_the_transfer():
     # Rank 0 begins at 1, rank 1 at 3: of the 2 between, rank 0 computes in 1.
-    assert run().run_table(ring_overlap.ring_overlap)["waited_ns"].to_list() == [ROUNDS, 0]
+    assert run().table(ring_overlap.ring_overlap)["waited_ns"].to_list() == [ROUNDS, 0]
 
 
 def test_the_sums_are_those_of_the_axis():
     drawn_run = run()
-    rows = drawn_run.run_table(ring_overlap.ring_overlap)
+    rows = drawn_run.table(ring_overlap.ring_overlap)
     of_axis = axis_communication.by_axis(drawn_run).filter(axis="cp").sort("rank")
     both = ["communication_ns", "exposed_communication_ns", "bytes"]
     assert rows.select(both).rows() == of_axis.select(both).rows()
 
 
 def test_sends_between_ranks_of_a_context_group_of_the_manifest_are_not_of_a_pipeline():
-    with_cp = run(None, groups={"cp": [[0, 1]]}).run_table(group_axes.group_axes)
-    with_pp = run(None, groups={"pp": [[0, 1]]}).run_table(group_axes.group_axes)
+    with_cp = run(None, groups={"cp": [[0, 1]]}).table(group_axes.group_axes)
+    with_pp = run(None, groups={"pp": [[0, 1]]}).table(group_axes.group_axes)
     assert {row["axis"] for row in with_cp.to_dicts() if ">" in row["members"]} == {"cp"}
     assert {row["axis"] for row in with_pp.to_dicts() if ">" in row["members"]} == {"pp"}
 
 
 def test_a_run_without_a_ring_has_no_rows():
-    assert run("mesh_pp").run_table(ring_overlap.ring_overlap).is_empty()
+    assert run("mesh_pp").table(ring_overlap.ring_overlap).is_empty()

@@ -15,7 +15,7 @@ from tracekit.model.run import Run
 
 
 def dominant(run: Run, clock: str = stalls.BLOCKED) -> tuple[str, int, str]:
-    found = run.run_table(stalls.dominant).filter(pl.col("clock") == clock)
+    found = run.table(stalls.dominant).filter(pl.col("clock") == clock)
     (row,) = found.select("kind", "rank", "stage").rows()
     return row
 
@@ -44,21 +44,21 @@ def test_a_background_save_has_blocked_and_background_time():
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
     table = table.with_columns(durable=pl.when(pl.col("bytes") > 0).then(True).otherwise("durable"))
-    (row,) = run_of(table, 10).run_table(analysis.by_rank).iter_rows(named=True)
+    (row,) = run_of(table, 10).table(analysis.by_rank).iter_rows(named=True)
     assert (row["blocked_ns"], row["stages_ns"], row["written_ns"], row["durable_ns"]) == (2, 2, 8, 8)
     assert row["background"] is True
 
 
 def test_an_unsynced_save_is_not_durable_and_has_no_storage_rate():
     run = save_run({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
-    (row,) = run.run_table(analysis.by_rank).iter_rows(named=True)
+    (row,) = run.table(analysis.by_rank).iter_rows(named=True)
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
 
 
 def test_storage_rate_covers_writing_and_syncing():
     columns = {"write": {"bytes": 10**9}, "total": {"durable": True, "bytes": 10**9}}
     run = save_run({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
-    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
+    (row,) = run.table(analysis.by_save).iter_rows(named=True)
     assert row["bytes_per_s"] == 10**9
     assert row["durable_ns"] == 1000 * MS
 
@@ -71,7 +71,7 @@ def test_files_of_one_save_are_grouped():
         line("ckpt-9/optimizer.pt", "total", 200, 10, call="torch.save", bytes=3, step=9),
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
-    each = run_of(table, 1).run_table(analysis.by_save)
+    each = run_of(table, 1).table(analysis.by_save)
     assert each.select("save", "blocked_ns", "written_ns", "bytes").rows() == [
         ("ckpt-5 (step 5)", 40, 40, 7),
         ("ckpt-9 (step 9)", 10, 10, 3),
@@ -81,13 +81,13 @@ def test_files_of_one_save_are_grouped():
 def test_windows_with_the_same_log_are_counted_once():
     table = schema.CHECKPOINTS.conform(save_log(write=5, total=5))
     run = drawn_traces.run(*(drawn_traces.trace("step 01\ncompute ab", window=w, checkpoints=table) for w in (0, 1)))
-    assert run.run_table(analysis.by_rank)["blocked_ns"].to_list() == [5]
+    assert run.table(analysis.by_rank)["blocked_ns"].to_list() == [5]
 
 
 def test_next_step_extra_time_and_overhead_ratio():
     # Steps of 100 ms, the save after two of them blocks 50 ms, and the next step takes 130 ms.
     run = save_run({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
-    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
+    (row,) = run.table(analysis.by_save).iter_rows(named=True)
     assert (row["next_step_extra_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
 
 
@@ -98,7 +98,7 @@ def test_the_interval_of_a_single_save_is_the_training_before_it(first, steps, r
     later = pl.col("step") + first
     saved = trace.checkpoints.with_columns(step=pl.lit(min(first, 10_000) + 2))
     run = drawn_traces.run(replace(trace, checkpoints=saved, metrics=trace.metrics.with_columns(later)))
-    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
+    (row,) = run.table(analysis.by_save).iter_rows(named=True)
     assert (row["interval_steps"], row["overhead_ratio"]) == (steps, ratio)
 
 
@@ -119,7 +119,7 @@ def test_the_dominant_class_has_most_of_the_save_time(stages, kind):
 
 def test_the_parts_of_a_save_sum_to_its_length():
     run = save_run({"plan": 5, "stage": 5, "write": 60, "fsync": 10, "finish": 5, "wait": 15, "total": 100})
-    parts = run.run_table(stalls.parts)
+    parts = run.table(stalls.parts)
     assert parts["dur_ns"].sum() == 100 * MS
     assert parts["ratio"].sum() == pytest.approx(1)
 
@@ -127,7 +127,7 @@ def test_the_parts_of_a_save_sum_to_its_length():
 def test_waiting_counts_as_cpu_contention_up_to_the_run_delay_of_a_rank():
     stages = {"write": 10, "wait": 90, "total": 100}
     run = save_run(stages, columns={"total": {"run_delay_ns": 60 * MS}})
-    kinds = dict(run.run_table(stalls.parts).select("kind", "dur_ns").rows())
+    kinds = dict(run.table(stalls.parts).select("kind", "dur_ns").rows())
     assert kinds == {stalls.CPU_CONTENTION: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
 
 
@@ -145,7 +145,7 @@ def test_a_rank_that_writes_a_third_more_bytes_is_no_straggler():
 def test_a_rank_that_is_slow_for_its_bytes_is_a_straggler_with_its_excess():
     run = writer_run((10**9, 50), (10**9, 450))
     assert dominant(run) == (stalls.STRAGGLER, 1, "write")
-    (excess_ns,) = run.run_table(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
+    (excess_ns,) = run.table(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
     assert excess_ns == 400 * MS
 
 
@@ -164,13 +164,13 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
     columns = {"stage": {"bytes": 40}, "write": {"bytes": 100}}
     run = save_run(stages | {"stage": 5}, columns=columns)
     assert dominant(run)[0] == stalls.SERIALIZE
-    (part,) = run.run_table(stalls.dominant).iter_rows(named=True)
+    (part,) = run.table(stalls.dominant).iter_rows(named=True)
     assert part["envelope_ratio"] == pytest.approx(0.6)
 
 
 def test_steps_during_a_background_save_are_compared_with_the_other_steps():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
-    (row,) = rule_examples.background_save_run().run_table(analysis.background_slowdown).iter_rows(named=True)
+    (row,) = rule_examples.background_save_run().table(analysis.background_slowdown).iter_rows(named=True)
     assert (row["baseline_step_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
 
 
@@ -206,7 +206,7 @@ def test_steps_during_saves_equal_a_step_by_step_reference(ranks):
             if found and plain:
                 median = statistics.median(plain)
                 expected[f"{rank}-{n}"] = (len(found), round(median), round(sum(found) - len(found) * median))
-    slowdown = drawn_traces.run(*traces).run_table(analysis.background_slowdown)
+    slowdown = drawn_traces.run(*traces).table(analysis.background_slowdown)
     assert {save: row for save, *row in slowdown.select("save", "steps", "baseline_step_ns", "lost_ns").rows()} == {
         save: list(row) for save, row in expected.items()
     }
@@ -215,7 +215,7 @@ def test_steps_during_saves_equal_a_step_by_step_reference(ranks):
 def test_waited_ratio_is_time_neither_running_nor_runnable():
     (row,) = (
         rule_examples.background_save_run(cpu_ns=900, run_delay_ns=500)
-        .run_table(analysis.background_slowdown)
+        .table(analysis.background_slowdown)
         .iter_rows(named=True)
     )
     assert (row["waited_ratio"], row["delayed_ratio"]) == (0.3, 0.25)
@@ -223,15 +223,13 @@ def test_waited_ratio_is_time_neither_running_nor_runnable():
 
 def test_read_amplification_counts_each_rank_that_reads_a_file():
     (row,) = (
-        rule_examples.load_run(8, 8, whole_bytes=0, call="torch.load")
-        .run_table(restores.restores)
-        .iter_rows(named=True)
+        rule_examples.load_run(8, 8, whole_bytes=0, call="torch.load").table(restores.restores).iter_rows(named=True)
     )
     assert (row["unique_bytes"], row["amplification"]) == (8, 2.0)
 
 
 def test_without_metadata_unique_bytes_are_null():
-    (row,) = rule_examples.load_run(8, 8, whole_bytes=0).run_table(restores.restores).iter_rows(named=True)
+    (row,) = rule_examples.load_run(8, 8, whole_bytes=0).table(restores.restores).iter_rows(named=True)
     assert row["amplification"] is None
 
 

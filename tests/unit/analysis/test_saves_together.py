@@ -95,24 +95,22 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
 def test_without_step_times_the_interval_is_the_time_between_saves_of_two_steps(each: tuple[Saved, ...]) -> None:
     trace = saving(*each).trace(0)
     run = drawn_traces.run(replace(trace, metrics=trace.metrics.clear()))
-    found = run.run_table(saves.by_save)["interval_ns"].unique().to_list()
+    found = run.table(saves.by_save)["interval_ns"].unique().to_list()
     assert found == [pytest.approx(EVERY * STEP_MS * MS, rel=0.02)]
 
 
 def test_independent_saves_of_ranks_at_one_step_are_concurrent() -> None:
     own = [saving((f"rank{rank}/step-{{}}/a.pt", "torch.save", 500), count=1).trace(0) for rank in (0, 1)]
     run = drawn_traces.run(own[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=own[1].checkpoints))
-    each = run.run_table(saves.by_save)
+    each = run.table(saves.by_save)
     assert each["blocked_ns"].to_list() == [501 * MS] * 2
-    (row,) = saves.by_training_step(each, run.run_table(saves.by_rank)).iter_rows(named=True)
+    (row,) = saves.by_training_step(each, run.table(saves.by_rank)).iter_rows(named=True)
     assert (row["blocked_ns"], row["saves"]) == (501 * MS, 2)
 
 
 def test_saves_without_a_step_are_separate() -> None:
     run = saving(LARGE, TINY, count=3, step=None)
-    assert (
-        saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))["saves"].to_list() == [1] * 6
-    )
+    assert saves.by_training_step(run.table(saves.by_save), run.table(saves.by_rank))["saves"].to_list() == [1] * 6
 
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])

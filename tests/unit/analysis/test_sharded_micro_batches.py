@@ -9,7 +9,7 @@ SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
 
 def test_collectives_of_saves_have_no_spans_and_the_others_lie_in_the_recording():
     run = loader.load(SAMPLE)
-    calls = run.run_table(sharded_micro_batches.data_parallel_calls)
+    calls = run.table(sharded_micro_batches.data_parallel_calls)
     assert calls["dur_ns"].null_count()  # calls of the save are not part of the transfers of steps
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # NumPy warns where it casts a missing time

@@ -120,14 +120,14 @@ def test_kernels_without_shapes_are_distinguished_by_their_neighbours():
 
 def pair(trace, kind, concurrent_kind):
     run = drawn_traces.run(trace)
-    found = run.run_table(contention.pairs).filter(pl.col("kind") == kind, pl.col("concurrent_kind") == concurrent_kind)
+    found = run.table(contention.pairs).filter(pl.col("kind") == kind, pl.col("concurrent_kind") == concurrent_kind)
     return found.row(0, named=True) if found.height else None
 
 
 def test_a_kernel_twice_as_slow_during_a_collective_has_slowdown_two():
     # Overlaps x for 3 of its 4; that work takes 1 alone.
     run = EXAMPLES["STREAM003"].fires()
-    found = run.run_table(contention.pairs).row(0, named=True)
+    found = run.table(contention.pairs).row(0, named=True)
     assert (found["kind"], found["concurrent_kind"]) == (COMPUTE, COMMUNICATION)
     assert found["slowdown"] == 3.0
     assert found["judged_ns"] == 3 * 6  # without the first and last two, which have other neighbours
@@ -150,7 +150,7 @@ def test_work_that_never_ran_alone_is_reported_with_what_to_record():
     (note,) = report.notes
     assert "never ran alone" in note
     assert "CUDA_LAUNCH_BLOCKING=1" in note
-    assert run.run_table(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
+    assert run.table(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
 
 
 def test_work_with_two_concurrent_kinds_is_not_compared_with_one_of_them():
@@ -173,9 +173,9 @@ def test_a_falling_clock_rate_is_no_contention():
 
 def test_bus_bandwidth_of_collectives_alone_and_during_compute():
     run = overlap_run("aaa.b..", "xxxx.yy")
-    found = contention.pool_pairs(run.run_table(collective_contention.by_step)).row(0, named=True)
+    found = contention.pool_pairs(run.table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
-    (size,) = run.run_table(collective_contention.bandwidths).to_dicts()
+    (size,) = run.table(collective_contention.bandwidths).to_dicts()
     assert (size["alone_calls"], size["concurrent_calls"]) == (8, 8)
     assert (size["alone_ns"], size["concurrent_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
     (finding,) = check(run, [StarvedCollectives()]).findings
@@ -185,7 +185,7 @@ def test_bus_bandwidth_of_collectives_alone_and_during_compute():
 
 def test_slow_collectives_without_waiting_compute_cost_nothing():
     run = overlap_run("aaaaaab..", "xxxx...yy")
-    assert contention.pool_pairs(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
+    assert contention.pool_pairs(run.table(collective_contention.by_step))["slowdown"].item() > 1.9
     assert check(run, [StarvedCollectives()]).findings == ()
 
 
@@ -196,7 +196,7 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
         drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
         for rank, (a, x) in enumerate((("aaaaaa.b..", "xxxxxx..yy"), ("aaaaaa.b..", "....xx..yy")))
     ]
-    found = drawn_traces.run(*traces).run_table(collective_contention.compared_calls)
+    found = drawn_traces.run(*traces).table(collective_contention.compared_calls)
     assert found.filter("concurrent")["transfer_ns"].unique().to_list() == [2 * drawn_hosts.UNIT_NS]
     assert found["excess_ns"].sum() == 0
 

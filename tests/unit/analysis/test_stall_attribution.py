@@ -20,7 +20,7 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
     for run in (MEETING, rule_examples.give_way_run(rule_examples.GIVE_WAY)):
-        sums = run.run_table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
+        sums = run.table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
         totals = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
             idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
@@ -31,7 +31,7 @@ def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
 def test_idle_compute_counts_for_the_late_rank_until_it_arrives_then_for_the_collective():
     # rank 0   a a x x x x x .      x waits 3 for rank 1, then moves for 2; twelve times
     # rank 1   a a a a a x x .
-    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
+    rows = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     peer = rows.filter(pl.col("cause") == "peer")
     assert by(peer, "rank", "dur_ns") == [(0, 12 * 3 * UNIT)]
     moves = rows.filter(pl.col("cause") == "collective")
@@ -39,8 +39,8 @@ def test_idle_compute_counts_for_the_late_rank_until_it_arrives_then_for_the_col
 
 
 def test_idle_by_rank_equals_the_compute_part_of_by_rank():
-    whole = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
-    assert MEETING.run_table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
+    whole = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
+    assert MEETING.table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
 
 
 def test_the_report_has_communication_charts_only_with_communication():
@@ -51,7 +51,7 @@ def test_the_report_has_communication_charts_only_with_communication():
 
 
 def test_the_bar_of_causes_is_as_long_as_the_gaps_with_a_colour_per_cause():
-    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
+    rows = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     figure = charts.stall_causes(rows)
     label, colour = charts.CAUSES["peer"]
     waits = next(bar for bar in figure.data if bar.name == label)
@@ -62,7 +62,7 @@ def test_the_bar_of_causes_is_as_long_as_the_gaps_with_a_colour_per_cause():
 
 
 def test_the_wait_matrix_shows_how_long_each_rank_waited_for_each_other():
-    waited = MEETING.run_table(rank_timelines.wait_times)
+    waited = MEETING.table(rank_timelines.wait_times)
     assert by(waited, "rank", "peer_rank", "waited_ns") == [(0, 1, 36 * UNIT)]
     cells = charts.wait_matrix(waited, [0, 1]).data[0]
     assert [list(line) for line in cells.z] == [[pytest.approx(36 * UNIT / 1e6)], [None]]
@@ -81,9 +81,9 @@ def test_the_wait_matrix_has_a_column_for_unknown_late_ranks():
 def test_communication_is_split_into_hidden_transfer_and_waiting():
     # compute  a a a a a a . . . .
     # comm     . . . . . x x x x .      hidden 1, moving 3
-    table = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)).run_table(exposed_communication.by_rank)
+    table = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)).table(exposed_communication.by_rank)
     assert by(table, "communication_ns", "hidden_ns", "exposed_ns", "waited_ns") == [(4, 1, 3, 0)]
-    late_run = MEETING.run_table(exposed_communication.by_rank)
+    late_run = MEETING.table(exposed_communication.by_rank)
     parts = pl.sum_horizontal("hidden_ns", "exposed_ns", "waited_ns")
     assert late_run.select(parts - pl.col("communication_ns")).to_series().to_list() == [0, 0]
     assert late_run["waited_ns"].to_list() == [36 * UNIT, 0]
@@ -94,7 +94,7 @@ def test_communication_is_split_into_hidden_transfer_and_waiting():
 def test_each_rank_is_compared_with_the_median_rank_of_the_step():
     # step 0 takes 6 on rank 0 and 4 on rank 1: the median is 5
     first = drawn_traces.trace("step 0000001111\ncompute aaaa..bbbb", rank=0)
-    table = drawn_traces.run(first, drawn_traces.trace("step 0000111111\ncompute aaaabbbbbb", rank=1)).run_table(
+    table = drawn_traces.run(first, drawn_traces.trace("step 0000111111\ncompute aaaabbbbbb", rank=1)).table(
         exposed_communication.spread
     )
     assert by(table, "step", "rank", "duration_ns", "median_ns", "longer_ratio") == [
@@ -106,7 +106,7 @@ def test_each_rank_is_compared_with_the_median_rank_of_the_step():
 
 
 def test_the_heatmap_has_a_labelled_cell_per_rank_and_step():
-    table = MEETING.run_table(exposed_communication.spread)
+    table = MEETING.table(exposed_communication.spread)
     bars = charts.step_heatmap(table, "waited_ratio").data[0]
     assert [tuple(cell[:2]) for cell in bars.customdata] == by(table, "rank", "step")
     assert list(bars.marker.color) == table["waited_ratio"].to_list()

@@ -382,7 +382,7 @@ def test_a_column_that_a_query_names_is_no_formula():
 
 def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, capsys):
     started = []
-    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(os, "execve", lambda _, words, environment: started.append(words))
     serve([str(runs)], browser=False)
     assert capsys.readouterr().err == "tracekit: The dashboard is at http://127.0.0.1:8501 (Ctrl-C ends it).\n"
     serve([str(runs)], browser=False, host="0.0.0.0")

@@ -163,21 +163,21 @@ def saved_run():
 
 
 def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap():
-    figure = charts.save_stages(saved_run().run_table(saves.stages))
+    figure = charts.save_stages(saved_run().table(saves.stages))
     spans = sorted((bar.base[0], bar.base[0] + bar.x[0]) for bar in figure.data)
     assert spans == [(0, 5), (5, 65), (65, 75), (75, 100)]
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")
 
 
 def test_saves_have_a_blocked_and_a_written_bar_and_harmless_names():
-    figure = charts.save_clocks(saved_run().run_table(saves.by_save))
+    figure = charts.save_clocks(saved_run().table(saves.by_save))
     assert [bar.y for bar in figure.data] == [(100.0,), (100.0,)]
     assert figure.layout.yaxis.ticksuffix == " ms"
     assert "<script" not in figure.to_json()
 
 
 def test_the_rate_of_storage_is_drawn_for_each_rank():
-    figure = charts.save_bandwidth(saved_run().run_table(saves.by_rank))
+    figure = charts.save_bandwidth(saved_run().table(saves.by_rank))
     assert figure.data[0].x == (0, 1)
     assert figure.data[0].y == pytest.approx([100, 100])
     assert figure.layout.yaxis.ticksuffix == " MB/s"
@@ -185,9 +185,9 @@ def test_the_rate_of_storage_is_drawn_for_each_rank():
 
 def test_without_saves_the_figures_are_empty():
     run = drawn_traces.run(drawn_traces.trace("step 01\ncompute ab"))
-    assert len(charts.save_stages(run.run_table(saves.stages)).data) == 0
-    charts.save_clocks(run.run_table(saves.by_save))
-    charts.save_bandwidth(run.run_table(saves.by_rank))
+    assert len(charts.save_stages(run.table(saves.stages)).data) == 0
+    charts.save_clocks(run.table(saves.by_save))
+    charts.save_bandwidth(run.table(saves.by_rank))
 
 
 @pytest.fixture

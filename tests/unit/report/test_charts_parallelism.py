@@ -22,9 +22,7 @@ def bars(figure, name):
 
 def test_a_step_shows_each_action_with_its_micro_batch_and_the_bubbles_between():
     run = drawn_pipelines.run(PIPELINE, scale_ns=1_000_000)
-    figure = charts.pipeline_step(
-        run.run_table(pipeline_stages.staged_actions), run.run_table(pipeline_bubbles.idle_gaps)
-    )
+    figure = charts.pipeline_step(run.table(pipeline_stages.staged_actions), run.table(pipeline_bubbles.idle_gaps))
     assert figure.layout.yaxis.ticktext == ("stage 0 · rank 0", "stage 1 · rank 1")
     assert sorted(bars(figure, "forward")) == [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 4, 1)]
     assert sorted(bars(figure, "backward")) == [(0, 4, 2), (0, 6, 2), (1, 2, 2), (1, 5, 2)]
@@ -36,7 +34,7 @@ def test_a_step_shows_each_action_with_its_micro_batch_and_the_bubbles_between()
 
 def test_stages_are_compared_by_their_forwards_backwards_and_bubbles():
     run = drawn_pipelines.run(PIPELINE, scale_ns=1_000_000)
-    figure = charts.stage_balance(run.run_table(pipeline_bubbles.pipeline_bubbles))
+    figure = charts.stage_balance(run.table(pipeline_bubbles.pipeline_bubbles))
     assert {trace.name: trace.x for trace in figure.data} == {
         "forward": (2, 2), "backward": (4, 4), "bubble": (2, 2),
     }  # fmt: skip
@@ -113,7 +111,7 @@ def test_pairs_of_ranks_that_send_more_than_the_mean_stand_out():
 def test_without_groups_and_actions_there_are_empty_figures():
     run = drawn_pipelines.run(PIPELINE)
     actions, gaps, bubbles = (
-        run.run_table(fact).clear()
+        run.table(fact).clear()
         for fact in (pipeline_stages.staged_actions, pipeline_bubbles.idle_gaps, pipeline_bubbles.pipeline_bubbles)
     )
     groups = pl.DataFrame(schema={"axis": pl.String, "ranks": pl.List(pl.Int64)})

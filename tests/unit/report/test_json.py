@@ -16,7 +16,7 @@ from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.executor import Measured, Threads
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.samples import samples
 from tracekit.report import json as report_json
@@ -189,10 +189,12 @@ def test_a_report_of_the_previous_schema_is_read_for_a_comparison(tmp_path: Path
 
 
 def test_a_report_measures_nothing_after_the_check() -> None:
-    measured: list[Fact] = []
+    measured: list[TraceFact] = []
 
     class RecordingThreads(Threads):
-        def measure(self, sources: Sequence[Source], facts: Sequence[Fact], loaded: LoadedTraces) -> Iterator[Measured]:
+        def measure(
+            self, sources: Sequence[Source], facts: Sequence[TraceFact], loaded: LoadedTraces
+        ) -> Iterator[Measured]:
             measured.extend(facts)
             return super().measure(sources, facts, loaded)
 

@@ -19,7 +19,7 @@ def simulated() -> Run:
 
 def test_calls_of_one_collective_end_at_the_same_displayed_time() -> None:
     run = simulated()
-    calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
+    calls = run.table(collective_matching.matched_calls).drop_nulls("instance")
     ends = calls.with_columns(start_ns="end_ns")
     assert spread_ns(ends).min() >= MS  # type: ignore[operator]
     shown = spread_ns(phrases.from_run_start(ends, extents.run_clock(run)))
@@ -48,7 +48,7 @@ def test_a_trace_that_was_not_aligned_counts_from_its_own_beginning() -> None:
 
 def test_all_times_of_a_row_are_on_one_clock_and_durations_stay() -> None:
     run = simulated()
-    calls = run.run_table(collective_matching.matched_calls).with_columns(
+    calls = run.table(collective_matching.matched_calls).with_columns(
         ready_ns=pl.col("start_ns") - 5, dur_ns=pl.col("end_ns") - pl.col("start_ns")
     )
     shown = phrases.from_run_start(calls, extents.run_clock(run))

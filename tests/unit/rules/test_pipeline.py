@@ -5,6 +5,7 @@ import pytest
 
 from tests.support import drawn_pipelines, drawn_traces, pipeline_examples
 from tracekit.analysis.parallelism import pipeline_balance, pipeline_bubbles
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.rules.engine import check
 from tracekit.rules.registry import RULES
@@ -31,16 +32,16 @@ def test_a_pipeline_whose_recorded_actions_wait_for_each_other_has_no_ideal_to_c
         1 1  ..0011bbaa.
         """
     )
-    assert not run.run_table(pipeline_bubbles.pipeline_bubbles).is_empty()
+    assert not run.table(pipeline_bubbles.pipeline_bubbles).is_empty()
     assert judge(run) == ()
 
 
 def test_actions_that_take_no_time_have_no_ideal_to_compare_with(monkeypatch):
     measured = pipeline_bubbles.schedule_cases
     no_time = dict.fromkeys(("ideal_duration_ns", "ideal_bubble_ns"), pl.lit(0, pl.Int64))
-    monkeypatch.setattr(pipeline_bubbles, "schedule_cases", lambda run: measured(run).with_columns(**no_time))
+    monkeypatch.setattr(pipeline_bubbles, "schedule_cases", run_fact(lambda run: measured(run).with_columns(**no_time)))
     run = pipeline_examples.delayed()
-    assert run.run_table(pipeline_bubbles.pipeline_bubbles)["ideal_bubble_ratio"].null_count() > 0
+    assert run.table(pipeline_bubbles.pipeline_bubbles)["ideal_bubble_ratio"].null_count() > 0
     assert judge(run, "PIPE001") == ()
 
 
@@ -48,7 +49,8 @@ def test_stages_of_which_one_has_no_time_of_its_own_are_not_compared(monkeypatch
     """GIVEN a stage whose waits are as long as its actions, as in damaged traces, THEN PIPE002 is silent."""
     measured = pipeline_balance.stage_times
     own_ns = pl.when(pl.col("stage") == 1).then(pl.col("stage_ns"))
-    monkeypatch.setattr(pipeline_balance, "stage_times", lambda run: measured(run).with_columns(own_ns.otherwise(0)))
+    without_time = run_fact(lambda run: measured(run).with_columns(own_ns.otherwise(0)))
+    monkeypatch.setattr(pipeline_balance, "stage_times", without_time)
     assert judge(pipeline_examples.uneven(), "PIPE002") == ()
 
 
@@ -197,4 +199,4 @@ def test_healthy_runs_are_silent(run):
 def test_no_pipeline_costs_more_than_its_ranks_are_idle(code):
     run = pipeline_examples.EXAMPLES[code][0]()
     (found,) = judge(run, code)
-    assert found.cost_ns <= run.run_table(pipeline_bubbles.pipeline_bubbles)["bubble_ns"].max()
+    assert found.cost_ns <= run.table(pipeline_bubbles.pipeline_bubbles)["bubble_ns"].max()

@@ -69,7 +69,7 @@ def test_most_of_the_ranks_are_no_late_group():
     # Three of four ranks arrive late: the fourth is early, and nobody straggles.
     early, late = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
     run = ranks(*((c * 12, y * 12) for c, y in (early, late, late, late)), steps=STEPS)
-    assert run.run_table(late_groups.groups).is_empty()
+    assert run.table(late_groups.groups).is_empty()
     assert judge(run, Straggler) == judge(run, LateGroup) == ()
 
 
@@ -92,7 +92,7 @@ def test_overlapped_waiting_counts_as_far_as_it_delays_later_collectives():
     early = ("aaaaaaaa........", "..yyyyyyzzzzz...")
     tardy = ("aaaaaaaaaaa.....", ".....yyyzzzzz...")
     run = ranks(*((c * 9, y * 9) for c, y in (early, tardy, early)), steps="".join(str(s) * 48 for s in range(3)))
-    accounts = run.run_table(stragglers.straggler_costs).filter(pl.col("late_rank") == 1)
+    accounts = run.table(stragglers.straggler_costs).filter(pl.col("late_rank") == 1)
     assert accounts["idle_ns"].to_list() == [0, 0, 0]
     assert accounts["waited_ns"].to_list() == [9 * CHARACTER_NS] * 3
     assert accounts["lost_ns"].to_list() == [9 * CHARACTER_NS] * 3
@@ -218,7 +218,7 @@ def test_a_group_with_a_large_spread_between_steps_is_not_judged():
         )
         traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(collectives)))
     run = drawn_traces.run(*traces)
-    spreads = dict(run.run_table(group_bandwidth.step_variation).select("group", "spread_ratio").iter_rows())
+    spreads = dict(run.table(group_bandwidth.step_variation).select("group", "spread_ratio").iter_rows())
     assert spreads["0"] > 0.3
     assert spreads["1"] == 0
 

@@ -22,6 +22,7 @@ from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, loader
 from tracekit.model import environment
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.regression import samples
@@ -108,9 +109,7 @@ def test_a_cached_report_reads_no_trace_until_a_new_fact_is_needed(run, monkeypa
     computed = loader.load(str(run))
     for fact in (*FACTS, *ExposedCommunication.facts):
         assert_frame_equal(cached.table(fact), computed.table(fact))
-    assert_frame_equal(
-        cached.run_table(collective_instances.instances), computed.run_table(collective_instances.instances)
-    )
+    assert_frame_equal(cached.table(collective_instances.instances), computed.table(collective_instances.instances))
     assert_frame_equal(cached.offsets, computed.offsets)
     assert reads == []
     assert_frame_equal(cached.table(_names), computed.table(_names))
@@ -122,6 +121,7 @@ def _names(trace):
     return trace.activities.select("name")
 
 
+@run_fact
 def _count_names(run):
     return run.table(_names).group_by("rank", maintain_order=True).len()
 
@@ -134,7 +134,7 @@ def later(reports, monkeypatch):
 
 
 def _measured_later(run):
-    return run.table(_names), run.run_table(_count_names)
+    return run.table(_names), run.table(_count_names)
 
 
 def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_table_measured_after_the_check_is_measured_once(run, later, monkeypat
     assert later()
     monkeypatch.setattr(report_cache._LazyRun, "_read", _no_read)
     cached = report_cache.report(str(run)).run
-    assert_frame_equal(cached.run_table(_count_names, [_other_names]), computed[1])  # what it reads is not measured
+    assert_frame_equal(cached.table(_count_names, [_other_names]), computed[1])  # what it reads is not measured
     assert_frame_equal(cached.table(_names), computed[0])
 
 

@@ -44,7 +44,7 @@ def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
     # comm       xxxx…xxxx         xx
     late = all_reduce_run(*[2] * 7, late={(1, 4): 58})
     assert judge(late) == ()
-    assert late.run_table(stalled_collectives.stalled_calls).is_empty()
+    assert late.table(stalled_collectives.stalled_calls).is_empty()
 
 
 def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late():

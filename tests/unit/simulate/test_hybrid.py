@@ -136,7 +136,7 @@ def test_a_written_run_states_its_mesh_stages_groups_and_bubbles(tmp_path: Path)
 def test_measured_bubbles_are_those_of_the_timeline(tmp_path: Path) -> None:
     of = pipelined(4, pp=2, tp=2, schedule="interleaved", stages=2, micro_batches=4, steps=1)
     written(replace(of, hardware=hardware.find("a100-80")), tmp_path, "slow-stage:1:1.3")
-    table = tracekit.load(str(tmp_path), cache=False).run_table(pipeline_bubbles.pipeline_bubbles)
+    table = tracekit.load(str(tmp_path), cache=False).table(pipeline_bubbles.pipeline_bubbles)
     measured = dict(table.select("rank", "bubble_ns").iter_rows())
     truth = json.loads((tmp_path / "truth.json").read_text())
     assert measured == {each["rank"]: each["bubble_ns"] for each in truth["bubbles"]}
@@ -255,7 +255,7 @@ def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(t
     assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE001"]
     assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.1)
     assert "Let the host launch ahead" in found[0].fix
-    bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
+    bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
     assert bubbles["host_ns"].sum() > 5 * bubbles["communication_ns"].sum()
 
 

@@ -145,8 +145,8 @@ def test_offsets_instances_and_waits_are_tables():
     ]
     run = drawn_traces.run(*traces)
     assert tracekit.query(run, "FROM offsets").equals(run.offsets)
-    assert tracekit.query(run, "FROM instances").equals(run.run_table(collective_instances.instances))
-    assert tracekit.query(run, "FROM waits").equals(run.run_table(collective_instances.waits))
+    assert tracekit.query(run, "FROM instances").equals(run.table(collective_instances.instances))
+    assert tracekit.query(run, "FROM waits").equals(run.table(collective_instances.waits))
     found = tracekit.query(
         run, "SELECT instance, last_rank, max_wait_ns FROM instances ORDER BY max_wait_ns DESC LIMIT 1"
     )

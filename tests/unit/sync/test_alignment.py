@@ -31,7 +31,7 @@ def world(size, steps=6, seed=0):
 
 def is_right(run, *, of=None):
     """Whether each instance holds calls of one true collective only, and no true collective lies in two instances."""
-    rows = run.run_table(collective_matching.matched_calls).filter(
+    rows = run.table(collective_matching.matched_calls).filter(
         pl.col("op").is_in([*collective_matching.SYNCHRONIZING, *collective_matching.ROOTED])
     )
     rows = rows.drop_nulls("instance") if of is None else rows
@@ -90,7 +90,7 @@ def test_dropped_events_do_not_affect_the_other_matches():
         job.trace(2, behind_ns=CLOCKS[2], jitter_ns=3 * US),
         job.trace(3, behind_ns=CLOCKS[3], drop=(9, 23), jitter_ns=3 * US),
     )
-    rows = run.run_table(collective_matching.matched_calls)
+    rows = run.table(collective_matching.matched_calls)
     assert is_right(run, of="all")
     assert rows["instance"].n_unique() == 24
     assert rows.filter(pl.col("activity_id") == 9)["rank"].to_list() == [1, 2]
@@ -100,7 +100,7 @@ def test_dropped_events_do_not_affect_the_other_matches():
 def test_sends_to_others_are_no_collectives():
     job = world(2)
     run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], sends=40) for r in job.ranks))
-    rows = run.run_table(collective_matching.matched_calls)
+    rows = run.table(collective_matching.matched_calls)
     assert rows.filter(pl.col("op") == "send")["instance"].null_count() == 80
     assert is_right(run)
     assert error_ns(run, CLOCKS) == 0
@@ -204,15 +204,13 @@ def test_groups_that_no_trace_names_are_found_by_calls_that_cannot_be_one_collec
     traces = [job.trace(r, behind_ns=ONE_HOST[r], jitter_ns=jitter_ns, knows_groups=False) for r in job.ranks]
     run = drawn_traces.run(*traces)
     assert is_right(run, of="all")
-    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
+    assert run.table(collective_matching.matched_calls)["instance"].null_count() == 0
     assert error_ns(run, ONE_HOST) <= 2 * jitter_ns + 10 * US
 
 
 def test_groups_of_experts_of_a_recorded_run_are_found_without_names():
     run = tracekit.load(SAMPLES / "parallelism" / "moe-ep2")  # gloo on 4 ranks, 2 groups of experts
-    calls = alignment.on_run_clock(
-        run.run_table(collective_matching.matched_calls), run.offsets, ("start_ns", "end_ns")
-    )
+    calls = alignment.on_run_clock(run.table(collective_matching.matched_calls), run.offsets, ("start_ns", "end_ns"))
     together = (
         calls.filter(pl.col("op").is_in(["all_to_all", "all_reduce"]))
         .group_by("instance")
@@ -256,7 +254,7 @@ def test_a_group_that_no_trace_names_stays_one_where_ranks_record_other_steps_an
     ]
     run = drawn_traces.run(*traces)
     assert is_right(run, of="matched")
-    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 0
+    assert run.table(collective_matching.matched_calls)["instance"].null_count() == 0
 
 
 # Broadcasts of one size, from roots 0, 1 and 0. A root leaves when it has sent; the third ends on rank 1 when the
@@ -325,7 +323,7 @@ def test_groups_of_one_name_whose_members_no_trace_lists_are_matched_separately(
         )
         traces.append(trace.replace(groups=trace.groups.clear(), collectives=sized))
     run = drawn_traces.run(*traces)
-    matched = run.run_table(collective_matching.matched_calls)
+    matched = run.table(collective_matching.matched_calls)
     assert is_right(run)
     assert matched["instance"].null_count() == 0
     assert matched.group_by("instance").len()["len"].unique().to_list() == [size]
@@ -346,7 +344,7 @@ def test_more_ranks_than_a_group_has_are_not_matched_where_calls_do_not_distingu
         sized = trace.collectives.with_columns(group_size=pl.lit(2, pl.Int64))
         traces.append(trace.replace(groups=trace.groups.clear(), collectives=sized, activities=activities))
     run = drawn_traces.run(*traces)
-    assert run.run_table(collective_matching.matched_calls)["instance"].null_count() == 24
+    assert run.table(collective_matching.matched_calls)["instance"].null_count() == 24
 
 
 def test_a_rank_that_sometimes_leaves_late_does_not_shift_the_clock():
@@ -358,7 +356,7 @@ def test_a_rank_that_sometimes_leaves_late_does_not_shift_the_clock():
     )
     run = drawn_traces.run(job.trace(0), type(late)(**(vars(late) | {"activities": slow})))
     assert is_right(run, of="all")
-    assert run.run_table(collective_matching.matched_calls)["instance"].n_unique() == 48
+    assert run.table(collective_matching.matched_calls)["instance"].n_unique() == 48
     assert error_ns(run, {0: 0, 1: 40 * MS}) == 0
 
 
@@ -373,7 +371,7 @@ def test_drift_is_fitted_over_ten_seconds_and_more(drift):
     )
     rows = run.offsets
     assert rows["drift"][1] - rows["drift"][0] == pytest.approx(drift, rel=0.02)
-    ends = alignment.on_run_clock(run.run_table(collective_matching.matched_calls), rows, ("end_ns",))
+    ends = alignment.on_run_clock(run.table(collective_matching.matched_calls), rows, ("end_ns",))
     apart = ends.group_by("instance").agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart_ns"))
     assert apart["apart_ns"].max() <= 8 * US
     assert rows["residual_ns"].max() <= 8 * US
@@ -474,5 +472,5 @@ def test_the_calls_of_an_uneven_all_to_all_are_one_collective():
     small, large = (
         leaving_late(job.trace(rank, with_seq=False), sent_bytes=size) for rank, size in ((0, 4096), (1, 65536))
     )
-    times = drawn_traces.run(small, large).run_table(group_bandwidth.collective_times)
+    times = drawn_traces.run(small, large).table(group_bandwidth.collective_times)
     assert times.select("ranks", "bytes", "group_size").rows() == [([0, 1], 65536, 2)] * 24

@@ -98,9 +98,9 @@ def test_a_recorded_pipeline_is_aligned_whatever_its_clocks_show(name):
 
 def test_sends_of_a_pipeline_with_data_parallelism_are_matched_within_the_pipelines_groups():
     run = load(SAMPLES / "pipeline-interleaved", cache=False)
-    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
+    calls = run.table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
     assert sorted(calls["members"].unique()) == ["0>2", "1>3", "2>0", "3>1"]
     assert calls.group_by("instance").len()["len"].unique().to_list() == [2]
-    waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    waits = run.table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
     assert waits.height == calls.height
     assert run.data_quality.filter(pl.col("kind") == "clock_unaligned").is_empty()

@@ -8,6 +8,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves as of_saves
 from tracekit.errors import InputError
+from tracekit.model.fact import trace_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -41,7 +42,7 @@ class PlanningInputs:
 
 def planning_inputs(run: Run) -> PlanningInputs:
     """Return planning inputs from the run's checkpoint logs, metrics and manifest. Raises InputError without saves."""
-    saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.save_without_step("save")))
+    saves = _by_save(run.table(of_saves.stages).with_columns(of_saves.save_without_step("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     manifest = Manifest.of(run.manifest)
@@ -66,6 +67,7 @@ def planning_inputs(run: Run) -> PlanningInputs:
     )
 
 
+@trace_fact
 def _step_times(trace: Trace) -> pl.DataFrame:
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(pl.col("value").cast(pl.Float64))
 

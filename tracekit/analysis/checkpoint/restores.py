@@ -5,6 +5,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 COLUMNS = schema.columns(
@@ -13,6 +14,7 @@ COLUMNS = schema.columns(
 _FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
 
 
+@run_fact
 def restores(run: Run) -> pl.DataFrame:
     """Return the loads of a run, each over all its ranks; one row per load, in order of time. Columns COLUMNS.
 

@@ -5,11 +5,13 @@ import polars as pl
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 COLUMNS = schema.columns("window saves blocked_ns lost_ns window_ns steps reference_ns")
 
 
+@run_fact
 def save_costs(run: Run) -> pl.DataFrame:
     """Costs of the saves of each window, by spans of the trace; use ``run.run_table``.
 

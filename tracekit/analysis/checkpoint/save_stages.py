@@ -9,6 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import save_names
 from tracekit.model import intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -25,6 +26,7 @@ _WRITE_FUNCTION = r"built-in method write of _?io\.|<built-in method write\b|Buf
 _FSYNC_FUNCTION = r"\bfsync\b"
 
 
+@trace_fact
 def saves(trace: Trace) -> pl.DataFrame:
     """Return the stages of this rank's saves from the checkpoint log.
 
@@ -34,6 +36,7 @@ def saves(trace: Trace) -> pl.DataFrame:
     return _operation(trace, conventions.SAVE)
 
 
+@trace_fact
 def loads(trace: Trace) -> pl.DataFrame:
     """Return the stages of this rank's loads, with the columns of `saves`."""
     return _operation(trace, conventions.LOAD)
@@ -44,11 +47,13 @@ def _operation(trace: Trace, operation: str) -> pl.DataFrame:
     return stages.filter(trace.checkpoints["operation"] == operation) if stages.height else stages
 
 
+@trace_fact
 def step_times(trace: Trace) -> pl.DataFrame:
     """Return the step times of the metrics log. Columns step, step_time_ns; one row per step."""
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select("step", step_time_ns="value")
 
 
+@trace_fact
 @memoize
 def save_spans(trace: Trace) -> pl.DataFrame:
     """Return the spans of the trace that are saves: the recorder's own, and others recognized by name.

@@ -10,6 +10,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 # One call writes one file, and a checkpoint is a folder of several.
@@ -22,6 +23,7 @@ RANK_COLUMNS = schema.columns(
 )
 
 
+@run_fact
 def stages(run: Run) -> pl.DataFrame:
     """Return the log lines of all saves, without duplicates, with the files of one save grouped.
 
@@ -39,6 +41,7 @@ def stages(run: Run) -> pl.DataFrame:
     return lines.select(save, pl.all())
 
 
+@run_fact
 def by_rank(run: Run) -> pl.DataFrame:
     """Return the times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
 
@@ -47,7 +50,7 @@ def by_rank(run: Run) -> pl.DataFrame:
     the time in writing and syncing and `storage_bytes_per_s` their combined rate: null where nothing was synced, since
     a page cache is faster than storage.
     """
-    lines = run.run_table(stages)
+    lines = run.table(stages)
     if lines.is_empty():
         return schema.empty(RANK_COLUMNS)
     stage, blocking, dur_ns = pl.col("stage"), pl.col("blocking"), pl.col("dur_ns")
@@ -87,6 +90,7 @@ def by_rank(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def by_save(run: Run) -> pl.DataFrame:
     """Return the saves of a run; one row per save, in order of time.
 
@@ -98,7 +102,7 @@ def by_save(run: Run) -> pl.DataFrame:
     long that work took). The previous save is the last background save of a background save, else the last blocking
     one.
     """
-    rank_rows = run.run_table(by_rank)
+    rank_rows = run.table(by_rank)
     durable = pl.col("durable").all(ignore_nulls=False)
     table = rank_rows.group_by("save", maintain_order=True).agg(
         pl.col("step", "start_ns").min(),
@@ -172,6 +176,7 @@ def save_without_step(name: str) -> pl.Expr:
     return pl.when(pl.col("step").is_null()).then(name).alias("save_without_step")
 
 
+@run_fact
 def duplicate_files(run: Run) -> pl.DataFrame:
     """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
 
@@ -179,7 +184,7 @@ def duplicate_files(run: Run) -> pl.DataFrame:
     all but one).
     """
     is_total = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
-    written = run.run_table(stages).filter(is_total).sort("dur_ns", "rank", descending=[True, False])
+    written = run.table(stages).filter(is_total).sort("dur_ns", "rank", descending=[True, False])
     return (
         written.group_by("save", "checkpoint", "path", maintain_order=True)
         .agg(
@@ -197,6 +202,7 @@ def duplicate_files(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def background_slowdown(run: Run) -> pl.DataFrame:
     """Return the training time lost during each background save; one row per save and rank with a metrics log.
 
@@ -206,7 +212,7 @@ def background_slowdown(run: Run) -> pl.DataFrame:
     thread was neither running nor runnable) and delayed_ratio (runnable without a processor); null where the log has no
     such counters.
     """
-    lines, table = run.run_table(stages), run.run_table(by_rank).filter("background")
+    lines, table = run.table(stages), run.table(by_rank).filter("background")
     if table.is_empty():
         return schema.empty(_SLOWDOWN_COLUMNS)
     stage = pl.col("stage")

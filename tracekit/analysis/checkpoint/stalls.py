@@ -14,6 +14,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 SERIALIZE, STAGING, WRITE, FSYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CPU_CONTENTION = KINDS = (
@@ -54,6 +55,7 @@ _STRAGGLER_RATIO = 0.5
 _WAITED_RATIO = 0.5
 
 
+@run_fact
 def parts(run: Run) -> pl.DataFrame:
     """Return the parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
 
@@ -62,7 +64,7 @@ def parts(run: Run) -> pl.DataFrame:
     of the written bytes that is not tensor data, and `bytes` what that rank wrote. With many small tensors, planning
     and waiting count as serializing: both grow with their number.
     """
-    lines = run.run_table(saves.stages)
+    lines = run.table(saves.stages)
     if lines.is_empty():
         return schema.empty(COLUMNS)
     clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
@@ -81,9 +83,10 @@ def parts(run: Run) -> pl.DataFrame:
     return table.with_columns(ratio).select(*COLUMNS).sort("dur_ns", descending=True, maintain_order=True)
 
 
+@run_fact
 def dominant(run: Run) -> pl.DataFrame:
     """Return the dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
-    largest = run.run_table(parts)
+    largest = run.table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
 
 

@@ -6,9 +6,9 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown, summary
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
-FACTS: tuple[Fact, ...] = (breakdown.by_step, save_stages.save_spans)
+FACTS: tuple[TraceFact, ...] = (breakdown.by_step, save_stages.save_spans)
 """The facts of a rule that reads steps without saves."""
 PLACE = ("window", "rank", "step", "device")
 

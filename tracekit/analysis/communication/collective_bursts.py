@@ -6,6 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
 from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.sync import collective_matching
@@ -17,6 +18,7 @@ COLUMNS = schema.columns(
 _ALIKE = ("lane", "op", "group", "dtype")
 
 
+@trace_fact
 def bursts(trace: Trace) -> pl.DataFrame:
     """Return the collectives of training, each with the burst and pool that it belongs to.
 

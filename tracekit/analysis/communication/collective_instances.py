@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment, collective_matching
 
@@ -84,14 +85,15 @@ WAITS = schema.table(
 )
 
 
+@run_fact
 def instances(run: Run) -> pl.DataFrame:
-    """Return the collectives that several ranks recorded; use ``run.run_table(instances)``.
+    """Return the collectives that several ranks recorded; use ``run.table(instances)``.
 
     Columns as INSTANCES; one row per window and instance. Times are on the run's clock. An arrival is the start of the
     kernel, or of the gloo slice. transfer_ns, last_rank and the bandwidths are null where a rank of the group has no
     trace, last_rank also where the last two arrivals, and a bandwidth where the transfer, are within residual_ns.
     """
-    rank_waits = run.run_table(waits)
+    rank_waits = run.table(waits)
     if rank_waits.is_empty():
         return INSTANCES.empty()
     arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
@@ -131,14 +133,15 @@ def instances(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def waits(run: Run) -> pl.DataFrame:
-    """Return the part of each rank in each collective that several ranks recorded; use ``run.run_table(waits)``.
+    """Return the part of each rank in each collective that several ranks recorded; use ``run.table(waits)``.
 
     Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last known arrival, or
     until it leaves; 0 where that is less than the residual, which is within clock error. Where a rank of the group has
     no trace, the wait is a lower bound.
     """
-    calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
+    calls = run.table(collective_matching.matched_calls).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
     aligned = (
         alignment.on_run_clock(calls, run.offsets, ("start_ns", "end_ns"))
@@ -170,7 +173,7 @@ def ranks_without_peers(run: Run) -> tuple[int, ...]:
     """
     if "missing_ranks" not in run.data_quality["kind"]:
         return ()
-    calls = run.run_table(collective_matching.matched_calls).filter(~pl.col("op").is_in(MESSAGES))
+    calls = run.table(collective_matching.matched_calls).filter(~pl.col("op").is_in(MESSAGES))
     traced = pl.when(pl.col("instance").is_null()).then(1).otherwise(pl.len().over(*_KEY))
     counted = calls.with_columns(traced.alias("traced"))
     size = pl.coalesce("group_size", pl.col("traced").max().over("window", "group", "members", "op"))
@@ -179,6 +182,7 @@ def ranks_without_peers(run: Run) -> tuple[int, ...]:
     return tuple(incomplete["rank"].sort())
 
 
+@run_fact
 def by_collective(run: Run) -> pl.DataFrame:
     """Waiting time of each rank in each kind of collective.
 
@@ -188,14 +192,14 @@ def by_collective(run: Run) -> pl.DataFrame:
     transfer is not longer than the residual.
     """
     sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
-    transfers = run.run_table(instances).select(
+    transfers = run.table(instances).select(
         *_KEY,
         "last_rank",
         pl.when(sized).then("transfer_ns").alias("transfer_ns"),
         pl.when(sized).then("bytes").alias("sized_bytes"),
         pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
     )
-    rows = run.run_table(waits).join(transfers, on=_KEY)
+    rows = run.table(waits).join(transfers, on=_KEY)
     return (
         rows.group_by("op", "group", "rank")
         .agg(

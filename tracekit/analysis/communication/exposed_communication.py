@@ -6,6 +6,7 @@ from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -15,6 +16,7 @@ STEP_COLUMNS = schema.columns("window rank") | breakdown.COLUMNS | schema.column
 _OF = ("window", "rank", "device")
 
 
+@trace_fact
 def exposed_calls(trace: Trace) -> pl.DataFrame:
     """Return every communication activity of training with its exposed time.
 
@@ -29,6 +31,7 @@ def exposed_calls(trace: Trace) -> pl.DataFrame:
     return schema.select(calls.hstack([calls["id"].alias("activity_id"), *details]), COLUMNS)
 
 
+@run_fact
 def exposed_transfers(run: Run) -> pl.DataFrame:
     """Return `exposed` for the whole run without the time waiting for other ranks; use ``run.run_table``.
 
@@ -36,7 +39,7 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     exposed_ns is that of the rest.
     """
     key = ["window", "rank", "activity_id"]
-    waits = run.run_table(collective_instances.waits).select(*key, pl.col("wait_ns").alias("waited_ns")).unique(key)
+    waits = run.table(collective_instances.waits).select(*key, pl.col("wait_ns").alias("waited_ns")).unique(key)
     calls = run.table(exposed_calls).join(waits, on=key, how="left", maintain_order="left")
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
     exposed_spans = exposed_on_devices(run)
@@ -47,6 +50,7 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     return pl.concat(parts) if parts else calls
 
 
+@run_fact
 def exposed_by_step(run: Run) -> pl.DataFrame:
     """Return the breakdown of each step with exposed communication split into transfer and waiting; a run table.
 
@@ -54,7 +58,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     which every running collective waits for a rank; they sum to exposed_communication_ns. Where traces or clocks are
     missing, waiting cannot be separated and counts as exposed_ns.
     """
-    calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
+    calls = run.table(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(save_collectives).partition_by(_OF, as_dict=True)
     exposed_spans = exposed_on_devices(run)
     parts = []
@@ -70,17 +74,19 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     return table.with_columns(waited_ns).select(*STEP_COLUMNS)
 
 
+@run_fact
 def by_rank(run: Run) -> pl.DataFrame:
     """Return each rank's communication in steps: hidden, exposed transfer and exposed waiting; use ``run.run_table``.
 
     Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (compute runs
     meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Several devices are summed.
     """
-    steps = run.run_table(exposed_by_step)
+    steps = run.table(exposed_by_step)
     times = pl.col("duration_ns", "communication_ns", "hidden_ns", "exposed_ns", "waited_ns").sum()
     return steps.rename({"overlapped_ns": "hidden_ns"}).group_by("rank").agg(times).sort("rank")
 
 
+@run_fact
 def spread(run: Run) -> pl.DataFrame:
     """Compare each rank's steps with those of the other ranks; use ``run.run_table``.
 
@@ -89,7 +95,7 @@ def spread(run: Run) -> pl.DataFrame:
     step); one row per step and rank.
     """
     slowest = pl.col("duration_ns").arg_max()
-    steps = run.run_table(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
+    steps = run.table(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
     rank_steps = steps.group_by("window", "step", "rank").agg(
         pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
     )
@@ -105,6 +111,7 @@ def spread(run: Run) -> pl.DataFrame:
     return table.sort("window", "step", "rank")
 
 
+@trace_fact
 def save_collectives(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
     all_calls = breakdown.communication(trace)

@@ -6,8 +6,9 @@ from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.model import rank_lists
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
 _GROUP, _OF_RANK = ("window", "group", "members"), ["window", "rank", "group"]
@@ -19,6 +20,7 @@ _MEASURED = (
 _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
 
 
+@trace_fact
 def group_axes(trace: Trace) -> pl.DataFrame:
     """Return the program's name of each process group. Columns group, axis, group_ranks; one row per group.
 
@@ -28,16 +30,18 @@ def group_axes(trace: Trace) -> pl.DataFrame:
     return groups.select("group", axis="description", group_ranks=rank_lists.texts(groups["ranks"]))
 
 
+@trace_fact
 def exposed_times(trace: Trace) -> pl.DataFrame:
     """Return the exposed time of each collective. Columns activity_id, exposed_ns; one row each."""
     calls = breakdown.with_exposure(trace, breakdown.communication(trace))
     return calls.select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
-FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (collective_matching.calls, group_axes, exposed_times, breakdown.by_step)
 """The facts that the run tables of this module read."""
 
 
+@run_fact
 def transfers(run: Run) -> pl.DataFrame:
     """Return an upper bound of each group's transfer time in each collective; use ``run.run_table``.
 
@@ -47,9 +51,10 @@ def transfers(run: Run) -> pl.DataFrame:
     ranks from the last known arrival to the end: a rank without a trace may have arrived later.
     """
     measured = list(collective_instances.BUS_FACTORS)
-    return run.run_table(collective_times).filter(pl.col("op").is_in(measured), pl.col("bytes").is_not_null())
+    return run.table(collective_times).filter(pl.col("op").is_in(measured), pl.col("bytes").is_not_null())
 
 
+@run_fact
 def collective_times(run: Run) -> pl.DataFrame:
     """Return `transfers` of all ops, also of those without a size; use ``run.run_table``.
 
@@ -57,7 +62,7 @@ def collective_times(run: Run) -> pl.DataFrame:
     bytes is then the largest. Where the trace names no group, members are the ranks that take part, if these are known.
     """
     key = ["window", "rank", "activity_id"]
-    matched = run.run_table(collective_instances.waits)
+    matched = run.table(collective_instances.waits)
     in_instance = ["window", "instance"]
     ranks = pl.col("rank").unique().sort().cast(pl.String).str.join(",").alias("taking_part")  # as text, as in `calls`
     instances = matched.group_by(in_instance).agg(ranks)
@@ -120,7 +125,7 @@ def group_comparison(run: Run) -> pl.DataFrame:
     at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
-    grouped = _of_known_groups(_large(run.run_table(transfers)))
+    grouped = _of_known_groups(_large(run.table(transfers)))
     compared = grouped.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
@@ -138,16 +143,18 @@ def _of_known_groups(transfer_rows: pl.DataFrame) -> pl.DataFrame:
     return transfer_rows.filter(~is_unnamed | is_complete)
 
 
+@run_fact
 def step_comparison(run: Run) -> pl.DataFrame:
     """Compare each group's collectives in each step with the same collectives in the median step.
 
     Columns as `group_comparison`, without groups; one row per group and step.
     """
     usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
-    rows = _large(run.run_table(transfers)).with_columns(usual.alias("usual_ns"))
+    rows = _large(run.table(transfers)).with_columns(usual.alias("usual_ns"))
     return _sum_by(rows, [*_GROUP, "step"])
 
 
+@run_fact
 def step_variation(run: Run) -> pl.DataFrame:
     """Variation of a group's collectives from step to step, beyond variation common to the whole step.
 
@@ -155,7 +162,7 @@ def step_variation(run: Run) -> pl.DataFrame:
     their median); one row per group.
     """
     usual = pl.col("transfer_ns").median()
-    rows = _large(run.run_table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
+    rows = _large(run.table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
     level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
     normalized = rows.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
     times = pl.col("freed_ns")

@@ -7,14 +7,15 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import collective_bursts, collective_instances
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
     "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64, "overhead_ns": pl.Float64,
 }  # fmt: skip
-FACTS: tuple[Fact, ...] = (collective_bursts.bursts,)
+FACTS: tuple[TraceFact, ...] = (collective_bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 _MIN_SIZE_RATIO = 1.25  # sizes must differ by this factor to fit a latency
 _MAX_HOP_NS = 200_000.0  # no link in one data center takes longer: the fit is wrong
@@ -30,6 +31,7 @@ class RingModel(NamedTuple):
     bytes_per_ns: float
 
 
+@run_fact
 def by_group(run: Run) -> pl.DataFrame:
     """Return latency and bandwidth of each group's ring collectives; use ``run.run_table``.
 
@@ -93,7 +95,7 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
 
 def _points(run: Run) -> pl.DataFrame:
     """Return the median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
-    waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     place = ["window", "rank", "activity_id"]
     calls = (
         run.table(collective_bursts.bursts)

@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import columns, intervals, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
@@ -22,6 +23,7 @@ ORDER, COMMUNICATOR = "launch order", "communicator"
 _GATHERS = re.compile("gather|broadcast")
 
 
+@trace_fact
 @memoize
 def delayed_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels that started late although they were launched and their lane was free.
@@ -39,6 +41,7 @@ def delayed_kernels(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@trace_fact
 @memoize
 def launch_order(trace: Trace) -> pl.DataFrame:
     """Chances of kernels to overtake kernels launched earlier on other lanes, and the overtakes that happened.

@@ -4,8 +4,9 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, group_bandwidth
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync import collective_matching
 
 SPEED_COLUMNS = schema.columns(
@@ -15,11 +16,12 @@ KIND_COLUMNS = schema.columns(
     "op group axis group_size dtype bytes ranks calls total_ns p50_ns waited_ns exposed_ns algorithm_bytes_per_s "
     "bus_bytes_per_s is_whole"
 )
-FACTS: tuple[Fact, ...] = group_bandwidth.FACTS
+FACTS: tuple[TraceFact, ...] = group_bandwidth.FACTS
 """The facts that the run tables of this module read."""
 _PLACE = ["window", "rank", "activity_id"]
 
 
+@run_fact
 def speeds(run: Run) -> pl.DataFrame:
     """Return the bandwidth of each message of known size; use ``run.run_table``.
 
@@ -28,11 +30,11 @@ def speeds(run: Run) -> pl.DataFrame:
     clocks' residual are left out. Where ranks are missing, the time on the rank that waited least gives a lower bound.
     bus_bytes_per_s is nccl-tests' bus bandwidth.
     """
-    instances = run.run_table(collective_instances.instances)
+    instances = run.table(collective_instances.instances)
     group = ["window", "group"]
     axes = run.table(group_bandwidth.group_axes).select(*group, "axis").unique(group, keep="first")
     complete = instances.drop_nulls("bus_bytes_per_s").join(axes, on=group, how="left", maintain_order="left")
-    transfers = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
+    transfers = run.table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
     matched_groups = instances.select(group).unique()
     lone = transfers.join(matched_groups, on=group, how="anti", nulls_equal=True)
     partly = transfers.join(matched_groups, on=group, how="semi", nulls_equal=True)
@@ -50,13 +52,14 @@ def speeds(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def by_kind(run: Run) -> pl.DataFrame:
     """Return totals of collectives by op, group, element type and size, most time first; use ``run.run_table``.
 
     Columns KIND_COLUMNS: ranks (with a trace of it), calls and total_ns (of all ranks), p50_ns (of one call), waited_ns
     (until the last known arrival), exposed_ns (concurrent collectives each count it), and the medians of `speeds`.
     """
-    waits = run.run_table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
+    waits = run.table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
     axes = run.table(group_bandwidth.group_axes).select("group", "axis").unique("group", keep="first")
     key = ["op", "group", "group_size", "dtype", "bytes"]
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
@@ -75,7 +78,7 @@ def by_kind(run: Run) -> pl.DataFrame:
         )
     )
     kind = ["op", "group", "group_size", "bytes"]
-    rates = run.run_table(speeds).group_by(kind).agg(
+    rates = run.table(speeds).group_by(kind).agg(
         pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
     )  # fmt: skip
     return (

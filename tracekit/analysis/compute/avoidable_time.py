@@ -5,10 +5,10 @@ import polars as pl
 from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = schema.columns("activity_id cause saved_ns")
-_FACTS = (
+_FACTS: tuple[TraceFact, ...] = (
     product_kernels.misaligned_kernels,
     product_kernels.without_tensor_cores,
     optimizer_kernels.unfused_kernels,

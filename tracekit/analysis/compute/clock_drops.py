@@ -11,6 +11,7 @@ from tracekit.analysis.compute.slowdown import Floats
 from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
 from tracekit.model import columns, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -31,6 +32,7 @@ _TOGETHER_RATIO = 1 / 3
 """A kernel that is bound by memory loses less to a lower clock than one that is bound by arithmetic, but it loses."""
 
 
+@trace_fact
 @memoize
 def clock_drops(trace: Trace) -> pl.DataFrame:
     """Return the devices whose kernels all become slower at some moment of the window.
@@ -49,6 +51,7 @@ def clock_drops(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
+@trace_fact
 @memoize
 def slowed_kernels(trace: Trace) -> pl.DataFrame:
     """Return the compute kernels that run with a lower clock.
@@ -69,6 +72,7 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@trace_fact
 @memoize
 def recorded_clocks(trace: Trace) -> pl.DataFrame:
     """Return the recorded clock of the rank's GPU before and after each drop of `clock_drops`.

@@ -8,6 +8,7 @@ from tracekit.analysis.compute import compute_gap_causes, concurrency, contentio
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
 from tracekit.analysis.time import launches
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -19,6 +20,7 @@ CALL_COLUMNS = schema.columns(
 _MIXED = -1
 
 
+@trace_fact
 def calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives on devices with their concurrent work, and how long compute waited for each.
 
@@ -63,6 +65,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
+@run_fact
 def compared_calls(run: Run) -> pl.DataFrame:
     """Compare the collectives of all ranks with the same collectives without concurrent compute.
 
@@ -112,6 +115,7 @@ def _same(calls: pl.DataFrame, *names: str) -> Ints:
     return calls.select(pl.struct(names).rank("dense")).to_series().to_numpy().astype(np.int64)
 
 
+@run_fact
 def by_step(run: Run) -> pl.DataFrame:
     """Return `contention.by_step` for collectives with concurrent compute, and the compute that waited.
 
@@ -119,7 +123,7 @@ def by_step(run: Run) -> pl.DataFrame:
     overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
     that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
-    compared = _with_inferred_loss(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
+    compared = _with_inferred_loss(run.table(compared_calls)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     bound = pl.col("so_far_ns") + pl.col("later_ns")
@@ -161,12 +165,14 @@ def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
     ).with_columns(inferred.alias("inferred_ns"))
 
 
+@run_fact
 def all_pairs(run: Run) -> pl.DataFrame:
     """Return `contention.pairs` including collectives with concurrent compute; use ``run.run_table``."""
-    rank_pairs = pl.concat([run.run_table(contention.pairs), contention.pool_pairs(run.run_table(by_step))])
+    rank_pairs = pl.concat([run.table(contention.pairs), contention.pool_pairs(run.table(by_step))])
     return rank_pairs.sort("rank", "device", "kind", "concurrent_kind")
 
 
+@run_fact
 def bandwidths(run: Run) -> pl.DataFrame:
     """Return the bus bandwidth of collectives by kind and size, alone and with concurrent compute.
 
@@ -174,7 +180,7 @@ def bandwidths(run: Run) -> pl.DataFrame:
     concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
     for unknown ops), whole. One row per kind and size, the one with most time first.
     """
-    instances = run.run_table(compared_calls).unique(["window", "instance"])
+    instances = run.table(compared_calls).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
     sums = instances.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
         pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
@@ -198,7 +204,7 @@ _CASES = ("alone", "concurrent")
 def _with_transfer(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
     key = ["window", "rank", "activity_id"]
-    instances = run.run_table(collective_instances.waits).select(*key, "instance").unique(key)
+    instances = run.table(collective_instances.waits).select(*key, "instance").unique(key)
     rank_calls = run.table(calls).join(instances, on=key, how="left", maintain_order="left")
     own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
     together = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))

@@ -10,6 +10,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.communication import communication_gap_causes as causes
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import columns, intervals, schema, sweep_line
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -28,6 +29,7 @@ CHAIN_COLUMNS = schema.columns(
 _ORDER = ("window", "rank", "device", "start_ns")
 
 
+@trace_fact
 @memoize
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
@@ -51,6 +53,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, COLUMNS)
 
 
+@run_fact
 def waits_for_peers(run: Run) -> pl.DataFrame:
     """Return the time of collectives in compute gaps until the last rank arrived; use ``run.run_table``.
 
@@ -76,8 +79,8 @@ def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
     Lazy: the pieces of thousands of ranks need not be in memory at the same time.
     """
     key = ["window", "instance"]
-    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
-    waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
+    last = run.table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
+    waits = run.table(collective_instances.waits).join(last, on=key, how="left")
     waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
     waits = waits.unique(["window", "rank", "collective_id"])
     pieces = run.scan(compute_gap_causes)
@@ -100,6 +103,7 @@ def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
     return waiting.select(columns), rest.select(columns)
 
 
+@trace_fact
 @memoize
 def chains(trace: Trace) -> pl.DataFrame:
     """Return each communication gap by cause, and how long compute then waited: preparation, gap, compute gap.

@@ -13,6 +13,7 @@ from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, distinct
@@ -47,6 +48,7 @@ RECORD = f"record steps with {ALONE}; and record_shapes=True, to distinguish GEM
 """What to record where the same work never ran alone."""
 
 
+@trace_fact
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
     """Time in which each kind of work overlapped another in each step and unit, and the resulting loss.
@@ -60,6 +62,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, STEP_COLUMNS)
 
 
+@trace_fact
 @memoize
 def by_kernel(trace: Trace) -> pl.DataFrame:
     """Return the slowdown of each kernel by each concurrent kind of work.
@@ -72,6 +75,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, KERNEL_COLUMNS).sort("lost_ns", descending=True)
 
 
+@trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
     """Return the preparation of collectives on devices, its slowdown by compute, and the compute that waited.
 
@@ -95,6 +99,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@run_fact
 def pairs(run: Run) -> pl.DataFrame:
     """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.run_table``.
 
@@ -135,6 +140,7 @@ PAIR_COLUMNS = {
 }  # fmt: skip
 
 
+@trace_fact
 def device_count(trace: Trace) -> pl.DataFrame:
     """Return the number of devices with activity. Column devices; one row."""
     return pl.DataFrame({"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]})

@@ -5,18 +5,20 @@ import polars as pl
 from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
 PHASE_COLUMNS = schema.columns("rank phase kind concurrent_kind calls overlapped_ns judged_ns lost_ns")
 CALL_COLUMNS = schema.columns("kind concurrent_kind lost_ns dur_ns alone_ns name unit phase step window rank start_ns")
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
 )  # fmt: skip
 """The facts that the run tables of this module read."""
 MAX_CALLS = 100
 
 
+@run_fact
 def by_phase(run: Run) -> pl.DataFrame:
     """Time in which each kind of work of a rank overlapped another in each phase, and the loss.
 
@@ -26,12 +28,13 @@ def by_phase(run: Run) -> pl.DataFrame:
     key = ["rank", "phase", "kind", "concurrent_kind"]
     both = pl.concat(
         part.select(*key, "calls", "overlapped_ns", "judged_ns", "lost_ns")
-        for part in (run.table(contention.by_step), run.run_table(collective_contention.by_step))
+        for part in (run.table(contention.by_step), run.table(collective_contention.by_step))
     )
     summed = both.group_by(key).agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
     return schema.select(summed, PHASE_COLUMNS).sort(key)
 
 
+@run_fact
 def costliest_calls(run: Run) -> pl.DataFrame:
     """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.run_table``.
 
@@ -45,7 +48,7 @@ def costliest_calls(run: Run) -> pl.DataFrame:
     )
     kernels = run.scan(contention.by_kernel).filter(pl.col("kind") == COMPUTE).collect()
     calls = (
-        run.run_table(collective_contention.compared_calls)
+        run.table(collective_contention.compared_calls)
         .filter("judged")
         .sort("dur_ns", "rank")
         .unique(["window", "instance"], keep="first", maintain_order=True)

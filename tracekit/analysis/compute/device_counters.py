@@ -7,6 +7,7 @@ import polars as pl
 
 from tracekit.conventions import device_metrics as names
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
 _FLOAT, _TEXTS = pl.Float64(), pl.List(pl.String())
@@ -54,6 +55,7 @@ OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, 
 """The counters that a breakdown by step has."""
 
 
+@trace_fact
 def device_counters(trace: Trace) -> pl.DataFrame:
     """Return the counters of the rank's GPU: columns as DEVICE_METRICS, one row per step that has any.
 

@@ -17,6 +17,7 @@ from tracekit.analysis.time import breakdown, summary
 from tracekit.conventions import devices
 from tracekit.conventions.devices import Device
 from tracekit.model import environment, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -34,6 +35,7 @@ _NS = 1e9
 _STEP = ("window", "rank", "step")
 
 
+@trace_fact
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the operations of each step, and how much of the device's peak they are.
 

@@ -8,6 +8,7 @@ from tracekit import conventions
 from tracekit.analysis.compute import flops, kernels, op_bytes, op_flops
 from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -17,6 +18,7 @@ COLUMNS = schema.columns(
 _CALL = ["name", "shapes", "dtypes", "arguments", "strides"]
 
 
+@trace_fact
 @memoize
 def chains(trace: Trace) -> pl.DataFrame:
     """Return the kernels of chains: consecutive ones of a stream, by different elementwise operators.

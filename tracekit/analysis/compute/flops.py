@@ -7,6 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.compute import kernel_products, kernels, op_bytes, op_flops, op_inputs, recomputation
 from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, nesting, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
@@ -22,6 +23,7 @@ COVERAGE_COLUMNS = {"step": pl.Int64, "known_ns": pl.Int64, "work_ns": pl.Int64,
 _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
 
 
+@trace_fact
 def flops(trace: Trace) -> pl.DataFrame:
     """Return the floating-point operations of each step in products, convolutions and attention, saves excluded.
 
@@ -33,6 +35,7 @@ def flops(trace: Trace) -> pl.DataFrame:
     return schema.select(sums, COLUMNS).sort("step", "phase", "name")
 
 
+@trace_fact
 def products(trace: Trace) -> pl.DataFrame:
     """Return the floating-point operations of the steps by operator and shapes: the work of a step, in any order.
 
@@ -81,6 +84,7 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
     return schema.select(calls.with_columns(pl.Series("is_recomputed", is_repeated)), COUNTED_COLUMNS)
 
 
+@trace_fact
 def coverage(trace: Trace) -> pl.DataFrame:
     """Return the compute time of each step whose operations are known: counted, or none of the counted kinds.
 
@@ -127,6 +131,7 @@ def compute(trace: Trace) -> pl.DataFrame:
     return work.with_columns(op, shapes, is_known=is_known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
 
 
+@trace_fact
 def operator_calls(trace: Trace) -> pl.DataFrame:
     """Count the calls of each operator of the dispatcher in the steps, such as ``aten::mm``, saves excluded.
 

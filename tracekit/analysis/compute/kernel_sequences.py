@@ -8,9 +8,10 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.errors import ConfigError
 from tracekit.model import nesting, recurring_runs, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.nesting import Ints
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 LONGEST = 8
 """Kernels of the longest sequence in the table `kernel_sequences`."""
@@ -38,6 +39,7 @@ _OF_CALLS = schema.columns(
 )
 
 
+@trace_fact
 def kernel_sequences(trace: Trace) -> pl.DataFrame:
     """Return the sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
 
@@ -93,7 +95,7 @@ def _with_shares(run: Run, sequences: pl.DataFrame) -> pl.DataFrame:
 
 
 @functools.cache
-def _sequences_fact(longest: int) -> Fact:
+def _sequences_fact(longest: int) -> TraceFact:
     return kernel_sequences if longest == LONGEST else functools.partial(_stream_sequences, longest=longest)
 
 
@@ -161,7 +163,7 @@ def _cumulative_sum(values: Ints) -> Ints:
 
 
 @functools.cache
-def _launched_by(op: str) -> Fact:
+def _launched_by(op: str) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
         call = _outermost_call(trace, op)
         launched = _work(trace).join(call, left_on="id", right_on="activity_id").sort("call_id", "start_ns", "id")

@@ -12,7 +12,7 @@ from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
 from tracekit.model.run import OnTrace, Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
 """Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
@@ -98,7 +98,7 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = reco
 
 
 @functools.cache
-def _delays(keys: tuple[str, ...], ops: OpColumns) -> Fact:
+def _delays(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
         work = _with_keys(trace, keys, ops)
         launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
@@ -113,7 +113,7 @@ def _delays(keys: tuple[str, ...], ops: OpColumns) -> Fact:
 
 
 @functools.cache
-def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> Fact:
+def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
         return totals.collect_durations(_with_keys(trace, keys, ops), keys)
 

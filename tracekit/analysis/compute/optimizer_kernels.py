@@ -6,6 +6,7 @@ import polars as pl
 from tracekit.analysis.compute import kernels
 from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -28,6 +29,7 @@ _SLICE = r"^Optimizer\.step#(\w+)\.step$"
 _SLICE_WITH_FUSED = rf"^Optimizer\.step#({'|'.join(FUSED_ACCESSES)})\.step$"
 
 
+@trace_fact
 @memoize
 def unfused_kernels(trace: Trace) -> pl.DataFrame:
     """Return the elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.

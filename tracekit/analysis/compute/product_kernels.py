@@ -11,6 +11,7 @@ from tracekit.analysis.compute import efficiency, flops, op_inputs
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions import devices
 from tracekit.model import columns, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -44,6 +45,7 @@ _TF32 = r"(?i)tf32|s1688"
 _NOT_FP32 = r"(?i)tf32|tensorop|s1688|s16816|f16|half|gemv"
 
 
+@trace_fact
 @memoize
 def misaligned_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
@@ -78,6 +80,7 @@ def misaligned_kernels(trace: Trace) -> pl.DataFrame:
     return schema.select(faulty.filter("is_faulty").with_columns(saved_ns.alias("saved_ns")), COLUMNS)
 
 
+@trace_fact
 @memoize
 def without_tensor_cores(trace: Trace) -> pl.DataFrame:
     """Return the kernels of 32-bit products that do not use the tensor cores of a device that has TF32.

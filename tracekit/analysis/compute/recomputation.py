@@ -6,6 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import backward_passes, trace_columns
 from tracekit.model import nesting, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns(
@@ -24,6 +25,7 @@ _FORWARD_ONLY = (
 _GATHERS = r"gather|unshard|pre_forward|pre_backward"
 
 
+@trace_fact
 def regions(trace: Trace) -> pl.DataFrame:
     """Return each part of a backward pass in which a checkpointed part of the model runs forward again.
 

@@ -5,6 +5,7 @@ import polars as pl
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -13,12 +14,14 @@ COLUMNS = schema.columns("window rank device step phase gap_kind cause detail pi
 _PLACE = ("device", "step", "phase", "cause", "detail")
 
 
+@trace_fact
 def communication_gap_time(trace: Trace) -> pl.DataFrame:
     """Return communication gaps summed. Columns device, step, phase, cause, detail, pieces, dur_ns."""
     pieces, count = communication_gap_causes.gap_causes(trace), pl.len().cast(pl.Int64).alias("pieces")
     return pieces.group_by(_PLACE, maintain_order=True).agg(count, pl.col("dur_ns").sum())
 
 
+@run_fact
 def by_cause(run: Run) -> pl.DataFrame:
     """Stall time of each rank in each step, by kind of gap and cause; use ``run.run_table``.
 
@@ -33,11 +36,13 @@ def by_cause(run: Run) -> pl.DataFrame:
     return both.sort("gap_kind", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
 
 
+@run_fact
 def by_rank(run: Run) -> pl.DataFrame:
     """Return `by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.run_table``."""
-    return _sum_by_rank(run.run_table(by_cause))
+    return _sum_by_rank(run.table(by_cause))
 
 
+@run_fact
 def idle_by_rank(run: Run) -> pl.DataFrame:
     """Return the compute part of `by_rank`, which needs fewer facts; use ``run.run_table``."""
     sums = compute_gap_causes.sums_across(run, ("rank", "cause"))

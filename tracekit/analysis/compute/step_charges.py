@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels, module_paths
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, nesting, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -29,6 +30,7 @@ _PART_OF_KIND = {
 _PLACE = ("step", "device", *KEYS, "cause", "detail")
 
 
+@trace_fact
 def step_charges(trace: Trace) -> pl.DataFrame:
     """Charge each moment of the device window of each step to a part, operator and kernel.
 

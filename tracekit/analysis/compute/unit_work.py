@@ -9,6 +9,7 @@ from tracekit.analysis.compute import flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.trace import Trace
 
@@ -19,6 +20,7 @@ WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amoun
 FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
 
 
+@trace_fact
 def unit_samples(trace: Trace) -> pl.DataFrame:
     """Return the time of each FSDP unit's work in each step.
 
@@ -42,6 +44,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
     return schema.select(samples, UNIT_COLUMNS).sort("unit", "metric", "step")
 
 
+@trace_fact
 def work(trace: Trace) -> pl.DataFrame:
     """Return the rank's work in the median step by name, saves excluded.
 
@@ -67,6 +70,7 @@ def work(trace: Trace) -> pl.DataFrame:
     return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
 
 
+@trace_fact
 def save_work(trace: Trace) -> pl.DataFrame:
     """Return the stages of the rank's median blocking save. Columns as `work`, kind `save`.
 

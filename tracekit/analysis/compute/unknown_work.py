@@ -5,8 +5,9 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import efficiency, flops, kernel_products, op_bytes, op_flops
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 
 _TEXT = pl.String()
 NO_OPERATOR = "no operator recorded"
@@ -28,6 +29,7 @@ UNKNOWN_WORK = schema.table(
 _KEYS = ("name", "reason")
 
 
+@trace_fact
 def unknown_work(trace: Trace) -> pl.DataFrame:
     """Return the compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
 
@@ -91,6 +93,7 @@ def _step_compute(trace: Trace) -> pl.DataFrame:
     return work if in_steps.is_empty() else in_steps
 
 
+@trace_fact
 def _total_compute(trace: Trace) -> pl.DataFrame:
     return _step_compute(trace).select(compute_ns=pl.col("dur_ns").sum())
 
@@ -117,5 +120,5 @@ def _longest_first(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.sort("total_ns", "name", "reason", descending=[True, False, False])
 
 
-FACTS = (unknown_work, flops.coverage, _total_compute)
+FACTS: tuple[TraceFact, ...] = (unknown_work, flops.coverage, _total_compute)
 """What `by_operator` and `note` need of each trace."""

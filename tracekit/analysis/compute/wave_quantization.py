@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit.analysis.compute import flops, op_inputs, product_kernels
 from tracekit.model import environment, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
@@ -24,6 +25,7 @@ _MAX_WAVES, _MIN_WASTE_RATIO = 4, 0.2
 _TILE = re.compile(r"_(?:tilesize)?(\d{2,3})x(\d{2,3})(?=[x_])")
 
 
+@trace_fact
 @memoize
 def partial_waves(trace: Trace) -> pl.DataFrame:
     """Return the kernels of products of which 20% or more is an idle part of the last of two to four waves.

@@ -10,9 +10,10 @@ import polars as pl
 from tracekit.analysis.host import ops
 from tracekit.errors import ConfigError, InputError
 from tracekit.model import columns, nesting, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Window
 from tracekit.model.run import OnTrace, Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 HOST, DEVICE = KINDS = ("host", "device")
 TREE = schema.columns("node parent name count self_ns total_ns", name=pl.String)
@@ -136,12 +137,13 @@ def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
     return node_stacks
 
 
+@trace_fact
 def _step_count(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame({"steps": [max(1, trace.steps["step"].drop_nulls().n_unique())]})
 
 
 @functools.cache
-def _tree_fact(kind: str, step: int | None) -> Fact:
+def _tree_fact(kind: str, step: int | None) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
         return _host_call_tree(trace, step) if kind == HOST else _device_call_tree(trace, step)
 

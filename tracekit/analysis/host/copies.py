@@ -8,6 +8,7 @@ from tracekit.analysis.compute import kernels
 from tracekit.analysis.memory import owners
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -22,6 +23,7 @@ _TO_DEVICE, _TO_HOST = r"(?i)HtoD|HostToDevice", r"(?i)DtoH|DeviceToHost"
 _MAX_CLIMBS = 6
 
 
+@trace_fact
 def exposed_copies(trace: Trace) -> pl.DataFrame:
     """Return the copies between host and device that are exposed: no compute and no collective runs meanwhile.
 

@@ -5,6 +5,7 @@ import polars as pl
 
 from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
 
@@ -14,6 +15,7 @@ _MAX_SILENCES = 500
 _COMPUTES = r"^aten::"
 
 
+@trace_fact
 def host_silences(trace: Trace) -> pl.DataFrame:
     """Return the longest times in which no slice begins or ends on any thread of the process.
 

@@ -13,6 +13,7 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
 
@@ -57,6 +58,7 @@ _MALLOC = r"^(cuda|hip)Malloc$"
 _MIN_FREES = 2  # in a retry the allocator frees its whole cache
 
 
+@trace_fact
 def host_stalls(trace: Trace) -> pl.DataFrame:
     """Return the longest gaps in compute that the host causes, with what it did.
 

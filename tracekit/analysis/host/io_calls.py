@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -15,6 +16,7 @@ BY_FILE_COLUMNS = schema.columns(
 )
 
 
+@trace_fact
 def calls(trace: Trace) -> pl.DataFrame:
     """Return the file system calls of a trace, with the step in whose time on the host each began; by start.
 
@@ -30,6 +32,7 @@ def calls(trace: Trace) -> pl.DataFrame:
     return schema.select(begun.with_columns(pl.when(is_inside).then("step").alias("step")), COLUMNS)
 
 
+@run_fact
 def of_run(run: Run) -> pl.DataFrame:
     """Return the file system calls of all ranks, once each: columns rank and COLUMNS, by rank and start.
 
@@ -47,7 +50,7 @@ def by_file(run: Run) -> pl.DataFrame:
     that move none), `longest_call` the function of the longest call.
     """
     key = ["rank", "kind", "file"]
-    ordered = run.run_table(of_run).sort(*key, "start_ns")
+    ordered = run.table(of_run).sort(*key, "start_ns")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     before_ns = end_ns.cum_max().shift(1).over(key)
     new_ns = (end_ns - pl.max_horizontal("start_ns", before_ns)).clip(0)

@@ -12,6 +12,7 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import stacks
 from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import columns, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
@@ -23,6 +24,7 @@ WAIT_COLUMNS = schema.columns("device step start_ns dur_ns")
 READ_COLUMNS = schema.columns("step phase unit name start_ns dur_ns")
 
 
+@trace_fact
 def host_gaps(trace: Trace) -> pl.DataFrame:
     """Return the time of compute gaps that the host causes, by its state.
 
@@ -133,6 +135,7 @@ def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> In
     return explained_ns
 
 
+@trace_fact
 def data_waits(trace: Trace) -> pl.DataFrame:
     """Return the time in which the host loads data, within the device windows of the steps.
 
@@ -168,6 +171,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@trace_fact
 def device_reads(trace: Trace) -> pl.DataFrame:
     """Return the ops of forward and backward that read a device value onto the host, such as aten::item.
 

@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -32,6 +33,7 @@ QUEUES = schema.table(
 )
 
 
+@trace_fact
 def launch_queues(trace: Trace) -> pl.DataFrame:
     """Return the launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
 

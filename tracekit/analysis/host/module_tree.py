@@ -6,6 +6,7 @@ from tracekit.analysis.compute import flops, module_paths
 from tracekit.analysis.host import ops
 from tracekit.analysis.memory import allocations
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -34,6 +35,7 @@ _SEPARATOR = module_paths.SEPARATOR
 OUTSIDE = "outside modules"
 
 
+@trace_fact
 def modules(trace: Trace) -> pl.DataFrame:
     """Measures of the modules of a rank in the recorded window.
 

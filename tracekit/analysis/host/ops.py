@@ -7,8 +7,9 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import efficiency, kernels, module_paths, totals
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import OnTrace, Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead", "os_call")
@@ -95,7 +96,7 @@ def device_times(trace: Trace) -> pl.Series:
 
 
 @functools.cache
-def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
+def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
         slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace)).join(
             efficiency.of_ops(trace), on="id", how="left", maintain_order="left"
@@ -110,6 +111,7 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
     return fact
 
 
+@trace_fact
 def _trace_totals(trace: Trace) -> pl.DataFrame:
     """Return the trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})

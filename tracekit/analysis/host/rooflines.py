@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.compute import efficiency
 from tracekit.analysis.host import ops
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -41,6 +42,7 @@ def by_call(run: Run) -> pl.DataFrame:
     )
 
 
+@trace_fact
 def roofs(trace: Trace) -> pl.DataFrame:
     """Return the peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
     device = efficiency.device_of(trace.header)

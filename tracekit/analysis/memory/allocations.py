@@ -11,6 +11,7 @@ from tracekit import conventions
 from tracekit.analysis.memory import owners
 from tracekit.analysis.time import trace_columns
 from tracekit.model import environment, intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -36,6 +37,7 @@ _UNSPLIT_BYTES = 1 << 20
 """A device block may exceed its request by this much: the allocator does not split off less."""
 
 
+@trace_fact
 def blocks(trace: Trace) -> pl.DataFrame:
     """Return the blocks that were allocated or freed, each allocation matched with its free by address.
 
@@ -74,6 +76,7 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+@trace_fact
 @memoize
 def live(trace: Trace) -> pl.DataFrame:
     """Bytes allocated after each event.
@@ -117,6 +120,7 @@ def _bytes_until(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
     return sums[np.searchsorted(ordered[column].to_numpy(), events, side="right")]
 
 
+@trace_fact
 def at_peak(trace: Trace) -> pl.DataFrame:
     """Return the owners of memory at the peak.
 
@@ -137,6 +141,7 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts) if parts else schema.empty(PEAK_COLUMNS)
 
 
+@trace_fact
 def peaks(trace: Trace) -> pl.DataFrame:
     """Return peak allocated and reserved memory, and the memory of the device.
 
@@ -159,6 +164,7 @@ def peaks(trace: Trace) -> pl.DataFrame:
     return schema.select(wide, DEVICE_PEAK_COLUMNS).sort("device")
 
 
+@trace_fact
 def churn(trace: Trace) -> pl.DataFrame:
     """Amount allocated in each step.
 
@@ -179,6 +185,7 @@ def churn(trace: Trace) -> pl.DataFrame:
     return schema.select(wide, CHURN_COLUMNS).sort("step", "device")
 
 
+@trace_fact
 def new_sizes(trace: Trace) -> pl.DataFrame:
     """Return the allocations of at least 1 MiB whose size no earlier step of the trace allocated.
 

@@ -9,6 +9,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.memory import allocations
+from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
 COLUMNS = {
@@ -22,6 +23,7 @@ _DEVIATIONS = 2.5758293  # 99%
 _EVENTS, _METRICS = "events", "metrics"
 
 
+@trace_fact
 def growth(trace: Trace) -> pl.DataFrame:
     """Return the growth of allocated memory per step.
 

@@ -7,6 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
@@ -22,6 +23,7 @@ BUFFER_COLUMNS = schema.columns("step unit span start_ns dur_ns bytes")
 RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
 
 
+@trace_fact
 def device_calls(trace: Trace) -> pl.DataFrame:
     """Return the runtime calls that allocate or free device or pinned memory, and the device stall of each.
 
@@ -35,6 +37,7 @@ def device_calls(trace: Trace) -> pl.DataFrame:
     return calls.with_columns(stalled_ns).select(*CALL_COLUMNS)
 
 
+@trace_fact
 def stalls(trace: Trace) -> pl.DataFrame:
     """Return the cost of such calls in each step.
 
@@ -54,6 +57,7 @@ def stalls(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=STALL_COLUMNS, orient="row")
 
 
+@trace_fact
 def retries(trace: Trace) -> pl.DataFrame:
     """Return the allocation retries of each step (cudaMalloc failed, cache flushed), from the metrics log.
 
@@ -75,6 +79,7 @@ def retries(trace: Trace) -> pl.DataFrame:
     return counted.drop_nulls("retries").cast(RETRY_COLUMNS)  # type: ignore[arg-type]
 
 
+@trace_fact
 def regrowth(trace: Trace) -> pl.DataFrame:
     """Return the requests for which the allocator reserved device memory although its cache had enough idle bytes.
 
@@ -98,6 +103,7 @@ def regrowth(trace: Trace) -> pl.DataFrame:
     return schema.select(filled, REGROWTH_COLUMNS)
 
 
+@trace_fact
 def unit_buffers(trace: Trace) -> pl.DataFrame:
     """Return the allocations of at least 1 MiB in FSDP's gather and reduce spans, except the backend's own.
 

@@ -6,6 +6,7 @@ import polars as pl
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.memory.allocations import live_bytes_at
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -20,6 +21,7 @@ _SIZE_EDGES = 1 << np.arange(62)
 _TIME_EDGES = np.concatenate(([0], np.outer(10 ** np.arange(3, 15), (1, 3)).ravel()))
 
 
+@trace_fact
 def over_time(trace: Trace) -> pl.DataFrame:
     """Return the allocated bytes of each owner over the window.
 
@@ -31,6 +33,7 @@ def over_time(trace: Trace) -> pl.DataFrame:
     return usage_by_owner(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
 
 
+@trace_fact
 def lifetimes(trace: Trace) -> pl.DataFrame:
     """Return block lifetimes by size.
 

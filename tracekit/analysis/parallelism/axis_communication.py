@@ -8,8 +8,9 @@ from tracekit.analysis.time import breakdown
 from tracekit.conventions.process_groups import DP, JOINT
 from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync.collective_matching import EXPERT, PAIRED
 
 AXIS_COMMUNICATION = schema.table(
@@ -25,12 +26,13 @@ AXIS_COMMUNICATION = schema.table(
     schema.column("exposed_communication_ns", "The part of it in which the rank computes nothing."),
     schema.column("bytes", "Sum of their sizes; null where none is known."),
 )
-FACTS: tuple[Fact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by_step)
 """The facts that the run tables of this module read."""
 _BY_CALL = 0.8
 """Confidence of an axis that a collective has by its op or purpose, out of those that the run is known to have."""
 
 
+@run_fact
 def axis_communication(run: Run) -> pl.DataFrame:
     """Return the communication of each rank, step, axis and op; use ``run.run_table``. Columns as AXIS_COMMUNICATION.
 
@@ -39,6 +41,7 @@ def axis_communication(run: Run) -> pl.DataFrame:
     return AXIS_COMMUNICATION.conform(_sums(run, ["window", "rank", "step", "axis", "op"]))
 
 
+@run_fact
 def by_axis(run: Run) -> pl.DataFrame:
     """Return the communication of each rank and axis over all steps, for display.
 
@@ -56,9 +59,9 @@ def sources(run: Run) -> pl.DataFrame:
 
     Of several groups of an axis the surest counts. Where no group is of an axis, it is inferred from each collective.
     """
-    surest = run.run_table(group_axes.group_axes).drop_nulls("axis").sort("confidence", descending=True)
+    surest = run.table(group_axes.group_axes).drop_nulls("axis").sort("confidence", descending=True)
     by_group = surest.unique("axis", keep="first", maintain_order=True).select("axis", "source", "confidence")
-    by_call = run.run_table(calls).select("axis").drop_nulls().unique(maintain_order=True)
+    by_call = run.table(calls).select("axis").drop_nulls().unique(maintain_order=True)
     return (
         by_call.join(by_group, on="axis", how="left", maintain_order="left")
         .with_columns(pl.col("source").fill_null(group_axes.INFERRED), pl.col("confidence").fill_null(_BY_CALL))
@@ -68,9 +71,10 @@ def sources(run: Run) -> pl.DataFrame:
 
 def has_calls(run: Run, axis: str) -> bool:
     """Return whether a run has collectives of an axis, in a group of this axis or by what each transfers."""
-    return bool((run.run_table(calls)["axis"] == axis).any())
+    return bool((run.table(calls)["axis"] == axis).any())
 
 
+@run_fact
 def calls(run: Run) -> pl.DataFrame:
     """Return the collectives in steps with their axis; where no steps are marked, all. Columns as `axis_of_calls`.
 
@@ -79,7 +83,7 @@ def calls(run: Run) -> pl.DataFrame:
     purpose of the collective decides: parameters and gradients are of the data-parallel axis (under HSDP all-reduces of
     dp_replicate, others of dp_shard), activations of the one axis that is left; otherwise the axis is null.
     """
-    all_calls = run.run_table(group_axes.axis_of_calls)
+    all_calls = run.table(group_axes.axis_of_calls)
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
     inside = all_calls.drop_nulls("step") if marked else all_calls
     described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
@@ -117,7 +121,7 @@ def _only(axes: set[str]) -> str | None:
 
 
 def _sums(run: Run, by: list[str]) -> pl.DataFrame:
-    axis_calls = run.run_table(calls)
+    axis_calls = run.table(calls)
     compute = compute_spans(run)
     rows = []
     for place, group_calls in axis_calls.partition_by(by, as_dict=True, maintain_order=True).items():

@@ -6,6 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, nesting, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.nesting import Flags, Ints
 from tracekit.model.sweep_line import at, distinct
@@ -18,6 +19,7 @@ _MODULE = "forward"
 _ACCUMULATES = r"AccumulateGrad$"
 
 
+@trace_fact
 @memoize
 def purposes(trace: Trace) -> pl.DataFrame:
     """Purpose of each collective. Columns activity_id, purpose, is_forward; one row per collective.

@@ -8,9 +8,9 @@ import polars as pl
 from tracekit.analysis.compute import device_counters
 from tracekit.conventions import device_metrics as names
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 
-FACTS: tuple[Fact, ...] = (device_counters.device_counters,)
+FACTS: tuple[TraceFact, ...] = (device_counters.device_counters,)
 """The facts that the functions of this module read."""
 
 THERMAL, POWER_BRAKE, POWER_CAP, HARDWARE, CLOCK_SETTING, SYNC_BOOST = (

@@ -5,8 +5,9 @@ import polars as pl
 from tracekit.analysis.parallelism import axis_communication, group_axes
 from tracekit.conventions.strategies import EP
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync.collective_matching import EXPERT
 
 COLUMNS = schema.columns(
@@ -22,16 +23,18 @@ _MIN_PAIRED_RATIO = 0.9
 """Share of the bytes that pairs must move: exchanges of counts move few."""
 
 
+@trace_fact
 def message_sizes(trace: Trace) -> pl.DataFrame:
     """Sizes of each all-to-all. Columns activity_id, sent_bytes, received_bytes, splits, row_bytes."""
     calls = trace.collectives.filter(pl.col("op").is_in(["all_to_all", *EXPERT]))
     return calls.select("activity_id", "sent_bytes", "received_bytes", "splits", "row_bytes")
 
 
-FACTS: tuple[Fact, ...] = (*axis_communication.FACTS, message_sizes)
+FACTS: tuple[TraceFact, ...] = (*axis_communication.FACTS, message_sizes)
 """The facts that the run tables of this module read."""
 
 
+@run_fact
 def expert_load(run: Run) -> pl.DataFrame:
     """Return the load of each rank's experts, per pass through a layer of experts; use ``run.run_table``.
 
@@ -45,7 +48,7 @@ def expert_load(run: Run) -> pl.DataFrame:
     if not axis_communication.has_calls(run, EP):
         return schema.empty(COLUMNS)
     sizes = run.table(message_sizes)
-    expert_calls = run.run_table(axis_communication.calls).filter(pl.col("axis") == EP)
+    expert_calls = run.table(axis_communication.calls).filter(pl.col("axis") == EP)
     sized = expert_calls.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
     calls = _with_members(run, sized)
     pairs = _pairs(calls)
@@ -71,7 +74,7 @@ def by_rank(run: Run) -> pl.DataFrame:
     """
     tokens = pl.col("load_tokens")
     loads = (
-        run.run_table(expert_load)
+        run.table(expert_load)
         .group_by("members", "rank")
         .agg(
             pl.len().cast(pl.Int64).alias("passes"),
@@ -87,7 +90,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return a table, which has columns group and members, with the ranks of each group in its order: column ranks."""
-    groups = run.run_table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
+    groups = run.table(group_axes.group_axes).filter(axis=EP).select("group", "members", "ranks")
     listed = [(",".join(map(str, ranks)), ranks) for ranks in group_axes.listed_groups(run, EP)]
     stated = pl.DataFrame(listed, {"members": pl.String, "stated": pl.List(pl.Int64)}, orient="row")
     return (

@@ -5,6 +5,7 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import axis_communication, expert_load
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
@@ -31,6 +32,7 @@ PAIRS = schema.table(
 _PAIR = ["window", "step", "group", "members", "rank", "peer"]
 
 
+@run_fact
 def expert_pairs(run: Run) -> pl.DataFrame:
     """Tokens from each rank to the experts of each rank of its group, itself too; use ``run.run_table``.
 
@@ -38,7 +40,7 @@ def expert_pairs(run: Run) -> pl.DataFrame:
     experts: the others return as many. Empty where traces do not record how messages are split, or the group's ranks
     are not known.
     """
-    loads = run.run_table(expert_load.expert_load)
+    loads = run.table(expert_load.expert_load)
     if loads.is_empty():
         return PAIRS.empty()
     sizes = run.table(expert_load.message_sizes).select("window", "rank", "splits", "row_bytes", first_id="activity_id")
@@ -54,6 +56,7 @@ def expert_pairs(run: Run) -> pl.DataFrame:
     return PAIRS.conform(rated).sort("window", "step", "rank", "peer")
 
 
+@run_fact
 def by_pair(run: Run) -> pl.DataFrame:
     """Tokens from each rank to the experts of each over all steps, for display: the slowest pair first.
 
@@ -62,7 +65,7 @@ def by_pair(run: Run) -> pl.DataFrame:
     """
     is_timed = pl.col("transfer_ns").is_not_null().all()
     sums = (
-        run.run_table(expert_pairs)
+        run.table(expert_pairs)
         .group_by("rank", "peer")
         .agg(
             pl.col("tokens", "bytes").sum(),
@@ -101,7 +104,7 @@ def _transfers(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
 
 def _calls(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
     """Return both all-to-alls of each pass on the run's clock: columns of PASS, rank, is_return, start_ns, end_ns."""
-    times = run.run_table(axis_communication.calls).select("window", "rank", "activity_id", "start_ns", "end_ns")
+    times = run.table(axis_communication.calls).select("window", "rank", "activity_id", "start_ns", "end_ns")
     clocks = run.offsets.select("window", "rank", "residual_ns").drop_nulls("residual_ns")
     ways = [
         loads.select(*expert_load.PASS, "rank", pl.col(name).alias("activity_id"), is_return=pl.lit(value=back))

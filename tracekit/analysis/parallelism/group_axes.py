@@ -10,8 +10,9 @@ from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAM
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
 from tracekit.model import rank_lists, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync import collective_matching
 from tracekit.sync.collective_matching import EXPERT, PAIRED
 
@@ -42,7 +43,7 @@ _SURE_RATIO, _MIN_SURE_BYTES = 0.9, 4 << 10
 _MIN_FORWARD_CALLS = 2
 """All-reduces of one forward from which they may be of tensor parallelism, where no size is known: one a layer."""
 
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     group_bandwidth.group_axes,
     collective_purposes.purposes,
@@ -61,6 +62,7 @@ def described_groups(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def group_axes(run: Run) -> pl.DataFrame:
     """Return the axis of each group in which collectives ran; use ``run.run_table``.
 
@@ -71,7 +73,7 @@ def group_axes(run: Run) -> pl.DataFrame:
     one size where sizes are known, are tp; all-gathers with reduce-scatters are dp_shard; all-reduces of gradients are
     dp. Where collectives without a named group transfer both parameters and activations, the axis is unknown.
     """
-    calls = run.run_table(collective_matching.run_calls)
+    calls = run.table(collective_matching.run_calls)
     if calls.is_empty():
         return AXES.empty()
     listed = list(described_groups(run).iter_rows())
@@ -94,6 +96,7 @@ def group_axes(run: Run) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=AXES.schema, orient="row")
 
 
+@run_fact
 def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
@@ -101,8 +104,8 @@ def axis_of_calls(run: Run) -> pl.DataFrame:
     group may be of several: sends and receives are pp, all-to-alls are ep if most calls are such; the axis of the
     others is inferred from these.
     """
-    calls = run.run_table(collective_matching.run_calls)
-    axes = run.run_table(group_axes).select("group", "members", "axis")
+    calls = run.table(collective_matching.run_calls)
+    axes = run.table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
     purposes = run.table(collective_purposes.purposes)
     table = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")

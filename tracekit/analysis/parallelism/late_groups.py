@@ -7,6 +7,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import rank_places
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import collective_matching
 
@@ -24,6 +25,7 @@ _MAX_OWN_WAIT = 0.5
 """The longest that a rank of a group may wait itself, as a share of what the median of the other ranks waits."""
 
 
+@run_fact
 def groups(run: Run) -> pl.DataFrame:
     """Return the ranks that arrive late together, such as those of one node; use ``run.run_table``.
 
@@ -36,7 +38,7 @@ def groups(run: Run) -> pl.DataFrame:
     Of a group in several stages of a pipeline, those stages count that do not only wait for another stage of it. All
     ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
     """
-    arrivals = run.run_table(judged_arrivals)
+    arrivals = run.table(judged_arrivals)
     waits = _waits(arrivals)
     joint = _after_pauses(arrivals)
     parallel = _in_parallel_groups(run, waits)
@@ -54,28 +56,31 @@ def groups(run: Run) -> pl.DataFrame:
     )
 
 
+@run_fact
 def judged_arrivals(run: Run) -> pl.DataFrame:
     """Return `all_arrivals` in steps without saves; where no steps are marked, in the window."""
     marked = pl.col("step").is_not_null() | pl.col("step").is_null().all()
-    return steps_without_saves.without_saves(run, run.run_table(all_arrivals).filter(marked))
+    return steps_without_saves.without_saves(run, run.table(all_arrivals).filter(marked))
 
 
+@run_fact
 def all_arrivals(run: Run) -> pl.DataFrame:
     """Arrivals of each rank at each collective: window, instance, step, rank, arrival_ns, residual_ns.
 
     Without collectives of several pipeline stages: in these the order of the stages decides who arrives last.
     """
-    steps = run.run_table(collective_instances.instances).select(*_KEY, "step")
-    waits = run.run_table(collective_instances.waits).select(*_KEY, "rank", "arrival_ns", "residual_ns")
-    across = run.run_table(across_stages)
+    steps = run.table(collective_instances.instances).select(*_KEY, "step")
+    waits = run.table(collective_instances.waits).select(*_KEY, "rank", "arrival_ns", "residual_ns")
+    across = run.table(across_stages)
     within = waits.join(across, on=_KEY, how="anti") if across.height else waits
     return within.join(steps, on=_KEY).sort(*_KEY, "arrival_ns", "rank")
 
 
+@run_fact
 def across_stages(run: Run) -> pl.DataFrame:
     """Return the collectives, and sends, between ranks of several pipeline stages: columns window, instance."""
     stage_of = rank_places.stages(run)
-    waits = run.run_table(collective_instances.waits).select(*_KEY, "rank")
+    waits = run.table(collective_instances.waits).select(*_KEY, "rank")
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64)
     return waits.group_by(_KEY).agg(stage.n_unique().alias("stages")).filter(pl.col("stages") > 1).select(_KEY)
 
@@ -123,7 +128,7 @@ def _without_delayed_stages(run: Run, arrivals: pl.DataFrame, group: list[int]) 
     stage_of = rank_places.stages(run)
     if len({stage_of.get(rank) for rank in group}) < 2:
         return group
-    waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    waits = run.table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
     waits_ns = dict(waits.group_by("rank").agg(pl.col("wait_ns").sum()).iter_rows())
     longer_ns: dict[int, float] = {}
     behind_ns: dict[int, int] = {}

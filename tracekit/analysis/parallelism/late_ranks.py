@@ -8,8 +8,9 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, pipeline_delays, rank_places
 from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
 COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL = PARTS = (
@@ -33,6 +34,7 @@ _MAX_HOPS = 3
 QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 
 
+@trace_fact
 def queue_times(trace: Trace) -> pl.DataFrame:
     """Delay from the launch of each collective on a device to its start. Columns activity_id, queued_ns."""
     calls = [
@@ -45,7 +47,7 @@ def queue_times(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, QUEUE_COLUMNS)
 
 
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     queue_times,
     collective_matching.calls,
     compute_gap_causes.compute_gap_causes,
@@ -55,6 +57,7 @@ FACTS: tuple[Fact, ...] = (
 """The facts that the run tables of this module read."""
 
 
+@run_fact
 def last_arrivals(run: Run) -> pl.DataFrame:
     """Rank that arrived last at each collective; use ``run.run_table``.
 
@@ -62,14 +65,14 @@ def last_arrivals(run: Run) -> pl.DataFrame:
     clock error). A rank that waited as long for a rank of another process group in the same step passes that on: then
     late_rank is that one. Collectives of several pipeline stages have no rows: there the stages' order decides.
     """
-    members = run.run_table(late_groups.groups)
-    instances = run.run_table(collective_instances.instances)
-    last = instances.join(run.run_table(late_groups.across_stages), on=_KEY, how="anti")
+    members = run.table(late_groups.groups)
+    instances = run.table(collective_instances.instances)
+    last = instances.join(run.table(late_groups.across_stages), on=_KEY, how="anti")
     last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
     of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
         return of_group
-    arrivals = run.run_table(late_groups.all_arrivals)
+    arrivals = run.table(late_groups.all_arrivals)
     leads = late_groups.lead(arrivals, members["rank"].to_list()).select(*_KEY, leader=pl.lit(members["leader"][0]))
     return of_group.join(leads, on=_KEY, how="left").select(
         *_KEY, pl.coalesce("leader", "late_rank").alias("late_rank")
@@ -78,10 +81,10 @@ def last_arrivals(run: Run) -> pl.DataFrame:
 
 def latest(run: Run) -> tuple[int, ...]:
     """Return the rank, or the group of ranks, without which the waiting of the others would be shortest; () if none."""
-    members = run.run_table(late_groups.groups)
+    members = run.table(late_groups.groups)
     if not members.is_empty():
         return tuple(members["rank"].to_list())
-    arrivals = run.run_table(late_groups.judged_arrivals)
+    arrivals = run.table(late_groups.judged_arrivals)
     leads = late_groups.leads_of_ranks(arrivals)
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
@@ -93,8 +96,8 @@ def launched_late_ratio(run: Run, members: tuple[int, ...]) -> float:
     A collective was launched late if it started sooner after its launch than half of the time for which the others
     waited: it was not queued behind other work. 0 where nobody waits.
     """
-    arrivals = run.run_table(late_groups.judged_arrivals)
-    late_calls = run.run_table(collective_instances.waits).filter(pl.col("rank").is_in(list(members)))
+    arrivals = run.table(late_groups.judged_arrivals)
+    late_calls = run.table(collective_instances.waits).filter(pl.col("rank").is_in(list(members)))
     queued = late_calls.select("window", "instance", "rank", "activity_id").join(
         run.table(queue_times), on=["window", "rank", "activity_id"], how="left"
     )
@@ -110,7 +113,7 @@ def extra_time(run: Run, members: tuple[int, ...]) -> pl.DataFrame:
     Columns part (of PARTS), extra_ns (idle time of compute, or compute, beyond the median of the other ranks); one row
     per part that takes longer, the largest first.
     """
-    times = run.run_table(_own_time)
+    times = run.table(_own_time)
     is_late = pl.col("rank").is_in(list(members))
     late, usual = pl.col("dur_ns").filter(is_late).mean(), pl.col("dur_ns").filter(~is_late).median()
     by_step = times.group_by(*_STEP, "part").agg((late - usual).alias("extra_ns"))
@@ -129,7 +132,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
 
     A rank that waits for one of another process group arrives late at the collectives of its own groups.
     """
-    waits = run.run_table(collective_instances.waits).select(
+    waits = run.table(collective_instances.waits).select(
         *_KEY, "step", waited_ns="wait_ns", waiting=_leader("rank", members)
     )
     caused = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
@@ -152,6 +155,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
     return last
 
 
+@run_fact
 def _own_time(run: Run) -> pl.DataFrame:
     """Return the own time of each rank and step by part: window, step, rank, part, dur_ns; 0 where there is none."""
     steps = steps_without_saves.steps(run)

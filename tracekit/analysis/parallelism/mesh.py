@@ -9,6 +9,7 @@ import polars as pl
 from msgspec import Meta
 
 from tracekit.conventions.strategies import PP
+from tracekit.model.fact import run_fact
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.run import Run
 
@@ -47,6 +48,7 @@ def groups_of(manifest: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     return by_mesh | (listed or {})
 
 
+@run_fact
 def mesh_table(run: Run) -> pl.DataFrame:
     """Return the groups of `groups_of` as a table. Columns axis, ranks, source; one row per axis and group."""
     rows = [(axis, ranks, "manifest") for axis, groups in groups_of(run.manifest).items() for ranks in groups]

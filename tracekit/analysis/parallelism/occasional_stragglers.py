@@ -5,8 +5,9 @@ import polars as pl
 from tracekit.analysis.parallelism import late_ranks, outlier_steps, stragglers
 from tracekit.analysis.time import breakdown, operators
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync import collective_matching
 
 COLUMNS = {
@@ -22,10 +23,11 @@ _MOST = 0.5
 _FEWEST_STEPS = 3
 
 
-FACTS: tuple[Fact, ...] = (*late_ranks.FACTS, operators.by_step)
+FACTS: tuple[TraceFact, ...] = (*late_ranks.FACTS, operators.by_step)
 """The facts that the run tables of this module read, without those of `outlier_steps`."""
 
 
+@run_fact
 def occasional_stragglers(run: Run) -> pl.DataFrame:
     """Return the few steps in which most of the waiting is for one rank that takes longer than usual.
 
@@ -36,7 +38,7 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     and late rank. Use ``run.run_table``. Fewer than half of the window's steps. Steps with saves, and those in which
     the rank's host stalls, are left out.
     """
-    costs = run.run_table(stragglers.straggler_costs).drop_nulls("step")
+    costs = run.table(stragglers.straggler_costs).drop_nulls("step")
     if costs.is_empty():
         return schema.empty(COLUMNS)
     of_rank = ["window", "late_rank"]
@@ -81,7 +83,7 @@ def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     since = late.join_asof(
         meetings, left_on="step", right_on="since", by="window", allow_exact_matches=False, check_sortedness=False
     )
-    stalls = run.run_table(outlier_steps.outlier_steps)
+    stalls = run.table(outlier_steps.outlier_steps)
     stalled = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
     is_between = (pl.col("gap_step") <= pl.col("step")) & (pl.col("gap_step") >= pl.coalesce("since", "step"))
     pairs = since.join(stalled, on="window").filter(is_between)

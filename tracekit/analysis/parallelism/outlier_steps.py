@@ -10,6 +10,7 @@ from tracekit.analysis.host import host_stalls
 from tracekit.analysis.memory import steady_state
 from tracekit.analysis.time import breakdown
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
@@ -45,6 +46,7 @@ _SHOWN_RATIO = 0.3
 """Share of a stall by which the step must be longer: otherwise the device had work, or other steps lose as much."""
 
 
+@run_fact
 def outlier_stalls(run: Run) -> pl.DataFrame:
     """Return the stalls of the host that other steps of the same rank do not have; use ``run.run_table``.
 
@@ -113,6 +115,7 @@ def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.
     return stalls.with_columns(expected_ns.cast(pl.Int64).alias("expected_ns"))
 
 
+@run_fact
 def outlier_steps(run: Run) -> pl.DataFrame:
     """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
 
@@ -210,7 +213,7 @@ def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
 
 def _events(run: Run) -> pl.DataFrame:
     """Return the events with their culprits; those of one step, cause and set of ranks are one."""
-    stalls = run.run_table(outlier_stalls)
+    stalls = run.table(outlier_stalls)
     ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
     by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
     of_ranks = by_rank.agg(

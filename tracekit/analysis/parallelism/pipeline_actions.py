@@ -11,6 +11,7 @@ from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags
 from tracekit.model.trace import Trace
@@ -71,6 +72,7 @@ _MIN_SEGMENT_RATIO = 0.25
 """Compute between two sends or receives with less than this share of the most ops is no forward or backward."""
 
 
+@trace_fact
 @memoize
 def pipeline_actions(trace: Trace) -> pl.DataFrame:
     """Return the actions of the pipeline schedule on this rank: columns as ACTIONS, by start on the host.

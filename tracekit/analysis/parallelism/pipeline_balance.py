@@ -24,6 +24,7 @@ from tracekit.analysis.parallelism import (
 from tracekit.analysis.parallelism.pipeline_schedule import Floats
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import collective_matching
 
@@ -73,21 +74,23 @@ class Balance:
         return self.layer_ns[stage] / max(1.0, float(np.median(_without(self.layer_ns, stage))))
 
 
+@run_fact
 def stage_times(run: Run) -> pl.DataFrame:
     """Return the time of each stage in each step: columns window, step, stage, stage_ns; use ``run.run_table``.
 
     It is the median over replicas of its forwards and backwards, without idle time in collectives for late ranks, and
     without replicas of late ranks: a replica that is slow alone is a straggler.
     """
-    rows = _without_late_replicas(run, run.run_table(pipeline_bubbles.pipeline_bubbles))
+    rows = _without_late_replicas(run, run.table(pipeline_bubbles.pipeline_bubbles))
     key = [*PIPELINE, "rank", "stage"]
-    idle = run.run_table(own_times).group_by(key).agg(pl.col("idle_ns").sum())
+    idle = run.table(own_times).group_by(key).agg(pl.col("idle_ns").sum())
     joined = rows.join(idle, on=key, how="left", nulls_equal=True)
     taken_ns = pl.col("forward_ns") + pl.col("backward_ns") - pl.col("idle_ns").fill_null(0)
     medians = joined.with_columns(taken_ns.alias("stage_ns")).group_by("window", "step", "iteration", "stage")
     return medians.agg(pl.col("stage_ns").median().round().cast(pl.Int64)).sort("window", "step", "iteration", "stage")
 
 
+@run_fact
 def own_times(run: Run) -> pl.DataFrame:
     """Return `pipeline_stages.staged_actions` with own_ns and idle_ns, which sum to their time; use ``run.run_table``.
 
@@ -97,11 +100,11 @@ def own_times(run: Run) -> pl.DataFrame:
     own_ns is shorter for them, and longer for the others. Where ranks of a stage have no trace, the others' waits for
     them are not known: then all time in collectives without compute is idle_ns, on every rank, so that stages compare.
     """
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     sharded = sharded_micro_batches.exposed_spans(run)
     waits = _collectives(run) if collective_instances.ranks_without_peers(run) else _waits_within_stages(run)
     compute = axis_communication.compute_spans(run)
-    loads = run.run_table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
+    loads = run.table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
     parts = [actions.clear().with_columns(idle_ns=pl.lit(0, pl.Int64))]
     for place, rows in actions.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
         waited = intervals.subtract(waits.get(place, intervals.EMPTY), compute.get(place, intervals.EMPTY))
@@ -116,8 +119,8 @@ def own_times(run: Run) -> pl.DataFrame:
 
 def balance(run: Run) -> Balance | None:
     """Return the balance of the stages over all steps; None without a pass through two stages or more that compute."""
-    times = run.run_table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
-    cases = run.run_table(pipeline_bubbles.schedule_cases)
+    times = run.table(stage_times).group_by("stage").agg(pl.col("stage_ns").median()).sort("stage")
+    cases = run.table(pipeline_bubbles.schedule_cases)
     stages = times.height
     if stages < 2 or cases.is_empty() or times["stage"].to_list() != list(range(stages)):
         return None
@@ -159,8 +162,8 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
 
     In collectives of several stages the order of the stages decides who waits.
     """
-    waits = run.run_table(stragglers.late_calls)
-    within = waits.join(run.run_table(late_groups.across_stages), on=["window", "instance"], how="anti")
+    waits = run.table(stragglers.late_calls)
+    within = waits.join(run.table(late_groups.across_stages), on=["window", "instance"], how="anti")
     of_rank = within.partition_by("window", "rank", as_dict=True)
     return {
         place: intervals.union(intervals.from_columns(calls["start_ns"], calls["wait_ns"]))
@@ -191,7 +194,7 @@ def _overload_ns(spans: intervals.Spans, loads: pl.DataFrame) -> npt.NDArray[np.
 
 def _without_late_replicas(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows of pipelines that have no late rank; all, if each has one."""
-    actions = run.run_table(pipeline_stages.staged_actions).filter(pl.col("rank").is_in(late_ranks.latest(run)))
+    actions = run.table(pipeline_stages.staged_actions).filter(pl.col("rank").is_in(late_ranks.latest(run)))
     late = actions.select("window", "pipeline").unique()
     on_time = rows.join(late, on=["window", "pipeline"], how="anti")
     return rows if on_time.is_empty() else on_time
@@ -274,15 +277,15 @@ def _representative_actions(run: Run, stages: int) -> pl.DataFrame | None:
 
     None if no pass has all stages: ranks may mark different steps.
     """
-    complete = run.run_table(own_times).group_by(PIPELINE).agg(pl.col("stage").n_unique()).filter(stage=stages)
-    cases = _without_late_replicas(run, run.run_table(pipeline_bubbles.schedule_cases))
+    complete = run.table(own_times).group_by(PIPELINE).agg(pl.col("stage").n_unique()).filter(stage=stages)
+    cases = _without_late_replicas(run, run.table(pipeline_bubbles.schedule_cases))
     cases = cases.unique(PIPELINE).join(complete, on=PIPELINE, how="semi", nulls_equal=True)
     if cases.is_empty():
         return None
     cases = cases.sort("stages_duration_ns", *PIPELINE)
     row = cases.row((cases.height - 1) // 2, named=True)
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
-    return run.run_table(own_times).filter(is_own).sort("rank", "start_ns")
+    return run.table(own_times).filter(is_own).sort("rank", "start_ns")
 
 
 def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:

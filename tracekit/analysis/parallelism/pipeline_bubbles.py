@@ -17,8 +17,9 @@ from tracekit.analysis.parallelism.pipeline_actions import (
 from tracekit.analysis.parallelism.pipeline_schedule import Floats
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment, collective_matching
 
 _RANK = [*PIPELINE, "rank"]
@@ -71,6 +72,7 @@ GAPS = schema.columns(
 )
 
 
+@trace_fact
 def transfer_spans(trace: Trace) -> pl.DataFrame:
     """Return the sends and receives of a rank. Columns step, op, peer, bytes, start_ns, dur_ns; one row each."""
     calls = trace.collectives.filter(pl.col("op").is_in(POINT_TO_POINT))
@@ -80,10 +82,11 @@ def transfer_spans(trace: Trace) -> pl.DataFrame:
     return joined.select("step", "op", "peer", size, "start_ns", "dur_ns")
 
 
-FACTS: tuple[Fact, ...] = (*pipeline_stages.FACTS, transfer_spans, collective_matching.calls)
+FACTS: tuple[TraceFact, ...] = (*pipeline_stages.FACTS, transfer_spans, collective_matching.calls)
 """The facts that the run tables of this module read."""
 
 
+@run_fact
 def pipeline_bubbles(run: Run) -> pl.DataFrame:
     """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.run_table``.
 
@@ -94,11 +97,11 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
     """
     if not pipeline_stages.is_pipelined(run):
         return BUBBLES.empty()
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     if actions.is_empty():
         return BUBBLES.empty()
     sizes = _pipeline_sizes(actions)
-    gaps = run.run_table(idle_gaps)
+    gaps = run.table(idle_gaps)
     parts = gaps.group_by(_RANK).agg(
         (pl.col("end_ns") - pl.col("start_ns")).sum().alias("bubble_ns"),
         *(
@@ -123,7 +126,7 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
 
 def by_stage(run: Run) -> pl.DataFrame:
     """Return the bubbles for display: columns rank, stage, step, … of BUBBLES, one row per rank, stage and step."""
-    bubbles = run.run_table(pipeline_bubbles)
+    bubbles = run.table(pipeline_bubbles)
     some = [name for name in ("window", "iteration", "pipeline") if bubbles[name].n_unique() > 1]
     return bubbles.select(
         "rank", "stage", "step", *some, "duration_ns", "bubble_ns", "bubble_ratio", "ideal_bubble_ratio",
@@ -131,6 +134,7 @@ def by_stage(run: Run) -> pl.DataFrame:
     ).sort("rank", "stage", "step", *some)  # fmt: skip
 
 
+@run_fact
 def idle_gaps(run: Run) -> pl.DataFrame:
     """Return the gaps between the actions of each rank, from the pipeline's first action to its last.
 
@@ -138,7 +142,7 @@ def idle_gaps(run: Run) -> pl.DataFrame:
     complete on the rank that makes it), phase (warmup, steady, cooldown), late_ns (from ready_ns to the
     action) and sent_ns (the part of late_ns in which the rank sends or receives).
     """
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     gaps = _gaps(actions)
     ready = (
         pipeline_stages.dependencies(actions)
@@ -238,13 +242,14 @@ def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
 # The schedule without links ------------------------------------------------------------------------------------------
 
 
+@run_fact
 def schedule_cases(run: Run) -> pl.DataFrame:
     """Durations of the schedule without links, in three cases; use ``run.run_table``.
 
     Columns window, step, iteration, pipeline, rank, and bubbles (even_ns, stages_ns, ideal_bubble_ns) and durations
     (even_duration_ns, stages_duration_ns, ideal_duration_ns) with equal times, each stage's mean, and their own times.
     """
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     parts = [schema.empty(_CASES)]
     for places, ranks, bubbles, durations in _schedule_passes(actions):
         rows = [
@@ -259,7 +264,7 @@ def schedule_cases(run: Run) -> pl.DataFrame:
 def _ideal(run: Run) -> pl.DataFrame:
     """Return the ideal bubble of each rank, and what the bubble changes by with each cause."""
     even, stages, ideal = "even_ns", "stages_ns", "ideal_bubble_ns"
-    return run.run_table(schedule_cases).with_columns(
+    return run.table(schedule_cases).with_columns(
         pl.col(even).alias(SCHEDULE),
         (pl.col(stages) - pl.col(even)).alias(IMBALANCE),
         (pl.col(ideal) - pl.col(stages)).alias(UNEVEN),

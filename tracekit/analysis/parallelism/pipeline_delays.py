@@ -18,7 +18,7 @@ def delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
     waited_ns; one row per step and rank that waits longer and belongs to no group. Empty without two pipelines.
     """
     stage_of = rank_places.stages(run)
-    waits = run.run_table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    waits = run.table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
     if not stage_of or waits.is_empty():
         return _EMPTY
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")

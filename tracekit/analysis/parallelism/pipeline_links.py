@@ -13,8 +13,9 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 from tracekit.sync.collective_matching import PAIRED
 
@@ -26,9 +27,10 @@ _ACTION = ["stage", "micro_batch", "action"]
 _LARGE_BYTES = 1 << 20
 _BUSY_RATIO = 0.1
 """A rank that computes for more of a delay than this was not waiting."""
-FACTS: tuple[Fact, ...] = (*pipeline_bubbles.FACTS, *axis_communication.FACTS, *rank_places.FACTS)
+FACTS: tuple[TraceFact, ...] = (*pipeline_bubbles.FACTS, *axis_communication.FACTS, *rank_places.FACTS)
 
 
+@run_fact
 def arrivals(run: Run) -> pl.DataFrame:
     """Return the actions for whose input a rank was waiting when it was complete; use ``run.run_table``.
 
@@ -36,8 +38,8 @@ def arrivals(run: Run) -> pl.DataFrame:
     the action, the time of the transfer. Where a rank was busy, with an action or with other compute such as the last
     step's optimizer, or the input was there before, the time is not known.
     """
-    gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls(["action", "ready_ns"])
-    sources = pipeline_stages.dependencies(run.run_table(pipeline_stages.staged_actions))
+    gaps = run.table(pipeline_bubbles.idle_gaps).drop_nulls(["action", "ready_ns"])
+    sources = pipeline_stages.dependencies(run.table(pipeline_stages.staged_actions))
     key = [*PIPELINE, "rank", *_ACTION]
     with_sources = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
     waited = with_sources.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
@@ -61,6 +63,7 @@ def _computing_ns(run: Run, delayed: pl.DataFrame) -> pl.Series:
     return pl.concat(parts).sort("row")["computing_ns"]
 
 
+@run_fact
 def links(run: Run) -> pl.DataFrame:
     """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.run_table``.
 
@@ -70,7 +73,7 @@ def links(run: Run) -> pl.DataFrame:
     links of the same kind (inside a node, or between nodes), and of the same link of other replicas; null where there
     is neither.
     """
-    waited = run.run_table(arrivals)
+    waited = run.table(arrivals)
     if waited.is_empty():
         return schema.empty(LINKS)
     delay_ns = pl.col("delay_ns")
@@ -89,7 +92,7 @@ def transfer_rates(run: Run) -> dict[bool, float]:
     of one node where nodes are not known.
     """
     calls = run.table(collective_matching.calls).filter(pl.col("op") == PAIRED, pl.col("bytes") >= _LARGE_BYTES)
-    pipelined = run.run_table(pipeline_stages.staged_actions)["rank"].unique()
+    pipelined = run.table(pipeline_stages.staged_actions)["rank"].unique()
     turn = pl.int_range(pl.len()).over("window", "rank", "members", order_by="start_ns").alias("turn")
     took_ns = (pl.col("end_ns") - pl.col("start_ns")).min()
     pairs = calls.filter(pl.col("rank").is_in(pipelined.implode())).with_columns(turn)
@@ -105,9 +108,7 @@ def transfer_rates(run: Run) -> dict[bool, float]:
 
 def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     node_of = rank_places.node_of_rank(run)
-    stage_of = dict(
-        run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows()
-    )
+    stage_of = dict(run.table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows())
     rows = table.to_dicts()
     for row in rows:
         ends = row["source_rank"], row["rank"]

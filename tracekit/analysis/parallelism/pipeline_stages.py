@@ -11,8 +11,9 @@ from tracekit.analysis.parallelism.pipeline_actions import (
     pipeline_actions,
 )
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment
 
 _STEP = ["window", "step", "iteration"]
@@ -27,6 +28,7 @@ COLUMNS = schema.columns(
 PEER_COLUMNS = schema.columns("peer is_sender")
 
 
+@trace_fact
 def peers(trace: Trace) -> pl.DataFrame:
     """Return the ranks that this rank sends to and receives from. Columns peer, sends (whether its first is a send)."""
     if trace.collectives["peer"].null_count() == trace.collectives.height:
@@ -38,7 +40,7 @@ def peers(trace: Trace) -> pl.DataFrame:
     return ordered.select("peer").unique(maintain_order=True).with_columns(is_sender=pl.lit(first_sends))
 
 
-FACTS: tuple[Fact, ...] = (pipeline_actions, peers)
+FACTS: tuple[TraceFact, ...] = (pipeline_actions, peers)
 
 
 def is_pipelined(run: Run) -> bool:
@@ -46,6 +48,7 @@ def is_pipelined(run: Run) -> bool:
     return not run.table(pipeline_actions).is_empty()
 
 
+@run_fact
 def staged_actions(run: Run) -> pl.DataFrame:
     """Return the forwards and backwards of all ranks with their stage, on one clock; use ``run.run_table``.
 
@@ -80,7 +83,7 @@ def staged_actions(run: Run) -> pl.DataFrame:
 
 def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
     """Return the actions of the pass of median duration of each pipeline, by window and pipeline."""
-    actions = run.run_table(staged_actions)
+    actions = run.table(staged_actions)
     passes = actions.group_by(PIPELINE).agg((pl.col("end_ns").max() - pl.col("start_ns").min()).alias("duration_ns"))
     ordered = passes.sort("duration_ns", *PIPELINE).group_by("window", "pipeline", maintain_order=True)
     medians = ordered.agg(pl.all().get((pl.len() - 1) // 2))

@@ -6,17 +6,19 @@ from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
 from tracekit.model import intervals
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 _OF = ("window", "rank", "device")
 
 
+@run_fact
 def exposed_by_step(run: Run) -> pl.DataFrame:
     """Return `exposed_communication.exposed_by_step` with the sends and receives of a pipeline in waited_ns."""
-    steps = run.run_table(exposed_communication.exposed_by_step)
+    steps = run.table(exposed_communication.exposed_by_step)
     if not pipeline_stages.is_pipelined(run):
         return steps
-    calls = run.run_table(exposed_communication.exposed_transfers)
+    calls = run.table(exposed_communication.exposed_transfers)
     sends = _spans_of(calls.filter(_is_send()))
     other_spans = _spans_of(calls.filter(~_is_send()))
     exposed = exposed_communication.exposed_on_devices(run)
@@ -30,9 +32,10 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@run_fact
 def exposed_transfers(run: Run) -> pl.DataFrame:
     """Return `exposed_communication.exposed_transfers` without the sends and receives of a pipeline."""
-    calls = run.run_table(exposed_communication.exposed_transfers)
+    calls = run.table(exposed_communication.exposed_transfers)
     return calls.filter(~_is_send()) if pipeline_stages.is_pipelined(run) else calls
 
 

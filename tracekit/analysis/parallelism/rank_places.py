@@ -11,8 +11,9 @@ from tracekit.analysis.parallelism import mesh
 from tracekit.conventions import strategies
 from tracekit.conventions.process_groups import JOINT, axis_of_description
 from tracekit.model import rank_lists
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 _HOST = re.compile(r"(?P<host>[A-Za-z][\w.-]*?)_\d+\.\d+\.pt\.trace\.json")
 """How torch.profiler.tensorboard_trace_handler names files: HOST_PID.TIME.pt.trace.json."""
@@ -38,6 +39,7 @@ class Place:
     ranks: tuple[int, ...]
 
 
+@trace_fact
 def rank_hosts(trace: Trace) -> pl.DataFrame:
     """Host and device of a rank. Columns host (from the file's name; null where not known), device; one row."""
     match = _HOST.search(PurePath(trace.path).name)
@@ -48,6 +50,7 @@ def rank_hosts(trace: Trace) -> pl.DataFrame:
     )
 
 
+@trace_fact
 def rank_groups(trace: Trace) -> pl.DataFrame:
     """Return the process groups of a rank with several ranks. Columns description, ranks; one row per group.
 
@@ -57,7 +60,7 @@ def rank_groups(trace: Trace) -> pl.DataFrame:
     return groups.select("description", rank_lists.texts(groups["ranks"]))
 
 
-FACTS: tuple[Fact, ...] = (rank_hosts, rank_groups)
+FACTS: tuple[TraceFact, ...] = (rank_hosts, rank_groups)
 """The facts that the functions of this module read."""
 
 
@@ -67,6 +70,7 @@ def process_groups(run: Run) -> pl.DataFrame:
     return groups.with_columns(rank_lists.lists(groups["ranks"])).sort("description", "ranks")
 
 
+@run_fact
 def nodes(run: Run) -> pl.DataFrame:
     """Return the node of each rank; use ``run.run_table``. Columns rank, node (its name); empty where not known.
 
@@ -85,14 +89,14 @@ def nodes(run: Run) -> pl.DataFrame:
 
 def node_of_rank(run: Run) -> dict[int, str]:
     """Return the node of each rank; {} where nodes are not known, or all ranks share one."""
-    node_of = dict(run.run_table(nodes).select("rank", "node").iter_rows())
+    node_of = dict(run.table(nodes).select("rank", "node").iter_rows())
     return node_of if len(set(node_of.values())) > 1 else {}
 
 
 def share_node(run: Run, ranks: Iterable[int]) -> bool:
     """Return whether ranks are known to be on one node: by `nodes`, one host, or devices of different indices."""
     members = sorted(set(ranks))
-    if node_of := dict(run.run_table(nodes).select("rank", "node").iter_rows()):
+    if node_of := dict(run.table(nodes).select("rank", "node").iter_rows()):
         return len({node_of.get(rank) for rank in members}) == 1
     places_of_ranks = run.table(rank_hosts).unique("rank").filter(pl.col("rank").is_in(members))
     hosts, indices = places_of_ranks["host"], places_of_ranks["device"]
@@ -177,7 +181,7 @@ def _node_size(run: Run, places_of_ranks: pl.DataFrame) -> int | None:
 
 
 def _node_places(run: Run) -> list[Place]:
-    rows = run.run_table(nodes).group_by("node", maintain_order=True).agg("rank")
+    rows = run.table(nodes).group_by("node", maintain_order=True).agg("rank")
     return [Place(f"node {node}", tuple(ranks)) for node, ranks in rows.iter_rows()]
 
 

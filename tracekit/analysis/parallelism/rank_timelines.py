@@ -5,6 +5,7 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
@@ -14,6 +15,7 @@ _OF = ("window", "rank", "device")
 _KEY = ["window", "rank", "activity_id"]
 
 
+@run_fact
 def states(run: Run) -> pl.DataFrame:
     """Return the state of each rank over time, on the run's clock; use ``run.run_table``.
 
@@ -57,16 +59,18 @@ def totals(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     return table.with_columns(idle_ns).select(*key, *names)
 
 
+@run_fact
 def wait_times(run: Run) -> pl.DataFrame:
     """Time that each rank waited for each other rank; use ``run.run_table``.
 
     Columns rank, peer_rank (the last arrival; null where unknown), waited_ns: the states of kind waiting, so that
     concurrent collectives count once and hidden waiting does not count. One row per pair that occurs.
     """
-    waits = run.run_table(states).filter(pl.col("state") == WAITING)
+    waits = run.table(states).filter(pl.col("state") == WAITING)
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
 
 
+@run_fact
 def awaited_times(run: Run) -> pl.DataFrame:
     """Time that other ranks wait for each rank in each step; use ``run.run_table``.
 
@@ -74,7 +78,7 @@ def awaited_times(run: Run) -> pl.DataFrame:
     wait of one other rank), waiting_rank (which rank that is) and all_waits_ns (the sum over ranks); one row per step
     and rank that is waited for. Waiting is that of `states`: each moment of a rank counts once.
     """
-    waits = run.run_table(states).filter(pl.col("state") == WAITING).drop_nulls("peer_rank")
+    waits = run.table(states).filter(pl.col("state") == WAITING).drop_nulls("peer_rank")
     steps = run.table(breakdown.by_step).select(
         *_OF, "step", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
@@ -93,14 +97,15 @@ def awaited_times(run: Run) -> pl.DataFrame:
     return table.rename({"peer_rank": "rank"}).sort("window", "step", "rank")
 
 
+@run_fact
 def spread(run: Run) -> pl.DataFrame:
     """Return `exposed_communication.spread` with how long others wait for each rank; use ``run.run_table``.
 
     More columns: awaited_ns and waiting_rank of `awaited` (0 and null where nobody waits), and awaited_ratio, the share
     of the median step of all ranks.
     """
-    waits = run.run_table(awaited_times).drop_nulls("step").drop("all_waits_ns")
-    steps = run.run_table(exposed_communication.spread)
+    waits = run.table(awaited_times).drop_nulls("step").drop("all_waits_ns")
+    steps = run.table(exposed_communication.spread)
     joined = steps.join(waits, on=["window", "step", "rank"], how="left", maintain_order="left")
     awaited_ns = pl.col("awaited_ns").fill_null(0)
     return joined.with_columns(awaited_ns, awaited_ratio=awaited_ns / pl.col("median_ns"))
@@ -108,12 +113,10 @@ def spread(run: Run) -> pl.DataFrame:
 
 def _calls(run: Run) -> pl.DataFrame:
     key = ["window", "instance"]
-    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
-    waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
+    last = run.table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
+    waits = run.table(collective_instances.waits).join(last, on=key, how="left")
     peers = waits.select(*_KEY, "peer_rank").unique(_KEY)
-    calls = run.run_table(exposed_communication.exposed_transfers).join(
-        peers, on=_KEY, how="left", maintain_order="left"
-    )
+    calls = run.table(exposed_communication.exposed_transfers).join(peers, on=_KEY, how="left", maintain_order="left")
     # Without a name: a save is not a collective of the step, and not part of the one before it either.
     saves = run.table(exposed_communication.save_collectives)
     return pl.concat([calls, saves.with_columns(waited_ns=pl.lit(0, pl.Int64))], how="diagonal")

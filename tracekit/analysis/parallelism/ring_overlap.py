@@ -6,6 +6,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import axis_communication
 from tracekit.conventions.strategies import CP
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync.collective_matching import PAIRED
 
@@ -26,6 +27,7 @@ RINGS = schema.table(
 _PLACE = ["window", "rank", "step"]
 
 
+@run_fact
 def ring_overlap(run: Run) -> pl.DataFrame:
     """Share of a ring's transfers that compute hides; use ``run.run_table``. Columns as RINGS.
 
@@ -34,7 +36,7 @@ def ring_overlap(run: Run) -> pl.DataFrame:
     """
     if not axis_communication.has_calls(run, CP):
         return RINGS.empty()
-    ring_calls = run.run_table(axis_communication.calls).filter(
+    ring_calls = run.table(axis_communication.calls).filter(
         pl.col("axis") == CP, pl.col("op").is_in([PAIRED, "send", "recv"])
     )
     compute, rows = axis_communication.compute_spans(run), []
@@ -55,6 +57,6 @@ def ring_overlap(run: Run) -> pl.DataFrame:
 
 def _with_waits(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     """Return calls with present_ns: when both ranks have begun, on the rank's clock; null where the peer is unknown."""
-    waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     joined = calls.join(waits, on=["window", "rank", "activity_id"], how="left")
     return joined.with_columns((pl.col("start_ns") + pl.col("wait_ns")).alias("present_ns"))

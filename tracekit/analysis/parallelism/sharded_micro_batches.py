@@ -16,8 +16,9 @@ from tracekit.analysis.parallelism import (
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import CP, EP, PP, TP
 from tracekit.model import intervals, schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact
+from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment
 
 COLUMNS = schema.columns("window rank step axis op with_calls micro_batches calls bytes exposed_ns lost_ns duration_ns")
@@ -25,12 +26,13 @@ PASSES = schema.columns("window pipeline step lost_ns delayed_ns duration_ns")
 _OPS = ("all_gather", "reduce_scatter")
 _ACTION = ["stage", "micro_batch", "action"]
 _KEY = [*pipeline_stages.PIPELINE, "rank", *_ACTION]
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     *pipeline_bubbles.FACTS, *axis_communication.FACTS, exposed_communication.exposed_calls, breakdown.by_step,
 )  # fmt: skip
 """The facts that the run tables of this module read."""
 
 
+@run_fact
 def sharded_micro_batches(run: Run) -> pl.DataFrame:
     """Number of micro-batches that data-parallel collectives run for; use ``run.run_table``.
 
@@ -38,12 +40,12 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     or after whose actions such a collective started), exposed_ns (without waits), lost_ns (that beyond one
     micro-batch), duration_ns (of the pipeline in that step). Empty without a pipeline.
     """
-    bubbles = run.run_table(pipeline_bubbles.pipeline_bubbles)
-    calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
+    bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
+    calls = run.table(data_parallel_calls).filter(pl.col("op").is_in(_OPS))
     if bubbles.is_empty() or calls.is_empty():
         return schema.empty(COLUMNS)
     aligned = alignment.on_run_clock(calls, run.offsets, ("start_ns",)).sort("start_ns")
-    actions = run.run_table(pipeline_stages.staged_actions).select(
+    actions = run.table(pipeline_stages.staged_actions).select(
         "window", "rank", "step", "micro_batch", at_ns="start_ns"
     )
     during = aligned.join_asof(
@@ -64,6 +66,7 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
     return schema.conform(joined, COLUMNS).sort("window", "rank", "step", "axis", "op")
 
 
+@run_fact
 def passes(run: Run) -> pl.DataFrame:
     """Delay of one pass of each pipeline by those collectives; use ``run.run_table``.
 
@@ -76,7 +79,7 @@ def passes(run: Run) -> pl.DataFrame:
         return schema.empty(PASSES)
     exposed = exposed_spans(run)
     after_ns = pl.max_horizontal("start_ns", pl.min_horizontal(pl.coalesce("ready_ns", "start_ns"), "end_ns"))
-    gaps = run.run_table(pipeline_bubbles.idle_gaps).drop_nulls("action")
+    gaps = run.table(pipeline_bubbles.idle_gaps).drop_nulls("action")
     delays = gaps.select(*_KEY, idle_ns=pl.col("end_ns") - after_ns)
     rows = []
     for (window, pipeline), actions in by_pipeline.items():
@@ -102,7 +105,7 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     """
     compute = axis_communication.compute_spans(run)
     # Calls that `exposed_transfers` leaves out, such as those of checkpoint saves, have no times.
-    calls = run.run_table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).drop_nulls("dur_ns")
+    calls = run.table(data_parallel_calls).filter(pl.col("op").is_in(_OPS)).drop_nulls("dur_ns")
     of_rank = calls.partition_by("window", "rank", as_dict=True)
     return {
         place: intervals.subtract(exposed_communication.transfer_spans(rank_calls), compute.get(place, intervals.EMPTY))
@@ -110,15 +113,16 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     }
 
 
+@run_fact
 def data_parallel_calls(run: Run) -> pl.DataFrame:
     """Return the calls of `axis_communication.calls` on data-parallel axes, with exposed_ns and waited_ns.
 
     Use ``run.run_table``.
     """
     other_axes = [PP, TP, EP, CP, "world"]
-    calls = run.run_table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))
+    calls = run.table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))
     times = ("exposed_ns", "waited_ns", "dur_ns")
-    exposed = run.run_table(exposed_communication.exposed_transfers).select("window", "rank", "activity_id", *times)
+    exposed = run.table(exposed_communication.exposed_transfers).select("window", "rank", "activity_id", *times)
     return calls.drop(times, strict=False).join(
         exposed, on=["window", "rank", "activity_id"], how="left", maintain_order="left"
     )

@@ -9,8 +9,10 @@ from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.host import host_silences
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 
 _RANKS = pl.List(pl.Int64)
@@ -41,10 +43,11 @@ _JUDGED = (*collective_matching.SYNCHRONIZING, *collective_matching.ROOTED, *col
 _SILENT, _ALIVE = 0.9, 0.5
 _EXPLAINED = 0.5
 
-FACTS = (*group_bandwidth.FACTS, host_silences.host_silences)
+FACTS: tuple[TraceFact, ...] = (*group_bandwidth.FACTS, host_silences.host_silences)
 """The facts that the run tables of this module read, in addition to those of `outlier_steps`."""
 
 
+@run_fact
 def stalled_calls(run: Run) -> pl.DataFrame:
     """Return the collectives that take far longer than the same ones usually do; use ``run.run_table``.
 
@@ -71,6 +74,7 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     return aligned.with_columns(begins.cum_sum().cast(pl.Int64).alias("event")).pipe(schema.select, CALL_COLUMNS)
 
 
+@run_fact
 def stalled_collectives(run: Run) -> pl.DataFrame:
     """Return the times in which collectives stalled, with the cost for the job; use ``run.run_table``.
 
@@ -81,7 +85,7 @@ def stalled_collectives(run: Run) -> pl.DataFrame:
     which such a host was), step_ns and reference_ns (of the step, and the median), window_ns and steps (of the window);
     one row per event. Stalls of hosts that `outlier_steps` explains are left out.
     """
-    calls = run.run_table(stalled_calls)
+    calls = run.table(stalled_calls)
     if calls.is_empty():
         return schema.empty(COLUMNS)
     lengths = outlier_steps.step_lengths(run)
@@ -98,7 +102,7 @@ def stalled_collectives(run: Run) -> pl.DataFrame:
 
 def _classify_calls(run: Run) -> pl.DataFrame:
     """Return the collectives of `group_bandwidth.collective_times` with the class of their size, and place and row."""
-    calls = run.run_table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
+    calls = run.table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
     size_class = pl.col("bytes").cast(pl.Float64).log(2).floor().alias("size_class")
     ordered = calls.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
     nth = pl.int_range(pl.len()).over(*_ONE, *_KIND).alias("place")
@@ -167,7 +171,7 @@ def _events(calls: pl.DataFrame) -> pl.DataFrame:
 
 def _without_host_stalls(run: Run, events: pl.DataFrame) -> pl.DataFrame:
     """Return the events without those in which hosts stall for most of the time: these are reported as such."""
-    stalls = run.run_table(outlier_steps.outlier_stalls).select("window", "rank", "run_start_ns", "dur_ns")
+    stalls = run.table(outlier_steps.outlier_stalls).select("window", "rank", "run_start_ns", "dur_ns")
     pairs = events.join(stalls, on="window").filter(pl.col("ranks").list.contains(pl.col("rank")))
     until_ns = pl.min_horizontal("end_ns", pl.col("run_start_ns") + pl.col("dur_ns"))
     both_ns = until_ns - pl.max_horizontal("start_ns", "run_start_ns")

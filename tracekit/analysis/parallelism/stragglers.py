@@ -11,6 +11,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, late_ranks, rank_places
 from tracekit.analysis.time import breakdown
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.sync import collective_matching
 
@@ -20,6 +21,7 @@ PARTS = 4
 """Into how many parts a window without marked steps is divided, to see whether a rank is late throughout."""
 
 
+@run_fact
 def late_calls(run: Run) -> pl.DataFrame:
     """Return the waits of ranks in collectives for a later arrival; use ``run.run_table``.
 
@@ -27,10 +29,10 @@ def late_calls(run: Run) -> pl.DataFrame:
     lowest rank of a group that arrives late together), activity_id, start_ns and dur_ns (on the clock of the rank's
     trace), wait_ns; one row per rank and collective in which it waited, except for its own group.
     """
-    last = run.run_table(late_ranks.last_arrivals).drop_nulls("late_rank")
+    last = run.table(late_ranks.last_arrivals).drop_nulls("late_rank")
     starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
-    waits = run.run_table(collective_instances.waits).filter(pl.col("wait_ns") > 0)
-    members = run.run_table(late_groups.groups).select("rank", own_group="leader")
+    waits = run.table(collective_instances.waits).filter(pl.col("wait_ns") > 0)
+    members = run.table(late_groups.groups).select("rank", own_group="leader")
     late = waits.join(last, on=["window", "instance"]).join(members, on="rank", how="left", maintain_order="left")
     for_others = late.filter(pl.col("own_group").ne_missing(pl.col("late_rank")))
     return for_others.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
@@ -39,6 +41,7 @@ def late_calls(run: Run) -> pl.DataFrame:
     )  # fmt: skip
 
 
+@run_fact
 def straggler_costs(run: Run) -> pl.DataFrame:
     """Return the time that other ranks lose in each step to each rank that arrived last at least once.
 
@@ -51,7 +54,7 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     and the others' extra exposed communication: ranks behind a hidden wait are delayed too. The rank's own extra
     transfer time, without waiting, is subtracted: that is a slow link. Steps with saves are left out.
     """
-    waits = run.run_table(late_calls)
+    waits = run.table(late_calls)
     plain_steps = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
@@ -98,15 +101,16 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
 
     Without collectives of several pipeline stages, where the order of the stages decides who waits.
     """
-    pieces = run.run_table(compute_gap_causes.waits_for_peers)
-    across = run.run_table(late_groups.across_stages)
+    pieces = run.table(compute_gap_causes.waits_for_peers)
+    across = run.table(late_groups.across_stages)
     if across.is_empty():
         return pieces
-    waits = run.run_table(collective_instances.waits).join(across, on=["window", "instance"], how="semi")
+    waits = run.table(collective_instances.waits).join(across, on=["window", "instance"], how="semi")
     calls = waits.select("window", "rank", collective_id="activity_id")
     return pieces.join(calls, on=["window", "rank", "collective_id"], how="anti")
 
 
+@run_fact
 def late_parts(run: Run) -> pl.DataFrame:
     """Parts of a window in which most of the waiting in collectives is for each rank; use ``run.run_table``.
 
@@ -115,7 +119,7 @@ def late_parts(run: Run) -> pl.DataFrame:
     fewer than PARTS collectives have no rows.
     """
     key = ["window", "instance"]
-    calls = run.run_table(late_calls).group_by(*key, "late_rank").agg(pl.col("start_ns").min(), pl.col("wait_ns").sum())
+    calls = run.table(late_calls).group_by(*key, "late_rank").agg(pl.col("start_ns").min(), pl.col("wait_ns").sum())
     order, count = pl.col("start_ns").rank("ordinal").over("window") - 1, pl.len().over("window")
     parted = calls.with_columns((order * PARTS // count).alias("part")).filter(count >= PARTS)
     sums = parted.group_by("window", "part", "late_rank").agg(pl.col("wait_ns").sum())
@@ -129,7 +133,7 @@ def late_parts(run: Run) -> pl.DataFrame:
 
 def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
     """Return each late_rank of a table once, with late_ranks: the ranks of its group, or itself."""
-    members = run.run_table(late_groups.groups).select("late_ranks", late_rank="leader").unique("late_rank")
+    members = run.table(late_groups.groups).select("late_ranks", late_rank="leader").unique("late_rank")
     ranks = waits.select(pl.col("late_rank").unique()).join(members, on="late_rank", how="left")
     return ranks.with_columns(pl.coalesce("late_ranks", pl.concat_list("late_rank")).alias("late_ranks"))
 
@@ -171,7 +175,7 @@ def _mates(run: Run, late: pl.DataFrame) -> pl.DataFrame:
 def _idle(run: Run) -> pl.DataFrame:
     """Return each rank's idle time while it waited for another: columns late_rank, wait_ns, window, step, rank."""
     pieces = waiting_pieces(run)
-    late = run.run_table(late_calls).select("window", "rank", "late_rank", collective_id="activity_id")
+    late = run.table(late_calls).select("window", "rank", "late_rank", collective_id="activity_id")
     waits = pieces.join(late.unique(["window", "rank", "collective_id"]), on=["window", "rank", "collective_id"])
     return waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
 
@@ -190,7 +194,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
         .join(waits, on=[*_KEY, "rank"], how="left", nulls_equal=True)
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
     )
-    leaders = ranks.join(run.run_table(late_groups.groups), on="rank", how="left").with_columns(
+    leaders = ranks.join(run.table(late_groups.groups), on="rank", how="left").with_columns(
         pl.coalesce("leader", "rank").alias("late_rank")
     )
     compared = [_beyond_others(step) for step in leaders.partition_by(_KEY, maintain_order=True)]
@@ -245,11 +249,11 @@ def _medians_of_others(values: npt.NDArray[Any], group: npt.NDArray[Any]) -> npt
 
 def _calls(run: Run) -> pl.DataFrame:
     """Number of collectives in which each rank arrived last per step: late_calls, calls, is_whole."""
-    instances = run.run_table(collective_instances.instances)
+    instances = run.table(collective_instances.instances)
     is_whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
     counted = instances.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), is_whole.alias("is_whole"))
     return (
-        counted.join(run.run_table(late_ranks.last_arrivals), on=["window", "instance"])
+        counted.join(run.table(late_ranks.last_arrivals), on=["window", "instance"])
         .drop_nulls("late_rank")
         .group_by(*_KEY, "late_rank")
         .agg(pl.len().cast(pl.Int64).alias("late_calls"), pl.col("calls", "is_whole").first())

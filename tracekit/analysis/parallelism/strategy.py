@@ -5,6 +5,7 @@ import polars as pl
 
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions import strategies
+from tracekit.model.fact import trace_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -20,6 +21,7 @@ _PREFIXES = {
 COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
 
 
+@trace_fact
 def marks(trace: Trace) -> pl.DataFrame:
     """Number of annotations that each wrapper left in the trace.
 

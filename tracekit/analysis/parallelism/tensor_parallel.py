@@ -8,14 +8,16 @@ from tracekit.analysis.parallelism import axis_communication, group_axes, rank_p
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import TP
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = schema.columns(
     "window rank step calls passes exposed_ns transfer_ns waited_ns per_pass_ns start_ns duration_ns exposed_ratio"
 )
 
 
+@trace_fact
 def links(trace: Trace) -> pl.DataFrame:
     """Return the bandwidth of the links inside a node that a device of this kind has, to all devices and to one.
 
@@ -28,7 +30,7 @@ def links(trace: Trace) -> pl.DataFrame:
 
 
 _LINKS = pl.Schema({"link_bytes_per_s": pl.Float64, "peer_bytes_per_s": pl.Float64})
-FACTS: tuple[Fact, ...] = (
+FACTS: tuple[TraceFact, ...] = (
     *axis_communication.FACTS,
     exposed_communication.exposed_calls,
     exposed_communication.save_collectives,
@@ -45,19 +47,21 @@ _HALVES = ("all_gather", "reduce_scatter")
 """With sequence parallelism, these two are what an all-reduce is without."""
 
 
+@run_fact
 def exposed_calls(run: Run) -> pl.DataFrame:
     """Return the collectives of axis tp in steps with their exposed time; use ``run.run_table``.
 
     Columns of `axis_communication.calls`, all_exposed_ns (no compute runs), exposed_ns (of that, with all ranks
     present: the transfer).
     """
-    calls = run.run_table(axis_communication.calls).filter(pl.col("axis") == TP)
+    calls = run.table(axis_communication.calls).filter(pl.col("axis") == TP)
     exposed = run.table(exposed_communication.exposed_calls).select(*_ACTIVITY, all_exposed_ns="exposed_ns")
-    moving = run.run_table(exposed_communication.exposed_transfers).select(*_ACTIVITY, "exposed_ns")
+    moving = run.table(exposed_communication.exposed_transfers).select(*_ACTIVITY, "exposed_ns")
     joined = calls.join(exposed, on=_ACTIVITY, how="left").join(moving, on=_ACTIVITY, how="left")
     return joined.with_columns(pl.col("all_exposed_ns", "exposed_ns").fill_null(0)).sort("window", "rank", "start_ns")
 
 
+@run_fact
 def exposed_by_step(run: Run) -> pl.DataFrame:
     """Return the exposed communication of tensor parallelism per rank and step; use ``run.run_table``.
 
@@ -68,7 +72,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     """
     if not axis_communication.has_calls(run, TP):
         return schema.empty(COLUMNS)
-    calls = run.run_table(exposed_calls)
+    calls = run.table(exposed_calls)
     is_large = pl.col("bytes").is_null() | (pl.col("bytes") >= _LARGE_BYTES)
     reduces = pl.when(pl.col("op").is_in(_HALVES)).then(0.5).otherwise(1.0)
     in_forward = reduces.filter(is_large & (pl.col("phase") == "forward")).sum()
@@ -93,7 +97,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
 def named_groups(run: Run) -> pl.DataFrame:
     """Return the tensor-parallel groups that collectives name. Columns as `group_axes`."""
-    return run.run_table(group_axes.group_axes).filter(pl.col("axis") == TP)
+    return run.table(group_axes.group_axes).filter(pl.col("axis") == TP)
 
 
 def groups_across_nodes(run: Run) -> list[list[int]]:
@@ -123,7 +127,7 @@ def link_bandwidth(run: Run, size: int) -> float | None:
 def bus_bandwidth(run: Run, groups: list[list[int]], *, inside: bool, least_bytes: int = _LARGE_BYTES) -> float | None:
     """Return the median bus bandwidth of large collectives of groups, or of all others (inside), in bytes per s."""
     group_ranks = {tuple(sorted(ranks)) for ranks in groups}
-    instances = run.run_table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
+    instances = run.table(collective_instances.instances).drop_nulls("bus_bytes_per_s")
     node_of = rank_places.node_of_rank(run)
     large = instances.filter(pl.col("bytes") >= least_bytes).select("ranks", "bus_bytes_per_s")
     rates = [

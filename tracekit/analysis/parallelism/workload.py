@@ -4,6 +4,7 @@ import polars as pl
 
 from tracekit.analysis.time import trace_columns
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -21,6 +22,7 @@ _COMPILED = (
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 
 
+@trace_fact
 def marks(trace: Trace) -> pl.DataFrame:
     """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 

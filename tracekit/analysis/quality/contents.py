@@ -4,8 +4,9 @@ import polars as pl
 
 from tracekit.analysis.memory import snapshot_files
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = schema.columns(
     "on_device steps first_step last_step span_ns activities linked phased ops shaped stacked collectives sized "
@@ -17,6 +18,7 @@ MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
 }  # fmt: skip
 
 
+@trace_fact
 def contents(trace: Trace) -> pl.DataFrame:
     """Number of rows of each kind in a trace. Columns COLUMNS; one row.
 
@@ -48,7 +50,7 @@ def contents(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame([row], schema=COLUMNS)
 
 
-FACTS: tuple[Fact, ...] = (contents,)
+FACTS: tuple[TraceFact, ...] = (contents,)
 """The facts that the run tables of this module read."""
 
 _CONSEQUENCES = {
@@ -102,6 +104,7 @@ _LABELS = {
 }  # fmt: skip
 
 
+@run_fact
 def missing(run: Run) -> pl.DataFrame:
     """Data that some ranks did not record at all; use ``run.run_table``.
 

@@ -6,6 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns("step part missing_ratio duration_ns steps", part=pl.String)
@@ -19,6 +20,7 @@ _MIN_MISSING_RATIO = 0.25
 pass, such as the lookup of embeddings, one step ahead."""
 
 
+@trace_fact
 def cut_steps(trace: Trace) -> pl.DataFrame:
     """Return the steps of which only a part was recorded.
 

@@ -12,6 +12,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.quality import cut_steps
 from tracekit.analysis.time import breakdown, operators, trace_columns
 from tracekit.model import columns, environment, schema, units
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints, at
 from tracekit.model.trace import Trace
 
@@ -28,6 +29,7 @@ WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step ta
 MORE_OPS_RATIO = 1.5  # times the median of the other steps: the step does other work, such as an evaluation
 
 
+@trace_fact
 def data_quality(trace: Trace) -> pl.DataFrame:
     """Return the reasons to doubt this trace: those of its reading, and those that its tables show.
 
@@ -39,6 +41,7 @@ def data_quality(trace: Trace) -> pl.DataFrame:
     return pl.concat([trace.data_quality, measured])
 
 
+@trace_fact
 def versions(trace: Trace) -> pl.DataFrame:
     """Return the versions of software and device in the trace's header: each must be the same on all ranks.
 
@@ -48,6 +51,7 @@ def versions(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
 
 
+@trace_fact
 def recorded_times(trace: Trace) -> pl.DataFrame:
     """Identity of a recording. Columns activities (number of rows), times_hash; one row.
 

@@ -5,8 +5,9 @@ import polars as pl
 from tracekit.analysis.time import trace_columns
 from tracekit.ingest.readers.kineto import communication_kernels
 from tracekit.model import schema, units
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import RUN_DATA_QUALITY, Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment
 
 COLUMNS = schema.columns("name nth start_ns end_ns dur_ns busy_ns")
@@ -18,6 +19,7 @@ _MIN_RATIO = 2.0
 """How many times farther apart starts must be than ends: kernels that compute keep their distance."""
 
 
+@trace_fact
 def undecided_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels that count as compute although their names hint at communication.
 
@@ -39,9 +41,10 @@ def undecided_kernels(trace: Trace) -> pl.DataFrame:
     )  # fmt: skip
 
 
-FACTS = (undecided_kernels,)
+FACTS: tuple[TraceFact, ...] = (undecided_kernels,)
 
 
+@run_fact
 def ending_together(run: Run) -> pl.DataFrame:
     """Spread of the starts and the ends of undecided kernels over the ranks of the run; use ``run.run_table``.
 
@@ -79,7 +82,7 @@ def ending_together(run: Run) -> pl.DataFrame:
 
 def data_quality(run: Run) -> pl.DataFrame:
     """Return an issue for undecided kernels that end together on all ranks, columns as RUN_DATA_QUALITY."""
-    together = run.run_table(ending_together).filter("ends_together").sort("dur_ns", descending=True)
+    together = run.table(ending_together).filter("ends_together").sort("dur_ns", descending=True)
     if together.is_empty():
         return RUN_DATA_QUALITY.empty()
     first = together.row(0, named=True)

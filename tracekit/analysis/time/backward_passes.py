@@ -6,6 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import columns, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
@@ -20,6 +21,7 @@ _MIN_FORWARD_RATIO = 0.05
 """A forward pass takes more than this share of the step's compute; less belongs to a backward pass."""
 
 
+@trace_fact
 @memoize
 def backward_starts(trace: Trace) -> pl.DataFrame:
     """Launch time of the first work of each backward pass.

@@ -7,6 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import trace_columns
 from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -23,6 +24,7 @@ COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_comm
 SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}
 
 
+@trace_fact
 def spans(trace: Trace) -> pl.DataFrame:
     """Spans of each part of the breakdown on each device: disjoint, by device, part and start.
 
@@ -48,6 +50,7 @@ def spans(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, SPAN_COLUMNS)
 
 
+@trace_fact
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of every step's device window.
@@ -66,6 +69,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
     return _table(steps["step"].to_list(), row_devices, windows, terms)
 
 
+@trace_fact
 def by_rank(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of the whole device window, first activity to last; step is null.
 
@@ -116,6 +120,7 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     return compute, communication, copy
 
 
+@trace_fact
 @memoize
 def communication(trace: Trace) -> pl.DataFrame:
     """Return the communication activities with their device, columns as the activities table and device."""

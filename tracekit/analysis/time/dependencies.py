@@ -8,6 +8,7 @@ import polars as pl
 from tracekit.analysis.time import inferred_dependencies, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import ids, rows_of, starts_of_groups, where
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import NEVER, Ints, at, distinct
 from tracekit.model.trace import Trace
@@ -38,6 +39,7 @@ ITEM_COLUMNS = schema.columns(
 )
 
 
+@trace_fact
 def dependencies(trace: Trace) -> pl.DataFrame:
     """Return the dependencies of each piece of device work, and of the host calls that wait for device work.
 

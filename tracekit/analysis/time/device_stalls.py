@@ -11,6 +11,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, kernel_ids, launches, trace_columns
 from tracekit.model import intervals, schema, sweep_line
+from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
@@ -35,6 +36,7 @@ _TO_HOST = r"(?i)DtoH|DeviceToHost"
 _LAUNCH = r"^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch"
 
 
+@trace_fact
 @memoize
 def device_stalls(trace: Trace) -> pl.DataFrame:
     """Spans in which each device did not run the work that was queued.

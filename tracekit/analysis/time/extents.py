@@ -3,6 +3,7 @@
 import polars as pl
 
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
@@ -11,6 +12,7 @@ COLUMNS = schema.columns("first_ns steps", steps=pl.List(pl.Int64))
 RUN_CLOCK = schema.columns("window rank offset_ns drift at_ns zero_ns", drift=pl.Float64)
 
 
+@trace_fact
 def extent(trace: Trace) -> pl.DataFrame:
     """First time and steps of a trace. Columns first_ns, steps; one row.
 
@@ -23,6 +25,7 @@ def extent(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame({"first_ns": [first_ns], "steps": [steps]}, schema=COLUMNS)
 
 
+@run_fact
 def run_clock(run: Run) -> pl.DataFrame:
     """Clock for the display of each trace's times: columns RUN_CLOCK, one row per window and rank.
 

@@ -2,9 +2,11 @@
 
 import polars as pl
 
+from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
 
+@trace_fact
 def by_step(trace: Trace) -> pl.DataFrame:
     """Operators that the host runs in each marked step. Columns step, ops; one row per step with some."""
     cpu_ops = trace.ops.filter(pl.col("kind") == "cpu_op").drop_nulls("step")

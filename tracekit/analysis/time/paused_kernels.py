@@ -9,9 +9,10 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, device_stalls, kernel_ids, launches
 from tracekit.model import schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 DURATION_COLUMNS = schema.columns("device kernel nth low_ns middle_ns", kernel=pl.UInt64)
 KERNEL_COLUMNS = schema.columns("device activity_id name step lane kernel nth start_ns dur_ns", kernel=pl.UInt64)
@@ -21,6 +22,7 @@ _OTHER_RANKS = 2
 _WINDOW, _PLACE = ["window", "rank"], ["kernel", "nth"]
 
 
+@run_fact
 def stalls(run: Run) -> pl.DataFrame:
     """Spans in which devices did not run the work that was queued. Columns window, rank, those of `device_stalls`.
 
@@ -55,6 +57,7 @@ def stalls(run: Run) -> pl.DataFrame:
     return pl.concat([of_traces, paused.select(of_traces.columns)]).sort(*_WINDOW, "start_ns")
 
 
+@trace_fact
 def kernel_durations(trace: Trace) -> pl.DataFrame:
     """Durations of compute kernels over the steps, those of 0.1 ms or more.
 
@@ -69,6 +72,7 @@ def kernel_durations(trace: Trace) -> pl.DataFrame:
     return schema.select(sums.filter(pl.col("low_ns") >= _LEAST_NS), DURATION_COLUMNS)
 
 
+@trace_fact
 def long_kernels(trace: Trace) -> pl.DataFrame:
     """Return the compute kernels that are as long as a stall, on devices with recurring stalls.
 
@@ -81,7 +85,7 @@ def long_kernels(trace: Trace) -> pl.DataFrame:
     return schema.select(_kernels(trace).filter(is_long, pl.col("device").is_in(stalled.implode())), KERNEL_COLUMNS)
 
 
-FACTS: tuple[Fact, ...] = (device_stalls.device_stalls, kernel_durations, long_kernels)
+FACTS: tuple[TraceFact, ...] = (device_stalls.device_stalls, kernel_durations, long_kernels)
 """What `stalls` reads."""
 
 

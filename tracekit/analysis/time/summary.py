@@ -3,6 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.time import breakdown
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 
 _TIMES = ("duration_ns", *breakdown.TERMS, "idle_ns")
@@ -55,6 +56,7 @@ def sums_of_steps(steps: pl.DataFrame) -> pl.DataFrame:
     return sums.select(steps.columns).sort("window", "rank", "device")
 
 
+@run_fact
 def by_clock(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
 

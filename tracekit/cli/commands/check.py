@@ -15,7 +15,7 @@ from tracekit.errors import InputError
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
     from tracekit.model.executor import Executor
-    from tracekit.model.trace import Fact
+    from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
 
 FINDINGS = 1
@@ -78,7 +78,7 @@ def _results(
     settings: "CheckSettings",
     options: BaselineOptions,
     repeats: list[str],
-    reported: "Sequence[Fact]",
+    reported: "Sequence[TraceFact]",
     *,
     cache: bool,
     executor: "Executor",

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracekit.model.run import Run
-    from tracekit.model.trace import Fact
+    from tracekit.model.trace import TraceFact
 
-    View: TypeAlias = tuple[Sequence[Fact], Callable[[Run], pl.DataFrame]]
+    View: TypeAlias = tuple[Sequence[TraceFact], Callable[[Run], pl.DataFrame]]
 
 
 class By(StrEnum):
@@ -105,8 +105,8 @@ def _by_step() -> "View":
     from tracekit.analysis.compute import device_counters, efficiency, unknown_work
     from tracekit.analysis.time import breakdown
 
-    facts = [breakdown.by_step, efficiency.by_step, device_counters.device_counters, *unknown_work.FACTS]
-    return facts, efficiency.breakdown_by_step
+    facts: list[TraceFact] = [breakdown.by_step, efficiency.by_step, device_counters.device_counters]
+    return [*facts, *unknown_work.FACTS], efficiency.breakdown_by_step
 
 
 def _by_collective() -> "View":
@@ -157,7 +157,7 @@ def _by_expert_pair() -> "View":
 def _by_ring() -> "View":
     from tracekit.analysis.parallelism import axis_communication, ring_overlap
 
-    return axis_communication.FACTS, lambda run: run.run_table(ring_overlap.ring_overlap)
+    return axis_communication.FACTS, lambda run: run.table(ring_overlap.ring_overlap)
 
 
 def _by_stream() -> "View":

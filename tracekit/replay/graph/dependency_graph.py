@@ -18,6 +18,7 @@ from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import paused_kernels
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
 from tracekit.replay.graph.nodes import WORK, NodeTable
 from tracekit.sync import alignment, collective_matching
@@ -151,7 +152,7 @@ class Replay:
     end_ns: Ints
 
 
-FACTS = (
+FACTS: tuple[TraceFact, ...] = (
     trace_graph.nodes,
     trace_graph.edges,
     trace_graph.windows,
@@ -376,7 +377,7 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
         origin,
         np.empty(0, np.int64),
         late_ranks.latest(run),
-        run.run_table(expert_load.expert_load).filter(pl.col("window") == window),
+        run.table(expert_load.expert_load).filter(pl.col("window") == window),
         filled_devices.devices(frame, len(own_ns) + len(joints)),
     )
     return sort_topologically(graph, _recorded_order(table, joint_of, len(joints)))
@@ -389,7 +390,7 @@ def _join_nodes(run: Run, window: int, nodes: NodeTable) -> tuple[Ints, pl.DataF
     so a send and its receive transfer at most from the last start to the first end.
     """
     aligned = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
-    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
+    calls = run.table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
     calls = calls.join(aligned.select("rank"), on="rank", how="semi")
     is_message = (pl.col("op") == collective_matching.PAIRED).alias("is_message")
     several = calls.filter(pl.len().over("instance") > 1).select(

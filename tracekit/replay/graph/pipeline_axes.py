@@ -30,12 +30,12 @@ def with_faster_axis(run: Run, timing: PipelineTiming, axis: str, times: float) 
 
 def _transfers_by_action(run: Run, axis: str) -> pl.DataFrame:
     """Return the time of an axis' transfers in an action. Columns stage, action, ns: means over the actions."""
-    actions = run.run_table(pipeline_stages.staged_actions)
-    axes = run.run_table(group_axes.group_axes)
+    actions = run.table(pipeline_stages.staged_actions)
+    axes = run.table(group_axes.group_axes)
     groups = axes.filter(pl.col("axis") == axis).select("group", "members")
     if groups.is_empty():
         raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
-    matched = run.run_table(collective_matching.matched_calls).join(groups, on=["group", "members"], how="semi")
+    matched = run.table(collective_matching.matched_calls).join(groups, on=["group", "members"], how="semi")
     on_clock = alignment.on_run_clock(matched, run.offsets, ("start_ns", "end_ns"))
     took_ns = pl.col("end_ns") - pl.col("start_ns")
     shortest = pl.when(pl.col("instance").is_null()).then(took_ns).otherwise(took_ns.min().over("window", "instance"))

@@ -246,7 +246,7 @@ def recorded_timing(run: Run) -> PipelineTiming:
     Raises InputError for a run without a pipeline, of an unknown schedule, or without numbers of layers.
     """
     stated = mesh.pipeline_of(run.manifest)
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     if actions.is_empty():
         raise InputError(f"{run.path}: the traces have no actions of a pipeline schedule")
     if stated.schedule not in pipeline_schedules.SCHEDULES or not stated.stage_layers:
@@ -297,17 +297,17 @@ def recorded_timing(run: Run) -> PipelineTiming:
 
 def _places(run: Run, place_of: Callable[[int], int]) -> dict[int, int]:
     """Return the place in the pipeline of each rank."""
-    stages = run.run_table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min())
+    stages = run.table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min())
     return {rank: place_of(stage) for rank, stage in stages.iter_rows()}
 
 
 def _reduction_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[float, ...]:
     """Return the exposed time of data-parallel collectives after the last action, by place: medians over steps."""
     key = ["window", "rank", "step"]
-    actions = run.run_table(pipeline_stages.staged_actions)
+    actions = run.table(pipeline_stages.staged_actions)
     end_ns = pl.col("trace_start_ns") + pl.col("end_ns") - pl.col("start_ns")
     last = actions.group_by(key).agg(end_ns.max().alias("last_ns"))
-    calls = run.run_table(sharded_micro_batches.data_parallel_calls)
+    calls = run.table(sharded_micro_batches.data_parallel_calls)
     calls = calls.join(last, on=key, nulls_equal=True).filter(pl.col("end_ns") > pl.col("last_ns"))
     sums = last.join(calls.group_by(key).agg(pl.col("exposed_ns").sum()), on=key, how="left", nulls_equal=True)
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
@@ -336,7 +336,7 @@ def _with_collectives(run: Run) -> pl.DataFrame:
     And with idle_ns from then to the action, gather_ns and exposed_ns: see `_mean_times`.
     """
     previous_ns = pl.col("end_ns").shift().over("window", "rank", "step", "iteration", order_by="start_ns")
-    actions = run.run_table(pipeline_stages.staged_actions).with_columns(previous_ns.alias("previous_ns"))
+    actions = run.table(pipeline_stages.staged_actions).with_columns(previous_ns.alias("previous_ns"))
     idle_ns = actions.select((pl.col("start_ns") - pl.col("previous_ns")).clip(0).fill_null(0)).to_series()
     exposed = sharded_micro_batches.exposed_spans(run)
     gather_ns, exposed_ns = sharded_micro_batches.exposed_around(actions, idle_ns, exposed)

@@ -87,7 +87,7 @@ class _Rates:
 
     def __init__(self, run: Run, node_of: Mapping[int, str], inside: float | None) -> None:
         self._run = run
-        calls = run.run_table(collective_matching.matched_calls).filter(pl.col("bytes") >= _LARGE_BYTES)
+        calls = run.table(collective_matching.matched_calls).filter(pl.col("bytes") >= _LARGE_BYTES)
         # The last rank to arrive waits for nobody: the shortest duration is the transfer's, whatever the clocks.
         shortest = (pl.col("end_ns") - pl.col("start_ns")).min()
         instances = (
@@ -132,8 +132,8 @@ class _Rates:
 
     def _fitted_hops(self, node_of: Mapping[int, str]) -> list[tuple[bool, float]]:
         """Return the latency of a hop of each group for which it is known, and whether the group is inside a node."""
-        fits = self._run.run_table(latency.by_group).drop_nulls("hop_ns")
-        ranks = self._run.run_table(group_axes.group_axes).select("group", "ranks").unique("group")
+        fits = self._run.table(latency.by_group).drop_nulls("hop_ns")
+        ranks = self._run.table(group_axes.group_axes).select("group", "ranks").unique("group")
         rows = fits.join(ranks, on="group").select("ranks", "hop_ns").iter_rows()
         return [(_recorded_span([members], node_of).is_inside, hop_ns) for members, hop_ns in rows if len(members) > 1]
 

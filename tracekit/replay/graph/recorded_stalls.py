@@ -53,7 +53,7 @@ def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
 
 def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
     """Return the column paused_ns with the pauses that only the durations on other ranks show; [] without any."""
-    paused = run.run_table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
+    paused = run.table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
     if paused.is_empty():
         return []
     key = ["window", "rank", "ref", "what"]

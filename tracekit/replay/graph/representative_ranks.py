@@ -14,9 +14,10 @@ import polars as pl
 
 from tracekit.analysis.parallelism import late_ranks, rank_places
 from tracekit.conventions import strategies
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.trace import Trace, TraceFact
 
 T = TypeVar("T")
 MAX_RANKS = 128
@@ -29,12 +30,13 @@ _PER_FINDING = 8
 _DATA_PARALLEL = (strategies.DP_REPLICATE, strategies.DP_SHARD)
 
 
+@trace_fact
 def activity_counts(trace: Trace) -> pl.DataFrame:
     """Count of a trace's activities. Column activities; one row."""
     return pl.DataFrame({"activities": [trace.activities.height]})
 
 
-FACTS: tuple[Fact, ...] = (activity_counts,)
+FACTS: tuple[TraceFact, ...] = (activity_counts,)
 """What `run_of` reads of each trace, in addition to facts of rules."""
 
 

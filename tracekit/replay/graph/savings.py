@@ -255,7 +255,7 @@ def _durations(graph: Graph, changed: Graph, then: Replay, *, from_before: bool)
 
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:
     """Return why saves cost less over all steps than in a window shorter than their interval; "" in a longer one."""
-    interval = run.run_table(saves.by_save)["interval_steps"].max()
+    interval = run.table(saves.by_save)["interval_steps"].max()
     count = table.group_by("window").agg(pl.col("step").n_unique())["step"].max()
     if not isinstance(interval, float) or not isinstance(count, int) or count >= interval:
         return ""

@@ -79,7 +79,7 @@ def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
             "--strategy hsdp: the recording does not show the bandwidth of a ring inside a node; give it by "
             "--node-bandwidth, such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
         )
-    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
+    lines = run.table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
     with_hops = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
     assumed = (
         f"{node.gpus} GPUs per node, with a ring bandwidth of {units.rate(node.bytes_per_s)}",
@@ -109,7 +109,7 @@ def predict_network(run: Run, times: float) -> Prediction:
     Raises InputError where nothing is transferred.
     """
     checked_times(times, "--network-times")
-    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
+    lines = run.table(latency.by_group).select("group", "group_size", "hop_ns")
     has_latency = lines["hop_ns"].is_not_null().any()
     assumed = (
         f"every link, inside nodes and between them, at {times:g} times its bandwidth",
@@ -138,8 +138,8 @@ def predict_axes(run: Run, times_of_axis: Mapping[str, float]) -> Prediction:
 
     Axis "dp" means data parallelism of any kind. Raises InputError where the run has no collective of an axis.
     """
-    axes = run.run_table(group_axes.group_axes)
-    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
+    axes = run.table(group_axes.group_axes)
+    lines = run.table(latency.by_group).select("group", "group_size", "hop_ns")
     changes = {axis: (_groups_of(axes, axis), times) for axis, times in times_of_axis.items()}
 
     def scale_axes(graph: Graph) -> Graph:

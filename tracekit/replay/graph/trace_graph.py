@@ -11,6 +11,7 @@ from tracekit.analysis.compute import concurrency, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
+from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
@@ -33,6 +34,7 @@ QUEUE_DEPTH = 1024
 """The most launches that may be queued before the host must wait (CUDA's limit)."""
 
 
+@trace_fact
 def nodes(trace: Trace) -> pl.DataFrame:
     """Return the nodes of a trace's dependency graph.
 
@@ -53,6 +55,7 @@ def nodes(trace: Trace) -> pl.DataFrame:
     return build(trace).nodes
 
 
+@trace_fact
 def edges(trace: Trace) -> pl.DataFrame:
     """Return the other waits between a trace's nodes.
 
@@ -69,6 +72,7 @@ def build(trace: Trace) -> TraceGraph:
     return _on_device(trace) if trace.on_device else cpu_run.build(trace)
 
 
+@trace_fact
 def windows(trace: Trace) -> pl.DataFrame:
     """Return the device window of each step, with its first node.
 
@@ -87,6 +91,7 @@ def windows(trace: Trace) -> pl.DataFrame:
     )
 
 
+@trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
     """Return the preparation of collectives on devices, from `launches.preparation`.
 

@@ -57,7 +57,7 @@ def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
     Columns PEERS, times on the run's clock, by rank; no rows if no other rank is known to take part. wait_ns is from a
     rank's start to the last rank's. Of a large group, the MAX_PEERS last ranks are returned.
     """
-    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
+    calls = run.table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
     collective_call = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
     group_calls = calls.join(collective_call.select("instance"), on="instance", how="semi")
     if group_calls.height < 2:

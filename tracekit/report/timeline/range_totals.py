@@ -184,7 +184,9 @@ def _rates(trace: Trace, shares: Mapping[str, pl.DataFrame]) -> Iterator[float |
     if trace.on_device:
         yield _share_sum(_flops(trace), shares[_WORK])
     else:  # the operators themselves are the work
-        yield _share_sum(flops.counted_calls(trace).select("id", value="flops"), shares.get(_OPS, shares[_WORK].clear()))
+        yield _share_sum(
+            flops.counted_calls(trace).select("id", value="flops"), shares.get(_OPS, shares[_WORK].clear())
+        )
 
 
 def _flops(trace: Trace) -> pl.DataFrame:

@@ -18,8 +18,9 @@ from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
-from tracekit.model.run import OnTrace, Run, RunFact
-from tracekit.model.trace import Fact, Trace
+from tracekit.model.fact import Fact
+from tracekit.model.run import OnTrace, Run
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.report_cache.entry import Summary
@@ -34,8 +35,8 @@ _SHARE_OF_CACHE = 0.1
 def report(
     path: str,
     *,
-    facts: Iterable[Fact] = (),
-    surveys: Iterable[RunFact] = (),
+    facts: Iterable[TraceFact] = (),
+    surveys: Iterable[Fact[Run]] = (),
     devices: Sequence[DeviceOverride] = (),
     on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
@@ -60,7 +61,7 @@ def report(
 
     new_report = engine.check(run, facts=facts, on_progress=on_progress, on_crash=note)
     for survey in surveys:
-        run.run_table(survey)
+        run.table(survey)
     if (
         not crashed and key is not None and keys.run_key(path, devices=devices) == key
     ):  # else the run changed while it was read

@@ -9,6 +9,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import trace_columns
 from tracekit.errors import InputError
 from tracekit.model import columns, schema
+from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import BlockState, SegmentState, playback
@@ -19,6 +20,7 @@ BUFFERS = 2
 _KINDS = {"weights": "all_gather", "gradients": "reduce"}
 
 
+@trace_fact
 def alternating(trace: Trace) -> pl.DataFrame:
     """Return per step the blocks that units allocate, and the two buffers that could serve all units (as in YaFSDP).
 

@@ -9,6 +9,7 @@ from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
+from tracekit.model.fact import run_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
@@ -24,6 +25,7 @@ POOL_COLUMNS = {
 HISTORY_COLUMNS = schema.columns("window rank device events retries device_allocations path")
 
 
+@run_fact
 def pools(run: Run) -> pl.DataFrame:
     """Return the fragmentation of free memory at the end of each memory snapshot of a run.
 
@@ -34,6 +36,7 @@ def pools(run: Run) -> pl.DataFrame:
     return _snapshot_tables(run)[0]
 
 
+@run_fact
 def histories(run: Run) -> pl.DataFrame:
     """Return the allocator activity in the history of each memory snapshot of a run.
 

@@ -8,15 +8,17 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.errors import InputError
 from tracekit.model import schema, units
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, savings
 from tracekit.replay.graph.critical_path import data_gaps, owners
 from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, recorded_times
 from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
 from tracekit.replay.graph.nodes import HOST
 
-FACTS = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
+FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
 SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", state=pl.String)
 SLACK = schema.columns("rank kind name module unit count dur_ns slack_ns", module=pl.String)
@@ -117,6 +119,7 @@ PATHS = schema.table(
 )
 
 
+@run_fact
 def critical_paths(run: Run) -> pl.DataFrame:
     """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
 

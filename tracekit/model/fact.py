@@ -1,0 +1,81 @@
+"""Fact: a measurement with a name, its scope, and the columns of its table where it is published."""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
+
+import polars as pl
+
+from tracekit.model.schema import Table
+from tracekit.model.trace import Trace, TraceFact
+
+if TYPE_CHECKING:
+    from tracekit.model.run import Run
+
+RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
+"""A measurement of all ranks together: a function of a run's tables to a table."""
+S = TypeVar("S")
+
+
+class Scope(Enum):
+    """What a fact measures."""
+
+    TRACE = "trace"
+    """Each trace by itself: `Run.table` maps the fact over all traces, and adds their window and rank."""
+    RUN = "run"
+    """All traces together, from tables of the run."""
+
+
+class Fact(Generic[S]):
+    """A pure function of a trace or of a run to a table, as `trace_fact` and `run_fact` make it.
+
+    `table` documents the columns, units and grain of a published fact: SQL, docs/schema.md and `Run.table` of the
+    library serve it by the table's name.
+    """
+
+    __qualname__: str
+
+    def __init__(self, measure: Callable[[S], pl.DataFrame], scope: Scope, table: Table | None = None) -> None:
+        """Wrap a function that can be imported by its module and name."""
+        update_wrapper(self, measure)
+        self.measure = measure
+        self.scope = scope
+        self.table = table
+
+    @property
+    def name(self) -> str:
+        """The name of a published table, else that of the function with its module."""
+        return self.table.name if self.table else f"{self.__module__.rpartition('.')[2]}.{self.__qualname__}"
+
+    def __call__(self, source: S) -> pl.DataFrame:
+        """Measure a trace or a run, without any cache."""
+        return self.measure(source)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # by reference, as a function
+
+    def __repr__(self) -> str:
+        return f"<Fact {self.name} of a {self.scope.value}>"
+
+
+@overload
+def trace_fact(measure: TraceFact) -> Fact[Trace]: ...
+@overload
+def trace_fact(*, table: Table) -> Callable[[TraceFact], Fact[Trace]]: ...
+def trace_fact(measure: TraceFact | None = None, *, table: Table | None = None) -> Any:
+    """Make a function of a trace a fact: ``@trace_fact``, or ``@trace_fact(table=…)`` to publish it."""
+    if measure is None:
+        return lambda function: Fact(function, Scope.TRACE, table)
+    return Fact(measure, Scope.TRACE)
+
+
+@overload
+def run_fact(measure: RunFact) -> "Fact[Run]": ...
+@overload
+def run_fact(*, table: Table) -> "Callable[[RunFact], Fact[Run]]": ...
+def run_fact(measure: RunFact | None = None, *, table: Table | None = None) -> Any:
+    """Make a function of a run a fact: ``@run_fact``, or ``@run_fact(table=…)`` to publish it."""
+    if measure is None:
+        return lambda function: Fact(function, Scope.RUN, table)
+    return Fact(measure, Scope.RUN)
