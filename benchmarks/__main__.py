@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the selected cases; return 0, or 1 if none was available."""
     options = _parser().parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    chosen = [case for case in CASES if not options.cases or case.name in options.cases]
-    measured = [result for case in chosen if (result := _measured(case, options)) is not None]
+    selected = [case for case in CASES if not options.cases or case.name in options.cases]
+    measured = [result for case in selected if (result := _measure(case, options)) is not None]
     if not measured:
         _say("nothing was measured")
         return 1
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(case: Case, options: argparse.Namespace) -> Result | None:
+def _measure(case: Case, options: argparse.Namespace) -> Result | None:
     try:
         _say(f"{case.name}: preparing")
         folder = case.find(options.traces, options.work)

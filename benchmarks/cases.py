@@ -111,7 +111,7 @@ def copies_of_rank(original: Path, work: Path, count: int) -> Path:
     raw = gzip.decompress(original.read_bytes())
     head, rest = raw[:_HEADER_BYTES], raw[_HEADER_BYTES:]
     for rank in range(count):
-        own = _RANK.sub(rb"\g<1>%d" % rank, head, count=1)
-        (partial / f"rank{rank:05d}.pt.trace.json.gz").write_bytes(gzip.compress(own + rest, compresslevel=1))
+        rank_head = _RANK.sub(rb"\g<1>%d" % rank, head, count=1)
+        (partial / f"rank{rank:05d}.pt.trace.json.gz").write_bytes(gzip.compress(rank_head + rest, compresslevel=1))
     partial.rename(folder)
     return folder

@@ -29,8 +29,8 @@ SHIFT = 0.1
 PLACES = ((5, 5), (10, 5), (20, 5), (40, 5), (30, 10))
 
 
-def found(values: Values) -> Trend:
-    """Return what a series around 1 comes to."""
+def trend_of(values: Values) -> Trend:
+    """Trend of a series around 1."""
     return change_points.trend(100 * values, min_change=1.0)
 
 
@@ -40,7 +40,7 @@ def stationary(random: np.random.Generator, series: int) -> list[str]:
         "|---|" + "---|" * len(LENGTHS),
     ]
     for name, kind in KINDS.items():
-        shares = [np.mean([bool(found(1 + kind(random, count)).shifts) for _ in range(series)]) for count in LENGTHS]
+        shares = [np.mean([bool(trend_of(1 + kind(random, count)).shifts) for _ in range(series)]) for count in LENGTHS]
         lines.append(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
     return lines
 
@@ -48,13 +48,13 @@ def stationary(random: np.random.Generator, series: int) -> list[str]:
 def drifting(random: np.random.Generator, series: int) -> list[str]:
     lines = ["| drift | called drift | called a change |", "|---|---|---|"]
     for total, count in DRIFTS:
-        each = [found(1 + KINDS["normal"](random, count) + np.linspace(0, total, count)) for _ in range(series)]
-        drift, change = (np.mean([bool(getattr(trend, name)) for trend in each]) for name in ("drifts", "steps"))
+        trends = [trend_of(1 + KINDS["normal"](random, count) + np.linspace(0, total, count)) for _ in range(series)]
+        drift, change = (np.mean([bool(getattr(trend, name)) for trend in trends]) for name in ("drifts", "steps"))
         lines.append(f"| {total:.0%} over {count} runs | {drift:.0%} | {change:.0%} |")
     return lines
 
 
-def shifted(random: np.random.Generator, series: int) -> list[str]:
+def shift_table(random: np.random.Generator, series: int) -> list[str]:
     header = [f"{before} + {after} runs" for before, after in PLACES]
     lines = [f"| {SHIFT:.0%} more | " + " | ".join(header) + " |", "|---|" + "---|" * len(PLACES)]
     for name, kind in list(KINDS.items())[:3]:
@@ -64,8 +64,8 @@ def shifted(random: np.random.Generator, series: int) -> list[str]:
             for _ in range(series):
                 values = 1 + kind(random, before + after)
                 values[before:] *= 1 + SHIFT
-                away = [abs(step.index - before) for step in found(values).shifts]
-                near, close = near + any(each <= 2 for each in away), close + any(each <= 1 for each in away)
+                nearest = min((abs(step.index - before) for step in trend_of(values).shifts), default=before + after)
+                near, close = near + int(nearest <= 2), close + int(nearest <= 1)
             cells.append(f"{near / series:.0%} ({close / series:.0%})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--series", type=int, default=400, metavar="N", help="series a cell (default: 400)")
     series = parser.parse_args().series
     random = np.random.default_rng(20260801)
-    for table in (stationary, drifting, shifted):
+    for table in (stationary, drifting, shift_table):
         sys.stdout.write("\n".join(table(random, series)) + "\n\n")
         sys.stdout.flush()
 

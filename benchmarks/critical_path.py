@@ -68,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
-    found: list[Judged] = []
-    for each in judged_runs(options.runs, seed, options.kind or list(KINDS)):
-        found.append(each)
-        ratios = f"{each.right_ratio:7.2%} {each.inferred_ratio:7.2%}"
-        sys.stderr.write(f"{each.kind:<28} {each.name:<32} {ratios}  most: {each.owner}\n")
-    text = document(found, seed)
+    results: list[Judged] = []
+    for result in judged_runs(options.runs, seed, options.kind or list(KINDS)):
+        results.append(result)
+        ratios = f"{result.right_ratio:7.2%} {result.inferred_ratio:7.2%}"
+        sys.stderr.write(f"{result.kind:<28} {result.name:<32} {ratios}  most: {result.owner}\n")
+    text = document(results, seed)
     sys.stdout.write(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
@@ -83,25 +83,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def judged_runs(count: int, seed: int, kinds: Sequence[str]) -> Iterator[Judged]:
     """Yield runs drawn from a seed, each kind equally often."""
     for number in range(count):
-        yield judged(random.Random(seed + number), kinds[number % len(kinds)])
+        yield judge_run(random.Random(seed + number), kinds[number % len(kinds)])
 
 
-def judged(draw: random.Random, kind: str) -> Judged:
+def judge_run(draw: random.Random, kind: str) -> Judged:
     """Draw a run of a kind, simulate it, and compare its path with the true one."""
     with tempfile.TemporaryDirectory() as folder:
-        job, engine, recording = simulated(draw, kind, Path(folder))
+        job, engine, recording = simulate_run(draw, kind, Path(folder))
         run = tracekit.load(folder, cache=False)
-        found = path.critical_path(run)
-        assert found.step is not None
-        true = critical_path_truth.true_path(engine, recording, found.rank, found.step)
-        inferred = right_ratio(path.critical_path(without_waits(run), found.step), true)
-    most = found.shares_by("rank", "kind").row(0, named=True)
+        critical = path.critical_path(run)
+        assert critical.step is not None
+        true = critical_path_truth.true_path(engine, recording, critical.rank, critical.step)
+        inferred = right_ratio(path.critical_path(without_waits(run), critical.step), true)
+    top = critical.shares_by("rank", "kind").row(0, named=True)
     name = f"{job.strategy}, {job.gpus} GPUs" if job.hybrid is None else f"pp={job.hybrid.layout.pp}, {job.gpus} GPUs"
-    owner = f"rank {most['rank']} {most['kind']} {most['step_ratio']:.0%}"
-    return Judged(kind, name, right_ratio(found, true), inferred, owner)
+    owner = f"rank {top['rank']} {top['kind']} {top['step_ratio']:.0%}"
+    return Judged(kind, name, right_ratio(critical, true), inferred, owner)
 
 
-def simulated(draw: random.Random, kind: str, folder: Path) -> tuple[Job, CausalEngine, Recording]:
+def simulate_run(draw: random.Random, kind: str, folder: Path) -> tuple[Job, CausalEngine, Recording]:
     """Draw a run of a kind, simulate it, and write its traces."""
     job = _fitting(draw, kind)
     engine, recording = critical_path_truth.simulate(job)
@@ -111,28 +111,28 @@ def simulated(draw: random.Random, kind: str, folder: Path) -> tuple[Job, Causal
     return job, engine, recording
 
 
-def right_ratio(found: CriticalPath, true: Sequence[Part]) -> float:
+def right_ratio(critical: CriticalPath, true: Sequence[Part]) -> float:
     """Return the share of the step in which the path has the true owner."""
-    answer = labelled(found)
+    answer = label_parts(critical)
     truth = pl.DataFrame(
         [(part.start_ns + kineto_writer.BASE_NS, part.ranks, part.kind, part.name) for part in true],
         schema={"start_ns": pl.Int64, "rank": pl.List(pl.Int64), "kind": pl.String, "name": pl.String},
         orient="row",
     )
-    cuts = pl.concat([each.select(at_ns="start_ns") for each in (answer, truth)]).unique().sort("at_ns")
-    until = pl.col("at_ns").shift(-1, fill_value=found.start_ns + found.step_ns)
+    cuts = pl.concat([side.select(at_ns="start_ns") for side in (answer, truth)]).unique().sort("at_ns")
+    until = pl.col("at_ns").shift(-1, fill_value=critical.start_ns + critical.step_ns)
     lasting = cuts.with_columns(dur_ns=until - pl.col("at_ns"))
     for table, suffix in ((answer, ""), (truth.sort("start_ns"), "_true")):
         owners = table.select(at_ns="start_ns", **{f"{name}{suffix}": name for name in ("rank", "kind", "name")})
         lasting = lasting.join_asof(owners, on="at_ns")
     same = pl.all_horizontal(pl.col(name) == pl.col(f"{name}_true") for name in ("kind", "name"))
     same &= pl.col("rank").is_in(pl.col("rank_true"))
-    inside = (pl.col("at_ns") >= found.start_ns) & (pl.col("dur_ns") > 0)
+    inside = (pl.col("at_ns") >= critical.start_ns) & (pl.col("dur_ns") > 0)
     right_ns = lasting.filter(same & inside)["dur_ns"].sum()
-    return float(right_ns / found.step_ns)
+    return float(right_ns / critical.step_ns)
 
 
-def labelled(found: CriticalPath) -> pl.DataFrame:
+def label_parts(critical: CriticalPath) -> pl.DataFrame:
     """Return the parts with the names that the truth has: of hosts their operators, of idle times none."""
     label = (
         pl.when(pl.col("kind") == HOST)
@@ -141,7 +141,7 @@ def labelled(found: CriticalPath) -> pl.DataFrame:
         .then(pl.lit(""))
         .otherwise("name")
     )
-    return found.parts.select("start_ns", "rank", "kind", label.alias("name"))
+    return critical.parts.select("start_ns", "rank", "kind", label.alias("name"))
 
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -150,21 +150,21 @@ def labelled(found: CriticalPath) -> pl.DataFrame:
 def _fitting(draw: random.Random, kind: str) -> Job:
     while True:
         try:
-            job = _drawn(draw, kind)
+            job = _draw_job(draw, kind)
             if memory.peak_bytes(job) <= _FULL * job.hardware.memory_bytes:
                 return job
         except InputError:
             continue
 
 
-def _drawn(draw: random.Random, kind: str) -> Job:
+def _draw_job(draw: random.Random, kind: str) -> Job:
     fault = KINDS[kind]
     requests = [faults.parse(fault)] if fault else []
-    healthy = _pipeline(draw) if fault == "slow-stage" else _sharded(draw)
+    healthy = _pipeline(draw) if fault == "slow-stage" else _sharded_job(draw)
     return faults.inject(healthy, requests)
 
 
-def _sharded(draw: random.Random) -> Job:
+def _sharded_job(draw: random.Random) -> Job:
     strategy = draw.choice(("ddp", FSDP2, YAFSDP))
     model = models.find(draw.choice(("llama2-7b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
     machine = hardware.find(draw.choice(("a100-80", "h100-80")))
@@ -186,29 +186,29 @@ def _pipeline(draw: random.Random) -> Job:
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def document(found: Sequence[Judged], seed: int) -> str:
+def document(runs: Sequence[Judged], seed: int) -> str:
     """Return the scores as Markdown, by kind, then overall."""
     lines = [
         "# Critical paths of simulated runs\n",
-        f"    python -m benchmarks.critical_path --runs {len(found)} --out docs/lab/critical_path_accuracy.md\n",
-        f"{len(found)} **simulated** runs drawn with seed {seed}. *Right*: the share of the step in which the path has",
+        f"    python -m benchmarks.critical_path --runs {len(runs)} --out docs/lab/critical_path_accuracy.md\n",
+        f"{len(runs)} **simulated** runs drawn with seed {seed}. *Right*: the share of the step in which the path has",
         "the owner that the simulator knows (rank, kind, and kernel or host operator). *Inferred*: the same runs with",
         "event waits of streams removed from their traces.\n",
         f"| what decides the path | runs | right: mean | least | {RIGHT_RATIO:.0%} right | inferred: mean | least |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
-        own = [each for each in found if each.kind == kind]
-        lines += [f"| {kind} | {_scores(own)} |"] if own else []
-    lines.append(f"| all | {_scores(found)} |")
+        of_kind = [result for result in runs if result.kind == kind]
+        lines += [f"| {kind} | {_scores(of_kind)} |"] if of_kind else []
+    lines.append(f"| all | {_scores(runs)} |")
     return "\n".join(lines) + "\n"
 
 
-def _scores(found: Sequence[Judged]) -> str:
-    right, inferred = ([getattr(each, name) for each in found] for name in ("right_ratio", "inferred_ratio"))
+def _scores(results: Sequence[Judged]) -> str:
+    right, inferred = ([getattr(result, name) for result in results] for name in ("right_ratio", "inferred_ratio"))
     enough = sum(ratio >= RIGHT_RATIO for ratio in right)
     return (
-        f"{len(found)} | {statistics.mean(right):.2%} | {min(right):.2%} | {enough} | "
+        f"{len(results)} | {statistics.mean(right):.2%} | {min(right):.2%} | {enough} | "
         f"{statistics.mean(inferred):.2%} | {min(inferred):.2%}"
     )
 

@@ -138,35 +138,35 @@ class CausalEngine(Engine):
         super()._finish(now_ns, device, work)
 
     def cause_of_event(self, rank: int, event: Event) -> Moment:
-        """Return what an event of a rank waited for last."""
+        """Moment that an event of a rank waited for last."""
         return _last(self._candidates(rank, self._before[id(event)]))
 
     def cause_of_work(self, work: Work) -> Moment:
-        """Return what a kernel waited for last, before it started."""
+        """Moment that a kernel waited for last, before it started."""
         rank, before = self._rank_of[id(work)], self._before[id(work)]
-        found = self._candidates(rank, before, latency_ns=_LATENCY_NS, gap_ns=_GAP_NS)
+        candidates = self._candidates(rank, before, latency_ns=_LATENCY_NS, gap_ns=_GAP_NS)
         if work.transfer is not None:
             earlier = self._after_transfer[id(work.transfer), rank]
-            own = None if earlier is None else _work_on(earlier, rank)
-            found += [] if own is None else [(self.ends[id(own)], 1, Moment(self.ends[id(own)], rank, own))]
+            part = None if earlier is None else _work_on(earlier, rank)
+            candidates += [] if part is None else [(self.ends[id(part)], 1, Moment(self.ends[id(part)], rank, part))]
         first = self._queued_after[id(work)]
         if self.job.impairments.shares_queue and first is not None:
-            found.append((first.start_ns, 2, Moment(first.start_ns, rank, first, is_start=True)))
-        return _last(found)
+            candidates.append((first.start_ns, 2, Moment(first.start_ns, rank, first, is_start=True)))
+        return _last(candidates)
 
     def _candidates(self, rank: int, before: _Before, *, latency_ns: int = 0, gap_ns: int = 0) -> list[_Candidate]:
-        found: list[_Candidate] = [(before.ready_ns, 0, Moment(before.ready_ns - latency_ns, rank))]
+        candidates: list[_Candidate] = [(before.ready_ns, 0, Moment(before.ready_ns - latency_ns, rank))]
         if before.work is not None:
             end_ns = self.ends[id(before.work)]
-            found.append((end_ns + gap_ns, 3, Moment(end_ns, rank, before.work)))
+            candidates.append((end_ns + gap_ns, 3, Moment(end_ns, rank, before.work)))
         for event in before.events:
             assert event.done_ns is not None
-            found.append((event.done_ns, 1, self.cause_of_event(rank, event)))
-        return found
+            candidates.append((event.done_ns, 1, self.cause_of_event(rank, event)))
+        return candidates
 
 
 def _last(candidates: list[_Candidate]) -> Moment:
-    return max(candidates, key=lambda each: each[:2])[2]
+    return max(candidates, key=lambda candidate: candidate[:2])[2]
 
 
 def _work_on(transfer: Transfer, rank: int) -> Work | None:
@@ -215,8 +215,8 @@ def _step_back(engine: CausalEngine, recording: Recording, parts: list[Part], mo
     if not is_start:
         ranks: tuple[int, ...] = (rank,)
         if work.transfer is not None:
-            last_ns = max(each.start_ns for _, each in work.transfer.arrived)
-            last = {device.rank: each for device, each in work.transfer.arrived if each.start_ns == last_ns}
+            last_ns = max(part.start_ns for _, part in work.transfer.arrived)
+            last = {device.rank: part for device, part in work.transfer.arrived if part.start_ns == last_ns}
             rank = rank if rank in last else next(iter(last))
             ranks, work = tuple(last), last[rank]
         kind = _KINDS.get(work.kernel.kind, work.kernel.kind)
@@ -233,14 +233,14 @@ def _add(parts: list[Part], lo: int, hi: int, start_ns: int, owner: tuple[tuple[
 
 def _host_operators(slices: list[HostSlice], lo: int, hi: int) -> list[tuple[int, int, str]]:
     """Return a time of a host divided by the innermost operator of its threads, last to first."""
-    ops = [each for each in slices if each.category == "cpu_op" and each.start_ns < hi and each.end_ns > lo]
-    cuts = sorted({lo, hi, *(t for each in ops for t in (each.start_ns, each.end_ns) if lo < t < hi)})
-    found, open_, at = [], [], 0
-    ops.sort(key=lambda each: (each.start_ns, -each.end_ns))
+    ops = [op for op in slices if op.category == "cpu_op" and op.start_ns < hi and op.end_ns > lo]
+    cuts = sorted({lo, hi, *(t for op in ops for t in (op.start_ns, op.end_ns) if lo < t < hi)})
+    spans, open_, index = [], [], 0
+    ops.sort(key=lambda op: (op.start_ns, -op.end_ns))
     for since, until in itertools.pairwise(cuts):
-        while at < len(ops) and ops[at].start_ns <= since:
-            open_.append(ops[at])
-            at += 1
-        open_ = [each for each in open_ if each.end_ns > since]
-        found.append((since, until, max(open_, key=lambda each: each.start_ns).name if open_ else ""))
-    return found[::-1]
+        while index < len(ops) and ops[index].start_ns <= since:
+            open_.append(ops[index])
+            index += 1
+        open_ = [op for op in open_ if op.end_ns > since]
+        spans.append((since, until, max(open_, key=lambda op: op.start_ns).name if open_ else ""))
+    return spans[::-1]

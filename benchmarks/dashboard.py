@@ -43,38 +43,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     scene = timeline.open_scene(run)
     print(f"{options.run}: {scene.tracks.height} tracks, opened in {time.monotonic() - began_s:.1f} s", flush=True)
-    with screenshots.served(options.run.resolve()) as (url, pid), _browser() as browser:
+    with screenshots.serve(options.run.resolve()) as (url, pid), _browser() as browser:
         _first(browser, url)  # the first person of all also waits for the server's imports
         paints = {
             "first paint": _paints(browser, url, options.rounds),
             "first paint, empty browser": [_first(browser, url) for _ in range(options.rounds)],
         }
         began_cpu_ms = _cpu_ms(pid)
-        alone = _redraws(browser, url, users=1, rounds=options.rounds)
-        cpu_ms = (_cpu_ms(pid) - began_cpu_ms) / len(alone)
+        alone_ms = _redraws(browser, url, users=1, rounds=options.rounds)
+        cpu_ms = (_cpu_ms(pid) - began_cpu_ms) / len(alone_ms)
         together = _redraws(browser, url, users=options.users, rounds=options.rounds)
         memory = _memory_bytes(pid)
     print(f"the server takes {cpu_ms:.0f} ms of CPU for a redraw; load of the machine {os.getloadavg()[0]:.1f}")
-    return _report(paints, alone, together, memory, users=options.users)
+    return _report(paints, alone_ms, together, memory, users=options.users)
 
 
 def _report(
-    paints: dict[str, list[float]], alone: list[float], together: list[float], memory: dict[str, int], *, users: int
+    paints: dict[str, list[float]], alone_ms: list[float], together: list[float], memory: dict[str, int], *, users: int
 ) -> int:
-    found = {name: statistics.median(times_ms) for name, times_ms in paints.items()} | {
-        "redraw, median": statistics.median(alone),
-        "redraw, p95": _p95(alone),
+    measured_ms = {name: statistics.median(times_ms) for name, times_ms in paints.items()} | {
+        "redraw, median": statistics.median(alone_ms),
+        "redraw, p95": _p95(alone_ms),
         "four users, p95": _p95(together),
     }
     print("| metric | measured | limit |\n|---|--:|--:|")
-    for name, ms in found.items():
+    for name, ms in measured_ms.items():
         print(f"| {name.replace('four', str(users))} | {ms:.0f} ms | {LIMITS_MS[name]} ms |")
     for name, used_bytes in memory.items():
         print(f"| server memory, {name} | {used_bytes / 2**20:.0f} MiB | {LIMIT_BYTES >> 20} MiB |")
-    print(
-        f"\n{len(paints['first paint'])} first paints of a kind, {len(alone)} redraws alone, {len(together)} together"
-    )
-    return int(any(ms > LIMITS_MS[name] for name, ms in found.items()) or max(memory.values()) > LIMIT_BYTES)
+    paint_count, redraws = len(paints["first paint"]), len(alone_ms)
+    print(f"\n{paint_count} first paints of a kind, {redraws} redraws alone, {len(together)} together")
+    return int(any(ms > LIMITS_MS[name] for name, ms in measured_ms.items()) or max(memory.values()) > LIMIT_BYTES)
 
 
 def _p95(values: list[float]) -> float:
@@ -83,7 +82,7 @@ def _p95(values: list[float]) -> float:
 
 def _first(browser: Any, url: str) -> float:
     """Return the time in ms from the start of a navigation to the first picture, in a browser that keeps nothing."""
-    page = _opened(browser, url)
+    page = _open_page(browser, url)
     painted_ms = float(page.evaluate(_STATE)["paintedMs"])
     page.context.close()
     return painted_ms
@@ -91,17 +90,17 @@ def _first(browser: Any, url: str) -> float:
 
 def _paints(browser: Any, url: str, rounds: int) -> list[float]:
     """Return the same of one browser that was here before: Streamlit's files lie in its cache."""
-    page = _opened(browser, url)
-    found = []
+    page = _open_page(browser, url)
+    times_ms = []
     for _ in range(rounds):
         page.goto("about:blank")
         _go(page, url)
-        found.append(float(page.evaluate(_STATE)["paintedMs"]))
+        times_ms.append(float(page.evaluate(_STATE)["paintedMs"]))
     page.context.close()
-    return found
+    return times_ms
 
 
-def _opened(browser: Any, url: str) -> Any:
+def _open_page(browser: Any, url: str) -> Any:
     page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
     page.set_default_timeout(WAIT_MS)
     _go(page, url)
@@ -115,8 +114,8 @@ def _go(page: Any, url: str) -> None:
 
 def _redraws(browser: Any, url: str, *, users: int, rounds: int) -> list[float]:
     """Return the times in ms from a key to the sharper picture, of all users, who press their keys together."""
-    pages = [_opened(browser, url) for _ in range(users)]
-    found: list[float] = []
+    pages = [_open_page(browser, url) for _ in range(users)]
+    times_ms: list[float] = []
     for page in pages:
         page.locator(".timeline").focus()
     for key in ROUND * rounds:
@@ -124,10 +123,10 @@ def _redraws(browser: Any, url: str, *, users: int, rounds: int) -> list[float]:
             page.keyboard.press(key)
         for page in pages:
             page.wait_for_function(_SHARP)
-            found.append(float(page.evaluate(_STATE)["latencyMs"]))
+            times_ms.append(float(page.evaluate(_STATE)["latencyMs"]))
     for page in pages:
         page.context.close()
-    return found
+    return times_ms
 
 
 def _cpu_ms(pid: int) -> float:
@@ -136,7 +135,7 @@ def _cpu_ms(pid: int) -> float:
 
 
 def _memory_bytes(pid: int) -> dict[str, int]:
-    """Return what a process holds: its highest ever, and what is its own and not a mapped file's."""
+    """Memory of a process: its highest ever, and what is its own and not a mapped file's."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(("VmHWM", "RssAnon"))}
     return {"highest": fields["VmHWM"], "without mapped files": fields["RssAnon"]}

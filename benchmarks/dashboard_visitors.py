@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worst_s = 0.0
     print(f"load of the machine {os.getloadavg()[0]:.1f}\n")
     print("| another visitor | takes | pages | median | p95 | longest |\n|---|--:|--:|--:|--:|--:|")
-    with screenshots.served(options.own.resolve(), options.other.resolve()) as (url, _):
+    with screenshots.serve(options.own.resolve(), options.other.resolve()) as (url, _):
         port = urlsplit(url).port or 0
-        own, other = options.own.name, options.other.name
+        run_name, other = options.own.name, options.other.name
         for page in PAGES:
-            _visit(port, page, own)
-        for name, work in _tasks(port, own, other).items():
-            took_s, visits_s = _visits_during(work, lambda page: _visit(port, page, own))
+            _visit(port, page, run_name)
+        for name, work in _tasks(port, run_name, other).items():
+            took_s, visits_s = _visits_during(work, lambda page: _visit(port, page, run_name))
             p95_s = statistics.quantiles(visits_s, n=20, method="inclusive")[-1]
             worst_s = max(worst_s, p95_s)
             times = f"{statistics.median(visits_s):.2f} s | {p95_s:.2f} s | {max(visits_s):.2f} s"
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(worst_s > LIMIT_S)
 
 
-def _tasks(port: int, own: str, other: str) -> dict[str, Callable[[], object]]:
+def _tasks(port: int, run_name: str, other: str) -> dict[str, Callable[[], object]]:
     tasks: dict[str, Callable[[], object]] = {"none": lambda: time.sleep(5)}
-    for label, run in (("a large run", other), ("the same run", own)):
+    for label, run in (("a large run", other), ("the same run", run_name)):
         for page in HEAVY_PAGES:
             tasks[f"opens {page or 'the overview'} of {label}"] = lambda page=page, run=run: _visit(port, page, run)  # type: ignore[misc]
         for name, text in HEAVY_QUERIES.items():
@@ -56,7 +56,7 @@ def _tasks(port: int, own: str, other: str) -> dict[str, Callable[[], object]]:
 
 
 def _visits_during(work: Callable[[], object], visit: Callable[[str], float]) -> tuple[float, list[float]]:
-    """Return how long the work took, and each visit of a page that began meanwhile, in s; at least two rounds."""
+    """Time that the work took, and that of each visit of a page that began meanwhile, in s; at least two rounds."""
     thread = threading.Thread(target=work)
     began_s = time.monotonic()
     ended_s: list[float] = []

@@ -38,15 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turn-s", type=float, default=1.0, help="length of a turn in s (default: 1)")
     parser.add_argument("--library", type=Path, default=STAND_IN, help="folder of pynvml without a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    identify = this_device if given.device == "cuda" else stand_in(given.library)
-    for name, step in (("model", training_step(given.device)), ("Python only", python_step)):
+    identify = this_device if options.device == "cuda" else stand_in(options.library)
+    for name, step in (("model", training_step(options.device)), ("Python only", python_step)):
         step()
-        pairs = [pair(step, given.turn_s, identify, is_first=bool(turn % 2)) for turn in range(given.turns)]
+        pairs = [pair(step, options.turn_s, identify, is_first=bool(turn % 2)) for turn in range(options.turns)]
         for clock, number in (("CPU of the training thread", 0), ("wall", 1)):
-            ratio, low, high = median_with_interval([taken[number] / alone[number] for taken, alone in pairs])
-            base_ms = statistics.median(alone[number] for _, alone in pairs) / 1e6
+            ratio, low, high = median_with_interval([on[number] / off[number] for on, off in pairs])
+            base_ms = statistics.median(off[number] for _, off in pairs) / 1e6
             print(f"{name}, {clock}: {ratio - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%}) of {base_ms:.2f} ms")
     with_us, without_us = (line_us(identify, has_counters=has) for has in (True, False))
     print(f"line of a step: {with_us:.1f} µs with counters, {without_us:.1f} µs without")
@@ -74,14 +74,14 @@ def pair(
     step: Callable[[], object], turn_s: float, identify: Callable[[], DeviceIdentity], *, is_first: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the mean step of a turn with counters and of one without: CPU time of the thread and wall time, in ns."""
-    taken = {}
+    step_ns = {}
     for has_counters in (is_first, not is_first):
         metrics = DeviceMetrics(0, device=identify)
         if has_counters:
             metrics.take()
-        taken[has_counters] = turn(step, turn_s)
+        step_ns[has_counters] = turn(step, turn_s)
         metrics.close()
-    return taken[True], taken[False]
+    return step_ns[True], step_ns[False]
 
 
 def turn(step: Callable[[], object], turn_s: float) -> tuple[float, float]:
@@ -94,7 +94,7 @@ def turn(step: Callable[[], object], turn_s: float) -> tuple[float, float]:
 
 
 def line_us(identify: Callable[[], DeviceIdentity], *, has_counters: bool) -> float:
-    """Return what the training thread takes for the line of a step, with its share of the writing, in µs."""
+    """Time of the training thread for the line of a step, with its share of the writing, in µs."""
     metrics = DeviceMetrics(0, device=identify)
     with tempfile.TemporaryDirectory() as folder:
         log = MetricsLog(Path(folder) / "metrics.jsonl")

@@ -12,9 +12,9 @@ def put_between(path: Path, benchmark: str, lines: Sequence[str]) -> None:
     Raises ValueError where the file does not have the marks.
     """
     begin = f"<!-- measured by {benchmark} -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
     _, end, after = rest.partition(_END)
-    if not found or not end:
+    if not mark or not end:
         raise ValueError(f"{path}: has no {begin} followed by {_END}")
     text = "\n".join(lines)
     path.write_text(f"{before}{begin}\n{text}\n{_END}{after}", encoding="utf-8")

@@ -108,7 +108,7 @@ def _browse(runs: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with contextlib.ExitStack() as opened:
-        urls = {name: opened.enter_context(screenshots.served(runs / name))[0] for name in ("single", "twenty")}
+        urls = {name: opened.enter_context(screenshots.serve(runs / name))[0] for name in ("single", "twenty")}
         playwright = opened.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), chromium_sandbox=False)
         for question, ask in _IN_THE_DASHBOARD.items():
@@ -152,8 +152,8 @@ class _Person:
         return self
 
     def read(self, selector: str, text: str) -> str:
-        found = self.page.locator(selector).filter(has_text=text, visible=True).first
-        return str(found.inner_text())
+        element = self.page.locator(selector).filter(has_text=text, visible=True).first
+        return str(element.inner_text())
 
     def group_by(self, setting: str) -> "_Person":
         """Group charts by a setting."""
@@ -288,8 +288,8 @@ class _Hta:
     def difference(self, reference: str, run: str) -> object:
         from hta.trace_diff import TraceDiff
 
-        one, other = self.analysis(reference), self.analysis(run)
-        table = TraceDiff.compare_traces(one.t, other.t)  # type: ignore[attr-defined]
+        before, after = self.analysis(reference), self.analysis(run)
+        table = TraceDiff.compare_traces(before.t, after.t)  # type: ignore[attr-defined]
         return table.sort_values("diff_duration")[["diff_counts", "diff_duration"]].tail(6).to_string()
 
 

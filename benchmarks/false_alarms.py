@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, _, stop = options.seeds.partition(":")
     seeds = range(int(first), int(stop))
     with tempfile.TemporaryDirectory() as scratch:
-        measured = list(_measured(options.folders, options.recordings, seeds, Path(scratch)))
+        measured = list(_measure(options.folders, options.recordings, seeds, Path(scratch)))
     lines = table(measured)
     print("\n".join(lines))
     if options.out:
@@ -106,17 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(measured: Sequence[Pairs]) -> list[str]:
     """Return the pairs of each kind as lines of Markdown."""
-    total = Pairs("**all**", sum(each.count for each in measured), [f for each in measured for f in each.failures])
-    rows = [f"| {each.kind} | {each.count} | {len(each.failures)} |" for each in (*measured, total)]
+    total = Pairs("**all**", sum(pairs.count for pairs in measured), [f for pairs in measured for f in pairs.failures])
+    rows = [f"| {pairs.kind} | {pairs.count} | {len(pairs.failures)} |" for pairs in (*measured, total)]
     return ["| compared although nothing changed (A/A) | pairs | failed |", "|---|---:|---:|", *rows]
 
 
-def _measured(folders: Sequence[Path], recordings: Path | None, seeds: range, scratch: Path) -> Iterator[Pairs]:
+def _measure(folders: Sequence[Path], recordings: Path | None, seeds: range, scratch: Path) -> Iterator[Pairs]:
     for pairs in chain(
         (_halves(folder, scratch) for folder in folders),
         (_replays(folder, seeds, scratch) for folder in folders),
         _of_recordings(recordings, scratch) if recordings else (),
-        (_simulated(strategy, seeds, scratch) for strategy in (jobs.DDP, jobs.FSDP2) if seeds),
+        (_simulated_jobs(strategy, seeds, scratch) for strategy in (jobs.DDP, jobs.FSDP2) if seeds),
     ):
         if pairs.count:
             for failure in pairs.failures:
@@ -143,10 +143,10 @@ def _replays(folder: Path, seeds: Iterable[int], scratch: Path) -> Pairs:
 
 def _of_recordings(folder: Path, scratch: Path) -> Iterator[Pairs]:
     paths = sorted(path for path in folder.glob("[0-9]*-healthy") if path.is_dir())
-    whole = Pairs("recorded trainings, whole, with the one before or after")
+    complete = Pairs("recorded trainings, whole, with the one before or after")
     for recordings in pairwise(Checked.of(path, path.name) for path in paths):
-        _add_all(whole, recordings)
-    yield whole
+        _add_all(complete, recordings)
+    yield complete
     for count in STEPS:
         same, later = (
             Pairs(f"{count} steps of them, the same"),
@@ -162,17 +162,17 @@ def _of_recordings(folder: Path, scratch: Path) -> Iterator[Pairs]:
         yield later
 
 
-def _simulated(strategy: str, seeds: Iterable[int], scratch: Path) -> Pairs:
+def _simulated_jobs(strategy: str, seeds: Iterable[int], scratch: Path) -> Pairs:
     pairs = Pairs(f"simulated jobs ({strategy}), seeds of the jitter")
     model, machine = models.find("llama2-7b", layers=3), hardware.find("h100-80")
-    made = []
+    recordings = []
     for seed in seeds:
         out = scratch / "simulated"
         job = jobs.Job(strategy, model, machine, 8, 2048, steps=4, seed=seed, ranks_written=3)
         run.simulate(faults.inject(job, ()), (), out, arguments={}, force=True)
-        made.append(Checked.of(out, f"seed {seed}"))
+        recordings.append(Checked.of(out, f"seed {seed}"))
         shutil.rmtree(out)
-    _add_all(pairs, made)
+    _add_all(pairs, recordings)
     return pairs
 
 
@@ -186,13 +186,13 @@ def _add_all(pairs: Pairs, recordings: Sequence[Checked]) -> None:
 
 def _pieces(folder: Path, parts: Sequence[Sequence[int]], scratch: Path) -> list[Checked]:
     """Return pieces of a recording, each of some of its steps, checked."""
-    found = []
+    pieces = []
     for number, steps in enumerate(parts):
         out = scratch / f"{folder.name}-{number}"
         write_piece(folder, steps, out)
-        found.append(Checked.of(out, f"{folder.name} steps {steps[0]} to {steps[-1]}"))
+        pieces.append(Checked.of(out, f"{folder.name} steps {steps[0]} to {steps[-1]}"))
         shutil.rmtree(out)
-    return found
+    return pieces
 
 
 def write_piece(folder: Path, steps: Sequence[int], out: Path) -> None:
@@ -286,13 +286,13 @@ def resample(job: Job, rng: random.Random) -> None:
     for ranks in groups:
         for same in _same([place for rank in ranks for place in _kernels_by_step(rank)]):
             for kernel in same:
-                taken = rng.choice(same)
-                kernel.stretch = max(taken.end - taken.start, 0.1) / max(kernel.end - kernel.start, 0.1)
+                other = rng.choice(same)
+                kernel.stretch = max(other.end - other.start, 0.1) / max(kernel.end - kernel.start, 0.1)
         for launches in _same([place for rank in ranks for place in _launches_by_step(rank)]):
             for launch in launches:
                 later_us = rng.choice(launches).gap_us - launch.gap_us
                 if _LEAST_GAP_US < later_us < _STALL_RATIO * launch.step_us:
-                    launch.rank.pauses.append(Pause(launch.at, later_us))
+                    launch.rank.pauses.append(Pause(launch.at_us, later_us))
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,13 @@ class _Launch:
     """A runtime call, and how long after the one before it began."""
 
     rank: Rank
-    at: float
+    at_us: float
     gap_us: float
     step_us: float
 
 
 def _same(steps: Iterable[dict[tuple[str, int], _Item]]) -> list[list[_Item]]:
-    """Return what has one name and number within its step, together."""
+    """Groups of what has one name and number within its step."""
     together: dict[tuple[str, int], list[_Item]] = defaultdict(list)
     for step in steps:
         for place, item in step.items():
@@ -327,23 +327,23 @@ def _launches_by_step(rank: Rank) -> list[dict[tuple[str, int], _Launch]]:
         for before, call in pairwise(calls)
         if "Synchronize" not in before["name"] and "Memcpy" not in before["name"]
     ]
-    named = _by_step(rank, launches, lambda each: each[1].at, lambda each: each[0])
-    return [{place: launch for place, (_, launch) in step.items()} for step in named]
+    by_step = _by_step(rank, launches, lambda item: item[1].at_us, lambda item: item[0])
+    return [{place: launch for place, (_, launch) in step.items()} for step in by_step]
 
 
 def _by_step(
-    rank: Rank, items: Iterable[_Item], at: Callable[[_Item], float], name: Callable[[_Item], str]
+    rank: Rank, items: Iterable[_Item], time_of: Callable[[_Item], float], name: Callable[[_Item], str]
 ) -> list[dict[tuple[str, int], _Item]]:
     spans = rank.steps or [(rank.start, rank.end)]
     counts: list[Counter[str]] = [Counter() for _ in spans]
-    found: list[dict[tuple[str, int], _Item]] = [{} for _ in spans]
+    grouped: list[dict[tuple[str, int], _Item]] = [{} for _ in spans]
     starts = [start for start, _ in spans]
     for item in items:
-        step = bisect.bisect_right(starts, at(item)) - 1
+        step = bisect.bisect_right(starts, time_of(item)) - 1
         if step >= 0:
             counts[step][name(item)] += 1
-            found[step][name(item), counts[step][name(item)]] = item
-    return found
+            grouped[step][name(item), counts[step][name(item)]] = item
+    return grouped
 
 
 if __name__ == "__main__":

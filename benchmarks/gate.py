@@ -80,7 +80,7 @@ class CheckedRecording:
     gate: CheckResult
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return bool(self.gate.failures)
 
     @property
@@ -93,12 +93,12 @@ class CheckedRecording:
 
     def change(self, metric: str) -> float | None:
         assert self.gate.comparison is not None
-        found = [each.change for each in self.gate.comparison.changes if each.metric == metric]
-        return found[0] if found else None
+        changes = [change.change for change in self.gate.comparison.changes if change.metric == metric]
+        return changes[0] if changes else None
 
 
 def schedule(rounds: int) -> list[str]:
-    """Return what is recorded, in order: as many without a fault as a baseline needs, then rounds."""
+    """Kinds of recordings in order: as many without a fault as a baseline needs, then rounds."""
     return [HEALTHY] * BASELINE_RECORDINGS + list(_ROUND) * rounds
 
 
@@ -123,28 +123,28 @@ def record(folder: Path, kinds: Sequence[str]) -> None:
         print(f"{out.name} of {len(kinds)}", file=sys.stderr, flush=True)
 
 
-def checked(folder: Path) -> list[Recorded]:
+def check_recordings(folder: Path) -> list[Recorded]:
     """Return all recordings of a folder in the order they were made."""
-    found = []
+    recordings = []
     for path in sorted(folder.glob("[0-9]*-*")):
         if path.suffix:
             continue
         run = tracekit.load(str(path), cache=False)
         report = engine.check(run, facts=baselines.FACTS)
-        found.append(Recorded(path.name.partition("-")[2], report, Recording.of(run, report)))
-    return found
+        recordings.append(Recorded(path.name.partition("-")[2], report, Recording.of(run, report)))
+    return recordings
 
 
 def check_all(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iterator[CheckedRecording]:
     """Yield each recording compared with the `count` recordings without a fault before it."""
     healthy: list[Recorded] = []
-    for each in recorded:
+    for recording in recorded:
         if len(healthy) >= count:
-            before = [one.recording for one in healthy[-count:]]
-            base = Baseline("before", baselines.fingerprint(each.report.run), tuple(before))
-            yield CheckedRecording(each.kind, checks.judge(each.report, Severity.ERROR, baseline=base))
-        if each.kind == HEALTHY:
-            healthy.append(each)
+            before = [earlier.recording for earlier in healthy[-count:]]
+            base = Baseline("before", baselines.fingerprint(recording.report.run), tuple(before))
+            yield CheckedRecording(recording.kind, checks.judge(recording.report, Severity.ERROR, baseline=base))
+        if recording.kind == HEALTHY:
+            healthy.append(recording)
 
 
 def lines(recorded: Sequence[Recorded]) -> list[str]:
@@ -153,23 +153,23 @@ def lines(recorded: Sequence[Recorded]) -> list[str]:
     table = [
         "| what was done | recordings | failed | right cause first | failed by time alone | step, wall | processors |",
         "|---|---:|---:|---:|---:|---:|---:|",
-        _row("nothing (A/A)", [each for each in checked_recordings if each.kind == HEALTHY], None),
+        _row("nothing (A/A)", [result for result in checked_recordings if result.kind == HEALTHY], None),
     ]
     table += [_row(f"{f.name}: {f.what}", [e for e in checked_recordings if e.kind == f.name], f.name) for f in FAULTS]
-    healthy = [each.recording for each in recorded if each.kind == HEALTHY]
+    healthy = [entry.recording for entry in recorded if entry.kind == HEALTHY]
     return [*table, "", *_spreads(healthy), "", _machine_load(healthy)]
 
 
 def _row(label: str, checks_of_kind: Sequence[CheckedRecording], cause: str | None) -> str:
-    failed = [each for each in checks_of_kind if each.failed]
-    right = "" if cause is None else str(sum(each.cause == cause for each in failed))
-    by_time = sum(each.failed_by_time for each in checks_of_kind)
+    failed = [result for result in checks_of_kind if result.has_failed]
+    right = "" if cause is None else str(sum(result.cause == cause for result in failed))
+    by_time = sum(result.failed_by_time for result in checks_of_kind)
     wall, processors = (_median_change(checks_of_kind, metric) for metric in ("step_time_ns", "cpu_time_ns"))
     return f"| {label} | {len(checks_of_kind)} | {len(failed)} | {right} | {by_time} | {wall} | {processors} |"
 
 
 def _median_change(checks_of_kind: Sequence[CheckedRecording], metric: str) -> str:
-    changes = [change for each in checks_of_kind if (change := each.change(metric)) is not None]
+    changes = [change for result in checks_of_kind if (change := result.change(metric)) is not None]
     return f"{statistics.median(changes):+.1%}" if changes else ""
 
 
@@ -190,24 +190,24 @@ def _spreads(recordings: Sequence[Recording]) -> list[str]:
 
 
 def _machine_load(recordings: Sequence[Recording]) -> str:
-    """Return how busy the machine was with other things, in a sentence."""
+    """Sentence on how busy the machine was with other things."""
     shares = []
     for recording in recordings:
-        found = job_samples(recording.samples)
-        step_s = _TOKENS_PER_STEP / float(np.median(found["tokens_per_second"]))
-        shares.append(float(np.median(found["cpu_time_ns"])) / 1e9 / step_s)
+        samples = job_samples(recording.samples)
+        step_s = _TOKENS_PER_STEP / float(np.median(samples["tokens_per_second"]))
+        shares.append(float(np.median(samples["cpu_time_ns"])) / 1e9 / step_s)
     return (
         f"How busy the machine was with other work: a rank's process ran for {statistics.median(shares):.0%} of a "
         f"step's time ({min(shares):.0%} to {max(shares):.0%}), where on an idle machine it runs for nearly all of it."
     )
 
 
-def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float, int]:
-    """Return what a check with a baseline takes over one without, by CPU time in turns, and the baseline's bytes."""
-    base = Baseline("before", {}, tuple(each.recording for each in others[:BASELINE_RECORDINGS]))
+def cost(run: Path, healthy: Sequence[Recorded], rounds: int = 7) -> tuple[float, int]:
+    """Ratio of a check with a baseline to one without, by CPU time in turns, and the baseline's bytes."""
+    base = Baseline("before", {}, tuple(entry.recording for entry in healthy[:BASELINE_RECORDINGS]))
     path = run.parent / "baseline.json"
     path.write_text(saved.render(base), encoding="utf-8")
-    taken: dict[bool, list[int]] = {False: [], True: []}
+    times_ns: dict[bool, list[int]] = {False: [], True: []}
     for number in range(2 * rounds):
         with_baseline = bool(number % 2)
         began_ns = time.process_time_ns()
@@ -216,8 +216,8 @@ def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float,
         report = engine.check(loaded, facts=facts)
         if with_baseline:
             checks.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
-        taken[with_baseline].append(time.process_time_ns() - began_ns)
-    return statistics.median(taken[True]) / statistics.median(taken[False]), path.stat().st_size
+        times_ns[with_baseline].append(time.process_time_ns() - began_ns)
+    return statistics.median(times_ns[True]) / statistics.median(times_ns[False]), path.stat().st_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,9 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.runs.mkdir(parents=True, exist_ok=True)
     if not options.no_record:
         record(options.runs, schedule(options.rounds))
-    recorded = checked(options.runs)
+    recorded = check_recordings(options.runs)
     table = lines(recorded)
-    healthy = [each for each in recorded if each.kind == HEALTHY]
+    healthy = [entry for entry in recorded if entry.kind == HEALTHY]
     ratio, size_bytes = cost(Path(recorded[-1].report.run.path), healthy)
     table += [
         "",

@@ -57,22 +57,22 @@ class Answer:
         return MATTERS * self.before_ns
 
 
-def answers(run: Run, job: Job, healthy: Job, wanted: Sequence[str] = ()) -> tuple[Answer, ...]:
+def answers(run: Run, job: Job, healthy: Job, subjects: Sequence[str] = ()) -> tuple[Answer, ...]:
     """Ask a simulated run what its job allows: another pipeline, faster links, experts with equally many tokens.
 
-    `wanted` limits the questions to those about these subjects.
+    `subjects` limits the questions to those about these subjects.
     """
     before_ns = _step_ns(job)
-    found = []
+    results = []
     for about, question, predict, changed in _questions(job, healthy):
-        if wanted and about not in wanted:
+        if subjects and about not in subjects:
             continue
         try:
             true_ns = _step_ns(changed())
         except InputError:  # such a job is not possible, or is not simulated
             continue
-        found.append(Answer(question, about, before_ns, predict(run), true_ns))
-    return tuple(found)
+        results.append(Answer(question, about, before_ns, predict(run), true_ns))
+    return tuple(results)
 
 
 def _step_ns(job: Job) -> float:
@@ -164,22 +164,22 @@ def _without_unbalanced_experts(run: Run) -> float:
     return saving.step_ns - saving.saved_ns
 
 
-def table(found: Sequence[Answer]) -> str:
+def table(results: Sequence[Answer]) -> str:
     """Return the errors of the answers by question, as Markdown."""
     lines = [
         "| question about | answers | median error of the step | largest | within 10% | step changes by 3% | "
         "median error of the change | within 10% |",
         f"|{'---|' * 8}",
     ]
-    kinds = sorted({each.about for each in found})
-    rows = [_row(about, [each for each in found if each.about == about]) for about in kinds]
-    return "\n".join([*lines, *rows, *([_row("all", found)] if found else [])])
+    kinds = sorted({result.about for result in results})
+    rows = [_row(about, [result for result in results if result.about == about]) for about in kinds]
+    return "\n".join([*lines, *rows, *([_row("all", results)] if results else [])])
 
 
-def _row(about: str, own: Sequence[Answer]) -> str:
-    of_step = [each.step_error for each in own]
-    of_change = [each.change_error for each in own if each.matters]
-    cells = [about, str(len(own)), f"{statistics.median(of_step):.1%}", f"{max(of_step):.1%}", _close(of_step)]
+def _row(about: str, results: Sequence[Answer]) -> str:
+    of_step = [result.step_error for result in results]
+    of_change = [result.change_error for result in results if result.matters]
+    cells = [about, str(len(results)), f"{statistics.median(of_step):.1%}", f"{max(of_step):.1%}", _close(of_step)]
     cells += [str(len(of_change)), *([f"{statistics.median(of_change):.1%}", _close(of_change)] if of_change else "  ")]
     return f"| {' | '.join(cells)} |"
 

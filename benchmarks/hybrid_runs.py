@@ -113,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     kinds = options.fault or _kinds(random.Random(seed), options.runs)
     runs: list[Judged] = []
-    drawn = _until(
+    draws = _until(
         options.minutes,
-        ((seed + at, kinds[at % len(kinds)], options.ranks, options.about) for at in range(options.runs)),
+        ((seed + number, kinds[number % len(kinds)], options.ranks, options.about) for number in range(options.runs)),
     )
-    for number, each in enumerate(_shared(drawn, options.jobs)):
-        runs.append(each)
-        sys.stderr.write(f"{number}: {_line(each)}\n")
+    for number, result in enumerate(_judge_all(draws, options.jobs)):
+        runs.append(result)
+        sys.stderr.write(f"{number}: {_line(result)}\n")
     text = document(runs, seed)
     sys.stdout.write(text)
     if options.out:
@@ -127,22 +127,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _until(minutes: float, drawn: Iterable[_Drawn]) -> Iterator[_Drawn]:
+def _until(minutes: float, draws: Iterable[_Drawn]) -> Iterator[_Drawn]:
     end_s = time.monotonic() + 60 * minutes
-    return itertools.takewhile(lambda _: time.monotonic() < end_s, drawn)
+    return itertools.takewhile(lambda _: time.monotonic() < end_s, draws)
 
 
-def _shared(drawn: Iterable[_Drawn], jobs: int) -> Iterator[Judged]:
+def _judge_all(draws: Iterable[_Drawn], jobs: int) -> Iterator[Judged]:
     if jobs == 1:
-        yield from (judged(*each) for each in drawn)
+        yield from (judge_run(*draw) for draw in draws)
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         begun: deque[Future[Judged]] = deque()
-        for each in drawn:
-            begun.append(pool.submit(judged, *each))
+        for draw in draws:
+            begun.append(pool.submit(judge_run, *draw))
             if len(begun) > 2 * jobs:  # a few ahead: runs take seconds or minutes
                 yield begun.popleft().result()
-        yield from (each.result() for each in begun)
+        yield from (future.result() for future in begun)
 
 
 def _kinds(draw: random.Random, count: int) -> list[str]:
@@ -154,49 +154,49 @@ def _kinds(draw: random.Random, count: int) -> list[str]:
     return kinds
 
 
-def judged(seed: int, kind: str, ranks: int = _MOST_RANKS, about: Sequence[str] = ()) -> Judged:
+def judge_run(seed: int, kind: str, ranks: int = _MOST_RANKS, about: Sequence[str] = ()) -> Judged:
     """Draw a run with a fault, simulate it, and let the rules judge it."""
     draw = random.Random(seed)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        job, faulty, code, share = _simulated(draw, kind, ranks, Path(folder))
+        job, faulty, code, share = _simulate_run(draw, kind, ranks, Path(folder))
         loaded = tracekit.load(folder, cache=False)
         rules = [rule() for rule in all_rules() if rule.code.startswith(FAMILIES)]
-        found = {each.code for each in check(loaded, rules).findings if each.severity >= Severity.WARNING}
+        codes = {finding.code for finding in check(loaded, rules).findings if finding.severity >= Severity.WARNING}
         errors = tuple(_bubble_errors(Path(folder), loaded))
         answers = hybrid_answers.answers(loaded, faulty, job, about)
-    reported = tuple(sorted(each for each in found if each.startswith(PREFIXES)))
+    reported = tuple(sorted(code for code in codes if code.startswith(PREFIXES)))
     inherent = tuple(code for code in reported if code in _INHERENT and _is_inherent(faulty, code))
     return Judged(_name(job), kind, code, share, reported, inherent, errors, answers, time.perf_counter() - begun)
 
 
 def _is_inherent(job: Job, code: str) -> bool:
     """Return whether a job is shorter by the code's share where the communication that it is about takes no time."""
-    field, free, least = _INHERENT[code]
+    field, free, min_ratio = _INHERENT[code]
     whole_ns = engine.total_ns(job)
-    return whole_ns - engine.total_ns(impair(job, **{field: free})) >= least * whole_ns
+    return whole_ns - engine.total_ns(impair(job, **{field: free})) >= min_ratio * whole_ns
 
 
-def _simulated(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:
+def _simulate_run(draw: random.Random, kind: str, ranks: int, out: Path) -> tuple[Job, Job, str, float]:
     """Return a healthy job, the same with a fault as written, the fault's code, and the share of the run it costs."""
     requests = [] if kind == "healthy" else [faults.parse(kind)]
-    drawn = 0
+    draws = 0
     while True:
         try:
-            job = _drawn(draw, kind, ranks)
+            job = _draw_job(draw, kind, ranks)
             faulty = faults.inject(job, requests)
         except InputError:
             continue
-        if max(memory.peak_bytes(each) for each in (job, faulty)) > _FULL * job.hardware.memory_bytes:
+        if max(map(memory.peak_bytes, (job, faulty))) > _FULL * job.hardware.memory_bytes:
             continue
-        drawn += 1
-        if requests and drawn < _MOST_DRAWS and _share(job, faulty) < _MATTERS:
+        draws += 1
+        if requests and draws < _MOST_DRAWS and _share(job, faulty) < _MATTERS:
             continue
         done = run.simulate(job, requests, out, arguments={"seed": job.seed, "fault": kind})
         if not requests:
             return job, job, "", 0.0
-        known = done.known_faults[0]
-        return job, faulty, known.code, known.cost_ns * len(known.steps) / done.recording.total_ns
+        fault = done.known_faults[0]
+        return job, faulty, fault.code, fault.cost_ns * len(fault.steps) / done.recording.total_ns
 
 
 def _share(job: Job, faulty: Job) -> float:
@@ -204,12 +204,12 @@ def _share(job: Job, faulty: Job) -> float:
     return 1 - engine.total_ns(job) / engine.total_ns(faulty)
 
 
-def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
+def _draw_job(draw: random.Random, kind: str, ranks: int) -> Job:
     """Return a healthy job: enough micro-batches, a head smaller than a stage, tensor parallelism in a node."""
     has_experts = kind == "hot-expert" or draw.random() < 0.15
-    most = 2 if has_experts else 8
+    limit = 2 if has_experts else 8
     pp, tp, data = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4))
-    pp, tp = min(pp, most), min(tp, most)
+    pp, tp = min(pp, limit), min(tp, limit)
     gpus, ep = pp * tp * data, min(data, 4) if has_experts else 1
     if not 4 <= gpus <= ranks or max(pp, tp, ep) < 2:
         raise InputError("drawn again")
@@ -222,7 +222,7 @@ def _drawn(draw: random.Random, kind: str, ranks: int) -> Job:
     shards = pp > 1 and data > 1 and schedule not in pipeline_schedules.SPLIT_BACKWARD
     if kind == "sharded-micro-batches" and not shards:
         raise InputError("it needs a pipeline whose stages are sharded")
-    strategy = draw.choice(("ddp", "zero1", *["fsdp2"] * shards))
+    strategy = draw.choice(("ddp", "zero1", *(["fsdp2"] if shards else [])))
     if kind == "sharded-micro-batches":
         strategy = "fsdp2"
     is_large = gpus > 16  # simulated and judged in minutes
@@ -275,15 +275,16 @@ def document(runs: Sequence[Judged], seed: int) -> str:
 
 
 def _scores(runs: Sequence[Judged]) -> str:
-    known = {rule.code for rule in all_rules()}
-    codes = sorted({each for each in known if each.startswith(PREFIXES)} | {each.code for each in runs if each.code})
+    rule_codes = {rule.code for rule in all_rules()}
+    judged_codes = {code for code in rule_codes if code.startswith(PREFIXES)}
+    codes = sorted(judged_codes | {result.code for result in runs if result.code})
     lines = ["| rule | right | wrong | missed | precision | recall |", "|---|---|---|---|---|---|"]
     for code in codes:
-        must = [each for each in runs if each.code == code and each.must_be_found]
-        right = sum(code in each.reported for each in must)
-        wrong, missed = sum(each.is_wrong(code) for each in runs), len(must) - right
-        shares = [f"{right / of:.0%}" if of else "" for of in (right + wrong, right + missed)]
-        note = "" if code in known else " (no such rule)"
+        must = [result for result in runs if result.code == code and result.must_be_found]
+        right = sum(code in result.reported for result in must)
+        wrong, missed = sum(result.is_wrong(code) for result in runs), len(must) - right
+        shares = [f"{right / total:.0%}" if total else "" for total in (right + wrong, right + missed)]
+        note = "" if code in rule_codes else " (no such rule)"
         lines.append(f"| {code}{note} | {right} | {wrong} | {missed} | {' | '.join(shares)} |")
     return "\n".join(lines)
 
@@ -291,53 +292,53 @@ def _scores(runs: Sequence[Judged]) -> str:
 def _by_fault(runs: Sequence[Judged]) -> str:
     lines = ["| fault | rule | runs | costly enough | found | with other warnings |", "|---|---|---|---|---|---|"]
     for name in ("healthy", *FAULTS):
-        own = [each for each in runs if each.fault == name]
-        must = [each for each in own if each.must_be_found]
-        found = sum(each.code in each.reported for each in must)
-        wrong = sum(any(each.is_wrong(code) for code in each.reported) for each in own)
+        of_fault = [result for result in runs if result.fault == name]
+        must = [result for result in of_fault if result.must_be_found]
+        found_count = sum(result.code in result.reported for result in must)
+        wrong = sum(any(result.is_wrong(code) for code in result.reported) for result in of_fault)
         code = faults.FAULTS[name].code if name in faults.FAULTS else ""
-        lines.append(f"| {name} | {code} | {len(own)} | {len(must)} | {found} | {wrong} |")
+        lines.append(f"| {name} | {code} | {len(of_fault)} | {len(must)} | {found_count} | {wrong} |")
     return "\n".join(lines)
 
 
 def _bubbles(runs: Sequence[Judged]) -> str:
     lines = ["| layouts | runs | bubbles | not measured | median error | largest | within 1 point |", f"|{'---|' * 7}"]
     groups = {
-        "pipeline and data parallelism": [each for each in runs if " tp" not in each.name and " ep" not in each.name],
-        "with tensor parallelism": [each for each in runs if " tp" in each.name and " ep" not in each.name],
-        "with experts": [each for each in runs if " ep" in each.name],
+        "pipeline and data parallelism": [r for r in runs if " tp" not in r.name and " ep" not in r.name],
+        "with tensor parallelism": [r for r in runs if " tp" in r.name and " ep" not in r.name],
+        "with experts": [r for r in runs if " ep" in r.name],
         "all": list(runs),
     }
-    for name, own in groups.items():
-        errors = [abs(error) for each in own for error in each.errors if not math.isnan(error)]
-        unknown = sum(math.isnan(error) for each in own for error in each.errors)
-        count = sum(bool(each.errors) for each in own)
-        shown = [f"{statistics.median(errors):.2f}", f"{max(errors):.2f}"] if errors else ["", ""]
+    for name, group in groups.items():
+        errors = [abs(error) for result in group for error in result.errors if not math.isnan(error)]
+        unknown = sum(math.isnan(error) for result in group for error in result.errors)
+        count = sum(bool(result.errors) for result in group)
+        cells = [f"{statistics.median(errors):.2f}", f"{max(errors):.2f}"] if errors else ["", ""]
         close = f"{sum(error <= 1 for error in errors) / len(errors):.1%}" if errors else ""
-        lines.append(f"| {name} | {count} | {len(errors)} | {unknown} | {' | '.join(shown)} | {close} |")
+        lines.append(f"| {name} | {count} | {len(errors)} | {unknown} | {' | '.join(cells)} | {close} |")
     return "Bubbles of ranks and steps, in points of the pipeline's duration:\n\n" + "\n".join(lines)
 
 
 def _answers(runs: Iterable[Judged]) -> str:
-    table = hybrid_answers.table([answer for each in runs for answer in each.answers])
+    table = hybrid_answers.table([answer for result in runs for answer in result.answers])
     introduction = "Steps that `tracekit whatif` predicts, compared with those of the changed job when it is simulated:"
     return f"{introduction}\n\n{table}"
 
 
 def _mistakes(runs: Iterable[Judged]) -> str:
-    wrong = [each for each in runs if any(map(each.is_wrong, each.reported)) or _is_missed(each)]
-    return "Mistakes:\n\n" + ("\n".join(f"- {_line(each)}" for each in wrong) or "none.")
+    wrong = [result for result in runs if any(map(result.is_wrong, result.reported)) or _is_missed(result)]
+    return "Mistakes:\n\n" + ("\n".join(f"- {_line(result)}" for result in wrong) or "none.")
 
 
-def _is_missed(each: Judged) -> bool:
-    return each.must_be_found and each.code not in each.reported
+def _is_missed(result: Judged) -> bool:
+    return result.must_be_found and result.code not in result.reported
 
 
-def _line(each: Judged) -> str:
-    errors = [abs(error) for error in each.errors if not math.isnan(error)]
+def _line(result: Judged) -> str:
+    errors = [abs(error) for error in result.errors if not math.isnan(error)]
     bubble = f"; bubbles off by {max(errors):.2f} points at most" if errors else ""
-    fault = f"{each.fault} ({each.code}, {each.share:.1%} of the run)" if each.code else each.fault
-    return f"{each.name}: {fault}; reported {', '.join(each.reported) or 'nothing'}{bubble}; {each.seconds:.0f} s"
+    fault = f"{result.fault} ({result.code}, {result.share:.1%} of the run)" if result.code else result.fault
+    return f"{result.name}: {fault}; reported {', '.join(result.reported) or 'nothing'}{bubble}; {result.seconds:.0f} s"
 
 
 def _name(job: Job) -> str:
@@ -348,8 +349,8 @@ def _name(job: Job) -> str:
         f" {axis}{size}" for axis, size in (("pp", layout.pp), ("tp", layout.tp), ("ep", layout.ep)) if size > 1
     )
     scatters = " sp" if job.hybrid.sequence_parallel else ""
-    of = f"{job.model.layers} layers, {job.micro_batches} micro-batches, {job.hardware.name}"
-    return f"{job.hybrid.schedule}{axes}{data}{scatters}, {of}, seed {job.seed}"
+    sizes = f"{job.model.layers} layers, {job.micro_batches} micro-batches, {job.hardware.name}"
+    return f"{job.hybrid.schedule}{axes}{data}{scatters}, {sizes}, seed {job.seed}"
 
 
 if __name__ == "__main__":

@@ -66,11 +66,11 @@ def measure(folder: Path, seed: int, scratch: Path) -> Draw:
     own_us = sum(kernel.end - kernel.start for kernels in operators for kernel in kernels.get(operator, ()))
     growth = draw.uniform(MIN_GROWTH_RATIO, MAX_GROWTH_RATIO)
     factor = 1 + growth * sum(_taken_us(rank) for rank in job.ranks) / own_us
-    before = _replayed(job, scratch / "before")
+    before = _replay(job, scratch / "before")
     for kernels in operators:
         for kernel in kernels.get(operator, ()):
             kernel.stretch = factor
-    after = _replayed(job, scratch / "after")
+    after = _replay(job, scratch / "after")
     a, b = (step_change.RunSteps.of(tracekit.load(path, cache=False)) for path in (before, after))
     changed = step_change.step_change(a, b, allow_different=True)
     step = changed.step
@@ -90,7 +90,7 @@ def kernels_by_operator(rank: Rank) -> Mapping[str, list[Kernel]]:
     threads: dict[tuple[object, object], list[Event]] = defaultdict(list)
     for event in rank.host_slices:
         threads[event["pid"], event["tid"]].append(event)
-    found: dict[str, list[Kernel]] = defaultdict(list)
+    by_operator: dict[str, list[Kernel]] = defaultdict(list)
     for events in threads.values():
         around: list[Event] = []
         for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
@@ -98,26 +98,26 @@ def kernels_by_operator(rank: Rank) -> Mapping[str, list[Kernel]]:
                 around.pop()
             kernel = launches.get(event.get("args", {}).get("correlation"))
             if kernel is not None and event["cat"] in RUNTIME and around and not kernel.is_collective:
-                found[str(around[-1]["name"])].append(kernel)
+                by_operator[str(around[-1]["name"])].append(kernel)
             elif event["cat"] in ("cpu_op", "Operator") and event["name"] != _PARAMETERS:
                 around.append(event)
-    return found
+    return by_operator
 
 
 def _drawable(operators: Sequence[Mapping[str, list[Kernel]]]) -> list[str]:
     sums: dict[str, float] = defaultdict(float)
     for kernels in operators:
-        for name, own in kernels.items():
-            sums[name] += sum(kernel.end - kernel.start for kernel in own)
-    least = MIN_OPERATOR_RATIO * sum(sums.values())
-    return sorted(name for name, taken_us in sums.items() if taken_us >= least and not name.startswith("ProfilerStep"))
+        for name, operator_kernels in kernels.items():
+            sums[name] += sum(kernel.end - kernel.start for kernel in operator_kernels)
+    min_us = MIN_OPERATOR_RATIO * sum(sums.values())
+    return sorted(name for name, taken_us in sums.items() if taken_us >= min_us and not name.startswith("ProfilerStep"))
 
 
 def _taken_us(rank: Rank) -> float:
     return sum(kernel.end - kernel.start for kernel in rank.kernels if not kernel.is_collective)
 
 
-def _replayed(job: Job, folder: Path) -> str:
+def _replay(job: Job, folder: Path) -> str:
     job.replay()
     folder.mkdir(parents=True)
     for number, document in enumerate(job.documents()):

@@ -42,8 +42,8 @@ def late_host(job: Job, size: float, rng: random.Random) -> int:
     """Let the host of one rank pause in every step, without waiting for the device."""
     rank = rng.choice(job.ranks)
     for start, end in steps_of(rank):
-        at = _between_calls(rank, start + rng.uniform(0.2, 0.6) * (end - start))
-        rank.pauses.append(Pause(at, size * _step_us(rank)))
+        at_us = _between_calls(rank, start + rng.uniform(0.2, 0.6) * (end - start))
+        rank.pauses.append(Pause(at_us, size * _step_us(rank)))
     return rank.number
 
 
@@ -60,8 +60,8 @@ def item_calls(job: Job, size: float, rng: random.Random) -> None:
     places = [rng.uniform(0.1, 0.9) for _ in range(round(20 * size) + 2)]
     for start, end in steps_of(job.ranks[0]):
         for place in places:
-            for rank, at in _same_place(job, start + place * (end - start)):
-                _drain(rank, at, size * _step_us(rank) / len(places), "aten::item")
+            for rank, at_us in _same_place(job, start + place * (end - start)):
+                _drain(rank, at_us, size * _step_us(rank) / len(places), "aten::item")
 
 
 def data_stall(job: Job, size: float, _rng: random.Random) -> None:
@@ -88,7 +88,7 @@ def slow_collectives(job: Job, size: float, rng: random.Random) -> None:
         transfer = members[0][1].end - max(kernel.start for _, kernel in members)
         name = members[0][1].event["name"]
         times[name] = times.get(name, 0.0) + max(transfer, 0.0)
-    name = rng.choices(sorted(times), [times[each] for each in sorted(times)])[0]
+    name = rng.choices(sorted(times), [times[name] for name in sorted(times)])[0]
     for members in job.instances:
         for _, kernel in members:
             if kernel.event["name"] == name:
@@ -104,23 +104,23 @@ def contention(job: Job, size: float, _rng: random.Random) -> None:
     for _ in range(_ROUNDS):
         job.replay()
         for rank in job.ranks:
-            busy = sorted(_placed(kernel) for kernel in rank.kernels if kernel.is_collective)
+            busy = sorted(_replayed_span(kernel) for kernel in rank.kernels if kernel.is_collective)
             for kernel in rank.kernels:
                 if not kernel.is_collective:
-                    start, stop = _placed(kernel)
+                    start, stop = _replayed_span(kernel)
                     both = sum(max(0.0, min(stop, end) - max(start, begin)) for begin, end in busy)
-                    alone = max(kernel.end - kernel.start, 1e-3)
-                    kernel.stretch = min(slowdown, 1 + both * (1 - 1 / slowdown) / alone)
+                    alone_us = max(kernel.end - kernel.start, 1e-3)
+                    kernel.stretch = min(slowdown, 1 + both * (1 - 1 / slowdown) / alone_us)
 
 
 def allocation_retries(job: Job, size: float, rng: random.Random) -> None:
     """Let the allocator of every rank free its cache and allocate anew in every step."""
     for start, end in steps_of(job.ranks[0]):
-        for rank, at in _same_place(job, start + rng.uniform(0.2, 0.6) * (end - start)):
+        for rank, at_us in _same_place(job, start + rng.uniform(0.2, 0.6) * (end - start)):
             dur = size * _step_us(rank)
             calls = [_slice("cuda_runtime", "cudaFree", dur * i / 8, dur / 9) for i in range(4)]
             calls += [_slice("cuda_runtime", "cudaMalloc", dur * (4 + i) / 8, dur / 9) for i in range(4)]
-            rank.pauses.append(Pause(_between_calls(rank, at), dur, drains=True, slices=tuple(calls)))
+            rank.pauses.append(Pause(_between_calls(rank, at_us), dur, drains=True, slices=tuple(calls)))
 
 
 def checkpoint(job: Job, size: float, rng: random.Random) -> None:
@@ -148,8 +148,8 @@ def pause_of_one(job: Job, size: float, rng: random.Random) -> int:
     """Let the host of one rank pause once, as for a garbage collection, for as long as it takes to be seen."""
     rank = rng.choice(job.ranks)
     start, end = rng.choice(steps_of(rank))
-    at = _between_calls(rank, start + rng.uniform(0.1, 0.3) * (end - start))
-    rank.pauses.append(Pause(at, 3 * size * _step_us(rank)))
+    at_us = _between_calls(rank, start + rng.uniform(0.1, 0.3) * (end - start))
+    rank.pauses.append(Pause(at_us, 3 * size * _step_us(rank)))
     return rank.number
 
 
@@ -169,14 +169,14 @@ def time_sliced_device(job: Job, size: float, rng: random.Random) -> int:
     """
     rank = rng.choice(job.ranks)
     slice_us, length_us = rng.uniform(1000, 2500), rank.end - rank.start
-    slices, at = [], rank.start
-    while at < rank.end + 2 * size * length_us:
-        at += slice_us * (1 / size - 1) * rng.uniform(0.5, 1.5)
-        slices.append((at, at + slice_us))
-        at += slice_us
+    slices, at_us = [], rank.start
+    while at_us < rank.end + 2 * size * length_us:
+        at_us += slice_us * (1 / size - 1) * rng.uniform(0.5, 1.5)
+        slices.append((at_us, at_us + slice_us))
+        at_us += slice_us
     for _ in range(_ROUNDS):
         job.replay()
-        busy = sorted(_placed(kernel) for kernel in rank.kernels if kernel.is_collective)
+        busy = sorted(_replayed_span(kernel) for kernel in rank.kernels if kernel.is_collective)
         rank.taken = [
             (begin, until) for begin, until in slices if not any(start < until and begin < end for start, end in busy)
         ]
@@ -228,31 +228,31 @@ def _step_us(rank: Rank) -> float:
     return statistics.median(end - start for start, end in steps_of(rank))
 
 
-def _placed(kernel: Kernel) -> tuple[float, float]:
-    """Return when a kernel runs in the last replay."""
+def _replayed_span(kernel: Kernel) -> tuple[float, float]:
+    """Start and end of a kernel in the last replay."""
     start = kernel.start if kernel.new_start is None else kernel.new_start
     return start, kernel.end if kernel.new_end is None else kernel.new_end
 
 
-def _slice(category: str, name: str, at: float, dur: float | None) -> Event:
-    return {"cat": category, "name": name, "ts": at, "dur": dur, "args": {}}
+def _slice(category: str, name: str, at_us: float, dur: float | None) -> Event:
+    return {"cat": category, "name": name, "ts": at_us, "dur": dur, "args": {}}
 
 
-def _between_calls(rank: Rank, at: float) -> float:
-    """Return the first moment from `at` on at which the host is in no op or runtime call.
+def _between_calls(rank: Rank, at_us: float) -> float:
+    """Return the first moment from `at_us` on at which the host is in no op or runtime call.
 
     Python runs only there: a pause inside a call, such as a cudaMalloc, would be a longer call instead.
     """
     for event in rank.host_slices:
-        if event["ts"] > at:
+        if event["ts"] > at_us:
             break
         if event["cat"] != "user_annotation":
-            at = max(at, float(event["ts"] + event["dur"]) + _RESOLUTION_US)
-    return at
+            at_us = max(at_us, float(event["ts"] + event["dur"]) + _RESOLUTION_US)
+    return at_us
 
 
-def _drain(rank: Rank, at: float, dur: float, name: str) -> None:
-    at = _between_calls(rank, at)
+def _drain(rank: Rank, at_us: float, dur: float, name: str) -> None:
+    at_us = _between_calls(rank, at_us)
     if name.startswith("cuda"):
         slices = (_slice("cuda_runtime", name, 0.5, None),)
     else:
@@ -262,8 +262,8 @@ def _drain(rank: Rank, at: float, dur: float, name: str) -> None:
             _slice("cuda_runtime", "cudaStreamSynchronize", 0.5, None),
         )
     # The call ends when the device has done its work; what follows is Python's.
-    rank.pauses.append(Pause(at, 0.0, drains=True, slices=slices))
-    rank.pauses.append(Pause(at, dur))
+    rank.pauses.append(Pause(at_us, 0.0, drains=True, slices=slices))
+    rank.pauses.append(Pause(at_us, dur))
 
 
 def _load_data(rank: Rank, size: float) -> None:
@@ -277,22 +277,22 @@ def _load_data(rank: Rank, size: float) -> None:
 def _save(job: Job, size: float, rng: random.Random, name: str | None) -> None:
     start, end = rng.choice(steps_of(job.ranks[0]))
     pieces = (_slice("user_annotation", name, 0.0, None),) if name else ()
-    for rank, at in _same_place(job, end - 0.02 * (end - start)):
-        rank.pauses.append(Pause(_between_calls(rank, at), 5 * size * _step_us(rank), drains=True, slices=pieces))
+    for rank, at_us in _same_place(job, end - 0.02 * (end - start)):
+        rank.pauses.append(Pause(_between_calls(rank, at_us), 5 * size * _step_us(rank), drains=True, slices=pieces))
 
 
-def _same_place(job: Job, at: float) -> Iterable[tuple[Rank, float]]:
+def _same_place(job: Job, at_us: float) -> Iterable[tuple[Rank, float]]:
     """Yield when each rank's host is where the first rank's is at a time: between the same two collectives.
 
     Pauses of all ranks at different collectives would add up. Ranks without collectives are at the same part of their
     recording.
     """
     launches = [_collective_launches(rank) for rank in job.ranks]
-    after = len(launches[0]) - bisect.bisect_right(launches[0], at)
+    after = len(launches[0]) - bisect.bisect_right(launches[0], at_us)
     first, last = _around(job.ranks[0], launches[0], after)
-    share = (at - first) / max(last - first, 1e-3)
-    for rank, own in zip(job.ranks, launches, strict=True):
-        first, last = _around(rank, own, after)
+    share = (at_us - first) / max(last - first, 1e-3)
+    for rank, rank_launches in zip(job.ranks, launches, strict=True):
+        first, last = _around(rank, rank_launches, after)
         yield rank, first + share * (last - first)
 
 

@@ -21,7 +21,7 @@ class Pair:
     twin: tuple[str, ...]
 
 
-def judged() -> list[Pair]:
+def judge_pairs() -> list[Pair]:
     """Return all recorded pairs, judged."""
     samples = json.loads((FOLDER / "truth.json").read_text())["samples"]
     twins = {name: _findings_on(name) for name in sorted({sample["twin"] for sample in samples})}

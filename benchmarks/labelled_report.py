@@ -82,17 +82,17 @@ def codes() -> list[str]:
 
 def score(runs: Sequence["Judged"], code: str) -> Score:
     """Return the score of the rule of a code on the runs."""
-    right = [each for each in runs if each.reported(code) and each.must_be_found(code)]
-    wrong = sum(each.is_wrong(code) for each in runs)
-    missed = sum(each.is_missed(code) for each in runs)
-    errors = [error for each in right if (error := _cost_error(each, code)) is not None]
+    right = [run for run in runs if run.reports_of(code) and run.must_be_found(code)]
+    wrong = sum(run.is_wrong(code) for run in runs)
+    missed = sum(run.is_missed(code) for run in runs)
+    errors = [error for run in right if (error := _cost_error(run, code)) is not None]
     return Score(code, len(right), wrong, missed, tuple(errors))
 
 
 def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
     """Return the number of wrong warnings on healthy runs, and the number of healthy runs."""
-    healthy = [each for each in runs if not each.requested]
-    warned = sum(each.is_wrong(finding.code) for each in healthy for finding in each.findings if _counts(finding.code))
+    healthy = [run for run in runs if not run.requested]
+    warned = sum(run.is_wrong(finding.code) for run in healthy for finding in run.findings if _counts(finding.code))
     return warned, len(healthy)
 
 
@@ -100,13 +100,13 @@ def table(runs: Sequence["Judged"]) -> str:
     """Return the scores of all rules with a fault or a warning, as Markdown, and the codes of the others."""
     lines = ["| rule | right | wrong | missed | precision | recall | cost off by | within 10% |", f"|{'---|' * 8}"]
     scores = [score(runs, code) for code in codes()]
-    for found in scores:
-        if not (found.right or found.wrong or found.missed):
+    for result in scores:
+        if not (result.right or result.wrong or result.missed):
             continue
-        shares = (found.precision, found.recall, found.cost_error, found.close)
+        shares = (result.precision, result.recall, result.cost_error, result.close)
         cells = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
-        lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {cells} |")
-    silent = [found.code for found in scores if not (found.right or found.wrong or found.missed)]
+        lines.append(f"| {result.code} | {result.right} | {result.wrong} | {result.missed} | {cells} |")
+    silent = [result.code for result in scores if not (result.right or result.wrong or result.missed)]
     return "\n".join(lines) + f"\n\nRules without a fault of their own in these runs: {', '.join(silent)}.\n"
 
 
@@ -114,28 +114,28 @@ def by_fault(runs: Sequence["Judged"]) -> str:
     """Return, for each requested fault, how often it was costly enough and how often it was found, as Markdown."""
     lines = ["| fault | rule | runs | costly enough | found | other wrong warnings |", f"|{'---|' * 6}"]
     for name in ("healthy", *_PLAIN):
-        own = [each for each in runs if each.fault == name]
-        if not own:
+        of_fault = [run for run in runs if run.fault == name]
+        if not of_fault:
             continue
         code = faults.FAULTS[name].code if name in faults.FAULTS else ""
-        matter = [each for each in own if code and each.must_be_found(code)]
-        found = sum(bool(each.reported(code)) for each in matter)
-        wrong = sum(each.is_wrong(other) for each in own for other in codes())
-        counts = (str(len(matter)), str(found)) if code else ("", "")
-        lines.append(f"| {name} | {code} | {len(own)} | {counts[0]} | {counts[1]} | {wrong} |")
+        matter = [run for run in of_fault if code and run.must_be_found(code)]
+        found_count = sum(bool(run.reports_of(code)) for run in matter)
+        wrong = sum(run.is_wrong(other) for run in of_fault for other in codes())
+        counts = (str(len(matter)), str(found_count)) if code else ("", "")
+        lines.append(f"| {name} | {code} | {len(of_fault)} | {counts[0]} | {counts[1]} | {wrong} |")
     return "\n".join(lines) + "\n"
 
 
-def mistakes(each: "Judged") -> Iterator[str]:
+def mistakes(run: "Judged") -> Iterator[str]:
     """Yield a line for each missed or wrong code of a run."""
-    job = each.job
-    where = f"{each.fault}, {job.strategy}, {job.model.name} of {job.model.layers} layers, {job.hardware.name}, "
+    job = run.job
+    where = f"{run.fault}, {job.strategy}, {job.model.name} of {job.model.layers} layers, {job.hardware.name}, "
     where += f"{job.gpus} GPUs, {job.seq} tokens, {job.micro_batches} micro-batches, seed {job.seed}"
     for code in codes():
-        if each.is_missed(code):
-            yield f"{code} missed at {each.share(code):.1%} of the run: {where}"
-        if each.is_wrong(code):
-            yield f"{code} wrong: {where}: {each.found(code)[0].message}"
+        if run.is_missed(code):
+            yield f"{code} missed at {run.share(code):.1%} of the run: {where}"
+        if run.is_wrong(code):
+            yield f"{code} wrong: {where}: {run.findings_of(code)[0].message}"
 
 
 def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"], *, jobs: int = 1) -> str:
@@ -149,7 +149,7 @@ def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"], *, jo
         by_fault(runs),
     ]
     if pairs:
-        parts += ["## Recorded pairs\n", _PAIRS, recorded(pairs)]
+        parts += ["## Recorded pairs\n", _PAIRS, recorded_table(pairs)]
     return "\n".join(parts)
 
 
@@ -159,7 +159,7 @@ information at most.
 """
 
 
-def recorded(pairs: Sequence["Pair"]) -> str:
+def recorded_table(pairs: Sequence["Pair"]) -> str:
     """Return the findings on recorded faults and their healthy twins, as Markdown."""
     lines = ["| recorded fault | rule | on the fault | on its healthy twin |", f"|{'---|' * 4}"]
     lines += [f"| {pair.fault} | {pair.code} | {_list(pair.findings)} | {_list(pair.twin)} |" for pair in pairs]
@@ -174,9 +174,9 @@ def _counts(code: str) -> bool:
     return not code.startswith(_DATA)
 
 
-def _cost_error(each: "Judged", code: str) -> float | None:
+def _cost_error(run: "Judged", code: str) -> float | None:
     if code == _SPREAD:
         return None
-    reported_ns = max(finding.cost_ns for finding in each.reported(code))
-    true_ns = sum(known.cost_ns * len(known.steps) for known in each.known if known.code == code) / each.job.steps
+    reported_ns = max(finding.cost_ns for finding in run.reports_of(code))
+    true_ns = sum(fault.cost_ns * len(fault.steps) for fault in run.faults if fault.code == code) / run.job.steps
     return abs(reported_ns / true_ns - 1) if reported_ns else None

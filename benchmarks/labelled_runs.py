@@ -47,7 +47,7 @@ class Judged:
 
     job: Job
     requested: tuple[str, ...]
-    known: tuple[KnownFault, ...]
+    faults: tuple[KnownFault, ...]
     total_ns: int
     findings: tuple[Finding, ...]
 
@@ -58,28 +58,28 @@ class Judged:
 
     def share(self, code: str) -> float:
         """Return the share of the run that the faults of a code cost; 0 if there is none."""
-        return sum(each.cost_ns * len(each.steps) for each in self.known if each.code == code) / self.total_ns
+        return sum(fault.cost_ns * len(fault.steps) for fault in self.faults if fault.code == code) / self.total_ns
 
     def must_be_found(self, code: str) -> bool:
         """Whether the rule of a code must report this run."""
         requested = {faults.FAULTS[name].code for name in self.requested}
         return (not requested or code in requested) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
 
-    def found(self, code: str) -> list[Finding]:
+    def findings_of(self, code: str) -> list[Finding]:
         """Return the findings of a code."""
         return [finding for finding in self.findings if finding.code == code]
 
-    def reported(self, code: str) -> list[Finding]:
+    def reports_of(self, code: str) -> list[Finding]:
         """Return the findings that report a fault of a code: its own, else those on a special case of it."""
-        return self.found(code) or self.found(_REPORTED_AS.get(code, code))
+        return self.findings_of(code) or self.findings_of(_REPORTED_AS.get(code, code))
 
     def is_missed(self, code: str) -> bool:
         """Whether a fault that must be reported was not."""
-        return self.must_be_found(code) and not self.reported(code)
+        return self.must_be_found(code) and not self.reports_of(code)
 
     def is_wrong(self, code: str) -> bool:
         """Whether the rule of a code reported a fault that the run does not have."""
-        return bool(self.found(code)) and self.share(code) <= 0 and self.share(_SAME_AS.get(code, code)) <= 0
+        return bool(self.findings_of(code)) and self.share(code) <= 0 and self.share(_SAME_AS.get(code, code)) <= 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,43 +93,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
     runs: list[Judged] = []
-    for number, each in enumerate(_shared(options.runs, seed, tuple(options.fault), options.jobs)):
-        runs.append(each)
-        for line in labelled_report.mistakes(each):
+    for number, result in enumerate(_judge_in_parallel(options.runs, seed, tuple(options.fault), options.jobs)):
+        runs.append(result)
+        for line in labelled_report.mistakes(result):
             sys.stderr.write(f"run {number}: {line}\n")
-    text = labelled_report.document(runs, seed, labelled_pairs.judged() if not options.fault else [], jobs=options.jobs)
+    pairs = [] if options.fault else labelled_pairs.judge_pairs()
+    text = labelled_report.document(runs, seed, pairs, jobs=options.jobs)
     sys.stdout.write(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
     return 0
 
 
-def judged(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Judged]:
+def judge_runs(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Judged]:
     """Yield judged runs drawn from a seed, with each fault equally often."""
     draw = random.Random(seed)
     kinds = [FAULT_OF[name] for name in only] or _kinds(draw, count)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(count):
-            yield _judged(draw, kinds[number % len(kinds)], Path(folder) / str(number))
+            yield _judge_run(draw, kinds[number % len(kinds)], Path(folder) / str(number))
 
 
-def _shared(count: int, seed: int, only: Sequence[str], jobs: int) -> Iterator[Judged]:
+def _judge_in_parallel(count: int, seed: int, only: Sequence[str], jobs: int) -> Iterator[Judged]:
     """Yield runs as `judged` does, from several processes with different seeds."""
     if jobs == 1:
-        yield from judged(count, seed, only)
+        yield from judge_runs(count, seed, only)
         return
-    shares = [count // jobs + (number < count % jobs) for number in range(jobs)]
+    shares = [count // jobs + (1 if number < count % jobs else 0) for number in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for part in [pool.submit(_part, share, seed + number, only) for number, share in enumerate(shares)]:
             yield from part.result()
 
 
 def _part(count: int, seed: int, only: Sequence[str]) -> list[Judged]:
-    return [replace(each, findings=tuple(map(_without_evidence, each.findings))) for each in judged(count, seed, only)]
+    return [replace(r, findings=tuple(map(_without_evidence, r.findings))) for r in judge_runs(count, seed, only)]
 
 
-def _without_evidence(found: Finding) -> Finding:
-    return replace(found, evidence=found.evidence.clear())
+def _without_evidence(finding: Finding) -> Finding:
+    return replace(finding, evidence=finding.evidence.clear())
 
 
 _PLAIN = {name: fault for name, fault in faults.FAULTS.items() if fault.plain and not fault.traces_of}
@@ -146,26 +147,26 @@ def _kinds(draw: random.Random, count: int) -> list[Fault | None]:
     return kinds
 
 
-def _judged(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
+def _judge_run(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
     for attempt in range(_MOST_DRAWS):
-        drawn = _simulated(draw, fault, out)
-        if fault is None or drawn.must_be_found(fault.code) or attempt == _MOST_DRAWS - 1:
+        simulated = _simulate_run(draw, fault, out)
+        if fault is None or simulated.must_be_found(fault.code) or attempt == _MOST_DRAWS - 1:
             break
     findings = check(tracekit.load(str(out), cache=False)).findings
-    return replace(drawn, findings=tuple(found for found in findings if found.severity >= Severity.WARNING))
+    return replace(simulated, findings=tuple(finding for finding in findings if finding.severity >= Severity.WARNING))
 
 
-def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
+def _simulate_run(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
     """Return a simulated and written run, without findings."""
     while True:  # until a drawn job supports the fault and fits in memory
-        job, requested = _drawn(draw, fault)
+        job, requested = _draw_job(draw, fault)
         try:
-            full = max(memory.peak_bytes(each) for each in (job, faults.inject(job, requested)))
+            full = max(map(memory.peak_bytes, (job, faults.inject(job, requested))))
             if full <= _FULL * job.hardware.memory_bytes:
                 done = run.simulate(job, requested, out, arguments={"seed": job.seed}, force=True)
                 return Judged(
                     done.job,
-                    tuple(each.fault.name for each in requested),
+                    tuple(request.fault.name for request in requested),
                     tuple(done.known_faults),
                     done.recording.total_ns,
                     (),
@@ -174,8 +175,8 @@ def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
             continue
 
 
-def _drawn(draw: random.Random, fault: Fault | None) -> tuple[Job, tuple[FaultRequest, ...]]:
-    strategy = draw.choice([each for each in STRATEGIES if fault is None or each in fault.strategies])
+def _draw_job(draw: random.Random, fault: Fault | None) -> tuple[Job, tuple[FaultRequest, ...]]:
+    strategy = draw.choice([name for name in STRATEGIES if fault is None or name in fault.strategies])
     model = models.find(draw.choice(("llama2-7b", "llama2-13b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
     gpus = draw.choice((16, 32, 64) if strategy == HSDP else (8, 16, 32, 64))
     machine, seq = hardware.find(draw.choice(tuple(hardware.HARDWARE))), draw.choice((2048, 4096, 8192))

@@ -84,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
-    found: list[Answer] = []
-    for each in answers(options.runs, seed, tuple(options.fault) or tuple(_DRAWN)):
-        found.append(each)
+    cases: list[Answer] = []
+    for case in answers(options.runs, seed, tuple(options.fault) or tuple(_DRAWN)):
+        cases.append(case)
         sys.stderr.write(
-            f"{each.fault:<24} {each.strategy:<7} costs {each.share:6.1%}: off by {each.error(inferred=False):+7.1%}, "
-            f"{each.error(inferred=True):+7.1%} with inferred waits {each.unavailable_reason}\n"
+            f"{case.fault:<24} {case.strategy:<7} costs {case.share:6.1%}: off by {case.error(inferred=False):+7.1%}, "
+            f"{case.error(inferred=True):+7.1%} with inferred waits {case.unavailable_reason}\n"
         )
-    text = document(found, options.runs, seed)
+    text = document(cases, options.runs, seed)
     sys.stdout.write(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
@@ -106,10 +106,10 @@ def answers(count: int, seed: int, names: Sequence[str]) -> Iterator[Answer]:
             yield from _answers(draw, faults.FAULTS[names[number % len(names)]], Path(folder) / "run")
 
 
-def document(found: Sequence[Answer], runs: int, seed: int) -> str:
+def document(cases: Sequence[Answer], runs: int, seed: int) -> str:
     """Return the scores as Markdown: by fault, then overall. Faults without an answer are only counted."""
-    answered = [each for each in found if not each.unavailable_reason]
-    unanswered = sorted({f"{each.fault} ({each.unavailable_reason})" for each in found if each.unavailable_reason})
+    answered = [case for case in cases if not case.unavailable_reason]
+    unanswered = sorted({f"{case.fault} ({case.unavailable_reason})" for case in cases if case.unavailable_reason})
     lines = [
         "# What-if answers on simulated runs\n",
         f"    python -m benchmarks.labelled_savings --runs {runs} --out docs/lab/whatif_savings.md\n",
@@ -117,35 +117,35 @@ def document(found: Sequence[Answer], runs: int, seed: int) -> str:
         "compared with a second simulation without the fault, for faults that cost at least 3% of the run.",
         "*Inferred*: the same runs with event waits of streams removed from their traces. The unchanged replay",
         "differs from the recorded step by "
-        f"{max((each.replay_error for each in found), default=0.0):.2%} at most. "
-        f"{len(found) - len(answered)} of {len(found)} causes have no answer. {' '.join(unanswered)}\n",
+        f"{max((case.replay_error for case in cases), default=0.0):.2%} at most. "
+        f"{len(cases) - len(answered)} of {len(cases)} causes have no answer. {' '.join(unanswered)}\n",
         "| fault | without | answers | median error | largest error | within 10% | inferred: median | within 10% |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(CAUSE_OF):
-        fault_answers = [each for each in answered if each.fault == name]
+        fault_answers = [case for case in answered if case.fault == name]
         if fault_answers:
             lines.append(f"| {name} | {CAUSE_OF[name]} | {_scores(fault_answers)} |")
     lines.append(f"| all | | {_scores(answered)} |" if answered else "")
     return "\n".join(lines) + "\n"
 
 
-def _scores(found: Sequence[Answer]) -> str:
-    known, inferred = ([abs(each.error(inferred=which)) for each in found] for which in (False, True))
-    close = [sum(error <= _CLOSE for error in errors) / len(errors) for errors in (known, inferred)]
+def _scores(cases: Sequence[Answer]) -> str:
+    exact, inferred = ([abs(case.error(inferred=which)) for case in cases] for which in (False, True))
+    close = [sum(error <= _CLOSE for error in errors) / len(errors) for errors in (exact, inferred)]
     return (
-        f"{len(found)} | {statistics.median(known):.1%} | {max(known):.1%} | {close[0]:.0%} | "
+        f"{len(cases)} | {statistics.median(exact):.1%} | {max(exact):.1%} | {close[0]:.0%} | "
         f"{statistics.median(inferred):.1%} | {close[1]:.0%}"
     )
 
 
 def _answers(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
     while True:  # until a drawn job supports the fault and fits in memory
-        job = drawn(draw, fault)
+        job = draw_job(draw, fault)
         requests = (FaultRequest(fault, ()),)
         try:
             if (
-                max(memory.peak_bytes(each) for each in (job, faults.inject(job, requests)))
+                max(map(memory.peak_bytes, (job, faults.inject(job, requests))))
                 <= _MAX_MEMORY_RATIO * job.hardware.memory_bytes
             ):
                 done = run.simulate(job, requests, out, arguments={"seed": job.seed}, force=True)
@@ -154,21 +154,21 @@ def _answers(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
             continue
     loaded = tracekit.load(str(out), cache=False)
     bare = without_waits(loaded)
-    for known in done.known_faults:
-        share = known.cost_ns * len(known.steps) / done.recording.total_ns
+    for entry in done.known_faults:
+        share = entry.cost_ns * len(entry.steps) / done.recording.total_ns
         if share < _MIN_RATIO or (
-            known.fault == "slow-network" and known.fault in {"slow-network", fault.name} and fault.code == "COMM001"
+            entry.fault == "slow-network" and entry.fault in {"slow-network", fault.name} and fault.code == "COMM001"
         ):
             continue
-        recorded, inferred = (savings.saving(each, CAUSE_OF[known.fault]) for each in (loaded, bare))
-        per = job.steps / len(known.steps)
+        recorded, inferred = (savings.saving(source, CAUSE_OF[entry.fault]) for source in (loaded, bare))
+        per = job.steps / len(entry.steps)
         replayed = savings.replayed_steps(loaded)
         off = float((replayed["replayed_ns"] / replayed["duration_ns"] - 1).abs().max() or 0)  # type: ignore[arg-type]
         yield Answer(
-            known.fault,
+            entry.fault,
             job.strategy,
             share,
-            known.cost_ns,
+            entry.cost_ns,
             recorded.saved_ns * per,
             inferred.saved_ns * per,
             off,
@@ -176,9 +176,9 @@ def _answers(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
         )
 
 
-def drawn(draw: random.Random, fault: Fault) -> Job:
+def draw_job(draw: random.Random, fault: Fault) -> Job:
     """Draw a job that supports the fault."""
-    strategy = draw.choice([each for each in STRATEGIES if each in fault.strategies])
+    strategy = draw.choice([name for name in STRATEGIES if name in fault.strategies])
     model = models.find(draw.choice(("llama2-7b", "llama2-13b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
     gpus = draw.choice((16, 32, 64) if strategy == HSDP else (8, 16, 32, 64))
     machine, seq = hardware.find(draw.choice(tuple(hardware.HARDWARE))), draw.choice((2048, 4096, 8192))
@@ -190,7 +190,7 @@ def without_waits(loaded: Run) -> Run:
     """Return a run whose traces lack the event waits of streams."""
     return Run(
         loaded.path,
-        [_without_syncs(each) for each in loaded.sources],
+        [_without_syncs(source) for source in loaded.sources],
         manifest=loaded.manifest,
         align=alignment.offsets,
     )

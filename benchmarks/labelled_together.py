@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
-    found = []
-    for each in answers(options.runs, seed):
-        found.append(each)
+    cases = []
+    for case in answers(options.runs, seed):
+        cases.append(case)
         sys.stderr.write(
-            f"{' + '.join(each.pair):<48} {each.strategy:<7} costs {each.true_ratio:6.1%}: "
-            f"predicted {each.predicted_ratio:6.1%}, the sum {each.sum_ratio:6.1%} {each.unavailable_reason}\n"
+            f"{' + '.join(case.pair):<48} {case.strategy:<7} costs {case.true_ratio:6.1%}: "
+            f"predicted {case.predicted_ratio:6.1%}, the sum {case.sum_ratio:6.1%} {case.unavailable_reason}\n"
         )
-    text = document(found, seed)
+    text = document(cases, seed)
     sys.stdout.write(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
@@ -70,36 +70,36 @@ def answers(count: int, seed: int) -> Iterator[Answer]:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         while count:
-            one, other = (FAULTS[name] for name in draw.sample(_NAMES, 2))
-            answer = _answer(draw, one, other, Path(folder) / "run") if _can_combine(one, other) else None
+            first, second = (FAULTS[name] for name in draw.sample(_NAMES, 2))
+            answer = _answer(draw, first, second, Path(folder) / "run") if _can_combine(first, second) else None
             if answer is not None:
                 count -= 1
                 yield answer
 
 
-def document(found: Sequence[Answer], seed: int) -> str:
+def document(cases: Sequence[Answer], seed: int) -> str:
     """Return the scores as Markdown: over all, then each run."""
-    answered = [each for each in found if not each.unavailable_reason]
+    answered = [case for case in cases if not case.unavailable_reason]
     unanswered = "; ".join(
-        f"{' + '.join(each.pair)}: {each.unavailable_reason}" for each in found if each.unavailable_reason
+        f"{' + '.join(case.pair)}: {case.unavailable_reason}" for case in cases if case.unavailable_reason
     )
     lines = [
         "# What-if answers for two causes at once\n",
-        f"    python -m benchmarks.labelled_together --runs {len(found)} --out docs/lab/whatif_together.md\n",
-        f"{len(found)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: share of the step,",
+        f"    python -m benchmarks.labelled_together --runs {len(cases)} --out docs/lab/whatif_together.md\n",
+        f"{len(cases)} **simulated** runs with two faults each, drawn with seed {seed}. *Saved*: share of the step,",
         "from a second simulation without both, as `tracekit whatif --together` predicts it, and the sum of separate",
-        f"predictions. {len(found) - len(answered)} of {len(found)} have no answer. {unanswered}\n",
+        f"predictions. {len(cases) - len(answered)} of {len(cases)} have no answer. {unanswered}\n",
         "| | runs | median error | largest error | within 10% |",
         "|---|---|---|---|---|",
-        f"| together | {_scores([each.predicted_ratio / each.true_ratio - 1 for each in answered])} |",
-        f"| sum of separate savings | {_scores([each.sum_ratio / each.true_ratio - 1 for each in answered])} |\n",
+        f"| together | {_scores([case.predicted_ratio / case.true_ratio - 1 for case in answered])} |",
+        f"| sum of separate savings | {_scores([case.sum_ratio / case.true_ratio - 1 for case in answered])} |\n",
         "| faults | strategy | saved | together | sum | note |",
         "|---|---|---|---|---|---|",
     ]
-    for each in sorted(answered, key=lambda one: -abs(one.predicted_ratio / one.true_ratio - 1)):
-        ratios = " | ".join(f"{ratio:.1%}" for ratio in (each.true_ratio, each.predicted_ratio, each.sum_ratio))
+    for case in sorted(answered, key=lambda case: -abs(case.predicted_ratio / case.true_ratio - 1)):
+        ratios = " | ".join(f"{ratio:.1%}" for ratio in (case.true_ratio, case.predicted_ratio, case.sum_ratio))
         lines.append(
-            f"| {', '.join(each.pair)} | {each.strategy} | {ratios} | {'lower confidence' if each.caveat else ''} |"
+            f"| {', '.join(case.pair)} | {case.strategy} | {ratios} | {'lower confidence' if case.caveat else ''} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -110,14 +110,14 @@ def _scores(errors: Sequence[float]) -> str:
     return f"{len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {close:.0%}"
 
 
-def _can_combine(one: Fault, other: Fault) -> bool:
-    return bool(set(one.strategies) & set(other.strategies)) and CAUSE_OF[one.name] != CAUSE_OF[other.name]
+def _can_combine(first: Fault, second: Fault) -> bool:
+    return bool(set(first.strategies) & set(second.strategies)) and CAUSE_OF[first.name] != CAUSE_OF[second.name]
 
 
-def _answer(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer | None:
-    requests = (FaultRequest(one, ()), FaultRequest(other, ()))
+def _answer(draw: random.Random, first: Fault, second: Fault, out: Path) -> Answer | None:
+    requests = (FaultRequest(first, ()), FaultRequest(second, ()))
     try:
-        job = other.prepare(one.prepare(labelled_savings.drawn(draw, one)))
+        job = second.prepare(first.prepare(labelled_savings.draw_job(draw, first)))
         if not _fits(job, requests):
             return None
         healthy = run.simulate(job, (), out, arguments={"seed": job.seed}, force=True)
@@ -125,23 +125,23 @@ def _answer(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer 
     except InputError:
         return None
     whole_ns = done.recording.total_ns
-    cost_ns = {known.fault: known.cost_ns * len(known.steps) for known in done.known_faults}
-    if min(cost_ns.get(fault.name, 0) for fault in (one, other)) < _MIN_RATIO * whole_ns:
+    cost_ns = {fault.fault: fault.cost_ns * len(fault.steps) for fault in done.known_faults}
+    if min(cost_ns.get(fault.name, 0) for fault in (first, second)) < _MIN_RATIO * whole_ns:
         return None
     loaded = tracekit.load(str(out), cache=False)
-    causes = [CAUSE_OF[fault.name] for fault in (one, other)]
+    causes = [CAUSE_OF[fault.name] for fault in (first, second)]
     together = savings.combined_saving(loaded, causes)
-    alone = sum(savings.saving(loaded, cause).saved_ratio for cause in causes)
+    sum_ratio = sum(savings.saving(loaded, cause).saved_ratio for cause in causes)
     true_ratio = 1 - healthy.recording.total_ns / whole_ns
-    pair = (one.name, other.name)
+    pair = (first.name, second.name)
     return Answer(
-        pair, job.strategy, true_ratio, together.saved_ratio, alone, together.unavailable_reason, together.caveat
+        pair, job.strategy, true_ratio, together.saved_ratio, sum_ratio, together.unavailable_reason, together.caveat
     )
 
 
 def _fits(job: Job, requests: Sequence[FaultRequest]) -> bool:
-    most = max(memory.peak_bytes(each) for each in (job, faults.inject(job, requests)))
-    return most <= _MAX_MEMORY_RATIO * job.hardware.memory_bytes
+    peak_bytes = max(map(memory.peak_bytes, (job, faults.inject(job, requests))))
+    return peak_bytes <= _MAX_MEMORY_RATIO * job.hardware.memory_bytes
 
 
 if __name__ == "__main__":

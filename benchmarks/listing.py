@@ -48,9 +48,10 @@ def main() -> None:
         print(f"{options.runs} runs of {options.ranks} ranks, {checked} of them checked")
         catalog_s = [timed_catalog(runs) for _ in range(AGAIN)]
         print(f"catalog without a browser: {statistics.median(catalog_s):.3f} s median of {AGAIN}")
-        for visit, seconds in painted(runs).items():
-            of = f" (median of {len(seconds)}, {min(seconds):.2f} to {max(seconds):.2f})" if len(seconds) > 1 else ""
-            print(f"{visit}: {statistics.median(seconds):.2f} s to the first paint of the table{of}")
+        for visit, seconds in paint_times(runs).items():
+            range_s = f"{min(seconds):.2f} to {max(seconds):.2f}"
+            spread = f" (median of {len(seconds)}, {range_s})" if len(seconds) > 1 else ""
+            print(f"{visit}: {statistics.median(seconds):.2f} s to the first paint of the table{spread}")
 
 
 def write_runs(runs: Path, count: int, ranks: int) -> None:
@@ -94,11 +95,11 @@ def timed_catalog(runs: Path) -> float:
     return time.perf_counter() - start
 
 
-def painted(runs: Path) -> dict[str, list[float]]:
-    """Return how long it took until the table was painted, in seconds by the kind of visit."""
+def paint_times(runs: Path) -> dict[str, list[float]]:
+    """Time until the table was painted, in seconds by the kind of visit."""
     from playwright.sync_api import sync_playwright
 
-    found = {}
+    times_s = {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,16 +112,16 @@ def painted(runs: Path) -> dict[str, list[float]]:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=binary, chromium_sandbox=False, args=["--disable-gpu"])
             # The first visit waits for imports, too; who comes again has Streamlit's files in the browser.
-            found["the server's first visit"] = [_visit(_page(browser), port)]
-            found["a new browser"] = [_visit(_page(browser), port) for _ in range(AGAIN)]
+            times_s["the server's first visit"] = [_visit(_page(browser), port)]
+            times_s["a new browser"] = [_visit(_page(browser), port) for _ in range(AGAIN)]
             page = _page(browser)
             _visit(page, port)
-            found["a browser that was here before"] = [_visit(page, port) for _ in range(AGAIN)]
+            times_s["a browser that was here before"] = [_visit(page, port) for _ in range(AGAIN)]
             browser.close()
     finally:
         server.terminate()
         server.wait(20)
-    return found
+    return times_s
 
 
 def _page(browser: Any) -> Any:

@@ -38,15 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         count = _write(Path(folder) / conventions.rank_file(0, conventions.TRACE_SUFFIX), options.events)
-        run, read_s = _timed(lambda: tracekit.load(folder, cache=False))
-        trace, more_s = _timed(lambda: _read(run))
+        run, read_s = _time_call(lambda: tracekit.load(folder, cache=False))
+        trace, more_s = _time_call(lambda: _read(run))
         read_mib = _peak_mib()
-        _, facts_s = _timed(lambda: run.measure(memory.FACTS))
+        _, facts_s = _time_call(lambda: run.measure(memory.FACTS))
         facts = [fact for rule in all_rules() if rule.code.startswith("MEM") for fact in rule.facts]
-        _, rules_s = _timed(lambda: run.measure(facts))
+        _, rules_s = _time_call(lambda: run.measure(facts))
         facts_mib = _peak_mib()
-        history, built_s = _timed(lambda: playback.from_trace(trace))
-        _, played_s = _timed(lambda: playback.predict(history, Settings.parse("expandable_segments:True")))
+        history, built_s = _time_call(lambda: playback.from_trace(trace))
+        _, played_s = _time_call(lambda: playback.predict(history, Settings.parse("expandable_segments:True")))
     print(f"{count:,} events: read in {read_s + more_s:.1f} s, {read_mib:.0f} MiB at most")
     print(f"facts of `tracekit memory`: {facts_s:.1f} s; facts of all memory rules: {rules_s:.1f} s")
     print(f"{facts_mib:.0f} MiB at most by then; {memory_facts.stalls(trace).height} steps with stalls")
@@ -60,7 +60,7 @@ def _read(run: tracekit.Run) -> tracekit.Trace:
     return trace
 
 
-def _timed(work: Callable[[], _T]) -> tuple[_T, float]:
+def _time_call(work: Callable[[], _T]) -> tuple[_T, float]:
     began = time.process_time()
     return work(), time.process_time() - began
 

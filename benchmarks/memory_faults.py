@@ -68,17 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the draws (default: the time)")
     options = parser.parse_args(arguments)
     seed = time.time_ns() % 1_000_000 if options.seed is None else options.seed
-    found = list(judged(options.runs, seed))
-    healthy = [each for each in found if each.fault is None]
-    alarms = sum(bool(each.reported) for each in healthy)
+    results = list(judge_programs(options.runs, seed))
+    healthy = [result for result in results if result.fault is None]
+    alarms = sum(bool(result.reported) for result in healthy)
     sys.stdout.write(
-        f"{len(found)} simulated programs, --seed {seed}; {len(healthy)} healthy, {alarms} with false alarms\n\n"
+        f"{len(results)} simulated programs, --seed {seed}; {len(healthy)} healthy, {alarms} with false alarms\n\n"
     )
-    sys.stdout.write(table(found))
+    sys.stdout.write(table(results))
     return 0
 
 
-def judged(count: int, seed: int) -> Iterator[Judged]:
+def judge_programs(count: int, seed: int) -> Iterator[Judged]:
     """Yield programs drawn from a seed, run and judged."""
     draw = random.Random(seed)
     for _ in range(count):
@@ -89,22 +89,20 @@ def judged(count: int, seed: int) -> Iterator[Judged]:
         yield Judged(fault, frozenset(name for name, rule in RULES.items() if rule.code in codes))
 
 
-def score(found: Sequence[Judged], fault: str) -> Score:
-    """Return how the rule of a fault did."""
-    right = sum(each.fault == fault and fault in each.reported for each in found)
-    other = [each for each in found if each.fault != fault and each.fault not in _ALSO.get(fault, ())]
-    missed = sum(each.fault == fault and fault not in each.reported for each in found)
-    return Score(fault, right, sum(fault in each.reported for each in other), missed)
+def score(results: Sequence[Judged], fault: str) -> Score:
+    """Score of the rule of a fault."""
+    right = sum(result.fault == fault and fault in result.reported for result in results)
+    other = [result for result in results if result.fault != fault and result.fault not in _ALSO.get(fault, ())]
+    missed = sum(result.fault == fault and fault not in result.reported for result in results)
+    return Score(fault, right, sum(fault in result.reported for result in other), missed)
 
 
-def table(found: Sequence[Judged]) -> str:
+def table(results: Sequence[Judged]) -> str:
     """Return the scores of the rules as Markdown."""
     lines = ["| fault | rule | right | wrong | missed | precision | recall |", f"|{'---|' * 7}"]
-    for each in (score(found, fault) for fault in FAULTS):
-        shares = " | ".join("" if share is None else f"{share:.1%}" for share in (each.precision, each.recall))
-        lines.append(
-            f"| {each.fault} | {RULES[each.fault].code} | {each.right} | {each.wrong} | {each.missed} | {shares} |"
-        )
+    for row in (score(results, fault) for fault in FAULTS):
+        shares = " | ".join("" if share is None else f"{share:.1%}" for share in (row.precision, row.recall))
+        lines.append(f"| {row.fault} | {RULES[row.fault].code} | {row.right} | {row.wrong} | {row.missed} | {shares} |")
     return "\n".join(lines) + "\n"
 
 

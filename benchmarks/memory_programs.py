@@ -65,7 +65,7 @@ class Program:
         self._seen = 0
 
     def run(self) -> Trace:
-        """Return what was recorded of all steps but the first, which fills the cache."""
+        """Run all steps; return the recording of all but the first, which fills the cache."""
         for size in self.weights:
             self.lasting.append(self.take(size))
         for step in range(self.steps + 1):
@@ -209,12 +209,12 @@ class Program:
 def run_of(draw: random.Random, fault: str | None) -> Run:
     """Return the run of a program drawn at random, with a fault of FAULTS that takes effect, or none."""
     while True:
-        program, trace = _drawn(draw.random(), fault)
+        program, trace = _draw_program(draw.random(), fault)
         if fault not in (FRAGMENTATION, RETRY) or program.took_effect:
-            return Run("simulated", [Source(0, 0, trace.path, 0, lambda made=trace: made)])  # type: ignore[misc]
+            return Run("simulated", [Source(0, 0, trace.path, 0, lambda recorded=trace: recorded)])  # type: ignore[misc]
 
 
-def _drawn(seed: float, fault: str | None) -> tuple[Program, Trace]:
+def _draw_program(seed: float, fault: str | None) -> tuple[Program, Trace]:
     program = Program(random.Random(seed), fault)
     trace = program.run()
     if fault == RETRY:  # the same program on a device that has room for one cache and half of the other

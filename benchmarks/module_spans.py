@@ -32,18 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=40, help="pairs of steps in each window (default: 40)")
     parser.add_argument("--windows", type=int, default=5, help="profiled windows (default: 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    step = training_step(given.device)
+    step = training_step(options.device)
     for _ in range(WARMUP_STEPS):
         step()
-    pairs = [pair for _ in range(given.windows) for pair in window(step, given.device, given.pairs)]
+    pairs = [pair for _ in range(options.windows) for pair in window(step, options.device, options.pairs)]
     ratios = [with_ns / without_ns for with_ns, without_ns in pairs]
     added_ns = statistics.median(with_ns - without_ns for with_ns, without_ns in pairs)
     ratio, low, high = median_with_interval(ratios)
     calls = module_calls(step)
     print(
-        f"{ratio - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%}) in {len(pairs)} pairs on the {given.device}; "
+        f"{ratio - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%}) in {len(pairs)} pairs on the {options.device}; "
         f"{calls} calls of modules in a step of {statistics.median(pair[1] for pair in pairs) / 1e6:.1f} ms, "
         f"{added_ns / calls / 1e3:+.1f} µs a call"
     )
@@ -72,9 +72,9 @@ def window(step: Callable[[], object], device: str, pairs: int) -> list[tuple[in
     )
     session = ProfilerSession(options)
     session.start()
-    found = []
+    times_ns = []
     for number in range(pairs + 1):
-        taken = {}
+        took_ns = {}
         for has_spans in (True, False) if number % 2 else (False, True):
             spans = ModuleSpans()
             if has_spans:
@@ -82,17 +82,17 @@ def window(step: Callable[[], object], device: str, pairs: int) -> list[tuple[in
             step()  # the first step of a window looks up the names of modules
             began_ns = clock()
             step()
-            taken[has_spans] = clock() - began_ns
+            took_ns[has_spans] = clock() - began_ns
             spans.close()
-        found.append((taken[True], taken[False]))
+        times_ns.append((took_ns[True], took_ns[False]))
     session.stop()
     with tempfile.TemporaryDirectory() as folder:
         session.save(Path(folder) / "trace.json")  # it frees the events
-    return found[1:]
+    return times_ns[1:]
 
 
 def module_calls(step: Callable[[], object]) -> int:
-    """Return how many forward calls of modules a step makes."""
+    """Number of forward calls of modules in a step."""
     calls = []
     hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: calls.append(module) and None)
     step()

@@ -58,23 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(machine: Hardware, model: str, gpus: int, tokens: int) -> Iterator[str]:
-    whole = models.find(model, layers=_LAYERS)
-    job = Job(FSDP2, whole, machine, gpus, tokens, steps=_STEPS, seed=5, ranks_written=2)
+    spec = models.find(model, layers=_LAYERS)
+    job = Job(FSDP2, spec, machine, gpus, tokens, steps=_STEPS, seed=5, ranks_written=2)
     with tempfile.TemporaryDirectory() as folder:
-        every = dict.fromkeys(name for pair in _PAIRS for name in pair)
-        took_ms = {name: _simulated(replace(job, strategy=name), Path(folder) / name) for name in every}
-        runs = {name: tracekit.load(str(Path(folder) / name), cache=False) for name in every}
+        names = dict.fromkeys(name for pair in _PAIRS for name in pair)
+        took_ms = {name: _step_ms(replace(job, strategy=name), Path(folder) / name) for name in names}
+        runs = {name: tracekit.load(str(Path(folder) / name), cache=False) for name in names}
         node = NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s)
         for before, after in _PAIRS:
             prediction = strategies.predict_strategy(runs[before], after, node)
             yield f"{before} | {after} | {_row(took_ms[before], prediction, took_ms[after])}"
         for times in _NETWORKS:
             prediction = strategies.predict_network(runs[FSDP2], times)
-            true_ms = _simulated(replace(job, hardware=_faster(machine, times)), Path(folder) / "network")
+            true_ms = _step_ms(replace(job, hardware=_faster(machine, times)), Path(folder) / "network")
             yield f"{FSDP2} | network × {times:g} | {_row(took_ms[FSDP2], prediction, true_ms)}"
 
 
-def _simulated(job: Job, folder: Path) -> float:
+def _step_ms(job: Job, folder: Path) -> float:
     """Simulate a job into a folder and return what a step takes, in ms."""
     return run.simulate(job, (), folder, arguments={}, force=True).recording.total_ns / _STEPS / 1e6
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from benchmarks.screenshots import WAIT_MS, chromium, served, settle, write_history
+from benchmarks.screenshots import WAIT_MS, chromium, serve, settle, write_history
 from dashboard.pages import all_pages
 from tracekit.report.charts import ranks
 
@@ -69,8 +69,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for run in options.runs:
             shutil.copytree(run, Path(folder) / run.name)
         write_history(Path(folder))
-        with served(Path(folder)) as (url, _):
-            for path, messages in _taken(url, names, options):
+        with serve(Path(folder)) as (url, _):
+            for path, messages in _take_all(url, names, options):
                 print(path, *messages, sep="\n    ", flush=True)
                 reported += len(messages)
     sys.exit(1 if reported else 0)
@@ -78,18 +78,18 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def views(run: str, other: str, pages: Sequence[str] | None = None) -> list[View]:
     """Return the pictures of a run: of all pages, or of those with the given addresses."""
-    found = []
+    pictures = []
     for page in all_pages():
         if pages is None or page.address in pages:
             queries = {"": "", **VIEWS.get(page.address, {})}
             for name, query in queries.items():
                 query = query.format(other=quote(other))
                 parameters = "&".join(filter(None, (f"run={quote(run)}", query)))
-                found.append(View("_".join(filter(None, (page.address, name))), f"{page.address}?{parameters}"))
-    return found
+                pictures.append(View("_".join(filter(None, (page.address, name))), f"{page.address}?{parameters}"))
+    return pictures
 
 
-def _taken(url: str, runs: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[Path, list[str]]]:
+def _take_all(url: str, runs: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[Path, list[str]]]:
     """Yield the path of each picture with the messages of the browser."""
     from playwright.sync_api import sync_playwright
 
@@ -98,7 +98,7 @@ def _taken(url: str, runs: Sequence[str], options: argparse.Namespace) -> Iterat
         for theme in options.themes:
             for width in options.widths:
                 for run in options.only or runs:
-                    other = next((each for each in runs if each != run), run)
+                    other = next((name for name in runs if name != run), run)
                     for view in views(run, other, options.pages):
                         path = options.out / f"{run}_{view.name}_{width}_{theme}.png"
                         yield path, _take(browser, f"{url}/{view.address}", path, width=width, theme=theme)

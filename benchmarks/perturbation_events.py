@@ -53,7 +53,7 @@ class Kernel:
 class Pause:
     """Time inserted on the host: at a moment, or (awaits) where a recorded call waits for the device until `at`."""
 
-    at: float
+    at_us: float
     dur: float
     drains: bool = False
     """The host first waits until the device has done all that was launched before."""
@@ -92,7 +92,7 @@ def recorded_waits(kernels: Sequence[Kernel], calls: Sequence[Event]) -> Iterabl
         if kernel is not None and _is_copy_to_host(kernel) and start <= kernel.end <= end + 5:
             yield Pause(end, 0.0, awaits=kernel, call=(start, end))
         elif _SYNC_CALL.match(call["name"]):
-            awaited = _awaited(call, launched[-300:], end + 2)
+            awaited = _awaited_work(call, launched[-300:], end + 2)
             yield Pause(end, 0.0, awaits=awaited, call=(start, end))
 
 
@@ -101,7 +101,7 @@ def _is_copy_to_host(kernel: Kernel) -> bool:
     return kernel.event["cat"] == "gpu_memcpy" and "DtoH" in name
 
 
-def _awaited(call: Event, launched: Sequence[Kernel], by: float) -> Kernel | None:
+def _awaited_work(call: Event, launched: Sequence[Kernel], by: float) -> Kernel | None:
     """Return the work for which a call waits: the last to end by then of what was launched before, if it ended by then.
 
     A call on a stream directly after a copy's launch is that of the copy's op, which waits for the copy.

@@ -119,15 +119,15 @@ class Rank:
     @property
     def first_of_steps(self) -> Kernel:
         """The first work that is launched in a step; without marked steps, the first work."""
-        in_steps = (each for each in self.kernels if each.launch is not None and each.launch >= self.steps_start)
+        in_steps = (k for k in self.kernels if k.launch is not None and k.launch >= self.steps_start)
         return next(in_steps, self.kernels[0]) if self.steps else self.kernels[0]
 
     def without_changes_in_steps(self) -> None:
         """Undo the changes to the host and to the work that is launched from the first step on."""
         first = self.first_of_steps
         begin = first.start if first.new_start is None else first.new_start
-        self.pauses = [each for each in self.pauses if each.call is not None or each.at < self.steps_start]
-        self.taken = [each for each in self.taken if each[0] < begin]
+        self.pauses = [pause for pause in self.pauses if pause.call is not None or pause.at_us < self.steps_start]
+        self.taken = [span for span in self.taken if span[0] < begin]
         for kernel in self.kernels:
             if not self.steps or (kernel.launch is not None and kernel.launch >= self.steps_start):
                 kernel.stretch = 1.0
@@ -143,12 +143,12 @@ class Rank:
         waits = [float(call["ts"]) for call in self.calls if _WAIT_CALL.match(call["name"])]
         by_launch = sorted((k for k in self.kernels if k.launch is not None), key=lambda k: k.launch or 0.0)
         follows_wait = set()
-        at = 0
+        next_wait = 0
         for previous, kernel in zip([None, *by_launch], by_launch, strict=False):
             since = previous.launch if previous is not None and previous.launch is not None else -1.0
-            while at < len(waits) and waits[at] <= since:
-                at += 1
-            if at < len(waits) and waits[at] <= (kernel.launch or 0.0):
+            while next_wait < len(waits) and waits[next_wait] <= since:
+                next_wait += 1
+            if next_wait < len(waits) and waits[next_wait] <= (kernel.launch or 0.0):
                 follows_wait.add(id(kernel))
         last: dict[tuple[Any, Any], Kernel] = {}
         ends: list[tuple[float, int]] = []
@@ -163,7 +163,8 @@ class Rank:
             if collective is not None:
                 kernel.after.append(collective)
             elif id(kernel) in follows_wait or kernel.is_collective or (queued and idle):
-                kernel.after.extend(self._awaited(kernel, ends, near=_NEAR_US if not kernel.is_collective else 1e12))
+                near = _NEAR_US if not kernel.is_collective else 1e12
+                kernel.after.extend(self._last_before(kernel, ends, near=near))
             last[kernel.stream] = kernel
             bisect.insort(ends, (kernel.end, index))
         self._link_room()
@@ -192,15 +193,15 @@ class Rank:
             ready = self._ready(kernel)
             if kernel.start - ready > _ROOM_US:
                 done = [other for other in done if other.end > kernel.start - 1e6]
-                others = [
+                candidates = [
                     other
                     for other in done
                     if other.end > ready and other.stream != kernel.stream and not other.is_collective
                 ]
-                running = [other for other in others if other.end > kernel.start - _NEAR_US]
-                own = [other for other in others if running and other.stream == running[-1].stream]
-                busy = sum(min(other.end, kernel.start) - max(other.start, ready) for other in own)
-                kernel.room = own if busy > _FULL_RATIO * (kernel.start - ready) else []
+                running = [other for other in candidates if other.end > kernel.start - _NEAR_US]
+                occupants = [other for other in candidates if running and other.stream == running[-1].stream]
+                busy = sum(min(other.end, kernel.start) - max(other.start, ready) for other in occupants)
+                kernel.room = occupants if busy > _FULL_RATIO * (kernel.start - ready) else []
             done.append(kernel)
         self._fill = self._filling()
 
@@ -210,12 +211,12 @@ class Rank:
         for kernel in self.kernels:
             if kernel.room and kernel.start - self._ready(kernel) >= _HELD_UP_US:
                 last = kernel.room[-1]
-                least = early.get(id(last), (last, last.end - last.start))[1]
-                early[id(last)] = last, min(least, max(last.end - kernel.start, 0.0))
+                early_us = early.get(id(last), (last, last.end - last.start))[1]
+                early[id(last)] = last, min(early_us, max(last.end - kernel.start, 0.0))
         return list(early.values())
 
     def _after_filling(self, kernel: Kernel, new_start: float) -> float:
-        """Return when a kernel finds room that would start while one runs that fills the device, and started before it.
+        """Start of a kernel where it finds room: not while one fills the device that started before it.
 
         What started before it in the recording does not depend on it, whatever changes.
         """
@@ -231,13 +232,13 @@ class Rank:
         return new_start
 
     def _ready(self, kernel: Kernel) -> float:
-        """Return when a kernel could have started in the recording, by its launch and what it depends on."""
+        """Earliest start of a kernel in the recording, by its launch and what it depends on."""
         if kernel.launch is None:
             return kernel.start
         return max([kernel.submitted + LATENCY_US, *(min(other.end, kernel.start) for other in kernel.after)])
 
     def _has_room(self, kernel: Kernel, new_ready: float) -> float:
-        """Return when the kernels that occupied the device leave room, in the replay: when they end or pause."""
+        """Moment in the replay at which the kernels that occupied the device leave room: when they end or pause."""
         ended, new_ended = self._ready(kernel), new_ready
         for other in kernel.room:
             if other.launch is not None and other.launch >= self._resolving:
@@ -249,10 +250,10 @@ class Rank:
             ended, new_ended = other.end - early, max(resolve(other, self) - early, new_ready)
         return new_ended
 
-    def _awaited(self, kernel: Kernel, ends: list[tuple[float, int]], *, near: float) -> Iterable[Kernel]:
+    def _last_before(self, kernel: Kernel, ends: list[tuple[float, int]], *, near: float) -> Iterable[Kernel]:
         """Yield the last kernel of another stream that ended before this one started and was launched before it."""
-        at = bisect.bisect_right(ends, (kernel.start + 1, len(self.kernels)))
-        for end, index in reversed(ends[max(0, at - 64) : at]):
+        position = bisect.bisect_right(ends, (kernel.start + 1, len(self.kernels)))
+        for end, index in reversed(ends[max(0, position - 64) : position]):
             other = self.kernels[index]
             if kernel.start - end > near:
                 return
@@ -262,17 +263,17 @@ class Rank:
                 return
 
     def host(self, time: float) -> float:
-        """Return when a moment of the host's is, in the replay."""
-        while self._resolved < len(self.pauses) and self.pauses[self._resolved].at <= time:
+        """Moment in the replay of a moment of the host's."""
+        while self._resolved < len(self.pauses) and self.pauses[self._resolved].at_us <= time:
             pause = self.pauses[self._resolved]
             shift = self._shifts[-1][1] if self._shifts else 0.0
             self._resolved += 1
-            outer, self._resolving = self._resolving, pause.at
-            self._shifts.append((pause.at, self._after(pause, shift)))
+            outer, self._resolving = self._resolving, pause.at_us
+            self._shifts.append((pause.at_us, self._after(pause, shift)))
             self._resolving = outer
-            self.placed.append((pause, pause.at + shift, pause.at + self._shifts[-1][1]))
-        at = bisect.bisect_right(self._shifts, (time, _INFINITY))
-        return time + (self._shifts[at - 1][1] if at else 0.0)
+            self.placed.append((pause, pause.at_us + shift, pause.at_us + self._shifts[-1][1]))
+        count = bisect.bisect_right(self._shifts, (time, _INFINITY))
+        return time + (self._shifts[count - 1][1] if count else 0.0)
 
     def _after(self, pause: Pause, shift: float) -> float:
         """Return by how much the host is later after a pause."""
@@ -281,25 +282,25 @@ class Rank:
             if pause.awaits is None:
                 return shift
             waited = pause.awaits.end > start
-            least = start + shift + (min(end - start, 5.0) if waited else end - start)
+            earliest = start + shift + (min(end - start, 5.0) if waited else end - start)
             tail = max(end - pause.awaits.end, 0.0) if waited else 3.0
-            return max(least, resolve(pause.awaits, self) + tail) - end
-        start = pause.at + shift
+            return max(earliest, resolve(pause.awaits, self) + tail) - end
+        start = pause.at_us + shift
         if pause.drains:
-            launched = [k for k in self.kernels if k.launch is not None and k.launch < pause.at]
+            launched = [k for k in self.kernels if k.launch is not None and k.launch < pause.at_us]
             start = max([start, *(resolve(kernel, self) for kernel in launched[-400:])])
-        return start + pause.dur - pause.at
+        return start + pause.dur - pause.at_us
 
     def prepare(self) -> None:
         """Sort the pauses; called before a replay."""
-        self.pauses.sort(key=lambda pause: pause.at)
+        self.pauses.sort(key=lambda pause: pause.at_us)
         self._shifts, self._resolved, self.placed = [], 0, []
         self._resolving = float("inf")
         for kernel in self.kernels:
             kernel.new_start = kernel.new_end = None
 
     def starts_at(self, kernel: Kernel) -> float:
-        """Return when a kernel starts in the replay."""
+        """Start of a kernel in the replay."""
         if kernel.new_start is None:
             ready, new_ready = -1e300, -1e300
             if kernel.launch is not None:
@@ -318,11 +319,11 @@ class Rank:
 
     def _free_from(self, time: float) -> float:
         """Return the first moment from `time` on at which the device is not taken."""
-        at = bisect.bisect_right(self.taken, (time, float("inf"))) - 1
-        return max(time, self.taken[at][1]) if at >= 0 else time
+        index = bisect.bisect_right(self.taken, (time, float("inf"))) - 1
+        return max(time, self.taken[index][1]) if index >= 0 else time
 
     def ends_at(self, start: float, duration: float) -> float:
-        """Return when a kernel ends that runs for a duration while the device is not taken."""
+        """End of a kernel that runs for a duration while the device is not taken."""
         end = start + duration
         for begin, until in self.taken[bisect.bisect_right(self.taken, (start, float("inf"))) :]:
             if begin > end - _DRAIN_US:
@@ -392,8 +393,8 @@ class Job:
         self.replay()
         begins = [rank.first_of_steps.new_start or 0.0 for rank in self.ranks]
         before = [rank.new_end for rank in self.ranks]
-        for rank, pauses, taken, stretches in changes:
-            rank.pauses, rank.taken = pauses, taken
+        for rank, pauses, busy_spans, stretches in changes:
+            rank.pauses, rank.taken = pauses, busy_spans
             for kernel, stretch in stretches:
                 kernel.stretch = stretch
         self.replay()
@@ -404,7 +405,7 @@ class Job:
 
 
 def resolve(kernel: Kernel, rank: Rank) -> float:
-    """Return when a kernel ends in the replay."""
+    """End of a kernel in the replay."""
     if kernel.new_end is None:
         start = rank.starts_at(kernel)
         duration = kernel.end - kernel.start
@@ -464,11 +465,11 @@ def _instances(ranks: list[Rank]) -> list[list[tuple[Rank, Kernel]]]:
     """Match the collectives of all ranks: all end together, so the last ones of each rank are the same."""
     sequences = [[kernel for kernel in rank.kernels if kernel.is_collective] for rank in ranks]
     length = min(map(len, sequences)) if len(ranks) > 1 else 0
-    found = []
+    instances = []
     for place in range(1, length + 1):
         members = [(rank, kernels[-place]) for rank, kernels in zip(ranks, sequences, strict=True)]
         names = {kernel.event["name"] for _, kernel in members}
         if len(names) != 1:
             raise ValueError(f"the ranks' collectives differ: {sorted(names)}")
-        found.append(members)
-    return found
+        instances.append(members)
+    return instances

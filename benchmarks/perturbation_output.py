@@ -61,5 +61,5 @@ def _slices_of_pauses(rank: "Rank") -> Iterable[Event]:
                 dur += waited
             else:
                 piece = {**piece, "ts": piece["ts"] + waited}
-            at = round(start + piece["ts"], 3)
-            yield {"ph": "X", "pid": pid, "tid": tid, **piece, "ts": at, "dur": round(dur, 3)}
+            start_us = round(start + piece["ts"], 3)
+            yield {"ph": "X", "pid": pid, "tid": tid, **piece, "ts": start_us, "dur": round(dur, 3)}

@@ -49,7 +49,7 @@ class Result:
     """How much longer the recording is, as a share of its length."""
     truth_ns: float
     """How much longer a step is."""
-    found: str | None
+    reported: str | None
     """The code and severity that report it; None if none does."""
     cost_ns: float | None
     """What the finding says that it costs a step, beyond what its cause costs in the control."""
@@ -77,10 +77,10 @@ class Control:
     baseline: Baseline
 
     def cost_ns(self, finding: Finding) -> int:
-        """Return what the cause of a finding on a changed recording costs in the control, by a replay if it has one."""
+        """Cost in the control of the cause of a finding on a changed recording, by a replay if it has one."""
         if finding.removals:
             return cost_attribution.saved_by(self.report, finding.removals)
-        return max((each.cost_ns for each in self.report.findings if each.id == finding.id), default=0)
+        return max((other.cost_ns for other in self.report.findings if other.id == finding.id), default=0)
 
     @classmethod
     def of(cls, report: Report) -> "Control":
@@ -95,19 +95,19 @@ def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, con
     culprit = kind.apply(job, size, random.Random(f"{folder.name} {kind.name} {size} {seed}"))
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
     with tempfile.TemporaryDirectory(dir=scratch) as written:
-        report = checked(job, Path(written))
+        report = check_job(job, Path(written))
         failures = gate.judge(report, Severity.ERROR, baseline=control.baseline).failures
     findings = report.findings
     truth_ns = 1000 * job.lost_in_steps_us() / steps
-    found, cost_ns = _matching(findings, control, kind.codes, culprit, truth_ns)
-    known = {(finding.code, finding.subject) for finding in control.report.findings}
+    match, cost_ns = _matching(findings, control, kind.codes, culprit, truth_ns)
+    control_keys = {(finding.code, finding.subject) for finding in control.report.findings}
     allowed = {*kind.codes, *kind.also}
     unexpected = [
         f"{finding.code} {finding.subject}"
         for finding in findings
         if finding.severity >= Severity.WARNING
         and finding.code not in allowed
-        and (finding.code, finding.subject) not in known
+        and (finding.code, finding.subject) not in control_keys
     ]
     return Result(
         folder.name,
@@ -116,14 +116,14 @@ def measure(folder: Path, kind: Kind, size: float, seed: int, scratch: Path, con
         seed,
         job.lost_us / length_us,
         truth_ns,
-        found,
+        match,
         cost_ns,
         tuple(unexpected),
         failures,
     )
 
 
-def checked(job: Job, folder: Path) -> Report:
+def check_job(job: Job, folder: Path) -> Report:
     """Replay a job, write its recordings to a folder, and return what `check` finds, measured for a baseline."""
     job.replay()
     for rank, document in zip(job.ranks, job.documents(), strict=True):
@@ -160,8 +160,7 @@ def _are_added(first: Finding, second: Finding) -> bool:
         return False
     pairs = ((first, second), (second, first))
     return any(
-        bool(one.removals) and one.removals[-1].cause in {each.cause for each in other.removals[:-1]}
-        for one, other in pairs
+        bool(a.removals) and a.removals[-1].cause in {removal.cause for removal in b.removals[:-1]} for a, b in pairs
     )
 
 
@@ -173,21 +172,21 @@ def table(results: Sequence[Result]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in [*dict.fromkeys(result.kind for result in results), None]:
-        those = [result for result in results if name in (None, result.kind)]
-        due = [result for result in those if result.matters]
-        found = [result for result in due if result.found]
-        errors = [abs(r.cost_ns / r.truth_ns - 1) for r in found if r.cost_ns is not None]
+        of_kind = [result for result in results if name in (None, result.kind)]
+        due = [result for result in of_kind if result.matters]
+        matched = [result for result in due if result.reported]
+        errors = [abs(r.cost_ns / r.truth_ns - 1) for r in matched if r.cost_ns is not None]
         cells = (
             name or "**all**",
-            str(len(those)),
+            str(len(of_kind)),
             str(len(due)),
-            str(len(found)),
-            str(sum("info" not in (result.found or "") for result in found)),
+            str(len(matched)),
+            str(sum("info" not in (result.reported or "") for result in matched)),
             str(sum(error <= 0.15 for error in errors)),
             f"{statistics.median(errors):.0%}" if errors else "",
-            str(sum(len(result.unexpected) for result in those)),
-            str(sum(result.should_fail for result in those)),
-            str(sum(result.should_fail and bool(result.failures) for result in those)),
+            str(sum(len(result.unexpected) for result in of_kind)),
+            str(sum(result.should_fail for result in of_kind)),
+            str(sum(result.should_fail and bool(result.failures) for result in of_kind)),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -204,16 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     kinds = [kind for kind in KINDS if not options.kind or kind.name in options.kind]
     with tempfile.TemporaryDirectory() as scratch:
-        results = list(_measured(options.folders, kinds, options.seeds, options.first_seed, Path(scratch)))
+        results = list(_measure_all(options.folders, kinds, options.seeds, options.first_seed, Path(scratch)))
     lines = table(results)
     print("\n".join(lines))
     print()
     for result in results:
         passes = result.should_fail and not result.failures
-        if (result.matters and not result.found) or result.unexpected or passes:
+        if (result.matters and not result.reported) or result.unexpected or passes:
             print(
                 f"{result.folder}, {result.kind} {result.size:.0%}, seed {result.seed}: costs {result.lost_ratio:.1%}, "
-                f"found {result.found}, unexpected {', '.join(result.unexpected) or 'none'}"
+                f"found {result.reported}, unexpected {', '.join(result.unexpected) or 'none'}"
                 f"{', passes against the control' * passes}"
             )
     if options.out:
@@ -221,13 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(
+def _measure_all(
     folders: Iterable[Path], kinds: Sequence[Kind], seeds: int, first: int, scratch: Path
 ) -> Iterable[Result]:
     for folder in folders:
         job = perturbation_graph.load(folder.glob("*.json.gz"))
         with tempfile.TemporaryDirectory(dir=scratch) as written:
-            control = Control.of(checked(job, Path(written)))
+            control = Control.of(check_job(job, Path(written)))
         for kind in kinds:
             if len(job.ranks) < kind.needs_ranks:
                 continue

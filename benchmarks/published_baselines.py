@@ -29,13 +29,13 @@ def _indicators(rows: Sequence[Row], subsets: npt.NDArray[np.int64]) -> Floats:
     kind = np.array([_kind(row) for row in rows])
     measured = np.array([row.speedup for row in rows])
     of_fit = measured[subsets]
-    found = np.repeat(of_fit.mean(axis=1)[:, None], len(rows), axis=1)
-    for each in set(kind.tolist()):
-        alike = kind[subsets] == each
+    speedups = np.repeat(of_fit.mean(axis=1)[:, None], len(rows), axis=1)
+    for label in set(kind.tolist()):
+        alike = kind[subsets] == label
         count = alike.sum(axis=1)
         mean = np.where(alike, of_fit, 0).sum(axis=1) / np.maximum(count, 1)
-        found = np.where((count > 0)[:, None] & (kind == each), mean[:, None], found)
-    return found
+        speedups = np.where((count > 0)[:, None] & (kind == label), mean[:, None], speedups)
+    return speedups
 
 
 def _kind(row: Row) -> int:
@@ -64,11 +64,11 @@ def _roofline(rows: Sequence[Row], subsets: npt.NDArray[np.int64], measured: Flo
 
 def _work(row: Row) -> tuple[float, float]:
     """Return the operations and the gathered and reduced bytes of a step on one GPU."""
-    of, model = row.setting, row.setting.model
+    setting, model = row.setting, row.setting.model
     weights = model.layers * model.layer_parameters + model.outer_parameters
-    attention = 7 * of.seq**2 * model.width * model.layers
-    recomputed = 2 * of.seq * model.layer_parameters * of.checkpoint_layers
-    return 6 * of.seq * weights + attention + recomputed, 8 * model.layers * model.layer_parameters
+    attention = 7 * setting.seq**2 * model.width * model.layers
+    recomputed = 2 * setting.seq * model.layer_parameters * setting.checkpoint_layers
+    return 6 * setting.seq * weights + attention + recomputed, 8 * model.layers * model.layer_parameters
 
 
 def _time_s(x: Floats, work: Floats) -> Floats:

@@ -50,9 +50,9 @@ def machine(rates: Rates) -> Hardware:
     )
 
 
-def step_s(strategy: str, of: Setting, rates: Rates) -> float:
+def step_s(strategy: str, setting: Setting, rates: Rates) -> float:
     """Return the time from one step's first kernel to the next one's, in seconds."""
-    windows = _recorded(strategy, of, rates).account.windows
+    windows = _simulate_rank(strategy, setting, rates).account.windows
     return (windows[1][0] - windows[0][0]) / 1e9
 
 
@@ -65,13 +65,13 @@ def largest_difference(rows: Sequence[Row], rates: Rates, times: dict[str, Seque
     )
 
 
-def layer(strategy: str, of: Setting, rates: Rates) -> Layer:
-    """Return what a layer's backward pass takes: from one reduce-scatter to the next, and its collectives."""
-    record = _recorded(strategy, of, rates)
-    found = [a for a in record.activities if a.kernel.collective is not None]
-    reduces = [a for a in found if a.kernel.name.startswith("ncclDevKernel_Reduce")]
+def layer(strategy: str, setting: Setting, rates: Rates) -> Layer:
+    """Times of a layer's backward pass: from one reduce-scatter to the next, and of its collectives."""
+    record = _simulate_rank(strategy, setting, rates)
+    collectives = [a for a in record.activities if a.kernel.collective is not None]
+    reduces = [a for a in collectives if a.kernel.name.startswith("ncclDevKernel_Reduce")]
     first = min(a.start_ns for a in reduces)
-    gathers = [a for a in found if a not in reduces and a.start_ns > first]
+    gathers = [a for a in collectives if a not in reduces and a.start_ns > first]
 
     def typical(durations: list[int]) -> float:
         return median(durations) / 1e9
@@ -83,8 +83,8 @@ def layer(strategy: str, of: Setting, rates: Rates) -> Layer:
     )
 
 
-def _recorded(strategy: str, of: Setting, rates: Rates) -> RankRecord:
+def _simulate_rank(strategy: str, setting: Setting, rates: Rates) -> RankRecord:
     overhead_ns = round(1e9 * float(np.squeeze(rates.overhead_s)))
-    job = Job(strategy, of.model, machine(rates), of.gpus, of.seq, of.batch, steps=2, ranks_written=1)
-    job = replace(job, checkpoint_layers=of.checkpoint_layers, step_overhead_ns=overhead_ns)
+    job = Job(strategy, setting.model, machine(rates), setting.gpus, setting.seq, setting.batch, ranks_written=1)
+    job = replace(job, steps=2, checkpoint_layers=setting.checkpoint_layers, step_overhead_ns=overhead_ns)
     return engine.simulate(job).ranks[0]

@@ -64,9 +64,9 @@ def fit(rows: Sequence[Row], subsets: npt.NDArray[np.int64], *, without: Sequenc
     x = np.zeros((len(subsets), len(free)))
     damping = np.full(len(subsets), 1e-2)
     guesses = _STEP * np.concatenate((np.zeros((1, len(free))), np.eye(len(free))))
-    found = _residuals(rows, subsets, x[:, None] + guesses, free)
+    residuals = _residuals(rows, subsets, x[:, None] + guesses, free)
     for _ in range(_ROUNDS):
-        errors, slopes = found[:, 0], ((found[:, 1:] - found[:, :1]) / _STEP).transpose(0, 2, 1)
+        errors, slopes = residuals[:, 0], ((residuals[:, 1:] - residuals[:, :1]) / _STEP).transpose(0, 2, 1)
         normal = slopes.transpose(0, 2, 1) @ slopes
         damped = normal + damping[:, None, None] * np.eye(len(free)) * np.einsum("nii->ni", normal)[:, :, None]
         step = np.linalg.solve(damped, slopes.transpose(0, 2, 1) @ errors[:, :, None])[:, :, 0]
@@ -74,7 +74,7 @@ def fit(rows: Sequence[Row], subsets: npt.NDArray[np.int64], *, without: Sequenc
         new = _residuals(rows, subsets, tried[:, None] + guesses, free)
         gained = (errors**2).sum(1) - (new[:, 0] ** 2).sum(1)
         better = gained > 0
-        x, found = np.where(better[:, None], tried, x), np.where(better[:, None, None], new, found)
+        x, residuals = np.where(better[:, None], tried, x), np.where(better[:, None, None], new, residuals)
         damping = np.where(better, damping / 5, np.minimum(damping * 8, 1e6))
         if (np.abs(gained) < _CONVERGED).all():
             break
@@ -97,7 +97,7 @@ def _machine(x: Floats, free: Sequence[str]) -> Rates:
 def _residuals(rows: Sequence[Row], subsets: npt.NDArray[np.int64], x: Floats, free: Sequence[str]) -> Floats:
     """Return errors in their own units, shape (fits, guesses, 3 × rows of a fit + constants)."""
     count, size = subsets.shape
-    found = np.zeros((count, x.shape[1], 3 * size))
+    residuals = np.zeros((count, x.shape[1], 3 * size))
     for index, row in enumerate(rows):
         fits, places = np.nonzero(subsets == index)
         if not len(fits):
@@ -110,5 +110,5 @@ def _residuals(rows: Sequence[Row], subsets: npt.NDArray[np.int64], x: Floats, f
             (1 - yafsdp / fsdp - row.speedup) / SPEEDUP_ERROR,
         )
         for offset, part in enumerate(parts):
-            found[fits, :, 3 * places + offset] = part
-    return np.concatenate((found, x), axis=2)
+            residuals[fits, :, 3 * places + offset] = part
+    return np.concatenate((residuals, x), axis=2)

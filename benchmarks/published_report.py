@@ -46,7 +46,7 @@ def markdown(rows: Sequence[Row], fitted: Sequence[int], result: "Result") -> st
         _machine(result.machine),
         _errors(result),
         _events(result),
-        _explained(rows, result),
+        _explain(rows, result),
     )
     return "\n".join([_TITLE, "\n\n".join("\n".join(part) for part in parts), ""])
 
@@ -59,11 +59,11 @@ def _table(rows: Sequence[Row], fitted: Sequence[int], result: "Result") -> Iter
     yield f"|{'---|' * 11}"
     for index, (row, yafsdp_s, fsdp_s) in enumerate(zip(rows, result.yafsdp_s, result.fsdp_s, strict=True)):
         speedup = 1 - yafsdp_s / fsdp_s
-        of = row.setting
+        case = row.setting
         points = 100 * (speedup - row.speedup)
-        name = f"{of.model.name}{' *' if index in fitted else ''}"
+        name = f"{case.model.name}{' *' if index in fitted else ''}"
         yield (
-            f"| {name} | {of.gpus} | {of.seq} | {of.checkpoint_layers} | {row.yafsdp_s:.2f} | {yafsdp_s:.2f} | "
+            f"| {name} | {case.gpus} | {case.seq} | {case.checkpoint_layers} | {row.yafsdp_s:.2f} | {yafsdp_s:.2f} | "
             f"{row.fsdp_s:.2f} | {fsdp_s:.2f} | {row.speedup:.1%} | {speedup:.1%} | {points:+.1f} points |"
         )
 
@@ -80,8 +80,8 @@ def _errors(result: "Result") -> Iterator[str]:
     yield ""
     yield "| | speedup, mean | speedup, most | step time, mean | step time, most |"
     yield "|---|---|---|---|---|"
-    yield _line("these four rows", result.named)
-    yield _line("all choices of four", result.every)
+    yield _line("these four rows", result.of_named_rows)
+    yield _line("all choices of four", result.of_all_fits)
     yield _line("refitted without give-way", result.without_give_way)
     yield _line(f"baseline: {INDICATORS}", result.baselines[INDICATORS], times=False)
     yield _line(f"baseline: {ROOFLINE}", result.baselines[ROOFLINE])
@@ -101,31 +101,32 @@ def _events(result: "Result") -> Iterator[str]:
     yield "| | period | simulated | all-gather | simulated | reduce-scatter | simulated |"
     yield f"|{'---|' * 7}"
     for strategy, published_ms in _PICTURED_MS.items():
-        of = result.layers[strategy]
-        pairs = zip(published_ms, (of.period_s, of.gather_s, of.reduce_s), strict=True)
+        layer = result.layers[strategy]
+        pairs = zip(published_ms, (layer.period_s, layer.gather_s, layer.reduce_s), strict=True)
         cells = " | ".join(f"{published} ms | {1e3 * simulated:.1f} ms" for published, simulated in pairs)
         yield f"| {_NAMES[strategy]} | {cells} |"
 
 
-def _explained(rows: Sequence[Row], result: "Result") -> Iterator[str]:
+def _explain(rows: Sequence[Row], result: "Result") -> Iterator[str]:
     """Yield what may be behind the rows that are far off."""
     for row, yafsdp_s, fsdp_s in zip(rows, result.yafsdp_s, result.fsdp_s, strict=True):
         points = 100 * (1 - yafsdp_s / fsdp_s - row.speedup)
         if abs(points) < _FAR_POINTS:
             continue
-        of, hardware = row.setting, find("a100-80")
-        job = Job(FSDP1, of.model, hardware, of.gpus, of.seq, checkpoint_layers=of.checkpoint_layers)
-        needed, there = memory.peak_bytes(job) / GIB, hardware.memory_bytes / GIB
+        setting, hardware = row.setting, find("a100-80")
+        layers = setting.checkpoint_layers
+        job = Job(FSDP1, setting.model, hardware, setting.gpus, setting.seq, checkpoint_layers=layers)
+        needed, limit = memory.peak_bytes(job) / GIB, hardware.memory_bytes / GIB
         yield (
-            f"{of.model.name} at {of.seq} tokens is off by {points:+.1f} points, all of it in FSDP's time "
+            f"{setting.model.name} at {setting.seq} tokens is off by {points:+.1f} points, all of it in FSDP's time "
             f"({fsdp_s:.2f} s for {row.fsdp_s:.2f} s). By the simulator's count FSDP needs {needed:.0f} of "
-            f"{there:.0f} GiB there, before what fragmentation takes. So near the limit its caching allocator may free "
+            f"{limit:.0f} GiB there, before what fragmentation takes. So near the limit its caching allocator may free "
             "and allocate memory again in every step, which the model omits; the published numbers cannot show whether "
             "it did. The published speedups themselves have changed by up to 1.8 points between versions."
         )
 
 
-def _line(what: str, of: "Errors", *, times: bool = True) -> str:
-    points = [f"{np.median(each):.1f} points" for each in (of.speedup_mean, of.speedup_max)]
-    shares = [f"{np.median(each):.1%}" if times else "" for each in (of.time_mean, of.time_max)]
+def _line(what: str, errors: "Errors", *, times: bool = True) -> str:
+    points = [f"{np.median(column):.1f} points" for column in (errors.speedup_mean, errors.speedup_max)]
+    shares = [f"{np.median(column):.1%}" if times else "" for column in (errors.time_mean, errors.time_max)]
     return f"| {' | '.join([what, *points, *shares])} |"

@@ -71,8 +71,8 @@ class Result:
     machine: Rates
     yafsdp_s: Floats
     fsdp_s: Floats
-    named: Errors
-    every: Errors
+    of_named_rows: Errors
+    of_all_fits: Errors
     without_give_way: Errors
     baselines: dict[str, Errors]
     event_difference: float
@@ -96,17 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def result() -> Result:
     """Fit the named rows and all subsets of four, with give-way and without, and the baselines."""
-    named, every = np.array([FITTED]), subsets()
-    machine = fit(ROWS, named)
+    named_rows, quads = np.array([FITTED]), subsets()
+    machine = fit(ROWS, named_rows)
     yafsdp_s, fsdp_s = predict(ROWS, machine)
     return Result(
         machine,
         yafsdp_s[0],
         fsdp_s[0],
-        errors(named, yafsdp_s, fsdp_s),
-        errors(every, *predict(ROWS, fit(ROWS, every))),
-        errors(every, *predict(ROWS, fit(ROWS, every, without=GIVE_WAY))),
-        {name: errors(every, *found) for name, found in published_baselines.predictions(ROWS, every).items()},
+        errors(named_rows, yafsdp_s, fsdp_s),
+        errors(quads, *predict(ROWS, fit(ROWS, quads))),
+        errors(quads, *predict(ROWS, fit(ROWS, quads, without=GIVE_WAY))),
+        {name: errors(quads, *times) for name, times in published_baselines.predictions(ROWS, quads).items()},
         published_events.largest_difference(ROWS, machine, {YAFSDP_V1: yafsdp_s[0], FSDP1: fsdp_s[0]}),
         {name: published_events.layer(name, ROWS[_PICTURED].setting, machine) for name in (YAFSDP_V1, FSDP1)},
     )
@@ -118,7 +118,7 @@ def subsets() -> npt.NDArray[np.int64]:
 
 
 def errors(fitted: npt.NDArray[np.int64], yafsdp_s: Floats, fsdp_s: Floats) -> Errors:
-    """Return how far times of shape (fits, rows) are off on the rows that a fit has not seen.
+    """Errors of times of shape (fits, rows) on the rows that a fit has not seen.
 
     A prediction of the speedup alone gives FSDP's times as 1: its errors of time mean nothing then.
     """
@@ -126,8 +126,8 @@ def errors(fitted: npt.NDArray[np.int64], yafsdp_s: Floats, fsdp_s: Floats) -> E
     published = [np.array([getattr(row, name) for row in ROWS]) for name in ("speedup", "yafsdp_s", "fsdp_s")]
     points = np.where(seen, np.nan, 100 * np.abs(1 - yafsdp_s / fsdp_s - published[0]))
     off = [
-        np.where(seen, np.nan, np.abs(found / true - 1))
-        for found, true in zip((yafsdp_s, fsdp_s), published[1:], strict=True)
+        np.where(seen, np.nan, np.abs(times / true - 1))
+        for times, true in zip((yafsdp_s, fsdp_s), published[1:], strict=True)
     ]
     both = np.concatenate(off, axis=1)
     return Errors(np.nanmean(points, 1), np.nanmax(points, 1), np.nanmean(both, 1), np.nanmax(both, 1))

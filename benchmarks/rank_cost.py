@@ -46,9 +46,9 @@ def row(path: str) -> str:
     graph = tuple(fact for fact in dependency_graph.FACTS if fact not in facts)
     source = loader.load(path, cache=False).sources[0]
     for _ in range(2):
-        trace, read_s = _timed(source.read)
-        tables, facts_s = _timed(lambda trace=trace: _measure(trace, facts))
-        nodes, nodes_s = _timed(lambda trace=trace: _measure(trace, graph))
+        trace, read_s = _time_call(source.read)
+        tables, facts_s = _time_call(lambda trace=trace: _measure(trace, facts))
+        nodes, nodes_s = _time_call(lambda trace=trace: _measure(trace, graph))
     stored = Path(source.path).read_bytes()
     raw_bytes = len(gzip.decompress(stored)) if stored[:2] == b"\x1f\x8b" else len(stored)
     numbers = [
@@ -74,7 +74,7 @@ def _sizes(tables: Sequence[pl.DataFrame]) -> tuple[str, str]:
     return f"{sum(table.estimated_size() for table in tables) / _MB:.2f}", f"{sent_bytes / _MB:.2f}"
 
 
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
+def _time_call(work: Callable[[], T]) -> tuple[T, float]:
     began_s = time.process_time()
     result = work()
     return result, time.process_time() - began_s

@@ -57,21 +57,21 @@ class Pair:
 
     @property
     def cost_ns(self) -> int:
-        """Return what the fault costs in this pair."""
+        """Cost of the fault in this pair."""
         return self.faulty_ns - self.healthy_ns
 
 
-def measured(case: Case, pairs: int, folder: Path) -> list[Pair]:
+def measure_pairs(case: Case, pairs: int, folder: Path) -> list[Pair]:
     """Record `pairs` pairs in alternation. Raises CalledProcessError if a training fails."""
-    found = []
+    recorded = []
     for number in range(pairs):
         healthy, faulty = folder / f"{number}-healthy", folder / f"{number}-faulty"
         _train(case.options, healthy)
         _train(f"{case.options} --fault {case.fault}", faulty)
         healthy_ns, _ = _medians(healthy, case.cause)
         faulty_ns, predicted_ns = _medians(faulty, case.cause)
-        found.append(Pair(healthy_ns, faulty_ns, predicted_ns))
-    return found
+        recorded.append(Pair(healthy_ns, faulty_ns, predicted_ns))
+    return recorded
 
 
 def row(case: Case, pairs: Sequence[Pair]) -> str:
@@ -99,9 +99,9 @@ def _medians(path: Path, cause: str) -> tuple[int, int]:
     The median ignores steps that other processes delayed.
     """
     step_table = savings.saving(tracekit.load(str(path), cache=False), cause).steps
-    each = step_table.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
-    saved = (each["replayed_ns"] - each["without_ns"]).median()
-    return int(each["duration_ns"].median() or 0), int(saved or 0)  # type: ignore[arg-type]
+    by_step = step_table.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
+    saved = (by_step["replayed_ns"] - by_step["without_ns"]).median()
+    return int(by_step["duration_ns"].median() or 0), int(saved or 0)  # type: ignore[arg-type]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for case in [case for case in CASES if case.fault.partition("=")[0] in (options.fault or names)]:
         with tempfile.TemporaryDirectory() as folder:
-            lines.append(row(case, measured(case, options.pairs, Path(folder))))
+            lines.append(row(case, measure_pairs(case, options.pairs, Path(folder))))
         print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
     print(text)

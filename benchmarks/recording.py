@@ -61,17 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="write the tables to this file too, and all measurements to a .json file with the same name",
     )
-    given = parser.parse_args(arguments)
-    steps = {_MODEL: given.model_steps, _EMPTY: given.empty_steps}
-    plan = Plan(given.starts, given.turns, steps, given.windows, given.window_starts)
+    options = parser.parse_args(arguments)
+    steps = {_MODEL: options.model_steps, _EMPTY: options.empty_steps}
+    plan = Plan(options.starts, options.turns, steps, options.windows, options.window_starts)
     outside = {work: _outside(work, plan) for work in (_MODEL, _EMPTY) if steps[work] and plan.starts}
-    inside = _inside(given.options or list(recording_training.OPTIONS), plan, given.inside_work)
+    inside = _inside(options.options or list(recording_training.OPTIONS), plan, options.inside_work)
     text = "\n".join([results.machine_description(), *outside_tables(outside), *inside_table(inside)]) + "\n"
     print(text)
-    if given.out is not None:
-        given.out.write_text(text, encoding="utf-8")
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
         raw = {"outside": outside, "inside": inside}
-        given.out.with_suffix(".json").write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        options.out.with_suffix(".json").write_text(json.dumps(raw) + "\n", encoding="utf-8")
     return 0
 
 
@@ -89,17 +89,17 @@ def _outside(work: str, plan: Plan) -> list[Turns]:
 
 
 def take_turns(work: str, folder: Path, *, turns: int, steps: int, subjects: Sequence[str] = SUBJECTS) -> Turns:
-    """Return what the steps of subjects took that live at the same time; `folder` is for what they record.
+    """Times of the steps of subjects that live at the same time; `folder` is for what they record.
 
     Raises RuntimeError if ``tracekit record`` recorded nothing.
     """
-    alone = [sys.executable, str(_TRAINING), "turns", work]
+    bare = [sys.executable, str(_TRAINING), "turns", work]
     record = [sys.executable, "-m", "tracekit.capture", "record", "--steps", "none", "--quiet"]
     commands = {
-        ALONE: alone,
-        AGAIN: alone,
-        RECORD: [*record, "--out", str(folder / "record"), "--", *alone],
-        RECORDER: [*alone, str(folder / "recorder")],
+        ALONE: bare,
+        AGAIN: bare,
+        RECORD: [*record, "--out", str(folder / "record"), "--", *bare],
+        RECORDER: [*bare, str(folder / "recorder")],
     }
     sides = {name: _start(commands[name]) for name in subjects}
     try:
@@ -149,19 +149,19 @@ def _answer(side: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def ratios(starts: Sequence[Turns], subject: str, measure: str) -> list[float]:
     """Return by turn how many times as long a subject's steps took as those alone right before or after."""
-    return [taken / alone for taken, alone in _paired_with_alone(starts, subject, measure)]
+    return [subject_ns / bare_ns for subject_ns, bare_ns in _paired_with_alone(starts, subject, measure)]
 
 
 def added_us(starts: Sequence[Turns], subject: str) -> list[float]:
     """Return by turn the µs of CPU time that a subject's step took more than alone."""
-    return [(taken - alone) / 1000 for taken, alone in _paired_with_alone(starts, subject, "cpu_ns")]
+    return [(subject_ns - bare_ns) / 1000 for subject_ns, bare_ns in _paired_with_alone(starts, subject, "cpu_ns")]
 
 
 def _paired_with_alone(starts: Sequence[Turns], subject: str, measure: str) -> Iterator[tuple[float, float]]:
     for start in starts:
-        for taken, alone in zip(start[subject][measure], start[ALONE][measure], strict=True):
+        for subject_ns, bare_ns in zip(start[subject][measure], start[ALONE][measure], strict=True):
             # Of many steps, some are disturbed.
-            yield statistics.median(taken), statistics.median(alone)
+            yield statistics.median(subject_ns), statistics.median(bare_ns)
 
 
 def outside_tables(measured: Mapping[str, Sequence[Turns]]) -> list[str]:
@@ -212,7 +212,7 @@ def _inside(options: Sequence[str], plan: Plan, work: str) -> dict[str, list[lis
 def inside_table(measured: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> list[str]:
     """Return as Markdown what a profiled window costs, by option."""
     steps = recording_training.WINDOW_STEPS
-    count = max((sum(map(len, found)) for found in measured.values()), default=0)
+    count = max((sum(map(len, by_start)) for by_start in measured.values()), default=0)
     lines = [f"Inside the window, {steps} steps each; medians and 95% intervals of {count} windows:\n"]
     lines += [
         "| option | CPU time of a step, against before the window | trace a step | the window holds the training up "
@@ -220,16 +220,16 @@ def inside_table(measured: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
         "|---|---|---|---|---|",
     ]
     for option, by_start in measured.items():
-        windows = [window for found in by_start for window in found]
-        against = [each["inside_ns"] / each["before_ns"] for each in windows]
+        windows = [window for of_start in by_start for window in of_start]
+        against = [window["inside_ns"] / window["before_ns"] for window in windows]
         cells = (
             _interval(against, "{:.2f}x"),
-            units.size(statistics.median(each["trace_bytes"] for each in windows) / steps),
-            units.duration(statistics.median(each["blocked_ns"] for each in windows)),
-            units.duration(statistics.median(each["background_ns"] for each in windows)) + " of CPU",
+            units.size(statistics.median(window["trace_bytes"] for window in windows) / steps),
+            units.duration(statistics.median(window["blocked_ns"] for window in windows)),
+            units.duration(statistics.median(window["background_ns"] for window in windows)) + " of CPU",
         )
         lines.append(f"| {option} | {' | '.join(cells)} |")
-    calls_us = [each["call_ns"] / 1000 for found in measured.values() for windows in found for each in windows]
+    calls_us = [window["call_ns"] / 1000 for starts in measured.values() for windows in starts for window in windows]
     cost = _interval(calls_us, "{:.0f} µs")
     return [*lines, f"\nOutside of windows, `Recorder.step` itself takes {cost} of CPU between steps of the model."]
 

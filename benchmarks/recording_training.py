@@ -87,7 +87,7 @@ def _forever(loader: Any) -> Iterator[torch.Tensor]:
 
 def turns(step: Step, run: str | None) -> None:
     """Do as many steps as each line of stdin says and report what each took, CPU time of all threads and wall time."""
-    with _recorded(run) as end_step:
+    with _open_recorder(run) as end_step:
         for _ in range(_STEPS_FIRST):
             end_step(step())
         answer({"pid": "ready"})
@@ -101,7 +101,7 @@ def turns(step: Step, run: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(run: str | None) -> Iterator[Callable[[torch.Tensor], None]]:
+def _open_recorder(run: str | None) -> Iterator[Callable[[torch.Tensor], None]]:
     if run is None:
         yield lambda _loss: None
         return
@@ -119,10 +119,10 @@ def windows(step: Step, option: str, run: str, count: int) -> None:
     """Record windows, and report for each the thread's time in a step before and inside, and what it cost to write."""
     from tracekit.capture import Recorder
 
-    chosen = {"shapes": False, "memory": False, "stacks": False} | OPTIONS[option]
+    settings = {"shapes": False, "memory": False, "stacks": False} | OPTIONS[option]
     first = EVERY_STEPS - WINDOW_STEPS
     steps_ns, calls_ns, blocked_ns, elsewhere_ns = [], [], [], []
-    with Recorder(run, steps=(first, first + WINDOW_STEPS), every=EVERY_STEPS, **chosen) as recorder:
+    with Recorder(run, steps=(first, first + WINDOW_STEPS), every=EVERY_STEPS, **settings) as recorder:
         for _ in range(count * EVERY_STEPS + BEFORE_STEPS):
             all_ns, began_ns = time.process_time_ns(), time.thread_time_ns()
             loss = step()

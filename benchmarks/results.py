@@ -87,7 +87,7 @@ def _case_section(result: Result) -> Iterator[str]:
     yield f"|{'---|' * (len(columns) + 1)}"
     for subject in result.subjects:
         sample = result.median(subject)
-        yield f"| {subject} | {' | '.join(_cells(sample))} | {_speed(subject, sample, size_mb)} |"
+        yield f"| {subject} | {' | '.join(_cells(sample))} | {_read_rate(subject, sample, size_mb)} |"
     for subject, error in result.failures.items():
         yield f"| {subject} | failed: {error} | | | | | |"
     yield ""
@@ -99,7 +99,7 @@ def _cells(sample: Sample) -> Iterator[str]:
     yield f"{sample.peak_mib:.0f}"
 
 
-def _speed(subject: str, sample: Sample, size_mb: float) -> str:
+def _read_rate(subject: str, sample: Sample, size_mb: float) -> str:
     if subject in (CACHED, COMMAND_CACHED):
         return "—"  # these read tables, not JSON
     return f"{size_mb / (sample.whole_cpu_s if sample.work_cpu_s is None else sample.work_cpu_s):.0f}"

@@ -69,10 +69,10 @@ def _check_seconds(path: Path) -> tuple[float, float]:
     for trace in traces:
         _ = trace.tables
     loaded.cache_traces(dict(zip(loaded.sources, traces, strict=True)))
-    return _timed(loaded)
+    return _time_check(loaded)
 
 
-def _timed(loaded: Run) -> tuple[float, float]:
+def _time_check(loaded: Run) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     check(loaded)
     return time.perf_counter() - wall, time.process_time() - cpu

@@ -84,14 +84,14 @@ def measure(
 ) -> Result:
     """Measure every available subject (or those in `only`) on one case, `rounds` times."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(work / "cache")}
-    chosen = [subject for subject in subjects(case) if not only or subject in only]
+    selected = [subject for subject in subjects(case) if not only or subject in only]
     failures: dict[str, str] = {}
-    if {CACHED, COMMAND_CACHED} & set(chosen):
+    if {CACHED, COMMAND_CACHED} & set(selected):
         _run(CACHED, folder, environment)  # fills the cache
     measured: list[dict[str, Sample]] = []
     for turn in range(rounds):
         measured.append({})
-        for subject in chosen:
+        for subject in selected:
             if subject in failures or (turn and case.is_large and subject in _SLOW):
                 continue
             say(f"{case.name}: {subject}, round {turn + 1} of {rounds}")

@@ -3,8 +3,9 @@
     python -m benchmarks.same_answers record OUT [FOLDER…]     in the checkout of before, and in that of after
     python -m benchmarks.same_answers differ BEFORE AFTER [--ignore KEY…]
 
-`record` runs check, summary, whatif and compare on each run below the folders, memory on each snapshot and hang on each folder
-of dumps, and writes what each prints, one file a command. `differ` lists the places at which two recordings differ.
+`record` runs check, summary, whatif and compare on each run below the folders, memory on each snapshot and hang on each
+folder of dumps, and writes what each prints, one file a command. `differ` lists the places at which two recordings
+differ.
 """
 
 import argparse
@@ -86,10 +87,10 @@ def differ(before: Path, after: Path, ignored: frozenset[str]) -> Iterator[str]:
     for name in sorted({path.name for folder in (before, after) for path in folder.glob("*.json")}):
         texts = [(folder / name).read_text() if (folder / name).is_file() else "" for folder in (before, after)]
         if texts[0] != texts[1]:
-            yield from (f"{name}: {line}" for line in _differences(*map(_parsed, texts), "", ignored))
+            yield from (f"{name}: {line}" for line in _differences(*map(_parse, texts), "", ignored))
 
 
-def _parsed(text: str) -> object:
+def _parse(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

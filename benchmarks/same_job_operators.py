@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first, _, stop = options.seeds.partition(":")
     with tempfile.TemporaryDirectory() as scratch:
-        measured = list(_measured(options.folders, range(int(first), int(stop)), Path(scratch)))
+        measured = list(_measure(options.folders, range(int(first), int(stop)), Path(scratch)))
     lines = table(measured)
     print("\n".join(lines))
     if options.out:
@@ -77,22 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(measured: Sequence[Pairs]) -> list[str]:
     """Return the pairs of each kind as lines of Markdown."""
-    total = Pairs("**all**", *(sum(getattr(each, name) for each in measured) for name in ("count", "rows")))
-    total.alarms = [alarm for each in measured for alarm in each.alarms]
-    total.alarmed = sum(each.alarmed for each in measured)
+    total = Pairs("**all**", *(sum(getattr(pairs, name) for pairs in measured) for name in ("count", "rows")))
+    total.alarms = [alarm for pairs in measured for alarm in pairs.alarms]
+    total.alarmed = sum(pairs.alarmed for pairs in measured)
     rows = [
-        f"| {each.kind} | {each.count} | {each.alarmed} | {each.rows:,} | {len(each.alarms)} |"
-        for each in (*measured, total)
+        f"| {pairs.kind} | {pairs.count} | {pairs.alarmed} | {pairs.rows:,} | {len(pairs.alarms)} |"
+        for pairs in (*measured, total)
     ]
     heads = "| compared although nothing changed (A/A) | pairs | with a false alarm | rows | false alarms |"
     return [heads, "|---|---:|---:|---:|---:|", *rows]
 
 
-def _measured(folders: Sequence[Path], seeds: range, scratch: Path) -> Iterator[Pairs]:
+def _measure(folders: Sequence[Path], seeds: range, scratch: Path) -> Iterator[Pairs]:
     for folder in folders:
         yield from _kept(_ranks(folder), _halves(folder, scratch), _replays(folder, seeds, scratch))
     for strategy in (jobs.DDP, jobs.FSDP2) if seeds else ():
-        yield from _kept(_simulated(strategy, seeds, scratch))
+        yield from _kept(_simulated_jobs(strategy, seeds, scratch))
 
 
 def _kept(*measured: Pairs) -> Iterator[Pairs]:
@@ -107,7 +107,7 @@ def _kept(*measured: Pairs) -> Iterator[Pairs]:
 def _ranks(folder: Path) -> Pairs:
     pairs = Pairs(f"{folder.name}: two of its ranks")
     files = sorted(folder.glob("*.json.gz"))
-    return _compared(pairs, [_loaded(path) for path in files] if len(files) > 1 else [])
+    return _compare_all(pairs, [_load(path) for path in files] if len(files) > 1 else [])
 
 
 def _halves(folder: Path, scratch: Path) -> Pairs:
@@ -116,20 +116,20 @@ def _halves(folder: Path, scratch: Path) -> Pairs:
     pairs = Pairs(f"{folder.name}: {middle} of its steps with {len(steps) - middle} others")
     if middle < step_separation.MIN_STEPS:
         return pairs
-    found = []
+    recordings = []
     for name, part in (("first", steps[:middle]), ("second", steps[middle:])):
         out = scratch / name
         false_alarms.write_piece(folder, part, out)
-        found.append(_loaded(out))
+        recordings.append(_load(out))
         shutil.rmtree(out)
-    return _compared(pairs, found)
+    return _compare_all(pairs, recordings)
 
 
 def _replays(folder: Path, seeds: Iterable[int], scratch: Path) -> Pairs:
     pairs = Pairs(f"{folder.name}, replayed with other steps' durations")
     if len(false_alarms.marked_steps(folder)) < step_separation.MIN_STEPS:
         return pairs
-    found = []
+    recordings = []
     for seed in seeds:
         job = perturbation_graph.load(folder.glob("*.json.gz"))
         if not all(rank.kernels for rank in job.ranks):  # a recording on a CPU
@@ -140,28 +140,28 @@ def _replays(folder: Path, seeds: Iterable[int], scratch: Path) -> Pairs:
         out.mkdir()
         for rank, document in zip(job.ranks, job.documents(), strict=True):
             perturbation_graph.write(document, out / f"rank{rank.number}.pt.trace.json.gz")
-        found.append(_loaded(out))
+        recordings.append(_load(out))
         shutil.rmtree(out)
-    return _compared(pairs, found)
+    return _compare_all(pairs, recordings)
 
 
-def _simulated(strategy: str, seeds: Iterable[int], scratch: Path) -> Pairs:
+def _simulated_jobs(strategy: str, seeds: Iterable[int], scratch: Path) -> Pairs:
     model, machine = models.find("llama2-7b", layers=3), hardware.find("h100-80")
-    found = []
+    recordings = []
     for seed in seeds:
         out = scratch / "simulated"
         job = jobs.Job(strategy, model, machine, 8, 2048, steps=4, seed=seed, ranks_written=3)
         run.simulate(faults.inject(job, ()), (), out, arguments={}, force=True)
-        found.append(_loaded(out))
+        recordings.append(_load(out))
         shutil.rmtree(out)
-    return _compared(Pairs(f"simulated jobs ({strategy}), seeds of the jitter"), found)
+    return _compare_all(Pairs(f"simulated jobs ({strategy}), seeds of the jitter"), recordings)
 
 
-def _loaded(path: Path) -> RunSteps:
+def _load(path: Path) -> RunSteps:
     return RunSteps.of(tracekit.load(str(path), cache=False))
 
 
-def _compared(pairs: Pairs, recordings: Sequence[RunSteps]) -> Pairs:
+def _compare_all(pairs: Pairs, recordings: Sequence[RunSteps]) -> Pairs:
     for before, after in combinations(recordings, 2):
         pairs.add(before, after)
     return pairs

@@ -94,7 +94,7 @@ class Recording:
 
 
 def subjects(large_bytes: int, tensors: int) -> list[Subject]:
-    """Return what is measured: a state of few large tensors, and one of many small ones."""
+    """Subjects to measure: saves of a state of few large tensors, and of one of many small ones."""
     large = {f"layer{index}": torch.randn(large_bytes // 16 // 4) for index in range(16)}
     small = {f"layer{index}": torch.randn(64) for index in range(tensors)}
     size, many = f"{large_bytes >> 20} MiB", f"{tensors} tensors of 256 B"
@@ -120,14 +120,14 @@ def subjects(large_bytes: int, tensors: int) -> list[Subject]:
 
 def measure(subject: Subject, recording: Recording, folder: Path, *, rounds: int) -> list[dict[bool, Taken]]:
     """Return for each round what was taken without (False) and with recording (True)."""
-    taken = []
+    measured = []
     for number in range(rounds + _WARM_UP_ROUNDS):
         order = (False, True) if number % 2 else (True, False)
-        taken.append({on: _timed(subject, recording, folder / "checkpoint", on=on) for on in order})
-    return taken[_WARM_UP_ROUNDS:]
+        measured.append({on: _time_subject(subject, recording, folder / "checkpoint", on=on) for on in order})
+    return measured[_WARM_UP_ROUNDS:]
 
 
-def _timed(subject: Subject, recording: Recording, path: Path, *, on: bool) -> Taken:
+def _time_subject(subject: Subject, recording: Recording, path: Path, *, on: bool) -> Taken:
     recording.on = False
     subject.prepare(path)
     gc.collect()
@@ -144,12 +144,12 @@ def _timed(subject: Subject, recording: Recording, path: Path, *, on: bool) -> T
     return took
 
 
-def row(name: str, taken: Sequence[dict[bool, Taken]]) -> str:
+def row(name: str, measured: Sequence[dict[bool, Taken]]) -> str:
     """Return a line of the table: medians over rounds, a round's ratio being that of its two sides."""
-    wall = [sides[True].wall_s / sides[False].wall_s for sides in taken]
-    cpu = [sides[True].cpu_s / sides[False].cpu_s for sides in taken]
-    added_ms = 1e3 * statistics.median(sides[True].wall_s - sides[False].wall_s for sides in taken)
-    without_ms = 1e3 * statistics.median(sides[False].wall_s for sides in taken)
+    wall = [sides[True].wall_s / sides[False].wall_s for sides in measured]
+    cpu = [sides[True].cpu_s / sides[False].cpu_s for sides in measured]
+    added_ms = 1e3 * statistics.median(sides[True].wall_s - sides[False].wall_s for sides in measured)
+    without_ms = 1e3 * statistics.median(sides[False].wall_s for sides in measured)
     return f"| {name} | {without_ms:.1f} ms | {added_ms:+.2f} ms | {_ratio(wall)} | {_ratio(cpu)} |"
 
 
@@ -159,7 +159,7 @@ def _ratio(ratios: Sequence[float]) -> str:
 
 
 def calls(recording: Recording, folder: Path, *, count: int) -> list[str]:
-    """Return the table of what a small `torch.save` takes: bare, watched but not recorded, recorded."""
+    """Table of the times of a small `torch.save`: bare, watched but not recorded, recorded."""
     value, path = {"step": 7, "lr": torch.ones(4)}, folder / "small.pt"
     watched = torch.save
     targets: dict[str, Callable[[Callable[..., None]], None]] = {

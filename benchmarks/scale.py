@@ -79,16 +79,16 @@ def _by_executor(options: argparse.Namespace, work: Path) -> str:
     lines = ["| check, without the cache | CPU s, 1 worker | 2 workers | wall s, 1 worker | 2 workers | efficiency |"]
     lines.append("|---|---|---|---|---|---|")
     for name in available:
-        one, two = costs[name, 1], costs[name, 2]
-        efficiency = statistics.median(a.wall_s / (2 * b.wall_s) for a, b in zip(one, two, strict=True))
-        numbers = [statistics.median(c.cpu_s for c in each) for each in (one, two)]
-        numbers += [statistics.median(c.wall_s for c in each) for each in (one, two)]
+        single, double = costs[name, 1], costs[name, 2]
+        efficiency = statistics.median(a.wall_s / (2 * b.wall_s) for a, b in zip(single, double, strict=True))
+        numbers = [statistics.median(c.cpu_s for c in runs) for runs in (single, double)]
+        numbers += [statistics.median(c.wall_s for c in runs) for runs in (single, double)]
         lines.append(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} | {efficiency:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def measure(command: str, run: Path, environment: Mapping[str, str], more: Sequence[str]) -> Cost:
-    """Return what a command used on a run. Raises SubjectFailedError if it fails."""
+    """Cost of a command on a run. Raises SubjectFailedError if it fails."""
     words = ["-m", "tracekit", command, str(run), *COMMANDS[command], "--format", "json", *more]
     began_s = time.perf_counter()
     _, error, status, usage = runner.run_process([sys.executable, *words], environment)

@@ -111,14 +111,14 @@ def main(words: Sequence[str] | None = None) -> None:
                 options.out / f"{REPORT}.png",
                 small(report_picture(options.runs / (options.run or REPORT_RUN), Path(folder))),
             )
-    chosen = [shot for shot in listed if not options.names or shot.picture in options.names]
-    if not chosen:
+    selected = [shot for shot in listed if not options.names or shot.picture in options.names]
+    if not selected:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(options.runs, extra_inputs(Path(folder))) as (url, _),
+        serve(options.runs, extra_inputs(Path(folder))) as (url, _),
     ):
-        for shot, picture in taken(url, chosen, run=options.run, dark=options.dark, whole=options.whole):
+        for shot, picture in shoot(url, selected, run=options.run, dark=options.dark, full=options.whole):
             _write(options.out / f"dashboard_{shot.picture}.png", picture if options.whole else small(picture))
 
 
@@ -186,7 +186,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(*runs: Path) -> Iterator[tuple[str, int]]:
+def serve(*runs: Path) -> Iterator[tuple[str, int]]:
     """Yield the address of a dashboard opened on runs, or folders of them, and its process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -210,7 +210,7 @@ def _wait_until_healthy(port: int) -> None:
     raise SystemExit("the dashboard did not start")
 
 
-def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole: bool) -> Iterator[tuple[Shot, bytes]]:
+def shoot(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, full: bool) -> Iterator[tuple[Shot, bytes]]:
     """Yield each shot with its PNG."""
     from playwright.sync_api import sync_playwright
 
@@ -228,7 +228,7 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
                 page.get_by_role("button", name=shot.press, exact=True).click()
                 page.mouse.move(0, 0)
                 settle(page)
-            if whole:
+            if full:
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
                 settle(page)

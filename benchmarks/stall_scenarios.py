@@ -110,16 +110,16 @@ def perform(name: str, folder: Path) -> None:
         _now.pop("training")
     dist.barrier()
     if dist.get_rank() == 0:
-        for made in folder.glob("step*"):
-            shutil.rmtree(made)
+        for checkpoint in folder.glob("step*"):
+            shutil.rmtree(checkpoint)
 
 
 def _state(tensors: int = 4, elements: int = _ELEMENTS, *, shared: bool = False) -> dict[str, Any]:
-    own = "all" if shared else f"rank{dist.get_rank()}"
-    return {f"{own}.{number}": torch.ones(elements) for number in range(tensors)}
+    prefix = "all" if shared else f"rank{dist.get_rank()}"
+    return {f"{prefix}.{number}": torch.ones(elements) for number in range(tensors)}
 
 
-def _throttled(path: Path, rate: int, rank: int | None = None) -> FileSystemWriter:
+def _slow_writer(path: Path, rate: int, rank: int | None = None) -> FileSystemWriter:
     writer = FileSystemWriter(path)
     SlowDisk(rate, rank).prepare_writer(writer, dist.get_rank())
     return writer
@@ -184,11 +184,11 @@ def _healthy(training: Training, folder: Path) -> None:
 
 
 def _write(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3_000_000)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_slow_writer(folder / "step", 3_000_000)))
 
 
 def _straggler(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3_000_000, rank=1)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_slow_writer(folder / "step", 3_000_000, rank=1)))
 
 
 def _fsync(training: Training, folder: Path) -> None:
@@ -220,7 +220,7 @@ def _staging(training: Training, folder: Path) -> None:
 
 def _upload(training: Training, folder: Path) -> None:
     def save(number: int) -> Future[Any]:
-        return dcp.async_save(_state(), storage_writer=_throttled(folder / f"step{number}", 10_000_000))  # type: ignore[return-value]
+        return dcp.async_save(_state(), storage_writer=_slow_writer(folder / f"step{number}", 10_000_000))  # type: ignore[return-value]
 
     training.save_often(save)
 
@@ -238,7 +238,7 @@ def _cpu(training: Training, folder: Path) -> None:
 
         def save() -> Any:
             hogs.enter_context(_hogs())
-            pending = dcp.async_save(_state(), storage_writer=_throttled(folder / "step", 3_000_000))
+            pending = dcp.async_save(_state(), storage_writer=_slow_writer(folder / "step", 3_000_000))
             pending.add_done_callback(lambda _: hogs.close())  # type: ignore[union-attr]
             return pending
 
@@ -258,7 +258,7 @@ class Scenario:
 
     run: Callable[[Training, Path], None]
     code: str
-    made: str
+    how: str
 
 
 SCENARIOS = {

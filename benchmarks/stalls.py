@@ -82,7 +82,7 @@ def log_of(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number}" / "log"
 
 
-def judged(log: Path) -> tuple[set[str], float]:
+def judge_log(log: Path) -> tuple[set[str], float]:
     """Return the codes of the classes that are named, and how far the stages sum to the time blocked, at the least."""
     run = _load(log)
     codes = {finding.code for finding in check(run, [rule() for rule in CLASSES]).findings}
@@ -103,16 +103,16 @@ def _load(log: Path) -> Run:
 
 def _row(name: str, folder: Path, repetitions: int) -> float:
     scenario = SCENARIOS[name]
-    found = [judged(log_of(folder, name, number)) for number in range(repetitions)]
-    wanted = {scenario.code} - {""}
-    rivals = {code for group in _RIVALS for code in group if scenario.code in group or not wanted} - wanted
-    right = sum(wanted <= codes and not codes & rivals for codes, _ in found)
-    others = collections.Counter(code for codes, _ in found for code in codes - wanted)
-    also_reported = ", ".join(f"{code} × {count}" for code, count in sorted(others.items())) or "—"
-    explained = min(share for _, share in found)
+    results = [judge_log(log_of(folder, name, number)) for number in range(repetitions)]
+    expected = {scenario.code} - {""}
+    rivals = {code for group in _RIVALS for code in group if scenario.code in group or not expected} - expected
+    right = sum(expected <= codes and not codes & rivals for codes, _ in results)
+    extra_codes = collections.Counter(code for codes, _ in results for code in codes - expected)
+    also_reported = ", ".join(f"{code} × {count}" for code, count in sorted(extra_codes.items())) or "—"
+    explained = min(share for _, share in results)
     code = scenario.code or "none"
     print(
-        f"| {name} | {scenario.made} | {code} | {right} of {repetitions} | {also_reported} | {explained:.1%} |",
+        f"| {name} | {scenario.how} | {code} | {right} of {repetitions} | {also_reported} | {explained:.1%} |",
         flush=True,
     )
     return right / repetitions

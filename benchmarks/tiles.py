@@ -70,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _alone(work: Callable[[str], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Return what `work` returns in a process of its own, with its peak memory in MiB."""
+    """Result of `work` in a process of its own, with its peak memory in MiB."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measured, work, str(path)).result()
+        return pool.submit(_measure, work, str(path)).result()
 
 
-def _measured(work: Callable[[str], dict[str, Any]], path: str) -> dict[str, Any]:
+def _measure(work: Callable[[str], dict[str, Any]], path: str) -> dict[str, Any]:
     began = time.process_time()
     result = work(path)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -117,9 +117,9 @@ def _see(path: str) -> dict[str, Any]:
         for _ in range(_VIEWS):
             first_ns = begin_ns + draw.randrange(max(1, length_ns - length_ns // zoom))
             began = time.process_time()
-            found = timeline.view(scene, (first_ns, first_ns + length_ns // zoom), _PIXELS)
+            view = timeline.view(scene, (first_ns, first_ns + length_ns // zoom), _PIXELS)
             times.append(time.process_time() - began)
-            rectangles.append(found.height)
+            rectangles.append(view.height)
         seen["views"][zoom] = (times, rectangles)
         zoom *= 10
     for text in _TEXTS:
@@ -139,8 +139,8 @@ def _print_seen(seen: dict[str, Any]) -> None:
         "| part of the run | ms of CPU, median | 95th percentile | rectangles, median | most |\n|---|---|---|---|---|"
     )
     for zoom, (times, rectangles) in seen["views"].items():
-        most = sorted(times)[int(0.95 * (len(times) - 1) + 0.5)]
-        print(f"| 1/{zoom:,} | {1e3 * statistics.median(times):.1f} | {1e3 * most:.1f} | "
+        p95_s = sorted(times)[int(0.95 * (len(times) - 1) + 0.5)]
+        print(f"| 1/{zoom:,} | {1e3 * statistics.median(times):.1f} | {1e3 * p95_s:.1f} | "
               f"{statistics.median(rectangles):,.0f} | {max(rectangles):,} |")  # fmt: skip
     print("\n| searched for | found | ms of CPU, median |\n|---|---|---|")
     for text, (times, total) in seen["finds"].items():

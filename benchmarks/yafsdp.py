@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ("device", "world_size", "model", "batch", "tokens", "precision", "share_gpus")
     setting = Setting(**{name: getattr(options, name) for name in names})
     options.out.mkdir(parents=True, exist_ok=True)
-    recorded = _recorded(options.out, setting, options.recorded)
+    recorded = _record_all(options.out, setting, options.recorded)
     if recorded is None:
         return 1
     stints = yafsdp_stints.run(STRATEGIES, setting, rounds=options.rounds, steps=options.stint_steps)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(recorded: Mapping[str, Sequence[Measured]], stints: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return what it comes to: per strategy, and the ratio of step times over rounds with its interval.
+    """Summary of the measurements: per strategy, and the ratio of step times over rounds with its interval.
 
     A round's ratio is that of its two stints, which lie next to each other in time.
     """
@@ -107,15 +107,15 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _recorded(out: Path, setting: Setting, count: int) -> dict[str, list[Measured]] | None:
+def _record_all(out: Path, setting: Setting, count: int) -> dict[str, list[Measured]] | None:
     """Record trainings in turn and return what they show, by strategy; None if one failed."""
     measured: dict[str, list[Measured]] = {name: [] for name in STRATEGIES}
     for number in range(count):
         for strategy in STRATEGIES:
             run = out / f"{strategy}-{number}"
             command = ("-m", "instrumented_trainers", "--strategy", strategy, "--out", str(run), "--overwrite")
-            wanted = [sys.executable, *command, *setting.arguments, *_WINDOW]
-            done = subprocess.run(wanted, capture_output=True, text=True, check=False)
+            words = [sys.executable, *command, *setting.arguments, *_WINDOW]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{strategy} failed with exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
                 return None

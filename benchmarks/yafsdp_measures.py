@@ -20,7 +20,7 @@ MAKERS = ("engine", "backend", "rest")
 _ALLOCATION_COLUMNS = {"step": pl.Int64, "maker": pl.String, "bytes": pl.Int64}
 _CONFIDENCE = 0.95
 
-_ENGINE_PREFIXES = tuple(each.span_prefix for each in STRATEGIES.values() if each.span_prefix)
+_ENGINE_PREFIXES = tuple(strategy.span_prefix for strategy in STRATEGIES.values() if strategy.span_prefix)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def large_allocations(trace: Trace) -> pl.DataFrame:
     )
     marks = dict(trace.ops.select("id", mark.alias("mark")).drop_nulls().iter_rows())
     parents = dict(trace.ops.select("id", "parent_id").drop_nulls().iter_rows())
-    taken = trace.allocations.filter(pl.col("delta_bytes") >= LARGE_BYTES, pl.col("step").is_not_null())
-    makers = [_maker(op, marks, parents) for op in taken["op_id"]]
-    return taken.select(
+    large = trace.allocations.filter(pl.col("delta_bytes") >= LARGE_BYTES, pl.col("step").is_not_null())
+    makers = [_maker(op, marks, parents) for op in large["op_id"]]
+    return large.select(
         "step", pl.Series("maker", makers, pl.String).alias("maker"), pl.col("delta_bytes").alias("bytes")
     ).cast(_ALLOCATION_COLUMNS)  # type: ignore[arg-type]
 
@@ -97,11 +97,11 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float | None, 
 
 
 def _maker(op: int | None, marks: dict[int, str], parents: dict[int, int]) -> str:
-    found = "rest"
+    maker = "rest"
     while op is not None:
         mark = marks.get(op)
         if mark == "backend":
             return mark
-        found = mark or found
+        maker = mark or maker
         op = parents.get(op)
-    return found
+    return maker

@@ -100,13 +100,14 @@ class Training:
         return optimizing_ns / STEPS, (_together_ns() - began_ns) / STEPS
 
     def state_numel(self) -> int:
-        """Return how many elements of state this rank keeps."""
-        states = [getattr(each, "_inner", each).state for each in self.optimizers]
+        """Number of elements of state that this rank keeps."""
+        states = [getattr(optimizer, "_inner", optimizer).state for optimizer in self.optimizers]
         return sum(leaf.numel() for leaf in tree_leaves([dict(state) for state in states]) if isinstance(leaf, Tensor))
 
     def owned_numel(self) -> int:
-        """Return how many elements this rank steps."""
-        groups = [group for each in self.optimizers for group in getattr(each, "_inner", each).param_groups]
+        """Number of elements that this rank steps."""
+        inner = [getattr(optimizer, "_inner", optimizer) for optimizer in self.optimizers]
+        groups = [group for optimizer in inner for group in optimizer.param_groups]
         return sum(parameter.numel() for group in groups for parameter in group["params"])
 
 
@@ -115,10 +116,10 @@ def _optimizers(model: nn.Module, name: str, matrices: set[str]) -> list[Optimiz
         return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
     if name != "Muon":
         return [WholeTensorOptimizer(model.parameters(), KINDS[name], lr=1e-3)]
-    in_layers = {each for each in matrices if each.startswith("layers.")}
-    taken = [parameter for each, parameter in model.named_parameters() if each in in_layers]
-    rest = [parameter for each, parameter in model.named_parameters() if each not in in_layers]
-    return [WholeTensorOptimizer(taken, KINDS[name], lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+    in_layers = {matrix for matrix in matrices if matrix.startswith("layers.")}
+    hidden = [parameter for key, parameter in model.named_parameters() if key in in_layers]
+    rest = [parameter for key, parameter in model.named_parameters() if key not in in_layers]
+    return [WholeTensorOptimizer(hidden, KINDS[name], lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
 
 
 def _together_ns() -> int:
@@ -142,7 +143,7 @@ def table(by_rank: Sequence[dict[str, OptimizerCost]]) -> str:
 
 
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    return statistics.median(own / other for own, other in zip(times, base, strict=True))
+    return statistics.median(candidate / other for candidate, other in zip(times, base, strict=True))
 
 
 if __name__ == "__main__":

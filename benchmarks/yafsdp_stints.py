@@ -107,7 +107,7 @@ def _stint(step: Callable[[], None], steps: int, device: str) -> float:
 
 
 def _stepper(strategy: str, setting: Setting, rank: int) -> Callable[[], None]:
-    """Return what trains one step under the strategy: forward, backward, clipping, AdamW, as the trainers do."""
+    """Function that trains one step under the strategy: forward, backward, clipping, AdamW, as the trainers do."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn import functional

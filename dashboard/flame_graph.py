@@ -32,7 +32,7 @@ def show(opened: OpenTimeline, part: Window, selected: Any, *, is_range: bool, k
         st.session_state[state] = _linked_part(st.query_params.get(parameter, ""), opened)
     with st.container(horizontal=True):
         what = "the selected range" if is_range else "the part in view"
-        st.button(f"Flame graph of {what}", on_click=_open_part, args=(opened, state, part, selected), key=f"flame-of-{key}")
+        st.button(f"Flame graph of {what}", on_click=_open, args=(opened, state, part, selected), key=f"flame-of-{key}")
         current: Window | None = st.session_state[state]
         if current is not None:
             st.button("Close the flame graph", on_click=_close, args=(state,), key=f"flame-close-{key}")
@@ -62,7 +62,7 @@ def _linked_part(text: str, opened: OpenTimeline) -> Window | None:
     return part if part[0] < part[1] <= opened.scene.span[1] - opened.scene.span[0] else None
 
 
-def _open_part(opened: OpenTimeline, state: str, part: Window, selected: Any) -> None:
+def _open(opened: OpenTimeline, state: str, part: Window, selected: Any) -> None:
     st.session_state[state] = part
     track = selected.get("track") if isinstance(selected, Mapping) else None
     if not isinstance(track, int) or not 0 <= track < opened.scene.tracks.height:
@@ -81,15 +81,15 @@ def _show(opened: OpenTimeline, part: Window, key: str) -> None:
     if threads.is_empty():
         widgets.info("The traces contain no host slices: record with `ProfilerActivity.CPU`.")
         return
-    rank_column, thread_column, search_column = st.columns(3)
+    rank_box, thread_box, search = st.columns(3)
     ranks = threads["rank"].unique(maintain_order=True).to_list()
-    rank = rank_column.selectbox("Rank", ranks, key=bind(opened.prefix + RANK, ranks), format_func=opened.rank_name)
+    rank = rank_box.selectbox("Rank", ranks, key=bind(opened.prefix + RANK, ranks), format_func=opened.rank_name)
     labels = dict(threads.filter(rank=rank).select("track", "label").iter_rows())
     options = [ALL_THREADS, *labels]
-    thread = thread_column.selectbox(
-        "Thread", options, key=bind(opened.prefix + THREAD, options), format_func=lambda option: labels.get(option, option)
+    thread = thread_box.selectbox(
+        "Thread", options, key=bind(opened.prefix + THREAD, options), format_func=lambda key: labels.get(key, key)
     )
-    text = search_column.text_input("Search frames", key=bind_text(SEARCH), placeholder="part of a name, any case").strip()
+    text = search.text_input("Search frames", key=bind_text(SEARCH), placeholder="part of a name, any case").strip()
     lane = None if thread == ALL_THREADS else int(threads.filter(track=thread)["lane"].item())
     begin_ns = opened.scene.span[0]
     try:

@@ -61,11 +61,11 @@ def name(row: Mapping[str, Any]) -> str:
     return f"rank {row['rank']}" + ("" if step is None else f", step {step}")
 
 
-def table(entry: RunEntry, rows: pl.DataFrame, display: pl.DataFrame, *, key: str) -> None:
-    """Show a table whose rows open the timeline: `rows` has the moment (COLUMNS, maybe step) of each row of `display`."""
+def table(entry: RunEntry, rows: pl.DataFrame, cells: pl.DataFrame, *, key: str) -> None:
+    """Show a table whose rows open the timeline: `rows` has the moment (COLUMNS, maybe step) of each row of `cells`."""
     selection = f"{key}-rows"
     place = st.container()  # above the table, which appears a moment later and would move the button away
-    widgets.frame(display, key=key, selection=selection)
+    widgets.frame(cells, key=key, selection=selection)
     row = selected_row(rows, selection)
     label = "Show in the timeline" if row is None else f"Show {name(row)} in the timeline"
     if place.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:

@@ -69,7 +69,7 @@ def _progress(entry: RunEntry, opening: FirstOpening[OpenRun]) -> str:
 def _rough_time(seconds: float) -> str:
     """Return a time as far as it can be known ahead.
 
-    >>> _rounded(0.2), _rounded(43.4), _rounded(200)
+    >>> _rough_time(0.2), _rough_time(43.4), _rough_time(200)
     ('1 s', '40 s', '3 min')
     """
     if seconds >= 90:

@@ -28,7 +28,7 @@ def choose(run: OpenRun, extra: Iterable[int] = (), also: Mapping[int, str] | No
     if not is_needed(len(ranks)):
         return None
     notable = dict(also or {})
-    for rank, what in run.measured(rank_rows.drawn_ranks).items():
+    for rank, what in run.result_of(rank_rows.drawn_ranks).items():
         notable[rank] = f"{notable[rank]}, {what}" if rank in notable else what
     key = bind_several(_NAME, ranks, tuple(notable), at_most=MAX_CHOSEN)
     missing = [rank for rank in dict.fromkeys(extra) if rank in ranks and rank not in st.session_state[key]]

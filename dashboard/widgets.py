@@ -66,13 +66,13 @@ def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
     names = list(by_name)
     # A name in the address is looked up in the list, never taken as a path.
     name = st.selectbox("Run", names, key=url_state.bind(RUN, names), format_func=escaping.inert)
-    other_names = [other for other in names if other != name]
-    preselected = [other for other in other_names if not by_name[other].problem] if len(names) <= MAX_PRESELECTED else ()
-    key = url_state.bind_several(OTHERS, other_names, preselected, at_most=MAX_COMPARED)
+    rest = [other for other in names if other != name]
+    preselected = [name for name in rest if not by_name[name].problem] if len(names) <= MAX_PRESELECTED else ()
+    key = url_state.bind_several(OTHERS, rest, preselected, at_most=MAX_COMPARED)
     compared = []
-    if other_names:
+    if rest:
         compared = st.multiselect(
-            "Compare with", other_names, key=key, format_func=escaping.inert, placeholder="Choose runs",
+            "Compare with", rest, key=key, format_func=escaping.inert, placeholder="Choose runs",
             max_selections=MAX_COMPARED,
         )  # fmt: skip
     if len(names) > 1 and RUN not in st.query_params:

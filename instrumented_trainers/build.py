@@ -180,9 +180,8 @@ def _optimizer(config: TrainingConfig, model: nn.Module, roles: ParameterRoles) 
     """Return the optimizer of the model; of a pipeline one for each of the rank's stages, stepped as one."""
     if not isinstance(model, PipelineModel):
         return optimizers.make(config, model, roles)
-    return CombinedOptimizer(
-        *(inner for part in model.parts for inner in parts_of(optimizers.make(config, part, roles)))
-    )
+    per_stage = (optimizers.make(config, part, roles) for part in model.parts)
+    return CombinedOptimizer(*(inner for optimizer in per_stage for inner in parts_of(optimizer)))
 
 
 def _random_seed(config: TrainingConfig, rank: int) -> int:

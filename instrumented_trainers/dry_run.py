@@ -2,7 +2,7 @@
 
 from instrumented_trainers import build, faults, loop
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.memory import Footprint, predicted
+from instrumented_trainers.memory import Footprint, predict_footprint
 from instrumented_trainers.memory.footprint import KINDS
 from instrumented_trainers.memory.predicted import WEIGHT_BYTES
 from instrumented_trainers.optimization.optimizers import state_numbers
@@ -38,7 +38,9 @@ def _largest(config: TrainingConfig) -> tuple[int, Footprint]:
     """Return the rank that needs most, of the first ones: shards differ by padding, and the first have none."""
     active_faults = tuple(faults.parse(text) for text in config.fault)
     options = build.shard_options(config, active_faults)
-    footprints = {rank: predicted(config, options, rank) for rank in range(min(config.world_size, _RANKS_COMPARED))}
+    footprints = {
+        rank: predict_footprint(config, options, rank) for rank in range(min(config.world_size, _RANKS_COMPARED))
+    }
     return max(footprints.items(), key=lambda item: item[1].known_bytes)
 
 

@@ -94,9 +94,8 @@ def cut(module: nn.Module, name: str, axis: Axis, dim: int) -> None:
         place = f"{name!r} of {type(module).__name__} {tuple(parameter.shape)}"
         raise ValueError(f"{place} cannot be divided into {axis.size} along dim {dim}")
     before = region_of(module, name) or Region(parameter.shape)
-    part = (
-        Region(parameter.shape, ((axis, dim),)).part_of(parameter.detach()).clone(memory_format=torch.contiguous_format)
-    )
+    view = Region(parameter.shape, ((axis, dim),)).part_of(parameter.detach())
+    part = view.clone(memory_format=torch.contiguous_format)
     module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     mark(module, name, dataclasses.replace(before, cuts=(*before.cuts, (axis, dim))))
 

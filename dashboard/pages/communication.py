@@ -36,7 +36,7 @@ def show(run: OpenRun) -> None:
         "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
         "rank with a trace enters the collective."
     )
-    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.measured(rank_rows.drawn_ranks))
+    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.result_of(rank_rows.drawn_ranks))
     widgets.chart(figure, key="communication-hidden")
     widgets.note(rank_rows.selection_note(run.run))
     _stragglers(run)
@@ -54,7 +54,7 @@ def _gaps(run: OpenRun, gap_kind: str) -> None:
     if rows.is_empty():
         widgets.caption("There is no such gap.")
         return
-    widgets.chart(charts.stall_causes(rows, run.measured(rank_rows.drawn_ranks)), key=f"communication-{gap_kind}")
+    widgets.chart(charts.stall_causes(rows, run.result_of(rank_rows.drawn_ranks)), key=f"communication-{gap_kind}")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("By phase and host activity"):
         causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=gap_kind)

@@ -56,7 +56,7 @@ def _choose(run: OpenRun) -> int | None:
     steps_marked = steps["step"].drop_nulls().unique().sort().to_list()
     if not steps_marked:
         return None
-    representative = run.measured(tables.representative_step)
+    representative = run.result_of(tables.representative_step)
     default = representative["step"] if representative else steps_marked[0]
     chosen_step: int = st.selectbox("Step", steps_marked, key=bind("step", steps_marked, default), width=160)
     return chosen_step

@@ -32,15 +32,15 @@ def show(path: Path) -> None:
         widgets.info("This history contains no run yet: tracekit check RUN --history FILE adds one.")
         return
     numbers = list(range(len(groups)))
-    chosen = st.selectbox(
+    number = st.selectbox(
         "Runs of", numbers, key="history_group", format_func=lambda number: escaping.inert(_name(groups[number]), 300)
     )
-    group = groups[chosen if chosen is not None else 0]
+    group = groups[number if number is not None else 0]
     widgets.headline(_headline(group))
     _changes(group)
     by_label = {label(series.metric): series for series in _changed_first(group.series)}
-    chosen = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
-    for name in chosen:
+    metrics = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
+    for name in metrics:
         widgets.subheader(widgets.plain(name[:1].upper() + name[1:]))
         widgets.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])

@@ -59,14 +59,14 @@ def _findings(performance: Findings, run: OpenRun) -> None:
 def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     """Draw where the time goes; return the table drawn, and the figure of step times if steps are shown."""
     widgets.subheader("Where the time goes")
-    note = run.measured(phrases.step_note)
+    note = run.result_of(phrases.step_note)
     if note is not None:
         widgets.caption(note)
     by_step, by_rank = run.table(tables.BREAKDOWN_BY_STEP).drop_nulls("step"), run.table(tables.STEPS_BY_RANK)
     if by_rank.is_empty():
         widgets.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    drawn_ranks = run.measured(rank_rows.drawn_ranks)
+    drawn_ranks = run.result_of(rank_rows.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn_ranks), key="breakdown_by_rank")
         window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])

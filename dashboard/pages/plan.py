@@ -111,7 +111,7 @@ def _measured_rates(entry: RunEntry) -> tuple[float, float | None] | None:
     if run is None:
         return None
     try:
-        measured = run.measured(tables.planning_inputs)
+        measured = run.result_of(tables.planning_inputs)
     except TracekitError as error:
         widgets.problem(str(error))
         return None

@@ -162,7 +162,7 @@ def _shared_part(
 
 
 def _header(opened: OpenTimeline, order: RankOrder) -> dict[str, Any]:
-    return opened.header | {"tracks": order.sorted(opened.header["tracks"]), "places": order.places()}
+    return opened.header | {"tracks": order.sort_tracks(opened.header["tracks"]), "places": order.places()}
 
 
 def _path_marks(entry: RunEntry, opened: OpenTimeline, key: str) -> list[dict[str, Any]]:
@@ -464,8 +464,8 @@ def _table(opened: OpenTimeline, view: View) -> None:
     tracks = tracks.select(rank, pl.col("track").cast(longest["track"].dtype), of="group", lane="label")
     names = [escaping.inert(name) for name in tiles.names(opened.scene, longest["name_id"])]
     rows = longest.with_columns(pl.Series("name", names), from_start_ns=pl.col("start_ns") - origin_ns, slices="count")
-    display = rows.join(tracks, on="track", how="left")
-    widgets.frame(display.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices").sort("from_start_ns"))
+    cells = rows.join(tracks, on="track", how="left").sort("from_start_ns")
+    widgets.frame(cells.select("rank", "of", "lane", "name", "from_start_ns", "dur_ns", "slices"))
 
 
 PAGE = Page.described_by(__doc__, "timeline", show, Needs.SELECTION)

@@ -83,7 +83,7 @@ def _accuracy(run: OpenRun, answers: WhatIf) -> None:
 def _signed_share(ratio: float) -> str:
     """Return a ratio with its sign, or none where it rounds to zero.
 
-    >>> _signed(-0.0131), _signed(-0.0001)
+    >>> _signed_share(-0.0131), _signed_share(-0.0001)
     ('−1.3%', '0.0%')
     """
     text = units.share(abs(ratio))
@@ -141,7 +141,7 @@ def _table(answers: WhatIf) -> str:
 
 def _worth(answer: Answer) -> dict[str, str]:
     values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
-    return {label: f"{value:,.{index + 1}f}" for index, (label, value) in enumerate(values.items()) if value is not None}
+    return {label: f"{value:,.{row + 1}f}" for row, (label, value) in enumerate(values.items()) if value is not None}
 
 
 def _others(answers: WhatIf) -> None:
@@ -180,7 +180,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))
     widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(causes)])
-    drawn_ranks = run.measured(rank_rows.drawn_ranks)
+    drawn_ranks = run.result_of(rank_rows.drawn_ranks)
     widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn_ranks), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):

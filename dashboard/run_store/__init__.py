@@ -98,7 +98,7 @@ class OpenRun(LoadedRun):
         return result  # type: ignore[return-value]  # the function determines the type
 
     def cached_table(self, measure: Callable[..., pl.DataFrame], *arguments: Hashable) -> pl.DataFrame:
-        """Return `measure(run, *arguments)` as `cached` does; it is stored with the report, too."""
+        """Return `measure(run, *arguments)` as `remember` does; it is stored with the report, too."""
         name = f"{measure.__module__}.{measure.__qualname__}{arguments!r}"
         return self.remember(name, lambda run: run.named_table(name, lambda loaded: measure(loaded, *arguments)))
 

@@ -13,7 +13,7 @@ __all__ = ["CriticalPath"]
 
 def explain(run: OpenRun, step: int | None = None) -> CriticalPath:
     """Return the critical path of a step, by default of the representative one."""
-    return run.cached(("critical path", step), lambda run: path.critical_path(run, step))
+    return run.remember(("critical path", step), lambda run: path.critical_path(run, step))
 
 
 def placed_parts(run: OpenRun, result: CriticalPath) -> pl.DataFrame:

@@ -52,7 +52,7 @@ def trace_tables(run: OpenRun, rank: int, window: int) -> dict[str, pl.DataFrame
         trace = run.trace(rank, window)
         return {fact.__name__: fact(trace) for fact in _TRACE_FACTS}
 
-    return run.cached(("memory", rank, window), measure_trace)
+    return run.remember(("memory", rank, window), measure_trace)
 
 
 def snapshot_tables(entry: RunEntry, file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
@@ -74,13 +74,13 @@ def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib
     Raises TracekitError.
     """
 
-    def replayed(run: Run) -> MemoryReport:
+    def replay_events(run: Run) -> MemoryReport:
         trace = run.trace(rank, window)
         peak = allocations.peaks(trace).filter(pl.col("device").is_not_null())["peak_allocated_bytes"].max()
         allocated_bytes = None if peak is None else int(str(peak))
-        return _replay_history(playback.from_trace(trace), allocated_bytes, settings, device_gib)
+        return _replay(playback.from_trace(trace), allocated_bytes, settings, device_gib)
 
-    return run.cached(("replay", rank, window, settings, device_gib), replayed)
+    return run.remember(("replay", rank, window, settings, device_gib), replay_events)
 
 
 def replay_snapshot(
@@ -90,7 +90,7 @@ def replay_snapshot(
     return _replay_snapshot(entry, file, device, settings, device_gib)
 
 
-def _replay_history(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
+def _replay(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
     recorded = MemoryReport(allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
     capacity_bytes = None if device_gib is None else int(device_gib * (1 << 30))
     return memory_report.with_replay(recorded, history, settings, capacity_bytes=capacity_bytes)
@@ -139,4 +139,4 @@ def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryReport:
 def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryReport:
     history = playback.from_snapshot(reader.read(file.path), device)
     allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
-    return _replay_history(history, allocated_bytes, settings, device_gib)
+    return _replay(history, allocated_bytes, settings, device_gib)

@@ -48,10 +48,10 @@ def measure(run: Run) -> RunMetrics:
     """Return the settings and metrics of a run; without steps no metric."""
     series = samples.job_samples(samples.without_parts(samples.run_samples(run)))
     keys_of_steps = {metric.key for metric in compared_metrics() if metric.scope is Scope.STEP}
-    values = {key: _known(numbers) for key, numbers in series.items() if key in keys_of_steps}
+    values = {key: _finite(numbers) for key, numbers in series.items() if key in keys_of_steps}
     steps = run.table(efficiency.by_step).drop_nulls("step")
     mfu = steps.group_by("window", "step").agg(pl.col(MFU).mean()).sort("window", "step")[MFU]
-    values[MFU] = _known(mfu.drop_nulls().to_numpy())
+    values[MFU] = _finite(mfu.drop_nulls().to_numpy())
     return RunMetrics(_settings(run.manifest), {key: numbers for key, numbers in values.items() if numbers})
 
 
@@ -84,7 +84,7 @@ def explained_ratio(groups: Sequence[str], times: Sequence[float]) -> float:
     return max(0.0, 1 - within / (count - number) / (total / (count - 1)))
 
 
-def _known(values: np.ndarray) -> tuple[float, ...]:
+def _finite(values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in values if np.isfinite(value))
 
 

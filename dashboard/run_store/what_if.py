@@ -27,14 +27,14 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
 
     Between the parts, other sessions can read the run.
     """
-    replayed = run.cached("replayed causes", lambda _: set[str]())
+    replayed = run.remember("replayed causes", lambda _: set[str]())
     missing = [name for name in causes.CAUSES if name not in replayed]
-    reps = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
-    parts = len(reps.sources) + len(missing)
+    small = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
+    parts = len(small.sources) + len(missing)
     read = itertools.count(1)
 
     def build(_: Run) -> None:
-        reps.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
+        small.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
 
     def replay_without(run: Run, name: str) -> None:
         savings.saving(run, name)
@@ -70,14 +70,14 @@ def steps_without(run: OpenRun, names: tuple[str, ...]) -> pl.DataFrame:
 
 def predict_strategy(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:
     """Return the step time predicted under another strategy."""
-    return run.cached(("predicted", strategy, node), lambda run: strategies.predict_strategy(run, strategy, node))
+    return run.remember(("predicted", strategy, node), lambda run: strategies.predict_strategy(run, strategy, node))
 
 
 def other_network(run: OpenRun, times: float) -> Prediction:
     """Return the step time predicted on links with `times` the bandwidth."""
-    return run.cached(("other network", times), lambda run: strategies.predict_network(run, times))
+    return run.remember(("other network", times), lambda run: strategies.predict_network(run, times))
 
 
 def recomputing_less(run: OpenRun, layers: int) -> Prediction:
     """Return the step time predicted with so many recomputed layers fewer."""
-    return run.cached(("recomputing less", layers), lambda run: strategies.predict_less_recomputation(run, layers))
+    return run.remember(("recomputing less", layers), lambda run: strategies.predict_less_recomputation(run, layers))

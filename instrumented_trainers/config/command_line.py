@@ -49,15 +49,13 @@ def _values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     """Return the value of every option: from the command line, else from the file, else the default."""
     # None, which no option gives, marks what the command line does not set; argparse leaves it, for it is there.
     unset = argparse.Namespace(**{action.dest: None for action in parser._actions})
-    from_command_line = {
-        name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None
-    }
+    from_line = {name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
     try:
-        from_file = toml_file.read(from_command_line["config"], parser) if "config" in from_command_line else {}
+        from_file = toml_file.read(from_line["config"], parser) if "config" in from_line else {}
     except InvalidConfigError as error:
         parser.error(str(error))
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
-    values = {**defaults, **from_file, **from_command_line}
+    values = {**defaults, **from_file, **from_line}
     if values["dry_run"]:
         values["out"] = values["out"] or Path()
     missing = [f"--{name}" for name in ("strategy", "out") if values[name] is None]
@@ -83,9 +81,7 @@ class _Parser(argparse.ArgumentParser):
         from instrumented_trainers import faults  # it imports torch
 
         (group,) = (group for group in self._action_groups if group.title == "faults")
-        group.description = (
-            f"Real faults, to test whether they are found. Losses do not change.\n{faults.usage_lines()}"
-        )
+        group.description = f"Real faults, to test whether they are found. Losses do not change.\n{faults.overview()}"
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:

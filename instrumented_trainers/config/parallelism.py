@@ -108,18 +108,16 @@ def _pipeline_problem(config: TrainingConfig) -> str | None:
 
 
 def _stages_problem(config: TrainingConfig) -> str | None:
-    per_rank = config.stages_per_rank
-    if config.schedule in _TWO_STAGES and per_rank != 2:
-        return f"--virtual-stages {per_rank}: {config.schedule} has 2 stages on each rank"
-    if config.schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE, ZB_H1) and per_rank != 1:
-        return (
-            f"--virtual-stages {per_rank}: {config.schedule} has 1 stage on each rank; --schedule interleaved has more"
-        )
+    count = config.stages_per_rank
+    if config.schedule in _TWO_STAGES and count != 2:
+        return f"--virtual-stages {count}: {config.schedule} has 2 stages on each rank"
+    if config.schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE, ZB_H1) and count != 1:
+        return f"--virtual-stages {count}: {config.schedule} has 1 stage on each rank; --schedule interleaved has more"
     if config.init_from is not None:
         return None
     preset = PRESETS[config.model]
-    if preset.layers < config.pp * per_rank:
-        return f"--pp {config.pp}: {config.model} has {preset.layers} layers, too few for {config.pp * per_rank} stages"
+    if preset.layers < config.pp * count:
+        return f"--pp {config.pp}: {config.model} has {preset.layers} layers, too few for {config.pp * count} stages"
     if preset.tied:
         return f"--pp {config.pp}: the embedding of {config.model} is its head, too: the first stage and the last"
     return None

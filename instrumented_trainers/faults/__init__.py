@@ -60,7 +60,7 @@ def parse(text: str) -> Fault:
         raise ValueError(f"{text}: {error}; usage: {_ALL[name].usage}") from error
 
 
-def usage_lines() -> str:
+def overview() -> str:
     """Return a line for each fault: its usage, and what it does."""
     return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in _ALL.values())
 

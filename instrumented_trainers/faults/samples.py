@@ -140,10 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 code = _record(name, _TWINS[sample.twin], fault, Path(folder) / name, out / name)
                 if code:
                     return code
-    truth = {
-        "command": "python -m instrumented_trainers.faults.samples",
-        "samples": [_truth(sample) for sample in SAMPLES],
-    }
+    truth = {"command": "python -m instrumented_trainers.faults.samples", "samples": list(map(_truth, SAMPLES))}
     (out / TRUTH_FILE).write_text(json.dumps(truth, indent=2) + "\n", encoding="utf-8")
     return 0
 

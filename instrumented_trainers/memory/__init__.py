@@ -5,4 +5,4 @@ from instrumented_trainers.memory.measured import MeasuredMemory, MemoryMeter
 from instrumented_trainers.memory.predicted import predict_footprint
 from instrumented_trainers.memory.report import MemoryReport, MemoryWatch
 
-__all__ = ["Footprint", "MeasuredMemory", "MemoryMeter", "MemoryReport", "MemoryWatch", "predicted"]
+__all__ = ["Footprint", "MeasuredMemory", "MemoryMeter", "MemoryReport", "MemoryWatch", "predict_footprint"]

@@ -75,9 +75,7 @@ class MemoryWatch:
         formula = predict_footprint(self._config, self._options, dist.get_rank())
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (formula, meter.measurement()))
-        self.report = MemoryReport(
-            step, tuple(formula for formula, _ in of_ranks), tuple(memory for _, memory in of_ranks)
-        )
+        self.report = MemoryReport(step, tuple(pair[0] for pair in of_ranks), tuple(pair[1] for pair in of_ranks))
 
     def summary(self) -> list[str]:
         """Return the lines to print at the end of the training."""

@@ -135,9 +135,7 @@ def _join_groups(groups: list[dict[str, Any]], of_experts: Iterable[dict[str, An
     """Return groups of names with divided experts in those of equal settings, where other strategies have them."""
     joined = [dict(group) for group in groups]
     for group in of_experts:
-        same = next(
-            (other for other in reversed(joined) if {**other, "params": None} == {**group, "params": None}), None
-        )
+        same = next((old for old in reversed(joined) if {**old, "params": None} == {**group, "params": None}), None)
         if same is None:
             joined.append(group)
         else:

@@ -155,7 +155,7 @@ def test_an_archive_without_traces_is_said(tmp_path):
 def test_the_cache_serves_an_archive_that_did_not_change(tmp_path, monkeypatch):
     path = tar_of(RUN, tmp_path / "run.tar.gz", "w:gz")
     first = tables(tracekit.load(path))
-    archives._unpacked.cache_clear()
+    archives._unpack_version.cache_clear()
     run = tracekit.load(path)
     monkeypatch.setattr("tracekit.ingest.archived_trace.ArchivedTrace.local", lambda self: pytest.fail("read again"))
     assert all(table.equals(first[key]) for key, table in tables(run).items())
@@ -166,7 +166,7 @@ def test_the_unpacked_folder_is_removed(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     tracekit.load(tar_of(RUN, tmp_path / "run.tar"), cache=False)
     assert list((tmp_path / "temporary").iterdir())
-    archives._unpacked.cache_clear()
+    archives._unpack_version.cache_clear()
     assert not list((tmp_path / "temporary").iterdir())
 
 

@@ -11,7 +11,7 @@ ALLOWED = 1  # mistake: of 12 runs that are 95% right each, one in eight sets ha
 
 
 def test_rules_are_right_about_simulated_runs() -> None:
-    runs = list(labelled_runs.judged(RUNS, SEED))
+    runs = list(labelled_runs.judge_runs(RUNS, SEED))
     known = {fault.code for fault in faults.FAULTS.values()} <= set(labelled_report.codes())
     mistakes = [line for each in runs for line in labelled_report.mistakes(each)]
     assert len(mistakes) <= ALLOWED, f"--runs {RUNS} --seed {SEED}: {mistakes}"
@@ -24,7 +24,7 @@ def test_rules_are_right_about_simulated_runs() -> None:
 
 @pytest.fixture(scope="module")
 def pairs() -> list[labelled_pairs.Pair]:
-    return labelled_pairs.judged()
+    return labelled_pairs.judge_pairs()
 
 
 def test_recorded_faults_are_reported_by_a_rule_that_should_report_them(pairs: list[labelled_pairs.Pair]) -> None:

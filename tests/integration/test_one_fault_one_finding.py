@@ -30,7 +30,7 @@ def changed(name, kind, size, scratch):
     """Return the findings on a recording with a fault, and what it costs as a share of the recording."""
     job = recorded_jobs.job(shared(name))
     next(each for each in injected_faults.KINDS if each.name == kind).apply(job, size, random.Random(kind))
-    findings = perturbed.checked(job, scratch).findings
+    findings = perturbed.check_job(job, scratch).findings
     length_us = max(rank.end for rank in job.ranks) - min(rank.start for rank in job.ranks)
     return findings, job.lost_us / length_us
 

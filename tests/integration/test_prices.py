@@ -45,7 +45,7 @@ def priced(name, folder=FOLDER):
     kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, SIZE, random.Random(name))
     with tempfile.TemporaryDirectory() as scratch:
-        found = perturbed.checked(job, Path(scratch))
+        found = perturbed.check_job(job, Path(scratch))
     return costs(found.findings), 1000 * job.lost_us / max(1, len(job.ranks[0].steps))
 
 
@@ -108,7 +108,7 @@ def test_a_blocking_call_names_the_rank_whose_host_pauses_after_it_though_others
     job = recorded_jobs.job(merged)
     seed = "merged_ddp_mi300_4ranks blocking pause of one rank 0.3 310"
     assert injected_faults.blocking_pause(job, SIZE, random.Random(seed)) == 2
-    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    (found,) = (each for each in perturbed.check_job(job, tmp_path).findings if each.code == "HOST002")
     (before,) = (each for each in as_recorded(merged).findings if each.code == "HOST002")
     assert (2 in found.ranks, 2 in before.ranks) == (True, False)
     assert found.cost_ns - before.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
@@ -118,7 +118,7 @@ def test_a_blocking_call_in_a_stall_of_the_allocator_is_no_part_of_the_stall(tmp
     # In step 4 all hosts allocate anew for 166 ms, once; rank 1 synchronizes and pauses in that time, as in each step.
     job = recorded_jobs.job(FOLDER)
     injected_faults.blocking_pause(job, 0.05, random.Random("torchrec_v100_4ranks blocking pause of one rank 0.05 310"))
-    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    (found,) = (each for each in perturbed.check_job(job, tmp_path).findings if each.code == "HOST002")
     assert found.cost_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.15)
 
 
@@ -132,7 +132,7 @@ def test_a_single_stall_costs_what_a_replay_saves_also_in_a_step_of_usual_length
     job = recorded_jobs.job(folder)
     kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, size, random.Random(f"{folder.name} {name} {size} 310"))
-    found = costs(perturbed.checked(job, tmp_path).findings)
+    found = costs(perturbed.check_job(job, tmp_path).findings)
     assert found["STEP001"] == pytest.approx(1000 * job.lost_us / 3, rel=error)
 
 
@@ -140,7 +140,7 @@ def test_retries_in_each_step_are_no_part_of_a_single_one_beside_them(control, t
     # The recording has a retry of its own in its first step. Those put in are hidden behind queued work in one step.
     job = recorded_jobs.job(FOLDER)
     injected_faults.allocation_retries(job, 0.12, random.Random(f"{FOLDER.name} allocation retries 0.12 310"))
-    found = costs(perturbed.checked(job, tmp_path).findings)
+    found = costs(perturbed.check_job(job, tmp_path).findings)
     assert found["MEM001"] - control["MEM001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
 
 
@@ -154,7 +154,7 @@ def test_kernels_that_fill_the_device_meet_in_a_replay_without_late_ranks_as_in_
     job = recorded_jobs.job(FOLDER)
     kind = next(each for each in injected_faults.KINDS if each.name == name)
     kind.apply(job, 0.12, random.Random(f"{FOLDER.name} {name} 0.12 {seed}"))
-    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == code)
+    (found,) = (each for each in perturbed.check_job(job, tmp_path).findings if each.code == code)
     before = as_recorded(FOLDER)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
@@ -166,7 +166,7 @@ def test_pauses_after_one_call_count_whole_where_it_waits_in_another_step(tmp_pa
     folder = FOLDER.parent / "merged_ddp_mi300_4ranks"
     job = recorded_jobs.job(folder)
     injected_faults.blocking_pause(job, 0.12, random.Random(f"{folder.name} blocking pause of one rank 0.12 311"))
-    (found,) = (each for each in perturbed.checked(job, tmp_path).findings if each.code == "HOST002")
+    (found,) = (each for each in perturbed.check_job(job, tmp_path).findings if each.code == "HOST002")
     before = as_recorded(folder)
     saved_ns = found.cost_ns - cost_attribution.saved_by(before, found.removals)
     assert saved_ns == pytest.approx(1000 * job.lost_us / 3, rel=0.1)
@@ -189,7 +189,7 @@ def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordi
     # of MEM001. What MEM001 costs more than in the control is the cost of the others only if it is a part of both.
     job = recorded_jobs.job(FOLDER)
     injected_faults.allocation_retries(job, SIZE, random.Random(f"{FOLDER.name} allocation retries 0.3 312"))
-    report = perturbed.checked(job, tmp_path)
+    report = perturbed.check_job(job, tmp_path)
     (found,) = (each for each in report.findings if each.code == "MEM001")
     before = as_recorded(FOLDER)
     assert ("STEP001" in costs(before.findings), "STEP001" in costs(report.findings)) == (True, False)
@@ -206,6 +206,6 @@ def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):
     # The hosts stall for 7 ms in each of three steps, two of which save; other work there is not part of the save.
     job = recorded_jobs.job(FOLDER.parent / "merged_ddp_mi300_4ranks")
     injected_faults.checkpoint(job, 0.12, random.Random("merged_ddp_mi300_4ranks checkpoint 0.12 312"))
-    found = costs(perturbed.checked(job, tmp_path).findings)
+    found = costs(perturbed.check_job(job, tmp_path).findings)
     assert found["CKPT001"] == pytest.approx(1000 * job.lost_us / 3, rel=0.05)
     assert "STEP001" not in found

@@ -87,7 +87,7 @@ def memory() -> tuple[int, int, int]:
             model(data(dist.get_rank())).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    footprint = meter.measured().footprint
+    footprint = meter.measurement().footprint
     return footprint.gradients_bytes, footprint.optimizer_bytes, footprint.buffers_bytes  # type: ignore[return-value]
 
 

@@ -72,13 +72,13 @@ def show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
 
 def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
     scene_ranks = opened.scene.tracks["rank"].unique(maintain_order=True).to_list()
-    ranks = None if rank == ALL else scene_ranks if rank == DRAWN else [int(rank)]
+    ranks = scene_ranks if isinstance(rank, str) else [rank]
     # One file per person at a time: they are large.
     st.session_state["perfetto"] = {}
     file = _BoundedFile()
     try:
         with opened.lock, st.spinner("Writing the ranks on one clock"):
-            perfetto.write(opened.run, file, ranks=ranks, findings=findings)  # type: ignore[arg-type]
+            perfetto.write(opened.run, file, ranks=None if rank == ALL else ranks, findings=findings)  # type: ignore[arg-type]
     except TracekitError as error:
         widgets.problem(str(error))
         return

@@ -154,8 +154,8 @@ def open_pair(
 
     def lay_out() -> OpenPair:
         pair = timeline.side_by_side(first, second)
-        base = opened[0]
-        return OpenPair(base.run, base.lock, scene=pair.scene, window=base.window, pair=pair, opened=opened, steps=steps)
+        run, lock, window = opened[0].run, opened[0].lock, opened[0].window
+        return OpenPair(run, lock, scene=pair.scene, window=window, pair=pair, opened=opened, steps=steps)
 
     key = (*(side.scene.key for side in opened), steps)
     pair: OpenPair = timeline_store.pairs(is_private=is_private).get(key, lay_out)

@@ -179,8 +179,8 @@ def open_timeline(
 ) -> OpenTimeline:
     """Return the timeline of a window: mapped if it was laid out before, else laid out now. Raises TracekitError.
 
-    `on_progress(done, total)` is called for each trace that is laid out. `open_run` is the run if it is open already, `ranks`
-    are those to draw.
+    `on_progress(done, total)` is called for each trace that is laid out. `open_run` is the run if it is open
+    already, `ranks` are those to draw.
     """
 
     def laid_out() -> OpenTimeline:

@@ -335,10 +335,8 @@ class FlatParameters:
             yield parameter, self.own_part(self.gradient, parameter)
 
 
-def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors begin at the same place of the same storage."""
     # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
-    storages = tensor.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
-    return (
-        storages[0] == storages[1] and tensor.storage_offset() == other.storage_offset() and tensor.dtype == other.dtype
-    )
+    storages = a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype

@@ -47,9 +47,8 @@ class YaFSDPStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         model: pl.LightningModule = self.model
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
-        state |= {
-            f"optimizer_{i}": get_optimizer_state_dict(model, optimizer) for i, optimizer in enumerate(self.optimizers)
-        }
+        for i, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["state_dict"])
         for i, optimizer in enumerate(self.optimizers):

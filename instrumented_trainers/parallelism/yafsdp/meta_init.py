@@ -35,14 +35,12 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None] = reset_par
             waiting |= {id(parameter.shard): parameter for parameter in unit.parameters}
     filled: set[UnitParameter] = set()
     for module in model.modules():
-        parameters = {
-            name: waiting[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in waiting
-        }
+        unset = {name: waiting[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in waiting}
         buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in buffers:
             module._buffers[name] = _unfilled_like(module._buffers[name], units[0].device)
-        if parameters or buffers:
-            _draw(module, parameters, reset, filled)
+        if unset or buffers:
+            _draw(module, unset, reset, filled)
             _refuse_unfilled(module, buffers)
 
 

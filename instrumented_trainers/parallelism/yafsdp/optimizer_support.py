@@ -85,14 +85,12 @@ def _differs_on_shards(kind: type[Optimizer], options: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     matrix, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
     try:
-        expected = _values_after_steps(kind, options, matrix, gradients)
+        expected = _train(kind, options, matrix, gradients)
     except Exception:  # noqa: BLE001 -- an optimizer of any make, made from its defaults alone
         return any(base.__name__.lower() in NEED_WHOLE_TENSORS for base in kind.__mro__)
     try:
         halves = [
-            _values_after_steps(
-                kind, options, matrix.flatten()[half], [gradient.flatten()[half] for gradient in gradients]
-            )
+            _train(kind, options, matrix.flatten()[half], [gradient.flatten()[half] for gradient in gradients])
             for half in (slice(0, matrix.numel() // 2), slice(matrix.numel() // 2, None))  # as two ranks have them
         ]
     except Exception:  # noqa: BLE001 -- such as torch.optim.Muon's, which takes matrices only
@@ -100,9 +98,7 @@ def _differs_on_shards(kind: type[Optimizer], options: dict[str, Any]) -> bool:
     return not torch.allclose(expected.flatten(), torch.cat(halves), rtol=1e-9, atol=1e-12)
 
 
-def _values_after_steps(
-    kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]
-) -> Tensor:
+def _train(kind: type[Optimizer], options: dict[str, Any], values: Tensor, gradients: list[Tensor]) -> Tensor:
     """Return the values after a step on each of the gradients."""
     parameter = nn.Parameter(values.clone())
     with torch.random.fork_rng(devices=[]):

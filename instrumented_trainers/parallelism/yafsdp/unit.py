@@ -65,9 +65,7 @@ class Unit:
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
         self.owns_slots = False
-        self._begin(
-            [FlatParameters(alike, ranks, device, policy=policy, home=home) for alike in _group_parameters(parameters)]
-        )
+        self._begin([FlatParameters(group, ranks, device, policy=policy, home=home) for group in _groups(parameters)])
 
     def _begin(self, flats: Iterable[FlatParameters]) -> None:
         """Begin with flat tensors that no engine runs."""
@@ -282,7 +280,7 @@ class Unit:
         self.with_gradient.clear()
 
 
-def _group_parameters(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
+def _groups(parameters: Mapping[nn.Parameter, Sites]) -> Iterator[dict[nn.Parameter, Sites]]:
     """Yield the parameters that are alike in dtype and in whether they are trained, those that are trained first."""
     kinds = dict.fromkeys((not parameter.requires_grad, parameter.dtype) for parameter in parameters)
     for kind in sorted(kinds, key=lambda kind: kind[0]):

@@ -17,7 +17,7 @@ def test_each_recording_is_compared_with_the_healthy_ones_before_it() -> None:
     kinds = [HEALTHY, HEALTHY, "compute", HEALTHY, "memory"]
     found = list(gate.check_all([recorded(kind) for kind in kinds], count=2))
     assert [each.kind for each in found] == ["compute", HEALTHY, "memory"]
-    assert not any(each.failed for each in found)
+    assert not any(each.has_failed for each in found)
 
 
 def test_a_round_has_every_fault_once() -> None:

@@ -60,6 +60,6 @@ def test_the_table_lists_every_rule_with_findings_or_faults_and_names_the_others
 
 
 def test_a_random_run_is_simulated_and_judged() -> None:
-    (found,) = labelled_runs.judged(1, seed=4)
+    (found,) = labelled_runs.judge_runs(1, seed=4)
     assert found.total_ns > 0
-    assert len(found.known) >= len(found.requested)
+    assert len(found.faults) >= len(found.requested)

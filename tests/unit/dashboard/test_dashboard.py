@@ -280,7 +280,7 @@ def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_
         opened = run_store.open_run(private)
         tables = memory.trace_tables(opened, 0, 0)
         assert memory.trace_tables(run_store.open_run(private), 0, 0) is tables
-        made = opened.cached("made", lambda of: of.offsets.with_row_index())  # empty tables are shared by all runs
+        made = opened.remember("made", lambda of: of.offsets.with_row_index())  # empty tables are shared by all runs
         renamed = regression.check(named, replace(named, name="again"))
         st.session_state["references"] = [weakref.ref(one) for one in (result, opened.run, made)]
         st.session_state["sources"] = [one.report.run.sources for one in (result, renamed)]

@@ -6,7 +6,7 @@ from benchmarks.memory_programs import CHURN, FAULTS, FRAGMENTATION, LEAK, RETRY
 
 
 def test_faults_of_simulated_programs_are_found_without_false_alarms():
-    found = list(memory_faults.judged(28, seed=11))
+    found = list(memory_faults.judge_programs(28, seed=11))
     assert {each.fault for each in found} == {None, *FAULTS}
     assert [each for each in found if each.fault is None and each.reported] == []
     for fault in FAULTS:

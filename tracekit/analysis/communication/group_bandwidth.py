@@ -65,10 +65,8 @@ def collective_times(run: Run) -> pl.DataFrame:
     matched = run.table(collective_instances.waits)
     in_instance = ["window", "instance"]
     ranks = pl.col("rank").unique().sort().cast(pl.String).str.join(",").alias("taking_part")  # as text, as in `calls`
-    instances = matched.group_by(in_instance).agg(ranks)
-    waits = matched.join(instances, on=in_instance).select(
-        *key, "instance", "wait_ns", "taking_part", joined="group_size"
-    )
+    joined = matched.group_by(in_instance).agg(ranks)
+    waits = matched.join(joined, on=in_instance).select(*key, "instance", "wait_ns", "taking_part", joined="group_size")
     axes = run.table(group_axes).unique(_OF_RANK, keep="first")
     windows = run.table(breakdown.by_step).filter(pl.col("step").is_null()).select("window", "rank", "step").unique()
     all_calls = run.table(collective_matching.calls)
@@ -115,6 +113,7 @@ def collective_times(run: Run) -> pl.DataFrame:
     return listed.with_columns(rank_lists.lists(listed["group_ranks"])).select(columns)
 
 
+@run_fact
 def group_comparison(run: Run) -> pl.DataFrame:
     """Compare each group with others of its axis and size at the same collective of the same step.
 

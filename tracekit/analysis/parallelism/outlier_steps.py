@@ -82,10 +82,10 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     is_first = (pl.col("steps") > 1) & (pl.col("step") <= pl.col("first"))
     # The next step's batch is loaded at the end of a step, so the last step of a window shows no loading.
     is_judged = (pl.col("cause") != host_stalls.DATA) | (pl.col("steps") > _FEW)
-    expected = with_usual.filter(is_judged).with_columns(
+    expected = with_usual.with_columns(
         expected_ns.cast(pl.Int64).alias("expected_ns"), is_first.alias("is_first"), run_start_ns="start_ns"
     )
-    at_run = alignment.on_run_clock(expected, run.offsets, ("run_start_ns",))
+    at_run = alignment.on_run_clock(expected.filter(is_judged), run.offsets, ("run_start_ns",))
     least_ns = pl.max_horizontal(_MIN_STEP_RATIO * pl.col("duration_ns"), _SAME_RATIO * pl.col("dur_ns"))
     excess_ns = pl.col("dur_ns") - pl.col("expected_ns")
     compared = _with_retries_of_others(at_run, at_run.filter(excess_ns >= least_ns))

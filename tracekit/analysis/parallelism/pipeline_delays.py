@@ -48,7 +48,8 @@ def _beside_stage(rank_waits: pl.DataFrame) -> pl.DataFrame:
         at=pl.int_range(pl.len()).over(key), others=pl.len().over(key) - 1, all_ns=pl.col("wait_ns").implode().over(key)
     )
     middle = ((pl.col("others") - 1) // 2, pl.col("others") // 2)
-    low, high = (pl.col("all_ns").list.get(index + (index >= pl.col("at")), null_on_oob=True) for index in middle)
+    rows = (pl.when(index >= pl.col("at")).then(index + 1).otherwise(index) for index in middle)
+    low, high = (pl.col("all_ns").list.get(row, null_on_oob=True) for row in rows)
     longer_ns = pl.col("wait_ns") - (low + high) // 2
     return ordered.filter(pl.col("others") > 0).with_columns(longer_ns.alias("longer_ns")).drop("all_ns")
 

@@ -239,7 +239,9 @@ def _medians_of_others(values: npt.NDArray[Any], group: npt.NDArray[Any]) -> npt
     if other_count > 0:
         is_single = is_alone[group]
         removed = position[is_single]
-        lower, upper = (middle + (middle >= removed) for middle in ((other_count - 1) // 2, other_count // 2))
+        lower, upper = (
+            np.where(middle >= removed, middle + 1, middle) for middle in ((other_count - 1) // 2, other_count // 2)
+        )
         medians[group[is_single]] = (ascending[lower] + ascending[upper]) / 2
     for several in np.flatnonzero(~is_alone):
         rest = values[group != several]

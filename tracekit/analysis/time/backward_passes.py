@@ -8,7 +8,7 @@ from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import columns, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 START_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
@@ -60,6 +60,7 @@ def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
     ])  # fmt: skip
 
 
+@trace_fact
 @memoize
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with its backward pass.

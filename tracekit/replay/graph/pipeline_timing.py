@@ -184,7 +184,9 @@ class PipelineTiming:
     def _parameters(self) -> list[float]:
         """Return the weights of each rank in layers: the first stage has an embedding as large as the head."""
         first = self._place(0)
-        return [weight + self.head_layers * (rank == first) for rank, weight in enumerate(self._rank_weights())]
+        return [
+            weight + (self.head_layers if rank == first else 0.0) for rank, weight in enumerate(self._rank_weights())
+        ]
 
     def _place(self, stage: int) -> int:
         return pipeline_schedules.place_of(self.schedule, stage, self.shape.ranks)

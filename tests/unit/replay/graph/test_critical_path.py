@@ -172,7 +172,7 @@ def test_shortening_what_is_on_the_path_saves_that_and_nothing_else_does(path):
 
 @pytest.mark.parametrize("kind", ["slow rank", "host-bound", "pipeline with a slow stage"])
 def test_what_if_saves_what_is_taken_from_the_path(kind, tmp_path):
-    job, _, _ = bench.simulated(random.Random(11), kind, tmp_path)
+    job, _, _ = bench.simulate_run(random.Random(11), kind, tmp_path)
     found = chain(load(tmp_path, cache=False), job.steps - 2)
     graph, first = found.times.graph, found.step["first"]
     in_step = np.flatnonzero(found.times.begin_ns[: graph.count] >= found.start_ns)
@@ -191,7 +191,7 @@ def test_what_if_saves_what_is_taken_from_the_path(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", bench.KINDS)
 def test_paths_of_simulated_runs_have_the_true_owners(kind):
-    found = bench.judged(random.Random(29), kind)
+    found = bench.judge_run(random.Random(29), kind)
     assert found.right_ratio >= bench.RIGHT_RATIO
     assert found.inferred_ratio >= 0.8
 
