@@ -101,7 +101,7 @@ def awaited_times(run: Run) -> pl.DataFrame:
 def spread(run: Run) -> pl.DataFrame:
     """Return `exposed_communication.spread` with how long others wait for each rank; use ``run.run_table``.
 
-    More columns: awaited_ns and waiting_rank of `awaited` (0 and null where nobody waits), and awaited_ratio, the share
+    More columns: awaited_ns and waiting_rank of `awaited_times` (0 and null where nobody waits), and awaited_ratio, the share
     of the median step of all ranks.
     """
     waits = run.table(awaited_times).drop_nulls("step").drop("all_waits_ns")
