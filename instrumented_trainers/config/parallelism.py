@@ -40,7 +40,7 @@ def layout_problem(config: TrainingConfig) -> str | None:
     shards = data_ranks // config.replicate * config.cp
     if shards % config.ep:
         return f"--ep {config.ep}: does not divide the {shards} ranks that share a model"
-    if config.pp == 1:
+    if config.pp <= 1:
         return _model_axes_problem(config) or _unused_pipeline_option(config)
     problems = (_model_axes_problem, _stages_problem, _micro_batches_problem, _strategy_problem)
     return next(filter(None, (problem(config) for problem in problems)), None)
