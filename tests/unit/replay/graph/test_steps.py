@@ -3,7 +3,8 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph import savings, slow_ranks, steps
+from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph.causes import slow_ranks
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
 
