@@ -146,7 +146,7 @@ def _worth(answer: Answer) -> dict[str, str]:
 
 def _others(answers: WhatIf) -> None:
     answered = {answer.name for answer in (*answers.answers, *answers.unavailable)}
-    small = [name for name in what_if.CAUSES if name not in answered]
+    small = [name for name in what_if.cause_names() if name not in answered]
     if small:
         widgets.caption(f"These would save less than {what_if.MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
     if answers.unavailable:
@@ -158,7 +158,7 @@ def _others(answers: WhatIf) -> None:
 def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     widgets.subheader("One change or several together, rank by rank")
     names = [answer.name for answer in answers.answers]
-    names += [name for name in what_if.CAUSES if name not in names]
+    names += [name for name in what_if.cause_names() if name not in names]
     causes = st.multiselect(
         "Without", names, key=bind_several("without", names, names[:1]), placeholder="Choose causes to remove"
     )
@@ -181,7 +181,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(causes)])
     drawn_ranks = run.result_of(rank_rows.drawn_ranks)
-    widgets.chart(charts.savings_by_rank(by_rank, answer.code, drawn_ranks), key="whatif-ranks")
+    widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):
         widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
