@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.host import stacks
+from tracekit.analysis.host import call_trees
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
@@ -87,7 +87,7 @@ class Checkout:
             return None
         rank, window, rows = evidence
         try:
-            ran = stacks.functions(run.trace(rank, window), rows)
+            ran = call_trees.functions(run.trace(rank, window), rows)
         except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
             return None
         calls = [

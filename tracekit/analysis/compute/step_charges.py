@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels, module_paths
+from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
@@ -70,7 +70,7 @@ def _activity_keys(trace: Trace) -> pl.DataFrame:
         _part().alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
-        module_paths.activity_modules(trace),
+        call_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),

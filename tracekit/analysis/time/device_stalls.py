@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, kernel_ids, launches, trace_columns
+from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -177,7 +177,7 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_has_other_cause(trace, work, spans, since)
     if not is_long.any():
         return _NONE
-    unusual = _is_unusual(_codes(kernel_ids.places(work)), row[is_long])
+    unusual = _is_unusual(_codes(launches.kernel_places(work)), row[is_long])
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
     is_whole = queued[row] <= idle[:, 0]
     return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, in_graph)
@@ -264,8 +264,8 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     work = launches.work_columns(trace, device)
     compute = np.flatnonzero(work.computes)
     start, dur = work.spans[compute, 0], (work.spans[:, 1] - work.spans[:, 0])[compute]
-    code = _codes(kernel_ids.kernel_ids_anywhere(trace, device)[compute])
-    place = _codes(kernel_ids.kernel_ids(trace, device)[compute])
+    code = _codes(launches.kernel_ids_anywhere(trace, device)[compute])
+    place = _codes(launches.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
     # A kernel that always takes longer at this place of the program has more to do there.
     place_low_ns = _quartiles(place, dur)[0]
