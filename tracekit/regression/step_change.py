@@ -248,7 +248,9 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     call_groups = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
     of_site = [side.select(*site, "call").join(call_groups, on="call").drop("call") for side in matched]
     series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
-    usual = _usual_spread(grouped["part"])
+    # By how much the time of each row usually differs between recordings: as the metric of its part.
+    spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
+    usual = grouped["part"].replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
     margins = _margins(*series, usual=usual, is_paired=a.steps.equals(b.steps), limits=limits)
     rows = _judge(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
@@ -302,12 +304,6 @@ def _sum_calls(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
     examples = [pl.col(name).get(largest) for name in ("path", "shapes") if name not in group]
     summed = changed.group_by(group, maintain_order=True).agg(*examples, *(pl.col(name).sum() for name in values))
     return summed.with_row_index("group")
-
-
-def _usual_spread(parts: pl.Series) -> Values:
-    """Return by how much the time of each row usually differs between recordings: as the metric of its part."""
-    spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
-    return parts.replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
 
 
 def _margins(before: Values, after: Values, *, usual: Values, is_paired: bool, limits: Thresholds) -> Values | None:

@@ -130,7 +130,12 @@ def save_costs(run: Run) -> pl.DataFrame:
     spans = run.table(save_spans)
     rows = []
     for (window,), of_window in spans.group_by("window", maintain_order=True):
-        lengths = _step_lengths(run, window)
+        # Duration of each marked step, or of the window (step null) that has none: the median over ranks.
+        steps = run.table(breakdown.by_step).filter(pl.col("window") == window, pl.col("duration_ns") > 0)
+        marked = steps.drop_nulls("step")
+        of_rank = (marked if marked.height else steps).group_by("rank", "step").agg(pl.col("duration_ns").max())
+        medians = of_rank.group_by("step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("step")
+        lengths = dict(medians.iter_rows())
         in_steps = of_window.filter(pl.col("step").is_not_null() | (None in lengths))
         if in_steps.is_empty() or not lengths:
             continue
@@ -173,15 +178,6 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
 
 def _coverage_ns(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
     return intervals.coverage(spans, intervals.from_table(rows))
-
-
-def _step_lengths(run: Run, window: object) -> dict[int | None, int]:
-    """Duration of each marked step, or of the window (step null) that has none: the median over ranks."""
-    steps = run.table(breakdown.by_step).filter(pl.col("window") == window, pl.col("duration_ns") > 0)
-    marked = steps.drop_nulls("step")
-    of_rank = (marked if marked.height else steps).group_by("rank", "step").agg(pl.col("duration_ns").max())
-    medians = of_rank.group_by("step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("step")
-    return dict(medians.iter_rows())
 
 
 def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:

@@ -133,22 +133,16 @@ def group_comparison(run: Run) -> pl.DataFrame:
     at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
-    grouped = _of_known_groups(_large(run.table(transfers)))
+    # Transfers whose groups have peers: of unnamed groups those whose axis is known and that are complete. The ranks of
+    # an unnamed group are those whose calls were matched, which may be a part of it.
+    is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
+    is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
+    grouped = _large(run.table(transfers)).filter(~is_unnamed | is_complete)
     compared = grouped.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
     usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
     return _sum_by(compared.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
-
-
-def _of_known_groups(transfer_rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the transfers whose groups have peers: of unnamed groups those whose axis is known and that are complete.
-
-    The ranks of an unnamed group are those whose calls were matched, which may be a part of it.
-    """
-    is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
-    is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
-    return transfer_rows.filter(~is_unnamed | is_complete)
 
 
 @run_fact

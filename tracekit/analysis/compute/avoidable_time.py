@@ -54,7 +54,18 @@ def elementwise_chains(trace: Trace) -> pl.DataFrame:
     calls = flops.counted_calls(trace).filter(pl.col("flops").is_null())
     if calls.is_empty():
         return schema.empty(CHAIN_COLUMNS)
-    linked = _link_kernels(_kernels(trace, calls))
+    # Kernels with the bytes of the input that the one before on their stream wrote.
+    before = {name: pl.col(name).shift(1).over("lane") for name in ("result", "thread", "op", "step")}
+    follows = (
+        (pl.col("thread") == before["thread"])
+        & (pl.col("op") != before["op"])
+        & pl.col("step").eq_missing(before["step"])
+        & pl.col("operands").str.contains(before["result"], literal=True)
+    )
+    size = before["result"].str.extract(r"\b(\d{1,18})\]$").cast(pl.Int64)
+    linked = _kernels(trace, calls).with_columns(
+        pl.when(follows).then(size).otherwise(0).fill_null(0).alias("reread_bytes")
+    )
     is_first = (pl.col("reread_bytes") == 0) & (pl.col("reread_bytes").shift(-1, fill_value=0) > 0)
     chained = linked.filter(is_first | (pl.col("reread_bytes") > 0)).with_columns(
         (pl.col("reread_bytes") == 0).cum_sum().alias("chain"),
@@ -141,7 +152,16 @@ def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     called = trace.ops["id"].gather(row.set(row < 0, None)).alias("call_id")
     direct = kernels.innermost_op(trace)
     described = trace.ops.filter(pl.col("id").is_in(ids.implode())).select("id", "lane", *_CALL)
-    of_call = described.join(calls.select("id", "bytes"), on="id").join(_flows(described), on=_CALL, nulls_equal=True)
+    # Inputs and outputs of each kind of call: columns _CALL, result and operands (JSON, or null).
+    rows = []
+    for inputs in described.select(_CALL).unique(maintain_order=True).iter_rows():
+        flow = op_bytes.flow_of_call(*inputs)
+        result = json.dumps(flow.result) if flow and flow.result else None
+        rows.append((*inputs, result, json.dumps(flow.operands) if flow else None))
+    kinds = dict.fromkeys((*_CALL, "result", "operands"), pl.String)
+    of_call = described.join(calls.select("id", "bytes"), on="id").join(
+        pl.DataFrame(rows, kinds, orient="row"), on=_CALL, nulls_equal=True
+    )
     of_call = of_call.rename({"id": "call_id", "name": "op", "lane": "thread"})
     work = trace.activities.drop("bytes").with_columns(called, pl.Series("direct", direct))
     work = work.filter(pl.col("kind") == "compute").rename({"id": "activity_id"})
@@ -153,30 +173,6 @@ def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         for name in ("result", "operands")
     )
     return with_flows.join(trace.lanes.select("lane", "device"), on="lane").sort("lane", "start_ns", "activity_id")
-
-
-def _flows(described: pl.DataFrame) -> pl.DataFrame:
-    """Inputs and outputs of each kind of call: columns _CALL, result and operands (JSON, or null)."""
-    rows = []
-    for inputs in described.select(_CALL).unique(maintain_order=True).iter_rows():
-        flow = op_bytes.flow_of_call(*inputs)
-        result = json.dumps(flow.result) if flow and flow.result else None
-        rows.append((*inputs, result, json.dumps(flow.operands) if flow else None))
-    kinds = dict.fromkeys((*_CALL, "result", "operands"), pl.String)
-    return pl.DataFrame(rows, kinds, orient="row")
-
-
-def _link_kernels(work: pl.DataFrame) -> pl.DataFrame:
-    """Return the kernels with the bytes of the input that the one before on their stream wrote."""
-    before = {name: pl.col(name).shift(1).over("lane") for name in ("result", "thread", "op", "step")}
-    follows = (
-        (pl.col("thread") == before["thread"])
-        & (pl.col("op") != before["op"])
-        & pl.col("step").eq_missing(before["step"])
-        & pl.col("operands").str.contains(before["result"], literal=True)
-    )
-    size = before["result"].str.extract(r"\b(\d{1,18})\]$").cast(pl.Int64)
-    return work.with_columns(pl.when(follows).then(size).otherwise(0).fill_null(0).alias("reread_bytes"))
 
 
 def _saved_shares(kernel_rows: pl.DataFrame) -> pl.DataFrame:

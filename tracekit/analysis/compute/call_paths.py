@@ -162,14 +162,8 @@ def _marks(trace: Trace) -> tuple[Flags, pl.Series]:
     if recorded.any() or not is_module.any():
         return recorded, names
     frames = (is_module & (ops["kind"] == "python")).to_numpy()
-    return frames, _frame_paths(ops, names, frames)
-
-
-def _frame_paths(ops: pl.DataFrame, names: pl.Series, frames: Flags) -> pl.Series:
-    """Return the path of each frame: the modules around it where it was called from the most of them.
-
-    A module that activation checkpointing calls again in backward has none around it there.
-    """
+    # Path of each frame: the modules around it where it was called from the most of them. A module that activation
+    # checkpointing calls again in backward has none around it there.
     parent = ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
     around = nesting.nearest(parent, frames)
     above = at(around, parent, -1)
@@ -177,7 +171,7 @@ def _frame_paths(ops: pl.DataFrame, names: pl.Series, frames: Flags) -> pl.Serie
     depth = op_chains.str.count_matches(MODULE_SEPARATOR, literal=True)
     of_name = pl.DataFrame({"name": names, "path": op_chains, "depth": depth}).drop_nulls("path")
     longest = of_name.sort("depth", "path", descending=[True, False]).unique("name", keep="first", maintain_order=True)
-    return names.to_frame("name").join(longest, on="name", how="left", maintain_order="left")["path"]
+    return frames, names.to_frame("name").join(longest, on="name", how="left", maintain_order="left")["path"]
 
 
 def _unit_modules(rows: pl.DataFrame) -> pl.Series:

@@ -129,13 +129,23 @@ def _work_on_device(trace: Trace, device: int) -> DeviceWork:
     work = launches.work(trace, device)
     spans = intervals.from_table(work)
     kind = _kinds(trace, device)
+    # Time in which each kind overlapped each span; of its own kind, only other lanes count.
+    concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
+    for code in distinct(kind):
+        of_kind = kind == code
+        other_rows = np.flatnonzero(~of_kind)
+        concurrent_ns[other_rows, code] = intervals.coverage(spans[other_rows], spans[of_kind])
+        rows = np.flatnonzero(of_kind)
+        concurrent_ns[rows, code] = intervals.coverage(
+            spans[rows], intervals.covered_twice(spans[rows], work["lane"].to_numpy()[rows])
+        )
     return DeviceWork(
         device,
         work,
         columns.to_ints(work["step"], -1),
         kind,
         spans,
-        _concurrent(spans, kind, work["lane"].to_numpy()),
+        concurrent_ns,
         launches.kernel_ids(trace, device),
     )
 
@@ -151,18 +161,6 @@ def _kinds(trace: Trace, device: int) -> Ints:
         small |= np.isin(work.id, launches.preparation(trace, device)["id"].to_numpy())
         kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
     return kind.astype(np.int64)
-
-
-def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
-    """Time in which each kind overlapped each span; of its own kind, only other lanes count."""
-    concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
-    for code in distinct(kind):
-        of_kind = kind == code
-        other_rows = np.flatnonzero(~of_kind)
-        concurrent_ns[other_rows, code] = intervals.coverage(spans[other_rows], spans[of_kind])
-        rows = np.flatnonzero(of_kind)
-        concurrent_ns[rows, code] = intervals.coverage(spans[rows], intervals.covered_twice(spans[rows], lane[rows]))
-    return concurrent_ns
 
 
 def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:

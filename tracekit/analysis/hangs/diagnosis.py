@@ -66,7 +66,8 @@ def diagnose(dumps: HangDumps, *, min_wait_ns: int = DEFAULT_MIN_WAIT_NS) -> Dia
     groups = Groups(dumps)
     table = CallTable(dumps, groups)
     waiting = graph(dumps, groups, table)
-    case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits), groups.world_size)
+    written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
+    case = _Case(dumps, table, waiting, _longest_ns(waiting.waits, written_ns), groups.world_size)
     diagnosis = case.diagnosis(min_wait_ns)
     return _with_ranks(diagnosis, dumps, groups, waiting)
 
@@ -309,12 +310,6 @@ _ORDER = (Kind.ERROR, Kind.DIED, Kind.EXITED, Kind.HOST, Kind.NO_DUMP, Kind.UNKN
 
 def _no_hang(text: str) -> Diagnosis:
     return Diagnosis(Kind.NONE, text, "", None)
-
-
-def _waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
-    """Duration of the longest wait when the dumps were written; None if they do not say when."""
-    written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
-    return _longest_ns(waits, written_ns)
 
 
 def _most_waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:

@@ -69,7 +69,15 @@ def call_tree(
         in_step = "" if step is None else f" in step {step}"
         other = HOST if kind == DEVICE else DEVICE
         raise InputError(f"the traces have no work of the {kind}{in_step}; use --of {other} for the {other}")
-    return _merge_trees(rows, by_rank=by_rank)
+    # Trees of several traces as one, with total_ns.
+    parts = rows.partition_by("window", "rank", maintain_order=True)
+    if by_rank:
+        parts = [_add_root(f"rank {part['rank'][0]}", part) for part in parts]
+    joined = _joined_forest(parts)
+    sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
+    table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
+    total_ns = _totals(table["parent"].to_numpy(), table["self_ns"].to_numpy())
+    return table.with_columns(pl.Series("total_ns", total_ns)).select(list(TREE))
 
 
 def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataFrame:
@@ -271,18 +279,6 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
 def _frame() -> pl.Expr:
     name = pl.col("name").cast(pl.String).fill_null(_UNKNOWN)
     return pl.when(name.str.contains(_STEP_NUMBER)).then(pl.lit(_STEP)).otherwise(name).alias("frame")
-
-
-def _merge_trees(rows: pl.DataFrame, *, by_rank: bool) -> pl.DataFrame:
-    """Return the trees of several traces as one, with total_ns."""
-    parts = rows.partition_by("window", "rank", maintain_order=True)
-    if by_rank:
-        parts = [_add_root(f"rank {part['rank'][0]}", part) for part in parts]
-    joined = _joined_forest(parts)
-    sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
-    table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
-    total_ns = _totals(table["parent"].to_numpy(), table["self_ns"].to_numpy())
-    return table.with_columns(pl.Series("total_ns", total_ns)).select(list(TREE))
 
 
 def _add_root(root: str, tree: pl.DataFrame) -> pl.DataFrame:

@@ -81,7 +81,9 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
-    during, ops = _during(trace, spans), trace_columns.spans(trace)
+    inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
+    during = inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
+    ops = trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
     covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
@@ -187,12 +189,6 @@ def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
     _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
     host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
     return pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
-
-
-def _during(trace: Trace, spans: intervals.Spans) -> Flags:
-    """Mark the ops that run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
-    inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
-    return inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
 
 
 def _shows(trace: Trace, cause: str) -> Flags:

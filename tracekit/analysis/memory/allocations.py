@@ -210,21 +210,20 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
     parts = [requested.clear()]
     for (device,), of_device in requested.group_by("device", maintain_order=True):
         sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
-        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        # For each size in order, the first step with a size within `near_bytes` of it.
+        near_bytes = 0 if device is None else _UNSPLIT_BYTES
+        size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+        begin = np.searchsorted(size, size - near_bytes)
+        past = np.searchsorted(size, size + near_bytes, side="right")
+        near = sizes.with_columns(
+            first=pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
+        )
         dated = of_device.join(near, on="delta_bytes", maintain_order="left")
         parts.append(
             dated.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
         )
     new = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
     return schema.select(new, NEW_SIZE_COLUMNS)
-
-
-def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
-    """Return, for each size in order, the first step with a size within `near_bytes` of it."""
-    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
-    begin = np.searchsorted(size, size - near_bytes)
-    past = np.searchsorted(size, size + near_bytes, side="right")
-    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:

@@ -63,7 +63,17 @@ def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, .
     """Return the table of `over_time` from blocks and live bytes."""
     parts = [schema.empty(OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
-        moments = _moments(of_device)
+        # Maximum and minimum of live bytes in each of _SPANS equal time spans, in order.
+        span_ns = pl.col("at_ns").max() - pl.col("at_ns").min() + 1
+        place = (pl.col("at_ns") - pl.col("at_ns").min()) * _SPANS // span_ns
+        spans = of_device.with_columns(place=place).group_by("place")
+        picked = spans.agg(
+            pl.col("event").get(pl.col("live_bytes").arg_max()), low=pl.col("event").get(pl.col("live_bytes").arg_min())
+        )
+        events = pl.concat(
+            [picked["event"], picked["low"], of_device["event"].head(1), of_device["event"].tail(1)]
+        ).unique()
+        moments = of_device.filter(pl.col("event").is_in(events.implode())).sort("event")
         device_blocks = blocks.filter(
             pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("start_event").is_not_null()
         )
@@ -171,18 +181,6 @@ def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
     """Return the edges between which each value lies."""
     place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
     return edges[place], edges[place + 1]
-
-
-def _moments(live: pl.DataFrame) -> pl.DataFrame:
-    """Return the maximum and minimum of live bytes in each of _SPANS equal time spans, in order."""
-    span_ns = pl.col("at_ns").max() - pl.col("at_ns").min() + 1
-    place = (pl.col("at_ns") - pl.col("at_ns").min()) * _SPANS // span_ns
-    spans = live.with_columns(place=place).group_by("place")
-    picked = spans.agg(
-        pl.col("event").get(pl.col("live_bytes").arg_max()), low=pl.col("event").get(pl.col("live_bytes").arg_min())
-    )
-    events = pl.concat([picked["event"], picked["low"], live["event"].head(1), live["event"].tail(1)]).unique()
-    return live.filter(pl.col("event").is_in(events.implode())).sort("event")
 
 
 def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> pl.DataFrame:

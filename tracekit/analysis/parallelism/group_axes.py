@@ -327,7 +327,9 @@ def _infer_axis(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple
         return WORLD, 0.6
     if usage["all_gathers"] and usage["reduce_scatters"]:
         return DP_SHARD, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.6
-    are_of_data = usage["of_activations"] * 2 <= usage["calls"] and not _may_be_activations(usage)
+    are_of_data = usage["of_activations"] * 2 <= usage["calls"] and not (
+        usage["usual_bytes"] is None and usage["all_reduces_in_forward"] > usage["of_parameters"]
+    )
     if usage["all_reduces"] * 2 > usage["calls"] and are_of_data:
         return DP, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.5
     if usage["of_parameters"] and not usage["of_activations"]:
@@ -348,8 +350,3 @@ def _are_activations(usage: dict[str, Any]) -> bool:
         and usage["usual_bytes"] >= (_MIN_SURE_BYTES if is_sure else _MIN_ACTIVATION_BYTES)
         and outside_backward * 3 >= count
     )
-
-
-def _may_be_activations(usage: dict[str, Any]) -> bool:
-    """Return whether all-reduces of unknown size are of activations in forward too, but too few to be sure."""
-    return bool(usage["usual_bytes"] is None and usage["all_reduces_in_forward"] > usage["of_parameters"])

@@ -133,9 +133,35 @@ def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
     if not stage_of or waits.is_empty():
         return _EMPTY
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
-    pipeline = pl.col("rank").replace_strict(_pipelines(waits), return_dtype=pl.Int64).alias("pipeline")
+    # Pipeline of each rank, by its lowest rank: ranks that send to each other, directly or not.
+    pairs = waits.group_by("window", "instance").agg(first=pl.col("rank").min(), last=pl.col("rank").max())
+    pipeline_of = {rank: rank for rank in waits["rank"].unique().sort()}
+    for first, last in pairs.select("first", "last").unique().sort("first", "last").iter_rows():
+        merged, into = sorted((pipeline_of[first], pipeline_of[last]), reverse=True)
+        pipeline_of = {rank: into if lowest == merged else lowest for rank, lowest in pipeline_of.items()}
+    pipeline = pl.col("rank").replace_strict(pipeline_of, return_dtype=pl.Int64).alias("pipeline")
     rank_waits = waits.group_by(*_STEP, "rank").agg(pl.col("wait_ns").sum()).with_columns(stage, pipeline)
-    compared = _beside_stage(rank_waits.drop_nulls("stage")).join(members.select("rank", "leader"), "rank", how="left")
+    # Ranks of stages with several, with longer_ns: their wait less the median of the stage's others.
+    key = [*_STEP, "stage"]
+    ordered = (
+        rank_waits.drop_nulls("stage")
+        .sort(*key, "wait_ns", "rank")
+        .with_columns(
+            at=pl.int_range(pl.len()).over(key),
+            others=pl.len().over(key) - 1,
+            all_ns=pl.col("wait_ns").implode().over(key),
+        )
+    )
+    middle = ((pl.col("others") - 1) // 2, pl.col("others") // 2)
+    rows = (pl.when(index >= pl.col("at")).then(index + 1).otherwise(index) for index in middle)
+    low, high = (pl.col("all_ns").list.get(row, null_on_oob=True) for row in rows)
+    longer_ns = pl.col("wait_ns") - (low + high) // 2
+    compared = (
+        ordered.filter(pl.col("others") > 0)
+        .with_columns(longer_ns.alias("longer_ns"))
+        .drop("all_ns")
+        .join(members.select("rank", "leader"), "rank", how="left")
+    )
     return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
 
 
@@ -200,29 +226,6 @@ def _own_time(run: Run) -> pl.DataFrame:
 
 
 _EMPTY = pl.DataFrame(schema=dict.fromkeys((*_STEP, "waiting", "cause", "waited_ns"), pl.Int64))
-
-
-def _pipelines(waits: pl.DataFrame) -> dict[int, int]:
-    """Return the pipeline of each rank, by its lowest rank: ranks that send to each other, directly or not."""
-    pairs = waits.group_by("window", "instance").agg(first=pl.col("rank").min(), last=pl.col("rank").max())
-    pipeline_of = {rank: rank for rank in waits["rank"].unique().sort()}
-    for first, last in pairs.select("first", "last").unique().sort("first", "last").iter_rows():
-        merged, into = sorted((pipeline_of[first], pipeline_of[last]), reverse=True)
-        pipeline_of = {rank: into if lowest == merged else lowest for rank, lowest in pipeline_of.items()}
-    return pipeline_of
-
-
-def _beside_stage(rank_waits: pl.DataFrame) -> pl.DataFrame:
-    """Return the ranks of stages with several, with longer_ns: their wait less the median of the stage's others."""
-    key = [*_STEP, "stage"]
-    ordered = rank_waits.sort(*key, "wait_ns", "rank").with_columns(
-        at=pl.int_range(pl.len()).over(key), others=pl.len().over(key) - 1, all_ns=pl.col("wait_ns").implode().over(key)
-    )
-    middle = ((pl.col("others") - 1) // 2, pl.col("others") // 2)
-    rows = (pl.when(index >= pl.col("at")).then(index + 1).otherwise(index) for index in middle)
-    low, high = (pl.col("all_ns").list.get(row, null_on_oob=True) for row in rows)
-    longer_ns = pl.col("wait_ns") - (low + high) // 2
-    return ordered.filter(pl.col("others") > 0).with_columns(longer_ns.alias("longer_ns")).drop("all_ns")
 
 
 def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:

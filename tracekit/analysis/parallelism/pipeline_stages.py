@@ -100,7 +100,14 @@ def staged_actions(run: Run) -> pl.DataFrame:
     )
     counted = staged.with_columns(repeated.cast(pl.Int64).alias("iteration"))
     on_own_clock = pl.col("start_ns").alias("trace_start_ns")
-    in_pipelines = counted.join(_pipelines(counted), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
+    # Pipeline of each rank: its place among the ranks of its first stage.
+    firsts = counted.group_by("window", "rank").agg(pl.col("stage").min())
+    place = (pl.col("rank").rank("ordinal").over("window", "stage") - 1).cast(pl.Int64)
+    in_pipelines = (
+        counted.join(firsts.select("window", "rank", place.alias("pipeline")), on=["window", "rank"])
+        .with_columns(on_own_clock)
+        .select(*COLUMNS)
+    )
     stages = pl.col("stage").max() - pl.col("stage").min() + 1
     in_pipelines = in_pipelines.filter((stages == pl.col("stage").n_unique()).over("window", "pipeline"))
     return _on_one_clock(run, in_pipelines).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
@@ -158,13 +165,6 @@ def _chain(neighbors: dict[int, set[int]], first: int) -> list[int]:
     return chain
 
 
-def _pipelines(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return the pipeline of each rank: its place among the ranks of its first stage."""
-    firsts = actions.group_by("window", "rank").agg(pl.col("stage").min())
-    place = (pl.col("rank").rank("ordinal").over("window", "stage") - 1).cast(pl.Int64)
-    return firsts.select("window", "rank", place.alias("pipeline"))
-
-
 # One clock -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +207,17 @@ def with_virtual_stages(actions: pl.DataFrame) -> pl.DataFrame:
     micro_batch (which counts the forwards, and the backwards, of a step in their order).
     """
     ranks = int(actions["stage"].max() or 0) + 1  # type: ignore[arg-type]
-    chunks = _chunks(_warm_ups(actions), ranks)
+    # Forwards of each rank in a step, and those before its first backward: stage, forwards, first.
+    is_forward = pl.col("action") == FORWARD
+    begun_ns = pl.col("host_start_ns").filter(~is_forward).min()
+    chunks = _chunks(
+        actions.group_by(_ACTIONS_OF).agg(
+            pl.col("stage").first(),
+            is_forward.sum().cast(pl.Int64).alias("forwards"),
+            (is_forward & (pl.col("host_start_ns") < begun_ns)).sum().cast(pl.Int64).alias("first"),
+        ),
+        ranks,
+    )
     if chunks == 1:
         return actions
     turn = pl.col("micro_batch") // ranks
@@ -300,17 +310,6 @@ def _shifts(limits: pl.DataFrame) -> pl.DataFrame:
         shifts[window, pipeline, other] = min(max(base, low), high)
     rows = [(*place, shift_ns) for place, shift_ns in shifts.items()]
     return pl.DataFrame(rows, schema=schema.columns("window pipeline rank shift_ns"), orient="row")
-
-
-def _warm_ups(actions: pl.DataFrame) -> pl.DataFrame:
-    """Forwards of each rank in a step, and those before its first backward: stage, forwards, first."""
-    is_forward = pl.col("action") == FORWARD
-    begun_ns = pl.col("host_start_ns").filter(~is_forward).min()
-    return actions.group_by(_ACTIONS_OF).agg(
-        pl.col("stage").first(),
-        is_forward.sum().cast(pl.Int64).alias("forwards"),
-        (is_forward & (pl.col("host_start_ns") < begun_ns)).sum().cast(pl.Int64).alias("first"),
-    )
 
 
 def _chunks(warm_ups: pl.DataFrame, ranks: int) -> int:

@@ -192,7 +192,15 @@ def _of_others(run: Run, per_rank: pl.DataFrame, plain_steps: pl.DataFrame) -> p
     Ranks without a row waited 0. Under pipeline parallelism the others are those of the same stages.
     """
     late = _late_ranks(run, per_rank)
-    mates = _mates(run, late)
+    # Ranks that late ones are compared with: columns late_rank, rank. Those of the pipeline stages of late_ranks, or
+    # all, without late_ranks.
+    stage_of = rank_places.stages(run)
+    ranks = pl.DataFrame({"rank": run.ranks}, schema={"rank": pl.Int64})
+    stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
+    members = late.explode("late_ranks").select("late_rank", rank="late_ranks")
+    stages = members.with_columns(stage).select("late_rank", "stage").unique()
+    candidates = ranks.with_columns(stage).join(stages, on="stage", nulls_equal=True)
+    mates = candidates.join(members, on=["late_rank", "rank"], how="anti").select("late_rank", "rank")
     counts = mates.group_by("late_rank").agg(pl.len().cast(pl.Int64).alias("mates")).join(late, on="late_rank")
     of_mates = per_rank.join(mates, on=["late_rank", "rank"], how="semi").group_by(*_KEY, "late_rank")
     sorted_waits = of_mates.agg(pl.col("wait_ns").sort(descending=True).alias("each"))
@@ -204,20 +212,6 @@ def _of_others(run: Run, per_rank: pl.DataFrame, plain_steps: pl.DataFrame) -> p
     return joined.join(sorted_waits, on=[*_KEY, "late_rank"], how="left", nulls_equal=True).with_columns(
         middle.fill_null(0).alias("median_ns")
     )
-
-
-def _mates(run: Run, late: pl.DataFrame) -> pl.DataFrame:
-    """Return the ranks that late ones are compared with: columns late_rank, rank.
-
-    Those of the pipeline stages of late_ranks, or all, without late_ranks.
-    """
-    stage_of = rank_places.stages(run)
-    ranks = pl.DataFrame({"rank": run.ranks}, schema={"rank": pl.Int64})
-    stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
-    members = late.explode("late_ranks").select("late_rank", rank="late_ranks")
-    stages = members.with_columns(stage).select("late_rank", "stage").unique()
-    candidates = ranks.with_columns(stage).join(stages, on="stage", nulls_equal=True)
-    return candidates.join(members, on=["late_rank", "rank"], how="anti").select("late_rank", "rank")
 
 
 def _idle(run: Run) -> pl.DataFrame:

@@ -276,7 +276,12 @@ def _launch_calls(trace: Trace) -> pl.DataFrame:
 def _overlaps(trace: Trace) -> Iterator[_Row]:
     """Slices that overlap on one stream, which runs one thing at a time."""
     lanes = columns.where(trace.lanes[["lane"]], columns.to_ints(trace.lanes["device"], -1) >= 0)
-    if not _overlap_on_lane(trace.activities, lanes["lane"].to_numpy()):
+    # Whether any work begins before the one before it on its lane has ended, on one of these lanes.
+    lane, start = trace.activities["lane"].to_numpy(), trace.activities["start_ns"].to_numpy()
+    order = np.lexsort((trace.activities["id"].to_numpy(), start, lane))
+    lane, start, end = lane[order], start[order], (start + trace.activities["dur_ns"].to_numpy())[order]
+    overlaps = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
+    if not np.isin(lane[1:][overlaps], lanes["lane"].to_numpy()).any():
         return
     work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -293,15 +298,6 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
             "their durations count that twice.",
             share,
         )
-
-
-def _overlap_on_lane(work: pl.DataFrame, lanes: Ints) -> bool:
-    """Return whether any work begins before the one before it on its lane has ended, on one of these lanes."""
-    lane, start = work["lane"].to_numpy(), work["start_ns"].to_numpy()
-    order = np.lexsort((work["id"].to_numpy(), start, lane))
-    lane, start, end = lane[order], start[order], (start + work["dur_ns"].to_numpy())[order]
-    overlaps = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
-    return bool(np.isin(lane[1:][overlaps], lanes).any())
 
 
 def _dropped_records(trace: Trace) -> Iterator[_Row]:

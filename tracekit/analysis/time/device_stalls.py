@@ -238,7 +238,11 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
     Another device of the process is busy, the profiler itself works, or kernels were launched between the work before
     and the work after that were not recorded: they may have run then.
     """
-    other_work = _other_device_spans(trace, work["device"][0])
+    device = work["device"][0]
+    other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
+    other_work = np.concatenate(
+        [intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)]
+    )
     profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
     in_profiler = intervals.coverage(spans, profiler) > _MOSTLY * lengths
@@ -247,12 +251,6 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
     lost = np.sort(trace_columns.spans(trace)[calls[~launched], 0])
     some = np.searchsorted(lost, spans[:, 1]) > np.searchsorted(lost, since_ns)
     return np.asarray((intervals.coverage(spans, other_work) > 0) | in_profiler | some, np.bool_)
-
-
-def _other_device_spans(trace: Trace, device: int) -> Spans:
-    """Spans of work on the other devices of the process."""
-    other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
-    return np.concatenate([intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)])
 
 
 def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:

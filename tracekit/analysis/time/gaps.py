@@ -8,7 +8,6 @@ from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 COMMUNICATION_COLUMNS = schema.columns("gap device step phase unit lane collective_id name op start_ns dur_ns")
@@ -80,13 +79,8 @@ def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     is_save = trace_columns.as_flags(calls["phase"] == conventions.CHECKPOINT)
     closing = np.flatnonzero((start > since) & ~is_save)
     times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
-    return calls[closing].hstack([_ops(trace, arrays.id[rows[closing]]), *times])
-
-
-def _ops(trace: Trace, ids: Ints) -> pl.Series:
-    """Return the op of each collective; null where not known."""
-    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
-    return columns.rows_or_nulls(trace.collectives.select("op"), row)["op"]
+    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), arrays.id[rows[closing]])
+    return calls[closing].hstack([columns.rows_or_nulls(trace.collectives.select("op"), row)["op"], *times])
 
 
 def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:

@@ -183,7 +183,13 @@ def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
         return work.clear().hstack(schema.empty(_ADDED))
     prepared = pl.concat([by_span, by_lane]).sort("start_ns", "id")
     prepared = prepared.join(sizes, on="collective_id", how="left", maintain_order="left")
-    return _with_alone(prepared.with_columns(_overlap_ns(prepared, work)))
+    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
+    by = intervals.union(intervals.from_table(work)[computes])
+    return _with_alone(
+        prepared.with_columns(
+            pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
+        )
+    )
 
 
 def _under_span(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -217,12 +223,6 @@ def _on_lane(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
     matched = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
     return matched.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
-
-
-def _overlap_ns(prepared: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
-    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
-    by = intervals.union(intervals.from_table(work)[computes])
-    return pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
 
 
 def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
