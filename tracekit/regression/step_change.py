@@ -166,9 +166,9 @@ def middle_steps(cells: pl.DataFrame) -> pl.Series:
 def tilted_weights(times: Values, mean: float) -> Values:
     """Return weights that sum to 1, with which the times have this mean; as equal as can be.
 
-    >>> tilted(np.array([1.0, 2.0, 3.0]), 2.0).round(3).tolist()
+    >>> tilted_weights(np.array([1.0, 2.0, 3.0]), 2.0).round(3).tolist()
     [0.333, 0.333, 0.333]
-    >>> tilted(np.array([1.0, 2.0]), 1.75).round(3).tolist()
+    >>> tilted_weights(np.array([1.0, 2.0]), 1.75).round(3).tolist()
     [0.25, 0.75]
     """
     spread = float(np.ptp(times))

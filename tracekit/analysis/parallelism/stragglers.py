@@ -281,9 +281,8 @@ def _medians_of_others(values: npt.NDArray[Any], group: npt.NDArray[Any]) -> npt
     if other_count > 0:
         is_single = is_alone[group]
         removed = position[is_single]
-        lower, upper = (
-            np.where(middle >= removed, middle + 1, middle) for middle in ((other_count - 1) // 2, other_count // 2)
-        )
+        middles = np.array([[(other_count - 1) // 2], [other_count // 2]])
+        lower, upper = np.where(middles >= removed, middles + 1, middles)
         medians[group[is_single]] = (ascending[lower] + ascending[upper]) / 2
     for several in np.flatnonzero(~is_alone):
         rest = values[group != several]
