@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import save_costs, save_stages, saves, stalls
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.host import io_calls
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
@@ -118,7 +118,7 @@ class BlockingCheckpoint(Rule):
         )
 
     def _by_spans(self, run: Run) -> Finding:
-        spans, costs = run.table(save_stages.save_spans), run.table(save_costs.save_costs)
+        spans, costs = run.table(save_stages.save_spans), run.table(save_stages.save_costs)
         by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
         of_rank = pl.col("rank") == by_rank["rank"][0]
         rank_spans = spans.filter(of_rank).sort("start_ns")

@@ -7,9 +7,9 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.communication import collective_bursts, collective_instances, latency
-from tracekit.analysis.parallelism import strategy
-from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.communication import collective_instances, latency
+from tracekit.analysis.parallelism import workload
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -56,7 +56,7 @@ class SmallCollectives(Rule):
 
     code: ClassVar[str] = "COMM002"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, strategy.marks,
+        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, workload.strategy_marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
     min_count: int = 4
@@ -78,7 +78,7 @@ class SmallCollectives(Rule):
             f"{units.size(int(largest['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(largest['latency_ns']))} each{assumed}. Batching them into "
             f"{int(step_calls['joined'].sum()):,} saves that time.",
-            _batch_fix(strategy.of_run(run), largest["op"]),
+            _batch_fix(workload.run_strategy(run), largest["op"]),
             confidence=0.7 if largest["is_fitted"] else 0.5,
             what_if=WhatIf(SMALL_COLLECTIVES),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
@@ -96,7 +96,7 @@ class SmallCollectives(Rule):
         assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(self.assumed_hop_ns)))
         hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
         calls = (
-            run.table(collective_bursts.bursts)
+            run.table(latency.bursts)
             .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
             .with_columns(latency.hops().alias("hops"), latency.ring_bytes().alias("ring_bytes"))
             .drop_nulls(["hops", "ring_bytes", "is_fitted"])
@@ -190,7 +190,7 @@ class ReducedEveryMicroBatch(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (
         backward_passes.gradient_reductions,
         *steps_without_saves.FACTS,
-        strategy.marks,
+        workload.strategy_marks,
     )
     min_lost_ratio: float = 0.01
 
@@ -207,7 +207,7 @@ class ReducedEveryMicroBatch(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        if strategy.of_run(run) == YAFSDP:
+        if workload.run_strategy(run) == YAFSDP:
             return
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
         loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
@@ -241,7 +241,7 @@ def _repeated_reductions(reductions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _sync_once_fix(run: Run, unsharded_bytes: int) -> str:
-    used = strategy.of_run(run)
+    used = workload.run_strategy(run)
     if used == DDP:
         return "Reduce in the last micro-batch only: model.no_sync() around the others. It needs no extra memory."
     memory = f". Each rank then stores about {units.size(unsharded_bytes)} of unsharded gradients until the last one"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
+from tracekit.analysis.compute import avoidable_time, product_kernels
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -170,13 +170,13 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (optimizer_kernels.unfused_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(optimizer_kernels.unfused_kernels)
+        rows = run.table(avoidable_time.unfused_optimizer_kernels)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
@@ -220,13 +220,17 @@ class UnfusedKernels(Rule):
     """
 
     code: ClassVar[str] = "COMP004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (elementwise_chains.chains, *steps_without_saves.FACTS, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        avoidable_time.elementwise_chains,
+        *steps_without_saves.FACTS,
+        workload.marks,
+    )
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(elementwise_chains.chains)
+        rows = run.table(avoidable_time.elementwise_chains)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
@@ -275,13 +279,13 @@ class PartialWaves(Rule):
     """
 
     code: ClassVar[str] = "COMP005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (wave_quantization.partial_waves, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(wave_quantization.partial_waves)
+        rows = run.table(product_kernels.partial_waves)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return

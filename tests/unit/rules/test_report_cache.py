@@ -20,7 +20,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache, loader
+from tracekit.ingest import disk_cache, file_states, loader
 from tracekit.model import environment
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
@@ -489,6 +489,6 @@ def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
 
 def test_missing_paths_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
     assert keys.run_key(str(tmp_path / "missing")) is None
-    monkeypatch.setattr(keys, "MAX_FILES", 1)
+    monkeypatch.setattr(file_states, "MAX_FILES", 1)
     assert keys.run_key(str(run)) is None
     assert not _is_cached(report_cache.report(str(run)))
