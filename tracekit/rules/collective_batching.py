@@ -15,7 +15,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SMALL_COLLECTIVES
-from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH_REDUCTIONS
+from tracekit.replay.graph.causes.device_time import MICRO_BATCH_REDUCTIONS
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching

@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.redundant_work import (
+from tracekit.replay.graph.causes.device_time import (
     IDLE_TENSOR_CORES,
     MISALIGNED_PRODUCTS,
     PARTIAL_WAVES,

@@ -11,7 +11,7 @@ from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.slow_ranks import DEVICE_STALL
+from tracekit.replay.graph.causes.device_time import DEVICE_STALL
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40

@@ -12,7 +12,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.redundant_work import RECOMPUTATION
+from tracekit.replay.graph.causes.device_time import RECOMPUTATION
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 

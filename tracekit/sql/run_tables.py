@@ -17,7 +17,7 @@ from tracekit.model import plugins, schema
 from tracekit.model.fact import RunFact
 from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run
 from tracekit.model.schema import Column, Table
-from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sync import alignment
 
@@ -92,7 +92,7 @@ DERIVED: dict[str, RunFact] = {
     ring_overlap.RINGS.name: lambda run: run.table(ring_overlap.ring_overlap),
     axis_communication.AXIS_COMMUNICATION.name: lambda run: run.table(axis_communication.axis_communication),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
-    **{table_name: run_snapshots.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},
+    **{table_name: snapshot_facts.table(name) for name, table_name in _SNAPSHOT_NAMES.items()},
 }
 """Tables that are derived from a run rather than read, and their functions."""
 

@@ -19,7 +19,7 @@ from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
+from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
 from tracekit.rules.recomputation import NeedlessRecomputation

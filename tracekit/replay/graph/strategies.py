@@ -17,7 +17,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph import savings, steps
-from tracekit.replay.graph.causes import collectives, contention, host, order, redundant_work
+from tracekit.replay.graph.causes import collectives, contention, device_time, host, order
 from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 HSDP = table.HSDP.name
@@ -260,7 +260,7 @@ def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.Dat
 
 def _fewer(graph: Graph, layers: int) -> Graph:
     """Return the graph without the first `layers` recomputed regions of each backward pass."""
-    again = redundant_work.recomputed_nodes(graph)
+    again = device_time.recomputed_nodes(graph)
     rows = graph.frame.select("at", "rank", "step", "lane", "kind", again=pl.Series(again))
     work = rows.filter(pl.col("kind") == "compute")
     place = ["rank", "lane", "step"]

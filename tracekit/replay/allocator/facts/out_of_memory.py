@@ -18,7 +18,7 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.replay.allocator import SegmentState, Settings, playback
 from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.playback.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
+from tracekit.replay.allocator.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
 from tracekit.replay.allocator.settings import SMALL_BYTES, segment_bytes
 
 CANDIDATES = (

@@ -12,8 +12,7 @@ from tracekit.model.intervals import Spans
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph.critical_path.recorded_times import LAUNCH, RecordedTimes
-from tracekit.replay.graph.critical_path.walk import Span
+from tracekit.replay.graph.critical_path.walk import LAUNCH, RecordedTimes, Span
 from tracekit.replay.graph.nodes import HOST, WORK
 from tracekit.sync import alignment
 

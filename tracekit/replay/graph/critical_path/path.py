@@ -16,8 +16,7 @@ from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, savings
 from tracekit.replay.graph.critical_path import owners
-from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, recorded_times
-from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
+from tracekit.replay.graph.critical_path.walk import NEVER, RecordedTimes, Span, latest_ends, recorded_times, walk
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import HOST, WORK
 

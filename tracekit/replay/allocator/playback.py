@@ -1,4 +1,4 @@
-"""Replay of a history: every request and free in recorded order, executed by the allocator model."""
+"""Replay of a recorded or inferred history by the allocator model, under its own or other settings."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import Allocator, BlockState, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.blocks import Block, Pool
-from tracekit.replay.allocator.playback.recorded_history import (
+from tracekit.replay.allocator.recorded_history import (
     ALLOC,
     COMPLETE,
     EMPTY_CACHE,
@@ -23,9 +23,11 @@ from tracekit.replay.allocator.playback.recorded_history import (
     SEGMENT_ALLOCATIONS,
     SEGMENT_FREES,
     History,
+    from_snapshot,
 )
 from tracekit.replay.allocator.settings import SEGMENT_STEP_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED
 
+__all__ = ["History", "ReplayResult", "from_snapshot", "from_trace", "predict", "replay_as_recorded"]
 _WARM_UP_EVENTS = 100_000
 _APART_BYTES = 1 << 40
 _FREE = -1
