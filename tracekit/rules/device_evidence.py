@@ -1,10 +1,15 @@
 """What the counters of GPUs say about late ranks: hardware, or data and host."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import polars as pl
+
+from tracekit.analysis.host import io_calls
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison, MemoryErrors
-from tracekit.model import units
+from tracekit.model import escaping, intervals, units
+from tracekit.model.run import Run
 
 _FIXES = {
     device_comparison.THERMAL: (
@@ -43,6 +48,7 @@ _DATA_OR_HOST = (
 )
 _RECORD = " Or record the clocks of the GPUs: tracekit record --device-metrics."
 _RESET = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
+_MAX_PATH = 80
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,31 @@ class DeviceEvidence:
         return said + (" A memory row is to be replaced at the next reset." if self.errors.is_remap_pending else "")
 
 
+def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds: Collection[str] = ()) -> str:
+    """Return a sentence on the file system calls of a rank during the spans, shape (n, 2) in ns.
+
+    It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
+    `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
+    """
+    rank_calls = run.table(io_calls.of_run).filter(pl.col("rank") == rank)
+    if rank_calls.is_empty():
+        return ""
+    overlapping = io_calls.during(rank_calls, spans)
+    of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
+    overlapping = overlapping if of_kinds.is_empty() else of_kinds
+    if overlapping.is_empty():
+        return ""
+    longest = (
+        overlapping.group_by("name", "file", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlap_ns", "dur_ns", "bytes").sum())
+        .sort("overlap_ns", descending=True, maintain_order=True)
+        .row(0, named=True)
+    )
+    took = units.duration(io_calls.covered_ns(overlapping, spans))
+    what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
+    return f" File system {what} take {took} of {span_name}, most of that {_of_file(longest)}."
+
+
 def _why(compared: DeviceComparison) -> str:
     parts = [
         f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
@@ -102,3 +133,11 @@ def _why(compared: DeviceComparison) -> str:
     if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
         parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
     return ", ".join(parts)
+
+
+def _of_file(longest: dict[str, object]) -> str:
+    count, moved, dur_ns = (int(str(longest[name])) for name in ("calls", "bytes", "dur_ns"))
+    calls = units.count(count, f"{longest['name']} call")
+    path = "an unknown file" if longest["file"] is None else escaping.inert(str(longest["file"]), _MAX_PATH)
+    rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
+    return f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"

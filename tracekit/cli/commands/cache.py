@@ -31,7 +31,7 @@ def cache(
     from tracekit.model import units
     from tracekit.report import timeline
     from tracekit.rules import report_cache
-    from tracekit.rules.report_cache import measured_tables
+    from tracekit.rules.report_cache import entry
 
     traces = TraceCache.of_user()
     if traces is None:
@@ -40,7 +40,7 @@ def cache(
         "traces": traces.disk,
         "timelines": timeline.scene_cache(),
         "reports": report_cache.user_cache(),
-        "tables": measured_tables.user_cache(),
+        "tables": entry.user_cache(),
     }
     if action is Action.PATH:
         output.emit(f"{traces.disk.folder}\n")
