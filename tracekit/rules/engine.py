@@ -1,4 +1,4 @@
-"""Run the rules on a run and rank their findings."""
+"""Run the rules on a run, as far as the recording lets them judge, and rank their findings."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
-from tracekit.rules import device_evidence, quoted_step
+from tracekit.rules import quoted_step, recorded_evidence
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -321,7 +321,7 @@ def _on_device(run: Run) -> bool:
 
 def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
     """Return a sentence on the file system calls during these waits of the quoted step, where they were logged."""
-    return device_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
+    return recorded_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
 
 
 def _line(rows: pl.DataFrame) -> str:

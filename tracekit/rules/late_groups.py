@@ -1,4 +1,4 @@
-"""Rule on ranks that straggle together: a node, a replica, a tensor-parallel group."""
+"""Rules on ranks that straggle together (a node, a replica, a tensor-parallel group), or once in a while."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.rules import outlier_steps
+from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 from tracekit.rules.stragglers import Straggler
-from tracekit.rules.tensor_parallel import OverloadedExperts, overloaded_ranks
 
 _EVIDENCE_ROWS = 40
 _FIX_WORK = (

@@ -1,7 +1,6 @@
 """RULES: every rule of tracekit, and those of plug-ins."""
 
 from tracekit.model import plugins
-from tracekit.rules.allocation_churn import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.background_save import BlockingBackgroundSave, CpuStarvation, GilContention
 from tracekit.rules.checkpoint import BlockingCheckpoint
@@ -17,12 +16,14 @@ from tracekit.rules.communication import ExposedCommunication, PreparationGap
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
-from tracekit.rules.device_stalls import ClockDrop, DeviceStall
+from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.late_groups import LateGroup, OccasionalStraggler
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.memory_reuse import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
+from tracekit.rules.model_parallel import ExposedTensorParallel, OverloadedExperts, TensorParallelAcrossNodes
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
 from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
@@ -40,7 +41,6 @@ from tracekit.rules.save_stalls import (
 from tracekit.rules.stalled_collectives import StalledCollective
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.rules.streams import ExposedCopy, GiveWay, SerializedStreams
-from tracekit.rules.tensor_parallel import ExposedTensorParallel, OverloadedExperts, TensorParallelAcrossNodes
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,

@@ -12,10 +12,10 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.rules import quoted_step
-from tracekit.rules.device_evidence import DeviceEvidence
+from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
+from tracekit.rules.recorded_evidence import DeviceEvidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
-from tracekit.rules.tensor_parallel import OverloadedExperts, overloaded_ranks
 
 _EVIDENCE_ROWS = 40
 _STEP = ("window", "step")

@@ -1,4 +1,4 @@
-"""Rules on streams that delay each other: the give-way effect, and streams that are serialized without need."""
+"""Rules on streams that delay each other: the give-way effect, needless serialization, exposed copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

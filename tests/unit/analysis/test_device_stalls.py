@@ -16,7 +16,7 @@ from tracekit.analysis.time import paused_kernels
 from tracekit.analysis.time.device_stalls import device_stalls
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
-from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.device_slowdowns import DeviceStall
 from tracekit.rules.host import BlockingSync, LateLaunch
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"

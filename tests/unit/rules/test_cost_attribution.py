@@ -22,7 +22,7 @@ from tracekit.replay.graph.causes.collectives import COMMUNICATION
 from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
-from tracekit.rules.allocation_churn import NeedlessRecomputation
+from tracekit.rules.memory_reuse import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
 from tracekit.rules.stragglers import Straggler
 from tracekit.simulate.truth import KnownFault

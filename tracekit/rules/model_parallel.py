@@ -1,4 +1,4 @@
-"""Rules on tensor parallelism: groups across nodes, and exposed communication of layers."""
+"""Rules on tensor and expert parallelism: groups across nodes, exposed communication, overloaded experts."""
 
 import math
 from collections.abc import Iterator

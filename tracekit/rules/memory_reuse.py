@@ -1,4 +1,4 @@
-"""Rules on allocation churn: sizes that change from step to step, and FSDP buffers that could be reused."""
+"""Rules on memory that could be reused or kept: changing sizes, FSDP buffers, activations that are recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The rule on stalled devices: work is queued, and the device does not run it."""
+"""Rules on devices that slow down: stalls with queued work, and a clock that drops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

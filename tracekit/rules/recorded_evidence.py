@@ -1,4 +1,4 @@
-"""What the counters of GPUs say about late ranks: hardware, or data and host."""
+"""What counters of GPUs say about late ranks, and I/O logs about slow files."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
