@@ -132,14 +132,14 @@ class Run:
                 self._leave_out(source, error)
 
     def table(self, fact: "Fact[Run] | TraceFact", reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
-        """Return the table of a fact. Measured once, then cached.
+        """Return the table of a fact. Measured once, then cached, unless the fact says otherwise.
 
         A fact of a trace is measured of every trace: its table has columns window and rank, then those of the fact. A
         fact of the run, such as its collectives across ranks, may name facts of traces that it `reads`: all of them are
         measured in one pass. A function that is not decorated is taken for one of a trace.
         """
         if isinstance(fact, Fact) and fact.scope is Scope.RUN:
-            return self._run_table(fact, reads)
+            return self._run_table(fact, reads) if fact.is_cached else fact(self)
         of_trace = cast("TraceFact", fact)
         self.measure((of_trace,))
         return self._facts[of_trace]

@@ -35,7 +35,7 @@ _SEPARATOR = module_paths.SEPARATOR
 OUTSIDE = "outside modules"
 
 
-@trace_fact
+@trace_fact(table=MODULES)
 def modules(trace: Trace) -> pl.DataFrame:
     """Measures of the modules of a rank in the recorded window.
 

@@ -119,7 +119,7 @@ PATHS = schema.table(
 )
 
 
-@run_fact
+@run_fact(table=PATHS)
 def critical_paths(run: Run) -> pl.DataFrame:
     """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
 
