@@ -220,7 +220,7 @@ class Run:
         rank_set = set(ranks)
         is_chosen = pl.col("rank").is_in(list(rank_set))
         offsets = self.offsets.filter(is_chosen)
-        part = Run(
+        part = type(self)(
             self.path,
             [source for source in self.sources if source.rank in rank_set],
             manifest=self.manifest,
