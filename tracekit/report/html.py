@@ -29,7 +29,11 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
     """
     several = len(reports) > 1
     sections = [
-        _section(report, run, f"run{number}-" if several else "", gates[number] if gates else None)
+        {
+            "prefix": f"run{number}-" if several else "",
+            "figures": dict(figures.of_report(report, run)),
+            **_section(report, run, gates[number] if gates else None),
+        }
         for number, (report, run) in enumerate(reports)
     ]
     names = ci_results.unique_names([run.name for _, run in reports])
@@ -40,6 +44,11 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
         sections=sections,
         version=reports[0][0].tool_version,
     )
+
+
+def as_fragment(report: Report, run: Run) -> str:
+    """Return the report without its figures as a piece of HTML, for a notebook."""
+    return escaping.fragment("report", _section(report, run))
 
 
 def render_figure(figure: go.Figure, title: str) -> str:
@@ -72,12 +81,11 @@ def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> Mapping[str, RunFi
     return {"comparison": RunFigure("Mean step", caption, figure)} if len(tables) > 1 else {}
 
 
-def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) -> dict[str, Any]:
-    """Values of one run for page.html.j2; its ids begin with `prefix`."""
+def _section(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
+    """Values of one run for the macro `report` and page.html.j2, without figures."""
     clock = extents.run_clock(run) if report.findings else schema.empty(extents.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
-        "prefix": prefix,
         "name": run.name,
         "subtitle": phrases.subtitle(run),
         "gate_verdict": html_fragments.gate_verdict(gate) if gate else "",
@@ -85,7 +93,6 @@ def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) ->
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
         "findings": [(f, html_fragments.finding(f), html_fragments.evidence(f, clock)) for f in report.findings],
-        "figures": dict(figures.of_report(report, run)),
         "notes": report.notes,
         "inputs": escaping.html_table(("file", "size", "SHA-256"), inputs, right=(False, True, False)),
     }
