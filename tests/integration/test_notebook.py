@@ -11,7 +11,6 @@ from tracekit.report import figures
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
-AGAIN = "python examples/build_notebook.py writes it again"
 GUIDE = (ROOT / "docs" / "notebook.md").read_text(encoding="utf-8")
 
 

@@ -32,7 +32,7 @@ class WhatIf(Answer):
             report.caveat(answers),
             "good" if answers.is_reproduced else "warning",
         )
-        rows = [(answer.cause.name, answer.unavailable_reason) for answer in answers.unavailable]
+        rows = [(answer.name, answer.unavailable_reason) for answer in answers.unavailable]
         unavailable = escaping.html_table(("without", "cannot be computed, because"), rows) if rows else ""
         return headline + report.as_html(answers) + unavailable
 

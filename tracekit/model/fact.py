@@ -5,7 +5,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import update_wrapper
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import polars as pl
 
@@ -13,11 +13,6 @@ from tracekit.model import schema
 from tracekit.model.schema import Table
 from tracekit.model.trace import Trace, TraceFact
 
-if TYPE_CHECKING:
-    from tracekit.model.run import Run
-
-RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
-"""A measurement of all ranks together: a function of a run's tables to a table."""
 S = TypeVar("S")
 
 
@@ -114,10 +109,12 @@ def trace_fact(measure: TraceFact | None = None, *, table: Table | None = None) 
 
 
 @overload
-def run_fact(measure: RunFact) -> "Fact[Run]": ...
+def run_fact(measure: Callable[[S], pl.DataFrame]) -> Fact[S]: ...
 @overload
-def run_fact(*, table: Table, is_cached: bool = True) -> "Callable[[RunFact], Fact[Run]]": ...
-def run_fact(measure: RunFact | None = None, *, table: Table | None = None, is_cached: bool = True) -> Any:
+def run_fact(*, table: Table, is_cached: bool = True) -> Callable[[Callable[[S], pl.DataFrame]], Fact[S]]: ...
+def run_fact(
+    measure: Callable[[S], pl.DataFrame] | None = None, *, table: Table | None = None, is_cached: bool = True
+) -> Any:
     """Make a function of a run a fact: ``@run_fact``, or ``@run_fact(table=…)`` to publish it.
 
     `is_cached` is False for a table that the run holds already, that may change, or that is large and seldom read.

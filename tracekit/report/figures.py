@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.analysis.checkpoint import saves, steps_without_saves
-from tracekit.analysis.communication import exposed_communication, traffic
-from tracekit.analysis.compute import collective_contention, kernels, stall_attribution
-from tracekit.analysis.host import module_tree, rooflines
+from tracekit.analysis.communication import exposed_communication, group_bandwidth
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, kernels
+from tracekit.analysis.host import module_tree, ops
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.parallelism import (
     axis_communication,
@@ -179,10 +179,10 @@ def modules(run: Run) -> RunFigure | None:
 
 def roofline(run: Run) -> RunFigure | None:
     """Operators against the peaks of the device: operations per byte, and rate."""
-    roofs = run.table(rooflines.roofs)
+    roofs = run.table(ops.roofs)
     if roofs["device"].n_unique() != 1:
         return None
-    rows = rooflines.by_call(run)
+    rows = ops.rooflines(run)
     if rows.is_empty():
         return None
     caption = (
@@ -217,7 +217,7 @@ def communication(run: Run) -> RunFigure | None:
 
 def idle_causes(run: Run) -> RunFigure | None:
     """Time of each rank in which no compute runs, by cause."""
-    idle, (labels, more) = run.table(stall_attribution.idle_by_rank), _drawn_ranks(run)
+    idle, (labels, more) = run.table(compute_gap_causes.idle_by_rank), _drawn_ranks(run)
     if idle.is_empty():
         return None
     caption = "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more
@@ -237,7 +237,7 @@ def waits(run: Run) -> RunFigure | None:
 
 def bandwidth(run: Run) -> RunFigure | None:
     """Bus bandwidth of each collective by message size."""
-    speeds = run.table(traffic.speeds)
+    speeds = run.table(group_bandwidth.speeds)
     if speeds.is_empty():
         return None
     caption = "Each mark is one collective; its bus bandwidth is that of nccl-tests, from the last arrival to the end."

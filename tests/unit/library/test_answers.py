@@ -108,7 +108,7 @@ def test_a_run_is_compared_with_a_run_a_path_and_a_saved_report(run, tmp_path):
 
 def test_one_cause_or_all_are_removed_by_replay(run, answers):
     table = answers["what if"].to_frame()
-    assert table["cause"].to_list() == [answer.cause.name for answer in what_if.answer(run).answers]
+    assert table["cause"].to_list() == [answer.name for answer in what_if.answer(run).answers]
     assert "communication" in answers["what if"]._repr_html_()
     one = run.what_if("communication").to_frame()
     assert one["saved_ns"].item() == table.filter(cause="communication")["saved_ns"].item()
