@@ -26,6 +26,7 @@ from tracekit.ingest.disk_cache import DiskCache, plugin_source
 from tracekit.ingest.file_states import FileStates
 from tracekit.model import plugins as distributions
 
+_PACKAGE = Path(conventions.__file__).parents[1]
 _SETTINGS_FILES, _REPOSITORY = ("tracekit.toml", "pyproject.toml"), ".git"
 _VARIABLES = (
     "TRACEKIT_",
@@ -95,7 +96,7 @@ def context(words: Sequence[str]) -> State | None:
     places = (folder, *folder.parents)
     repositories = [str(place) for place in places if (place / _REPOSITORY).exists()]
     settings = [str(place / name) for place in places for name in _SETTINGS_FILES]
-    package = file_states.of_tree(str(Path(conventions.__file__).parents[1]), left_out=_NO_SOURCES)
+    package = file_states.of_tree(str(_PACKAGE), left_out=_NO_SOURCES)
     if package is None:
         return None
     files = FileStates((*package.files, *file_states.of_files([*settings, *_installed()]).files))
