@@ -19,7 +19,7 @@ KINDS: dict[str, Noise] = {
     "normal": lambda random, count: random.normal(0, NOISE, count),
     "heavy tails (t, 3)": lambda random, count: random.standard_t(3, count) * NOISE / np.sqrt(3),
     "1 run in 14 far slower": lambda random, count: (
-        random.normal(0, NOISE, count) + (random.random(count) < 0.07) * random.exponential(0.3, count)
+        random.normal(0, NOISE, count) + np.where(random.random(count) < 0.07, random.exponential(0.3, count), 0)
     ),
     "Cauchy": lambda random, count: random.standard_cauchy(count) * NOISE / 2,
 }

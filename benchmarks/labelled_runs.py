@@ -115,7 +115,7 @@ def judge_runs(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Judg
 
 
 def _judge_in_parallel(count: int, seed: int, only: Sequence[str], jobs: int) -> Iterator[Judged]:
-    """Yield runs as `judged` does, from several processes with different seeds."""
+    """Yield runs as `judge_runs` does, from several processes with different seeds."""
     if jobs == 1:
         yield from judge_runs(count, seed, only)
         return

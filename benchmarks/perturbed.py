@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"{result.folder}, {result.kind} {result.size:.0%}, seed {result.seed}: costs {result.lost_ratio:.1%}, "
                 f"found {result.reported}, unexpected {', '.join(result.unexpected) or 'none'}"
-                f"{', passes against the control' * passes}"
+                f"{', passes against the control' if passes else ''}"
             )
     if options.out:
         put_between(options.out, "benchmarks.perturbed", lines)

@@ -78,10 +78,10 @@ def chips(entry: RunEntry) -> list[str]:
     if entry.problem or summary is None:
         return [verdict(entry)]
     counts = {label: number for label in SEVERITIES if (number := summary.findings.get(label, 0))}
-    texts = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
+    texts = [f"{number} {label}{'s' if number > 1 and label != 'info' else ''}" for label, number in counts.items()]
     if not counts.get("error") and not counts.get("warning"):
         texts = [CANNOT_JUDGE if summary.is_doubtful else GOOD, *texts]
-    return texts + [QUALITY_ISSUES] * bool(summary.quality_issues)
+    return [*texts, QUALITY_ISSUES] if summary.quality_issues else texts
 
 
 def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunEntry]:
@@ -151,7 +151,8 @@ def _weight(entry: RunEntry) -> tuple[int, ...] | None:
 
 
 def _ranks(entry: RunEntry) -> int | None:
-    return entry.world_size if entry.world_size is not None else (entry.summary.ranks if entry.summary else None)
+    from_summary = entry.summary.ranks if entry.summary else None
+    return from_summary if entry.world_size is None else entry.world_size
 
 
 def _percent(ratio: float | None) -> float | None:

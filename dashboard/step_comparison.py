@@ -34,16 +34,12 @@ def choose_run(current: RunEntry, listed: Sequence[RunEntry]) -> RunEntry | None
     if not by_name:
         return None
     name = st.selectbox(
-        "Compare steps with", [NO_RUN, *by_name], key=bind(OTHER, [NO_RUN, *by_name]), format_func=_run_label
+        "Compare steps with", [NO_RUN, *by_name], key=bind(OTHER, [NO_RUN, *by_name]), format_func=escaping.inert
     )
     if name not in by_name:
         return None
     _forget_choices_of_other_runs(current.name, name)
     return by_name[name]
-
-
-def _run_label(name: str) -> str:
-    return escaping.inert(name)
 
 
 def _forget_choices_of_other_runs(*names: str) -> None:

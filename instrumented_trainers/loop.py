@@ -313,21 +313,18 @@ def _manifest(
 ) -> Mapping[str, Any]:
     sizes = model_config(config)
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
+    expert_axis = (EP,) if config.ep > 1 else ()
     return {
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "layout": dataclasses.asdict(config.layout),
         **({"pipeline": pipeline_plan(config).as_manifest(config.layout)} if config.pp > 1 else {}),
-        "groups": {axis: config.layout.groups(axis) for axis in (*(mesh.mesh_dim_names or ()), *_expert_axis(config))},
+        "groups": {axis: config.layout.groups(axis) for axis in (*(mesh.mesh_dim_names or ()), *expert_axis)},
         "model": {"name": config.model_name, "parameters": sizes.parameters, **dataclasses.asdict(sizes)},
         "arguments": arguments,
         "faults": [faults.truth(fault) for fault in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
     }
-
-
-def _expert_axis(config: TrainingConfig) -> tuple[str, ...]:
-    return (EP,) if config.ep > 1 else ()
 
 
 def introduction(config: TrainingConfig, origin: ResumePoint | None = None) -> str:

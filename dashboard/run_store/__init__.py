@@ -22,7 +22,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import first_opening, tables
 from dashboard.run_store.first_opening import FirstOpening
 from dashboard.run_store.tables import Table
-from tracekit.analysis.time import breakdown, extents, summary
+from tracekit.analysis.time import breakdown, summary
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
@@ -46,8 +46,8 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS, *tables.FACTS)
-_RUN_FACTS = (samples.samples_across, extents.run_clock)
+_FACTS = (breakdown.by_step, breakdown.by_rank, summary.extent, *baseline.FACTS, *tables.FACTS)
+_RUN_FACTS = (samples.samples_across, summary.run_clock)
 _SEEN = "entries_seen"
 _NOT_MADE = object()
 _queries = threading.BoundedSemaphore(MAX_QUERIES)

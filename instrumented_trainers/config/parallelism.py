@@ -40,9 +40,10 @@ def layout_problem(config: TrainingConfig) -> str | None:
     shards = data_ranks // config.replicate * config.cp
     if shards % config.ep:
         return f"--ep {config.ep}: does not divide the {shards} ranks that share a model"
-    return _model_axes_problem(config) or (
-        _pipeline_problem(config) if config.pp > 1 else _unused_pipeline_option(config)
-    )
+    if config.pp <= 1:
+        return _model_axes_problem(config) or _unused_pipeline_option(config)
+    problems = (_model_axes_problem, _stages_problem, _micro_batches_problem, _strategy_problem)
+    return next(filter(None, (problem(config) for problem in problems)), None)
 
 
 def _model_axes_problem(config: TrainingConfig) -> str | None:
@@ -100,11 +101,6 @@ def _unused_pipeline_option(config: TrainingConfig) -> str | None:
     if config.virtual_stages is not None:
         return "--virtual-stages: there is no pipeline; add --pp 2 or more"
     return None
-
-
-def _pipeline_problem(config: TrainingConfig) -> str | None:
-    """Return why there cannot be such a pipeline, or None."""
-    return _stages_problem(config) or _micro_batches_problem(config) or _strategy_problem(config)
 
 
 def _stages_problem(config: TrainingConfig) -> str | None:

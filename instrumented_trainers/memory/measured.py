@@ -55,7 +55,7 @@ class _Event:
 
 
 class MemoryMeter:
-    """Measures one step of a training. Create it before the step, run the step inside, then call `measured`."""
+    """Measures one step of a training. Create it before the step, run the step inside, then call `measurement`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: str, *, is_offloaded: bool = False) -> None:
         self._model, self._optimizer, self._device, self._is_offloaded = model, optimizer, device, is_offloaded

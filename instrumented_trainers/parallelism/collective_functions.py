@@ -1,7 +1,7 @@
 """Collectives that autograd can go back through, each with its own backward collective.
 
-Letters in the names of Megatron-LM's paper (https://arxiv.org/abs/1909.08053): `copied` is f, `summed` is g;
-https://arxiv.org/abs/2205.05198 replaces them by `gathered` and `scattered` over tokens (sequence parallelism).
+Letters in the names of Megatron-LM's paper (https://arxiv.org/abs/1909.08053): `copy_to_ranks` is f, `sum_over` g;
+https://arxiv.org/abs/2205.05198 replaces them by `gather_along` and `scatter_along` over tokens (sequence parallelism).
 """
 
 from collections.abc import Callable, Sequence

@@ -40,7 +40,7 @@ class ArchivedTrace:
             )
         return self.path
 
-    def placed(self, trace: Trace) -> Trace:
+    def relabel_paths(self, trace: Trace) -> Trace:
         """Return a trace of the member with the archive's path in place of that of the folder."""
         issues = trace.data_quality
         if not issues.is_empty():

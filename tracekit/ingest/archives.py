@@ -94,8 +94,8 @@ def unpack(path: Path, is_wanted: IsWanted) -> Unpacked:
     if it cannot be read, or if its members are larger than MAX_RATIO times the archive, MIN_LIMIT_BYTES or the disk.
     """
     try:
-        known = path.stat()
-        return _unpacked(path, known.st_size, known.st_mtime_ns, is_wanted)
+        status = path.stat()
+        return _unpack_version(path, status.st_size, status.st_mtime_ns, is_wanted)
     except OSError as error:
         raise BadTraceError(f"{path}: cannot be unpacked: {error.strerror or error}") from None
 
@@ -103,25 +103,25 @@ def unpack(path: Path, is_wanted: IsWanted) -> Unpacked:
 def unpack_copy(copy: Path, is_wanted: IsWanted, *, url: str, state: object) -> Unpacked:
     """Return the members of an archive at a URL, from a copy, as `unpack` does. Raises BadTraceError."""
     try:
-        return _unpack(copy, is_wanted, shown=url, state=state)
+        return _unpack(copy, is_wanted, shown_path=url, state=state)
     except OSError as error:
         raise BadTraceError(f"{url}: cannot be unpacked: {error.strerror or error}") from None
 
 
 @functools.lru_cache(maxsize=8)
-def _unpacked(path: Path, size_bytes: int, modified_ns: int, is_wanted: IsWanted) -> Unpacked:
-    return _unpack(path, is_wanted, shown=str(path), state=[size_bytes, modified_ns, _edges(path)])
+def _unpack_version(path: Path, size_bytes: int, modified_ns: int, is_wanted: IsWanted) -> Unpacked:
+    return _unpack(path, is_wanted, shown_path=str(path), state=[size_bytes, modified_ns, _edges(path)])
 
 
-def _unpack(path: Path, is_wanted: IsWanted, *, shown: str, state: object) -> Unpacked:
+def _unpack(path: Path, is_wanted: IsWanted, *, shown_path: str, state: object) -> Unpacked:
     folder = Path(tempfile.mkdtemp(prefix="tracekit-archive-")).resolve()
     try:
-        target = _Target(folder, shown, is_wanted, _limit_bytes(path.stat().st_size, folder))
+        target = _Target(folder, shown_path, is_wanted, _limit_bytes(path.stat().st_size, folder))
         (_unpack_zip if _starts_as_zip(path) else _unpack_tar)(path, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    unpacked = Unpacked(shown, folder, state, tuple(target.problems))
+    unpacked = Unpacked(shown_path, folder, state, tuple(target.problems))
     weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
     return unpacked
 

@@ -20,7 +20,7 @@ def attach(traces: Sequence[TraceFile], companions: Sequence[TraceFile], issues:
             for t in fitting:
                 joined[id(t)].append(companion)
         elif fitting or not companion.file.is_neighbor:
-            issues.append(_unmatched(companion, fitting))
+            issues.append(_unmatched_issue(companion, fitting))
     return [replace(t, companions=tuple(joined[id(t)])) for t in traces]
 
 
@@ -40,11 +40,11 @@ def _of_process(companion: TraceFile, traces: Sequence[TraceFile]) -> list[Trace
     for process_id in (info.process_id, info.parent_process_id):
         fitting = [t for t in traces if process_id is not None and t.info.process_id == process_id]
         if fitting:
-            return _narrowed(fitting, companion, rank)
+            return _narrow(fitting, companion, rank)
     return [t for t in traces if None in (info.process_id, t.info.process_id) and t.rank == rank]
 
 
-def _narrowed(fitting: list[TraceFile], companion: TraceFile, rank: int | None) -> list[TraceFile]:
+def _narrow(fitting: list[TraceFile], companion: TraceFile, rank: int | None) -> list[TraceFile]:
     if len({t.rank for t in fitting}) == 1:
         return fitting
     if rank is not None:
@@ -56,7 +56,7 @@ def _can_join(companion: TraceFile, t: TraceFile) -> bool:
     return t.reader.has_record_ids or not companion.reader.is_joined_by_record_ids
 
 
-def _unmatched(companion: TraceFile, fitting: Sequence[TraceFile]) -> QualityIssue:
+def _unmatched_issue(companion: TraceFile, fitting: Sequence[TraceFile]) -> QualityIssue:
     ranks = sorted({t.rank for t in fitting})
     why = "no trace is of this process"
     if len(ranks) > 1:

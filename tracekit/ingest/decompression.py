@@ -38,21 +38,21 @@ class Blocks:
     def _read(self) -> Iterator[bytes]:
         try:
             with Path(self.path).open("rb") as file:
-                yield from _without_mark(self._unpacked(file))
+                yield from _without_mark(self._unpack(file))
         except FileNotFoundError:
             raise BadTraceError(f"{self.path}: no such file; check the path") from None
         except OSError as error:
             raise BadTraceError(f"{self.path}: {error.strerror or error}; check the path and its permissions") from None
 
-    def _unpacked(self, file: BinaryIO) -> Iterator[bytes]:
+    def _unpack(self, file: BinaryIO) -> Iterator[bytes]:
         first = file.read(_READ_BYTES)
         if first.startswith(_GZIP):
-            return self._gunzipped(file, first)
+            return self._gunzip(file, first)
         if first.startswith(_ZSTD):
             return self._unzstd(file)
         return _rest(file, first)
 
-    def _gunzipped(self, file: BinaryIO, packed: bytes) -> Iterator[bytes]:
+    def _gunzip(self, file: BinaryIO, packed: bytes) -> Iterator[bytes]:
         """Decompress all members; like gzip, ignore zeros and other bytes after the last."""
         while packed.startswith(_GZIP):
             member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)

@@ -47,8 +47,8 @@ def identify(
             issues.append(_left_out(file, header, named_count))
         else:
             reader, infos = header
-            named = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
-            (companions if reader.is_companion else traces).extend(named)
+            file_traces = [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
+            (companions if reader.is_companion else traces).extend(file_traces)
         if on_progress:
             on_progress(done, len(files))
     if not traces and companions:
@@ -60,8 +60,8 @@ def identify(
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
         issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
         run = _with_ranks(run, issues)
-    numbered = _windows(_without_copies(run, issues), issues)
-    joined = companion_files.attach(numbered, companions, issues)
+    windowed = _windows(_without_copies(run, issues), issues)
+    joined = companion_files.attach(windowed, companions, issues)
     return sorted(joined, key=lambda t: (t.window, t.rank)), issues
 
 
@@ -168,13 +168,13 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
     """Return the traces with their ranks: by the file's header, else its name, else the order of files."""
     stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
     silent = [t for t in traces if id(t) not in stated]
-    named = _named_ranks([t.file for t in silent])
-    free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named.values())))
+    named_ranks = _named_ranks([t.file for t in silent])
+    free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named_ranks.values())))
     of_process: dict[tuple[object, ...], int] = {}
     ranked = []
     for t in traces:
         rank, how = stated.get(id(t)), ""
-        if rank is None and (rank := named.get(t.file.path)) is not None:
+        if rank is None and (rank := named_ranks.get(t.file.path)) is not None:
             how = f"the trace does not state its rank; rank {rank} is assumed from its name"
         elif rank is None:
             process = _process(t)
@@ -190,7 +190,7 @@ def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[Tra
 
 
 def _process(t: TraceFile) -> tuple[object, ...]:
-    """Return what files of one process share, whose windows they are: the name up to a time stamp, and process id."""
+    """The key that windows of one process share: the name up to a time stamp, and the process id."""
     stamp = _STAMP.search(t.file.name)
     return () if stamp is None or t.info.process_id is None else (t.file.name[: stamp.start()], t.info.process_id)
 
@@ -200,10 +200,10 @@ def _named_ranks(files: Sequence[File]) -> dict[str, int]:
     by_word = {f.path: rank for f in files if (rank := word_rank(f)) is not None}
     rest = [f for f in files if f.path not in by_word]
     numbers = {f.path: [int(n) for n in _NUMBER.findall(f.name)] for f in rest}
-    most = max(1024, 2 * len(files))  # a larger number is a process id, a port or a date
+    rank_limit = max(1024, 2 * len(files))  # a larger number is a process id, a port or a date
     for place in range(min((len(n) for n in numbers.values()), default=0)):
         column = [n[place] for n in numbers.values()]
-        if len(set(column)) == len(column) and max(column) < most:
+        if len(set(column)) == len(column) and max(column) < rank_limit:
             return by_word | dict(zip(numbers, column, strict=True))
     return by_word
 
@@ -236,32 +236,32 @@ def _same_recording(a: TraceFile, b: TraceFile) -> bool:
 def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the traces with their windows: by the recorder's folders, else by time, else by any folder."""
     if all(t.info.window is not None for t in listed):
-        placed = [replace(t, window=t.info.window or 0) for t in listed]
+        windowed = [replace(t, window=t.info.window or 0) for t in listed]
     elif any(_window_folder(t) is not None for t in listed):
-        placed = [replace(t, window=_window_folder(t) or 0) for t in listed]
+        windowed = [replace(t, window=_window_folder(t) or 0) for t in listed]
     elif (times := _times(listed)) is not None:
-        placed = _by_time(listed, times, issues)
+        windowed = _by_time(listed, times, issues)
     else:
         folders = sorted({t.file.folder for t in listed}, key=natural_key)
         several = len({t.rank for t in listed}) < len(listed)
-        placed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
-    _report_assumed_windows(placed, issues)
-    return _one_per_rank(placed, issues)
+        windowed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
+    _report_assumed_windows(windowed, issues)
+    return _one_per_rank(windowed, issues)
 
 
 def _window_folder(listed: TraceFile) -> int | None:
-    found = _WINDOW_FOLDER.search(f"/{listed.file.path}")
-    return int(found[1]) if found else None
+    match = _WINDOW_FOLDER.search(f"/{listed.file.path}")
+    return int(match[1]) if match else None
 
 
-def _report_assumed_windows(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
+def _report_assumed_windows(windowed: list[TraceFile], issues: list[QualityIssue]) -> None:
     """Report folders that are assumed to be windows of one job, unless their names differ only in numbers."""
-    folders = {t.window: t.file.folder for t in placed}
+    folders = {t.window: t.file.folder for t in windowed}
     stems = {re.sub(r"\d+", "", f"/{folder}/") for folder in folders.values()} - {"/"}
     if (
         len(set(folders.values())) == len(folders) > 1
         and len(stems) > 1
-        and not any(_window_folder(t) is not None for t in placed)
+        and not any(_window_folder(t) is not None for t in windowed)
     ):
         windows = ", ".join(f"{folder} is window {window}" for window, folder in sorted(folders.items()))
         issues.append(
@@ -281,7 +281,7 @@ def _times(listed: list[TraceFile]) -> list[int] | None:
     begins = [t.info.start_ns for t in listed if t.info.start_ns is not None]
     if len(begins) == len(listed) and max(begins) - min(begins) < _OTHER_BASE_NS:
         return begins
-    stamps = [int(found[1].ljust(19, "0")) for t in listed if (found := _STAMP.search(t.file.name))]
+    stamps = [int(stamp[1].ljust(19, "0")) for t in listed if (stamp := _STAMP.search(t.file.name))]
     return stamps if len(stamps) == len(listed) else None
 
 
@@ -289,29 +289,29 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
     """Number windows by time: a new one begins when a rank repeats, or after a long pause."""
     ordered = sorted(zip(times, listed, strict=True), key=lambda pair: (pair[0], pair[1].rank))
     of_rank: dict[int, list[int]] = defaultdict(list)
-    for at, t in ordered:
-        of_rank[t.rank].append(at)
+    for time_ns, t in ordered:
+        of_rank[t.rank].append(time_ns)
     repeats = [b - a for starts in of_rank.values() for a, b in pairwise(starts)]
     pause_ns = min([HOUR_NS, *(gap // 2 for gap in repeats)])
-    placed: list[TraceFile] = []
-    window, began, there = 0, ordered[0][0], set[int]()
-    for at, t in ordered:
-        if t.rank in there or at - began > pause_ns:
-            if at - began > HOUR_NS:
-                hours = (at - began) / HOUR_NS
+    windowed: list[TraceFile] = []
+    window, began, window_ranks = 0, ordered[0][0], set[int]()
+    for time_ns, t in ordered:
+        if t.rank in window_ranks or time_ns - began > pause_ns:
+            if time_ns - began > HOUR_NS:
+                hours = (time_ns - began) / HOUR_NS
                 message = (
                     f"Windows {window} and {window + 1} began {hours:.1f} h apart. If these are two jobs, load each"
                 )
                 issues.append(QualityIssue("windows_assumed", message + " by itself.", t.file.path))
-            window, began, there = window + 1, at, set()
-        there.add(t.rank)
-        placed.append(replace(t, window=window))
-    return placed
+            window, began, window_ranks = window + 1, time_ns, set()
+        window_ranks.add(t.rank)
+        windowed.append(replace(t, window=window))
+    return windowed
 
 
-def _one_per_rank(placed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+def _one_per_rank(windowed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     first_of: dict[tuple[int, int], TraceFile] = {}
-    for t in placed:
+    for t in windowed:
         first = first_of.setdefault((t.window, t.rank), t)
         if first is not t:
             message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"

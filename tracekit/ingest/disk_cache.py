@@ -67,7 +67,7 @@ class DiskCache:
         return cls(usual / "tracekit" / name, suffix, max_bytes)
 
     def get(self, key: str, read: Callable[[BinaryIO], T]) -> T | None:
-        """Return what `read` makes of an entry; None if there is none. One that cannot be trusted is removed."""
+        """The entry as `read` returns it; None if there is none. One that cannot be trusted is removed."""
         path = self.path(key)
         try:
             _check_own(self.folder)
@@ -76,14 +76,14 @@ class DiskCache:
             return None
         try:
             with _open_own(path) as file:
-                made = read(file)
+                content = read(file)
             os.utime(path)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 whatever the entry contains, it can be made again
             _drop(path, error)
             return None
-        return made
+        return content
 
     def put(self, key: str, write: Callable[[BinaryIO], None], *, unless: tuple[type[Exception], ...] = ()) -> None:
         """Store what `write` writes and evict old entries; store nothing if it fails or raises `unless`."""
@@ -113,7 +113,7 @@ class DiskCache:
                 yield file
                 file.flush()
                 size_bytes = os.fstat(created).st_size
-            with self._locked() as is_locked:
+            with self._lock_folder() as is_locked:
                 if size_bytes <= self.max_bytes:
                     partial_path.replace(self.path(key))
                 if is_locked:
@@ -127,7 +127,7 @@ class DiskCache:
 
     def clear(self) -> int:
         """Remove every entry and return how much that freed, in bytes. What is being written stays."""
-        with self._locked():
+        with self._lock_folder():
             return sum(size for _, size, path in self._files() if not _is_being_written(path) and _remove(path))
 
     def path(self, key: str) -> Path:
@@ -147,11 +147,11 @@ class DiskCache:
             return
         for file in files:
             with suppress(OSError):  # another process may remove it meanwhile
-                known = file.lstat()
-                yield known.st_mtime_ns, known.st_size, file
+                status = file.lstat()
+                yield status.st_mtime_ns, status.st_size, file
 
     @contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def _lock_folder(self) -> Iterator[bool]:
         """Wait briefly for the folder's lock and yield whether no other process has it.
 
         A folder in which no file can be locked, as on some network file systems, counts as locked.
@@ -246,18 +246,18 @@ def _remove(path: Path) -> bool:
 
 def _check_own(folder: Path) -> None:
     """Remove other users' access to a folder. Raises OSError unless this user owns it."""
-    known = folder.lstat()
-    if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "not a folder of this user's own")
-    if stat.S_IMODE(known.st_mode) & 0o077:
-        folder.chmod(known.st_mode & 0o700)  # read-only for its owner if it was
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        folder.chmod(status.st_mode & 0o700)  # read-only for its owner if it was
 
 
 def _open_own(path: Path) -> io.BufferedReader:
     """Open a file that this user owns. Raises OSError if it is a link, not a regular file, or of another user."""
     file = os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb")
-    known = os.fstat(file.fileno())
-    if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid():
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         file.close()
         raise PermissionError(errno.EPERM, "not a file of this user's own")
     return file

@@ -83,22 +83,22 @@ def find(where: RunLocation, *, cache: bool = True) -> RunFiles:
     archive is downloaded once. Raises InputError if a path does not exist or cannot be accessed, or if no file may be a
     trace; BadTraceError if an archive cannot be unpacked.
     """
-    named = [where] if isinstance(where, str | os.PathLike) else list(where)
-    if not named:
+    locations = [where] if isinstance(where, str | os.PathLike) else list(where)
+    if not locations:
         raise InputError("no path is given; name a run's folder or its trace files")
-    found: dict[str, File] = {}
+    by_path: dict[str, File] = {}
     folders = Folders()
     single: list[File] = []
-    for path in named:
-        own = _find_files(os.fspath(path), folders, cache=cache)
-        found |= {file.path: file for file in own}
-        single += [] if Path(path).is_dir() else own
-    found = {file.path: file for file in _neighbors(single)} | found
-    manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
-    partial = tuple(f for f in found.values() if f.name.endswith(conventions.PARTIAL_SUFFIX))
-    others = {*manifests, *partial}
-    traces = tuple(sorted((f for f in found.values() if f not in others), key=lambda f: natural_key(f.path)))
-    root = object_storage.shown(os.fspath(named[0])) if len(named) == 1 else _common_folder(traces)
+    for path in locations:
+        path_files = _find_files(os.fspath(path), folders, cache=cache)
+        by_path |= {file.path: file for file in path_files}
+        single += [] if Path(path).is_dir() else path_files
+    by_path = {file.path: file for file in _neighbors(single)} | by_path
+    manifests = tuple(f for f in by_path.values() if f.name == conventions.MANIFEST_FILE)
+    partial = tuple(f for f in by_path.values() if f.name.endswith(conventions.PARTIAL_SUFFIX))
+    not_traces = {*manifests, *partial}
+    traces = tuple(sorted((f for f in by_path.values() if f not in not_traces), key=lambda f: natural_key(f.path)))
+    root = object_storage.shown(os.fspath(locations[0])) if len(locations) == 1 else _common_folder(traces)
     if not traces:
         if partial or _has_logs(root, folders) or (manifests and not root.endswith(conventions.MANIFEST_FILE)):
             raise InputError(
@@ -158,13 +158,13 @@ def _why_none(root: str) -> str:
     return f"no trace files ({_patterns()}) in this folder"
 
 
-def _find_files(named: str, folders: Folders, *, cache: bool) -> list[File]:
-    if not named:
+def _find_files(location: str, folders: Folders, *, cache: bool) -> list[File]:
+    if not location:
         raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
-    named = object_storage.without_file_scheme(named)
-    if object_storage.is_url(named):
-        return _find_remote_files(named, folders, cache=cache)
-    path = Path(named)
+    location = object_storage.without_file_scheme(location)
+    if object_storage.is_url(location):
+        return _find_remote_files(location, folders, cache=cache)
+    path = Path(location)
     if path.is_dir():
         return list(_walk(path)) or _in_archives_of(path)
     if archives.is_archive(path):
@@ -172,25 +172,25 @@ def _find_files(named: str, folders: Folders, *, cache: bool) -> list[File]:
     if path.exists():
         manifest = path.parent / conventions.MANIFEST_FILE
         return [_file(p) for p in (path, manifest) if p.is_file()]
-    if _GLOB.search(named):
-        matched = sorted(glob.glob(named, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
+    if _GLOB.search(location):
+        matched = sorted(glob.glob(location, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
         return [
             file
             for match in matched
             for file in _find_files(match, folders, cache=cache)
             if _may_be_trace(file.name) or _is_manifest(file)
         ]
-    raise InputError(f"{named}: no such file or folder; check the path")
+    raise InputError(f"{location}: no such file or folder; check the path")
 
 
-def _neighbors(named: Iterable[File]) -> Iterator[File]:
+def _neighbors(files: Iterable[File]) -> Iterator[File]:
     """Yield the files of other tools, such as execution traces, in the folders of trace files on this machine."""
-    local = [file.path for file in named if file.remote is None and file.archived is None]
+    local = [file.path for file in files if file.remote is None and file.archived is None]
     traces = [Path(path) for path in local if not path.lower().endswith(readers.companion_suffixes())]
     for folder in dict.fromkeys(path.parent for path in traces if path.name != conventions.MANIFEST_FILE):
         with contextlib.suppress(OSError):
-            chosen = [p for p in sorted(folder.iterdir()) if p.name.lower().endswith(readers.companion_suffixes())]
-            yield from (replace(_file(path), is_neighbor=True) for path in chosen if path.is_file())
+            companions = [p for p in sorted(folder.iterdir()) if p.name.lower().endswith(readers.companion_suffixes())]
+            yield from (replace(_file(path), is_neighbor=True) for path in companions if path.is_file())
 
 
 def _walk(root: Path) -> Iterator[File]:
@@ -216,20 +216,20 @@ def _in_archives_of(folder: Path) -> list[File]:
     If all their manifests are the same, or only one archive has one, it is the manifest of the folder: each archive
     then has some ranks of one run.
     """
-    named = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
-    found = [file for path in named for file in _in_archive(archives.unpack(path, is_read_by_tracekit))]
-    manifests = [file for file in found if _is_manifest(file)]
+    paths = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
+    files = [file for path in paths for file in _in_archive(archives.unpack(path, is_read_by_tracekit))]
+    manifests = [file for file in files if _is_manifest(file)]
     if len({Path(file.local).read_bytes() for file in manifests}) != 1:
-        return found
+        return files
     shared = replace(manifests[0], path=str(folder / conventions.MANIFEST_FILE))
-    return [*(file for file in found if not _is_manifest(file)), shared]
+    return [*(file for file in files if not _is_manifest(file)), shared]
 
 
 def _in_archive(archive: Unpacked) -> list[File]:
-    found = [_file(path) for path in _walk_paths(archive.root())]
-    if not found and archive.problems:
+    files = [_file(path) for path in _walk_paths(archive.root())]
+    if not files and archive.problems:
         raise BadTraceError(archive.problems[0].rstrip("."))
-    return [replace(f, path=archive.shown(f.path), archived=ArchivedTrace(archive, Path(f.path))) for f in found]
+    return [replace(f, path=archive.shown(f.path), archived=ArchivedTrace(archive, Path(f.path))) for f in files]
 
 
 def _find_remote_files(url: str, folders: Folders, *, cache: bool) -> list[File]:
@@ -287,7 +287,7 @@ def _common_folder(traces: tuple[File, ...]) -> str:
     folders = sorted({file.folder or "." for file in traces})
     if any(file.remote is not None for file in traces):
         parts = zip(*(folder.split("/") for folder in folders), strict=False)
-        shared = [own[0] for own in takewhile(lambda own: len(set(own)) == 1, parts)]
+        shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, parts)]
         return "/".join(shared) if len(shared) > 2 else folders[0]  # 2: the protocol
     with contextlib.suppress(ValueError):  # absolute and relative paths are mixed
         return os.path.commonpath(folders)

@@ -31,14 +31,14 @@ def read(file: File, *, cache: bool) -> Header:
             raise BadTraceError(file.archived.archive.shown(str(error))) from error
     if file.remote is None:
         return _of_local(file.path, file.name)
-    known = _recalled(file.remote) if cache else None
-    if known is None:
-        known = _identified(file, file.remote, cache=cache)
+    header = _recall_header(file.remote) if cache else None
+    if header is None:
+        header = _read_remote(file, file.remote, cache=cache)
         if cache:
-            remote.remember(file.remote, _what(), _as_json(known))
-    if isinstance(known, str):
-        raise BadTraceError(known)
-    return known
+            remote.remember(file.remote, _what(), _as_json(header))
+    if isinstance(header, str):
+        raise BadTraceError(header)
+    return header
 
 
 def _of_local(path: str, name: str, *, is_complete: bool = True) -> Header:
@@ -49,7 +49,7 @@ def _of_local(path: str, name: str, *, is_complete: bool = True) -> Header:
     return reader, reader.traces(path, head, is_complete=is_complete)
 
 
-def _identified(file: File, origin: RemoteFile, *, cache: bool) -> Header | str:
+def _read_remote(file: File, origin: RemoteFile, *, cache: bool) -> Header | str:
     """Return the header of a remote file, or what is wrong with it."""
     with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
         copy = Path(folder, file.name)
@@ -66,7 +66,7 @@ def _identified(file: File, origin: RemoteFile, *, cache: bool) -> Header | str:
 
 
 def _from_first_bytes(origin: RemoteFile, copy: Path) -> Header | None:
-    """Return what the first bytes of a file say; None if it must be read whole to know its rank."""
+    """The header by the first bytes of a file; None if it must be read whole to know its rank."""
     for byte_count in _HEAD_BYTES:
         head = remote.head(origin, byte_count)
         copy.write_bytes(head)
@@ -108,29 +108,31 @@ def _what() -> str:
     return "+".join(("header", disk_cache.code_hash(Path(__file__).parents[1], _CODE), *plugins))
 
 
-def _as_json(known: Header | str) -> Any:
-    if isinstance(known, str):
-        return known
-    reader, infos = known
+def _as_json(header: Header | str) -> Any:
+    if isinstance(header, str):
+        return header
+    reader, infos = header
     names = [f.name for f in dataclasses.fields(TraceInfo) if f.name not in ("trace", "companions")]
     return [reader.name, [{name: _plain(getattr(info, name)) for name in names} for info in infos]]
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _stored(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _recalled(origin: RemoteFile) -> Header | str | None:
+def _recall_header(origin: RemoteFile) -> Header | str | None:
     stored = remote.recall(origin, _what())
     if stored is None or isinstance(stored, str):
         return stored
     try:
         name, infos = stored
         reader = next(reader for reader in readers.available() if reader.name == name)
-        return reader, [TraceInfo(**{name: _stored(value) for name, value in info.items()}) for info in infos]
+        return reader, [TraceInfo(**{name: _as_tuple(value) for name, value in info.items()}) for info in infos]
     except (TypeError, ValueError, StopIteration):  # of a plug-in that is gone
         return None

@@ -56,11 +56,11 @@ def load(
         InputError: A path does not exist or has no trace.
         BadTraceError: No trace can be read.
     """
-    found = files.find(where, cache=cache)
-    manifests = {file.folder: file for file in found.manifests}
-    traces, issues = discovery.identify(found.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
+    scan = files.find(where, cache=cache)
+    manifests = {file.folder: file for file in scan.manifests}
+    traces, issues = discovery.identify(scan.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
     fields = _manifest(traces, manifests, issues, cache=cache)
-    plain = [_source(t, found, cache=cache) for t in traces]
+    plain = [_source(t, scan, cache=cache) for t in traces]
     sources = [_with_devices(source, tuple(devices)) for source in plain]
     read_traces = {
         source: _stating(trace, tuple(devices))
@@ -71,20 +71,20 @@ def load(
         read_traces = {sources[0]: sources[0].read()}  # it is read in any case, and its errors are raised at once
     unreadable_ranks = {issue.rank for issue in issues if issue.kind == "unreadable"}
     stated = Manifest.of(fields)
-    is_whole = any(file.folder == found.root.rstrip("/") for file in found.manifests)
+    is_whole = any(file.folder == scan.root.rstrip("/") for file in scan.manifests)
     listed = [window.window for window in stated.windows] if is_whole else []
     issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
-    issues += discovery.partial_traces(found.partial)
+    issues += discovery.partial_traces(scan.partial)
     issues += _stated_issues(traces, issues)
     run = Run(
-        found.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
+        scan.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
     )
     run.cache_traces(read_traces)
     return run
 
 
-def with_companions(trace: Trace, path: str, others: Sequence[Companion] = ()) -> Trace:
-    """Return a trace with the tables of its companion files: logs next to `path` or one folder above, and `others`."""
+def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = ()) -> Trace:
+    """A trace with the tables of its companion files: logs next to `path` or one folder above, and `companions`."""
     folder = Path(path).parent
     logs = [
         Companion(reader, str(log), TraceInfo())
@@ -92,7 +92,7 @@ def with_companions(trace: Trace, path: str, others: Sequence[Companion] = ()) -
         if (log := next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)) is not None
     ]
     tables: dict[str, list[pl.DataFrame]] = {}
-    for companion in (*logs, *others):
+    for companion in (*logs, *companions):
         part = _read_companion(companion, trace)
         for table_name, table in part.tables.items():
             if not table.is_empty():
@@ -121,7 +121,7 @@ def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
     return trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
 
 
-def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
+def _source(t: TraceFile, scan: RunFiles, *, cache: bool) -> Source:
     paths = tuple(c.file.path for c in t.companions if c.file.remote is None and c.file.archived is None)
     info = replace(t.info, trace=None, companions=_local_companions(t))
     if t.file.archived is not None:
@@ -131,10 +131,10 @@ def _source(t: TraceFile, found: RunFiles, *, cache: bool) -> Source:
         read = partial(_read, t.reader, t.file.path, info, t.rank, t.window)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, companions=paths)
     else:
-        logs = found.folders.companions(t.file.remote, readers.companions(t.rank))
-        others = [c.file.remote for c in t.companions if c.file.remote is not None]
+        logs = scan.folders.companions(t.file.remote, readers.companions(t.rank))
+        companions = [c.file.remote for c in t.companions if c.file.remote is not None]
         snapshot = conventions.rank_file(t.rank, conventions.MEMORY_SNAPSHOT_SUFFIX)
-        origin = RemoteTrace(t.file.remote, (*logs, *others), cache, found.folders.file(t.file.folder, snapshot))
+        origin = RemoteTrace(t.file.remote, (*logs, *companions), cache, scan.folders.file(t.file.folder, snapshot))
         read = partial(_read_remote, replace(t, info=info), origin)
         source = Source(t.rank, t.window, t.file.path, t.file.size_bytes, read, origin)
     return cached_source(source) if cache else source
@@ -146,12 +146,12 @@ def _read_already(t: TraceFile, source: Source, *, cache: bool) -> Trace | None:
         return None
     trace = t.info.trace.replace(window=t.window)
     if isinstance(source.origin, ArchivedTrace):
-        return source.origin.placed(with_companions(trace, t.file.local, _local_companions(t)))
+        return source.origin.relabel_paths(with_companions(trace, t.file.local, _local_companions(t)))
     if not isinstance(source.origin, RemoteTrace):
         return with_companions(trace, t.file.path, _local_companions(t))
     with source.origin.folder() as local:
-        others = _remote_companions(t, source.origin, local)
-        trace = source.origin.placed(with_companions(trace, str(local), others), local)
+        companions = _remote_companions(t, source.origin, local)
+        trace = source.origin.relabel_paths(with_companions(trace, str(local), companions), local)
     if cache:
         trace_cache.store(source, trace)
     return trace
@@ -163,15 +163,15 @@ def _read(reader: Reader, path: str, info: TraceInfo, rank: int, window: int) ->
 
 def _read_archived(reader: Reader, origin: ArchivedTrace, info: TraceInfo, rank: int, window: int) -> Trace:
     try:
-        return origin.placed(_read(reader, str(origin.local()), info, rank, window))
+        return origin.relabel_paths(_read(reader, str(origin.local()), info, rank, window))
     except BadTraceError as error:
         raise BadTraceError(origin.archive.shown(str(error))) from error
 
 
 def _read_remote(t: TraceFile, origin: RemoteTrace) -> Trace:
-    with origin.downloaded() as path:
+    with origin.download() as path:
         info = replace(t.info, companions=_remote_companions(t, origin, path))
-        return origin.placed(_read(t.reader, str(path), info, t.rank, t.window), path)
+        return origin.relabel_paths(_read(t.reader, str(path), info, t.rank, t.window), path)
 
 
 def _local_companions(t: TraceFile) -> tuple[Companion, ...]:
@@ -202,10 +202,10 @@ def _manifest(
         return {}
 
 
-def _stated_issues(traces: Sequence[TraceFile], known: Sequence[QualityIssue]) -> list[QualityIssue]:
-    """Return what files say was wrong with those that they were made of, without what is found again."""
-    found = {issue.kind for issue in known}
-    stated = [issue for t in traces for issue in t.info.run_issues if issue.get("kind") not in found]
+def _stated_issues(traces: Sequence[TraceFile], found_issues: Sequence[QualityIssue]) -> list[QualityIssue]:
+    """Issues that files state of those that they were made of, without kinds that are found again."""
+    found_kinds = {issue.kind for issue in found_issues}
+    stated = [issue for t in traces for issue in t.info.run_issues if issue.get("kind") not in found_kinds]
     return [
         QualityIssue(
             str(issue.get("kind")),

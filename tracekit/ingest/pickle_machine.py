@@ -51,9 +51,9 @@ class Machine:
         self._texts: dict[bytes, str] = {}
 
     def read(self) -> Any:
-        """Return what the pickle contains."""
-        known = self.opcodes()
-        handlers = [known.get(_NAMES.get(code, "")) or self.refuse(code) for code in range(256)]
+        """The content of the pickle."""
+        by_name = self.opcodes()
+        handlers = [by_name.get(_NAMES.get(code, "")) or self.refuse(code) for code in range(256)]
         try:
             while True:
                 if self._pos + MARGIN_BYTES > len(self._data):
@@ -87,11 +87,11 @@ class Machine:
     def _take(self, count: int) -> bytes:
         while self._pos + count > len(self._data) and not self._ended:
             self._fill()
-        taken = self._data[self._pos : self._pos + count]
-        if len(taken) < count:
+        data = self._data[self._pos : self._pos + count]
+        if len(data) < count:
             raise IndexError
         self._pos += count
-        return taken
+        return data
 
     def _line(self) -> bytes:
         end = self._data.find(b"\n", self._pos, self._pos + MARGIN_BYTES)
@@ -103,26 +103,26 @@ class Machine:
 
     @property
     def read_bytes(self) -> int:
-        """Return how many bytes of the file are read."""
+        """Number of bytes of the file that are read."""
         return self._before + self._pos
 
     # Opcodes ----------------------------------------------------------------------------------------------------------
     def refuse(self, code: int) -> Callable[[], None]:
         """Return a handler that refuses an opcode, and names it and what it would have imported."""
 
-        def refused() -> None:
+        def raise_refusal() -> None:
             name = _NAMES.get(code, f"0x{code:02x}")
-            wanted = ""
+            target = ""
             if name in ("GLOBAL", "INST"):
-                wanted = b".".join((self._line()[:99], self._line()[:99])).decode("utf-8", "replace")
+                target = b".".join((self._line()[:99], self._line()[:99])).decode("utf-8", "replace")
             elif name == "STACK_GLOBAL":
-                wanted = ".".join(str(part)[:99] for part in self._stack[-2:])
+                target = ".".join(str(part)[:99] for part in self._stack[-2:])
             raise self.fail(
-                f"has the opcode {name}{f' ({wanted})' if wanted else ''}, which is not {self.expected} and could run "
+                f"has the opcode {name}{f' ({target})' if target else ''}, which is not {self.expected} and could run "
                 "code when unpickled: refused. Do not load this file"
             )
 
-        return refused
+        return raise_refusal
 
     def skip(self, count: int) -> Callable[[], None]:
         """Return a handler that skips `count` bytes."""
@@ -160,21 +160,21 @@ class Machine:
 
     def text(self, count: int) -> Callable[[], None]:
         """Return a handler that pushes a text whose length is in the next `count` bytes."""
-        return lambda: self._stack.append(self._interned(self._sized(count)))
+        return lambda: self._stack.append(self._intern(self._chunk(count)))
 
-    def _sized(self, count: int) -> bytes:
+    def _chunk(self, count: int) -> bytes:
         size = int.from_bytes(self._take(count), "little")
         if size > self.max_text_bytes:
             raise self.fail(f"declares a text of {size:,} bytes")
         return self._take(size)
 
-    def _interned(self, raw: bytes) -> str:
-        known = self._texts.get(raw)
-        if known is None:
-            known = raw.decode("utf-8", "replace")
+    def _intern(self, raw: bytes) -> str:
+        text = self._texts.get(raw)
+        if text is None:
+            text = raw.decode("utf-8", "replace")
             if len(self._texts) < MAX_INTERNED:
-                self._texts[raw] = known
-        return known
+                self._texts[raw] = text
+        return text
 
     # Containers -------------------------------------------------------------------------------------------------------
     def tuple_of(self, count: int) -> Callable[[], None]:
@@ -187,13 +187,13 @@ class Machine:
 
     def marked_list(self) -> None:
         """Push a list of the items since the mark."""
-        items = self._marked()
+        items = self._pop_to_mark()
         self._stack.append([])
         self._extend(self._stack[-1], items)
 
     def marked_dict(self) -> None:
         """Push a dict of the items since the mark."""
-        items = self._marked()
+        items = self._pop_to_mark()
         self._stack.append({})
         self._update(items)
 
@@ -203,7 +203,7 @@ class Machine:
 
     def appends(self) -> None:
         """Append the items since the mark to the list before it."""
-        items = self._marked()
+        items = self._pop_to_mark()
         self._extend(self._stack[-1], items)
 
     def set_item(self) -> None:
@@ -215,9 +215,9 @@ class Machine:
 
     def set_items(self) -> None:
         """Set the items since the mark in the dict before them."""
-        self._update(self._marked())
+        self._update(self._pop_to_mark())
 
-    def _marked(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         first = self._marks.pop()
         items = self._stack[first:]
         del self._stack[first:]
@@ -266,10 +266,10 @@ class Machine:
     def _get(self, number: int) -> Any:
         if not 0 <= number < len(self._memo):
             raise self.fail(f"refers to item {number:,} of {len(self._memo):,}")
-        found = self._memo[number]
-        if found is SPENT:
+        memoized = self._memo[number]
+        if memoized is SPENT:
             raise self.fail("refers to one item twice")
-        return found
+        return memoized
 
     def opcodes(self) -> dict[str, Callable[[], None]]:
         """Return the handler of each opcode that is not refused, by name."""
@@ -287,7 +287,7 @@ class Machine:
             "FLOAT": self.push(lambda: float(self._line())),
             "UNICODE": self.push(lambda: self._line().decode("raw-unicode-escape", "replace")),
             "EMPTY_LIST": self.push(list), "EMPTY_DICT": self.push(dict), "EMPTY_TUPLE": self.push(tuple),
-            "LIST": self.marked_list, "DICT": self.marked_dict, "TUPLE": self.push(lambda: tuple(self._marked())),
+            "LIST": self.marked_list, "DICT": self.marked_dict, "TUPLE": self.push(lambda: tuple(self._pop_to_mark())),
             "TUPLE1": self.tuple_of(1), "TUPLE2": self.tuple_of(2), "TUPLE3": self.tuple_of(3),
             "APPEND": self.append, "APPENDS": self.appends, "SETITEM": self.set_item,
             "SETITEMS": self.set_items, "MEMOIZE": self.memoize, "PUT": self.written_put,

@@ -145,7 +145,7 @@ def fetch(file: RemoteFile, copy: Path, *, cache: bool, keep: bool = False) -> N
     """
     stored = _copies() if cache and file.version is not None else None
     key = _key(file, "copy")
-    if stored is not None and stored.get(key, lambda source: _copied(source, copy)):
+    if stored is not None and stored.get(key, lambda source: _copy_to(source, copy)):
         return
     with _download_errors():
         object_storage.call_with_retries(file.url, lambda: _download(file, copy))
@@ -158,15 +158,15 @@ def fetch(file: RemoteFile, copy: Path, *, cache: bool, keep: bool = False) -> N
 
 def sha256(file: RemoteFile, *, cache: bool = True) -> str:
     """Return the SHA-256 of a file's content, known since its download. Raises DownloadError."""
-    known = _hashes.get(file) or (recall(file, _HASH) if cache else None)
-    if not isinstance(known, str):
+    digest = _hashes.get(file) or (recall(file, _HASH) if cache else None)
+    if not isinstance(digest, str):
         with local_copy(file, cache=False) as copy:
             return _sha256(copy)
-    return known
+    return digest
 
 
 def recall(file: RemoteFile, what: str) -> Any:
-    """Return what the user's cache has of this version of a file; None if it has nothing."""
+    """The entry of the user's cache for this version of a file; None if it has nothing."""
     facts = _facts() if file.version is not None else None
     return None if facts is None else facts.get(_key(file, what), json.load)
 
@@ -225,24 +225,24 @@ def _version(details: Mapping[str, Any], size_bytes: int | None) -> str | None:
         if details.get(name):
             return f"{name.lower()} {details[name]}"
     for name in _TIMES:
-        if (at := details.get(name)) is not None:
-            return f"{at.timestamp() if hasattr(at, 'timestamp') else at} {size_bytes}"
+        if (changed := details.get(name)) is not None:
+            return f"{changed.timestamp() if hasattr(changed, 'timestamp') else changed} {size_bytes}"
     return None
 
 
 def _changed_ns(details: Mapping[str, Any]) -> int | None:
     for name in _TIMES:
-        at = details.get(name)
-        if isinstance(at, str):
-            at = _parsed(at)
-        if isinstance(at, datetime):
-            at = at.timestamp()
-        if isinstance(at, int | float):
-            return int(at * 1e9)
+        changed = details.get(name)
+        if isinstance(changed, str):
+            changed = _parse_time(changed)
+        if isinstance(changed, datetime):
+            changed = changed.timestamp()
+        if isinstance(changed, int | float):
+            return int(changed * 1e9)
     return None
 
 
-def _parsed(text: str) -> datetime | None:
+def _parse_time(text: str) -> datetime | None:
     """Return the time in a text as GCS (ISO 8601) or a web server (RFC 9110) writes it."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         with contextlib.suppress(ValueError):
@@ -263,7 +263,7 @@ def _copies() -> DiskCache | None:
     return DiskCache.of_user("remote-copies", ".copy", share=_COPIES_SHARE)
 
 
-def _copied(source: BinaryIO, copy: Path) -> bool:
+def _copy_to(source: BinaryIO, copy: Path) -> bool:
     with copy.open("wb") as target:
         shutil.copyfileobj(source, target, _READ_BYTES)
     return True

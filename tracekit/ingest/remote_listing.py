@@ -62,12 +62,12 @@ class Folders:
 
     def companions(self, file: RemoteFile, names: Iterable[str]) -> tuple[RemoteFile, ...]:
         """Return the files with these names in the folder of `file` or, of those that are not there, the one above."""
-        found = []
+        companions = []
         for name in names:
             companion = self.file(file.folder, name) or self._find_above(file.folder, name)
             if companion is not None:
-                found.append(companion)
-        return tuple(found)
+                companions.append(companion)
+        return tuple(companions)
 
     def file(self, folder: str, name: str) -> RemoteFile | None:
         """Return the file with this name in the folder at a URL; None if there is none. Raises InputError."""
@@ -105,27 +105,27 @@ def _list_files(url: str, walk: _Walk) -> Listing:
     system, path = object_storage.connect(url)
     glob = (_WEB_GLOB if _is_web(url) else _GLOB).search(path)
     if glob:
-        return _globbed(system, url, path, walk)
+        return _glob(system, url, path, walk)
     if (single := _single(system, url, path, walk)) is not None:
         return Listing((single,), is_single=True)
-    files, folders = _walked(system, url.rstrip("/"), path, walk)
+    files, folders = _walk(system, url.rstrip("/"), path, walk)
     if not files:
         raise StorageError(f"{object_storage.shown(url)}: {_why_none(url)}", kind=object_storage.MISSING)
     return Listing(tuple(files), False, frozenset(folders))
 
 
-def _globbed(system: Any, url: str, path: str, walk: _Walk) -> Listing:
+def _glob(system: Any, url: str, path: str, walk: _Walk) -> Listing:
     """Return the files that a glob matches, and those in the folders that it matches."""
     from fsspec.utils import glob_translate
 
     root = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
     pattern = re.compile(glob_translate(path))
-    files, _ = _walked(system, _url_of(system, root, url), root, walk)
+    files, _ = _walk(system, _url_of(system, root, url), root, walk)
     places = {file: object_storage.connect(file.url)[1] for file in files}
-    chosen = [f for f, place in places.items() if any(pattern.match(part) for part in _parts(place, root))]
-    if not chosen:
+    matching = [f for f, place in places.items() if any(pattern.match(part) for part in _parts(place, root))]
+    if not matching:
         raise StorageError(f"{object_storage.shown(url)}: no file matches it; check the address", kind="missing")
-    return Listing(tuple(chosen), is_single=False)
+    return Listing(tuple(matching), is_single=False)
 
 
 def _parts(place: str, root: str) -> list[str]:
@@ -153,7 +153,7 @@ def _single(system: Any, url: str, path: str, walk: _Walk) -> RemoteFile | None:
     return None if details.get("type") == "directory" or is_page else RemoteFile.of(url, details)
 
 
-def _walked(system: Any, url: str, path: str, walk: _Walk) -> tuple[list[RemoteFile], list[str]]:
+def _walk(system: Any, url: str, path: str, walk: _Walk) -> tuple[list[RemoteFile], list[str]]:
     """Return the files in a folder and its subfolders, and the URLs of all these folders."""
     files: list[RemoteFile] = []
     folders: list[str] = []
@@ -162,34 +162,34 @@ def _walked(system: Any, url: str, path: str, walk: _Walk) -> tuple[list[RemoteF
         for depth in range(walk.max_depth + 1):
             below: list[tuple[str, str]] = []
             for (folder, place), entries in zip(level, pool.map(lambda p: _entries(system, *p), level), strict=True):
-                inside = {_name(each): each for each in entries if each["name"].rstrip("/") != place.rstrip("/")}
-                own = {name: each for name, each in inside.items() if each.get("type") == "file"}
-                if depth and walk.is_left_out(list(own)):
+                inside = {_name(info): info for info in entries if info["name"].rstrip("/") != place.rstrip("/")}
+                folder_files = {name: info for name, info in inside.items() if info.get("type") == "file"}
+                if depth and walk.is_left_out(list(folder_files)):
                     continue
                 folders.append(folder)
-                files += [RemoteFile.of(f"{folder}/{name}", each) for name, each in own.items()]
-                deeper = (n for n, each in inside.items() if each.get("type") == "directory" and not n.startswith("."))
+                files += [RemoteFile.of(f"{folder}/{name}", info) for name, info in folder_files.items()]
+                deeper = (n for n, info in inside.items() if info.get("type") == "directory" and not n.startswith("."))
                 below += [(f"{folder}/{n}", _place(inside[n]["name"], url)) for n in deeper]
             if len(files) + len(below) > _MAX_FILES:
                 raise StorageError(f"{url}: more than {_MAX_FILES:,} files; name the folder of one run", kind="other")
             level = below
         if _is_web(url):
-            wanted = [file for file in files if walk.is_wanted(file.name)]
-            return list(filter(None, pool.map(_described, wanted))), folders
+            candidates = [file for file in files if walk.is_wanted(file.name)]
+            return list(filter(None, pool.map(_with_details, candidates))), folders
     return files, folders
 
 
 def _entries(system: Any, folder: str, place: str) -> list[dict[str, Any]]:
     listed = object_storage.call_with_retries(folder, lambda: system.ls(place, detail=True))
     if not _is_web(folder):
-        return [each for each in listed if isinstance(each, dict)]
+        return [info for info in listed if isinstance(info, dict)]
     # An index page may link anywhere.
     inside = place.rstrip("/") + "/"
-    below = [each for each in listed if each["name"].startswith(inside) and "?" not in each["name"]]
-    return [each for each in below if "/" not in each["name"].removeprefix(inside).rstrip("/")]
+    below = [info for info in listed if info["name"].startswith(inside) and "?" not in info["name"]]
+    return [info for info in below if "/" not in info["name"].removeprefix(inside).rstrip("/")]
 
 
-def _described(file: RemoteFile) -> RemoteFile | None:
+def _with_details(file: RemoteFile) -> RemoteFile | None:
     """Return a file of a web server with size and version; None if a link leads nowhere."""
     try:
         return remote.info(file.url)
@@ -208,7 +208,7 @@ def _neighbours(folder: str) -> list[RemoteFile]:
         if error.kind in object_storage.TRANSIENT:
             raise InputError(str(error)) from error
         return []
-    return [RemoteFile.of(f"{folder}/{_name(each)}", each) for each in entries if each.get("type") == "file"]
+    return [RemoteFile.of(f"{folder}/{_name(info)}", info) for info in entries if info.get("type") == "file"]
 
 
 def _why_none(url: str) -> str:

@@ -38,7 +38,7 @@ class RemoteTrace:
         return remote.sha256(self.file, cache=self.use_cache)
 
     @contextlib.contextmanager
-    def downloaded(self) -> Iterator[Path]:
+    def download(self) -> Iterator[Path]:
         """Yield the path of a temporary copy of the trace file, with its companions around it.
 
         Raises BadTraceError if a file cannot be downloaded; errors of the block name the URL in place of the copy.
@@ -65,7 +65,7 @@ class RemoteTrace:
         place = path.parent if companion.folder == self.file.folder else path.parent.parent
         return place / companion.name
 
-    def placed(self, trace: Trace, path: Path) -> Trace:
+    def relabel_paths(self, trace: Trace, path: Path) -> Trace:
         """Return a trace that was read from the copy at `path` with URLs in place of local paths."""
         issues = trace.data_quality
         if not issues.is_empty():

@@ -168,13 +168,13 @@ def _state(path: Path) -> tuple[int, int, str] | None:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             return None
         with path.open("rb") as file:
-            known = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             edges = hashlib.sha256(file.read(_EDGE_BYTES))
-            file.seek(max(_EDGE_BYTES, known.st_size - _EDGE_BYTES))
+            file.seek(max(_EDGE_BYTES, status.st_size - _EDGE_BYTES))
             edges.update(file.read(_EDGE_BYTES))
     except OSError:
         return None
-    return known.st_size, known.st_mtime_ns, edges.hexdigest()
+    return status.st_size, status.st_mtime_ns, edges.hexdigest()
 
 
 @functools.cache

@@ -41,8 +41,8 @@ class TraceFile:
 
 def word_rank(file: File) -> int | None:
     """Return the number after rank or worker in the name of a file, or else of its folder."""
-    found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
-    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MAX_RANKS else None
+    match = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
+    return int(match[1]) if match and len(match[1]) < 8 and int(match[1]) < MAX_RANKS else None
 
 
 def first_paths(paths: Sequence[str]) -> str:

@@ -46,9 +46,9 @@ def is_deep(value: Any) -> bool:
     """Whether a parsed value is nested more than `MAX_DEPTH` levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [child for children in inside for child in children]
-    return any(isinstance(each, dict | list) for each in level)
+    return any(isinstance(node, dict | list) for node in level)
 
 
 def replace_surrogates(value: Any) -> Any:

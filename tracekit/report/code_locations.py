@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.host import stacks
+from tracekit.analysis.host import call_trees
 from tracekit.ingest.file_states import MAX_FILES, walk_visible
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -92,7 +92,7 @@ class Checkout:
             return None
         rank, window, rows = evidence
         try:
-            ran = stacks.functions(run.trace(rank, window), rows)
+            ran = call_trees.functions(run.trace(rank, window), rows)
         except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
             return None
         calls = [

@@ -177,7 +177,7 @@ class Engine:
         if not unit.encloses_units:
             self.order.record_forward(unit)
         # No compute before the first unit could hide the second's all-gather, so the root prefetches both.
-        self._prefetch(self.order.next_forward(self._prefetch_depth + (unit is self.root)), "forward")
+        self._prefetch(self.order.next_forward(self._prefetch_depth + (1 if unit is self.root else 0)), "forward")
 
     def _begin_root_forward(self) -> None:
         if self._callback_queued:

@@ -224,7 +224,7 @@ class FlatParameters:
         It raises where a tensor's version is not that at which it was saved. So the version is an even number where
         the weights are in the buffer, an odd one where they are not, and another after each change of the shards.
         """
-        version = 2 * self.master._version + (not present)
+        version = 2 * self.master._version + (0 if present else 1)
         weights = tuple(parameter.weight for parameter in self.parameters)
         torch._C._autograd._unsafe_set_version_counter(weights, (version,) * len(weights))
 

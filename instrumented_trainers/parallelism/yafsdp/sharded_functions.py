@@ -196,11 +196,12 @@ def _gathering_shards(gather: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         is_returned = not ranks_only or dist.get_rank() in ranks_only
 
-        def whole(shard: FlatShard) -> Tensor | None:
+        def gather_whole(shard: FlatShard) -> Tensor | None:
             tensor = shard.full_tensor()  # on every rank, one after the other
-            return (tensor.cpu() if cpu_offload else tensor) if is_returned else None
+            tensor = tensor.cpu() if cpu_offload and is_returned else tensor
+            return tensor if is_returned else None
 
-        state = tree_map_only(FlatShard, whole, state)
+        state = tree_map_only(FlatShard, gather_whole, state)
         return gather(state, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
 
     return gather_state_dict

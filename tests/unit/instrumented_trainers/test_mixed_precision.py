@@ -19,7 +19,7 @@ class _Arrived:
     def __init__(self, values: Tensor, *_: object) -> None:
         self._values = values
 
-    def received(self) -> Tensor:
+    def receive(self) -> Tensor:
         return self._values
 
 

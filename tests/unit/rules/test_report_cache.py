@@ -26,8 +26,9 @@ from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.regression import samples
-from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
+from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.causes.stalls import Removal
+from tracekit.replay.graph.nodes import HostSpan
 from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
@@ -261,12 +262,13 @@ FINDINGS = st.builds(
     confidence=st.floats(0, 1),
     ranks=st.lists(st.integers(0, 2**40)).map(tuple),
     steps=st.lists(st.integers(0, 2**40)).map(tuple),
+    is_priced=st.booleans(),
     subject=st.text(),
-    what_if=st.none() | st.builds(WhatIf, st.text(), st.floats(0, 1), st.booleans()),
+    what_if=st.none() | st.builds(WhatIf, st.sampled_from(CAUSES), st.floats(0, 1), st.booleans()),
     removals=st.lists(
         st.builds(
             Removal,
-            st.text(),
+            st.sampled_from(CAUSES),
             st.lists(st.integers(0, 2**40)).map(tuple),
             st.lists(st.builds(HostSpan, *[st.integers(0, 2**40)] * 4, st.text()), max_size=2).map(tuple),
         ),

@@ -33,9 +33,9 @@ def exposed_calls(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def exposed_transfers(run: Run) -> pl.DataFrame:
-    """Return `exposed` for the whole run without the time waiting for other ranks; use ``run.run_table``.
+    """Return `exposed_calls` for the whole run without the time waiting for other ranks; use ``run.run_table``.
 
-    Columns window, rank, those of `exposed`, waited_ns (from its start to the last known arrival, hidden or not);
+    Columns window, rank, those of `exposed_calls`, waited_ns (from its start to the last known arrival, hidden or not);
     exposed_ns is that of the rest.
     """
     key = ["window", "rank", "activity_id"]

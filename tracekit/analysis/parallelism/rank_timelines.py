@@ -99,10 +99,10 @@ def awaited_times(run: Run) -> pl.DataFrame:
 
 @run_fact
 def spread(run: Run) -> pl.DataFrame:
-    """Return `exposed_communication.spread` with how long others wait for each rank; use ``run.run_table``.
+    """Exposed communication per step (`exposed_communication.spread`) with the time for which others wait for each rank.
 
-    More columns: awaited_ns and waiting_rank of `awaited` (0 and null where nobody waits), and awaited_ratio, the share
-    of the median step of all ranks.
+    More columns: awaited_ns and waiting_rank of `awaited_times` (0 and null where nobody waits), and awaited_ratio, the
+    share of the median step of all ranks.
     """
     waits = run.table(awaited_times).drop_nulls("step").drop("all_waits_ns")
     steps = run.table(exposed_communication.spread)

@@ -36,15 +36,15 @@ def check(folder: Path) -> Part:
     except PickleError as error:
         return replace(part, problems=(result.problem(METADATA_FILE, str(error)),))
     shards = [_shard(folder, file, entries) for file, entries in sorted(index.items())]
-    unchecked = sum(each.total_bytes - each.checked_bytes for each in shards if not each.problems)
+    unchecked = sum(shard.total_bytes - shard.checked_bytes for shard in shards if not shard.problems)
     note = f"{METADATA_FILE} and {unchecked:,} bytes of shards have no checksum: they were not verified"
     return replace(
         part,
         problems=tuple(problem for shard in shards for problem in shard.problems),
         notes=(note if unchecked else f"{METADATA_FILE} has no checksum: it was read, but not verified",),
         files=1 + len(shards),
-        total_bytes=size + sum(each.total_bytes for each in shards),
-        checked_bytes=sum(each.checked_bytes for each in shards),
+        total_bytes=size + sum(shard.total_bytes for shard in shards),
+        checked_bytes=sum(shard.checked_bytes for shard in shards),
     )
 
 

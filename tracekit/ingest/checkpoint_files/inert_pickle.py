@@ -50,8 +50,8 @@ class MetadataUnpickler(Machine):
     def opcodes(self) -> dict[str, Callable[[], None]]:
         """Return the handlers of plain data, and those that note classes and objects by name."""
         return super().opcodes() | {
-            "SHORT_BINBYTES": self.push(lambda: self._sized(1)), "BINBYTES": self.push(lambda: self._sized(4)),
-            "BINBYTES8": self.push(lambda: self._sized(8)), "EMPTY_SET": self.push(set), "ADDITEMS": self._add_items,
+            "SHORT_BINBYTES": self.push(lambda: self._chunk(1)), "BINBYTES": self.push(lambda: self._chunk(4)),
+            "BINBYTES8": self.push(lambda: self._chunk(8)), "EMPTY_SET": self.push(set), "ADDITEMS": self._add_items,
             "GLOBAL": self.push(lambda: _class_name(self._line().decode(), self._line().decode())),
             "STACK_GLOBAL": self.push(lambda: _class_name(*self._last(2))),
             "REDUCE": self._make, "NEWOBJ": self._make, "BUILD": self._build,
@@ -65,8 +65,8 @@ class MetadataUnpickler(Machine):
         return items
 
     def _add_items(self) -> None:
-        items = self._marked()
-        _typed(set, self._stack[-1]).update(map(checked_key, items))
+        items = self._pop_to_mark()
+        _require_type(set, self._stack[-1]).update(map(checked_key, items))
 
     def set_item(self) -> None:
         """Set one item of a dict, or of an object that is filled like one."""
@@ -81,24 +81,24 @@ class MetadataUnpickler(Machine):
 
     def _make(self) -> None:
         class_name, args = self._last(2)
-        self._stack.append(InertObject(_typed(ClassName, class_name).name, _typed(tuple, args)))
+        self._stack.append(InertObject(_require_type(ClassName, class_name).name, _require_type(tuple, args)))
 
     def _build(self) -> None:
         state = self._stack.pop()
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             # A class with a __setstate__ of its own takes anything.
-            fields = {} if part is None else part if type(part) is dict else {_OWN_STATE: part}
-            _typed(InertObject, self._stack[-1]).state.update(fields)
+            fields = part if type(part) is dict else {_OWN_STATE: part}
+            _require_type(InertObject, self._stack[-1]).state.update({} if part is None else fields)
 
 
 def _class_name(module: Any, attribute: Any) -> ClassName:
-    name = f"{_typed(str, module)}.{_typed(str, attribute)}"
+    name = f"{_require_type(str, module)}.{_require_type(str, attribute)}"
     if not attribute.isidentifier() or not (_MODULES.fullmatch(module) or _NAMES.fullmatch(name)):
         raise PickleError(f"would import {name[:99]}, which no checkpoint's metadata needs: do not load it")
     return ClassName(name)
 
 
-def _typed(kind: type, value: Any) -> Any:
+def _require_type(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value

@@ -66,7 +66,7 @@ def unreadable(file: str, error: OSError) -> Problem:
 
 
 def rank_of(file: str) -> int | None:
-    """Return which rank wrote a file, by its name.
+    """Rank that wrote a file, by its name.
 
     >>> rank_of("__12_0.distcp"), rank_of("model_rank3.pt"), rank_of(".metadata"), rank_of("model.safetensors")
     (12, 3, 0, None)
@@ -77,7 +77,7 @@ def rank_of(file: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def combined(path: str, parts: Iterable[Part]) -> VerifiedCheckpoint:
+def combine(path: str, parts: Iterable[Part]) -> VerifiedCheckpoint:
     """Return the combined result of all checks of one checkpoint."""
     parts = list(parts)
     return VerifiedCheckpoint(

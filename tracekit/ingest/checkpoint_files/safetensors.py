@@ -56,12 +56,12 @@ def _tensors(path: Path) -> tuple[int, set[str]]:
         spans = sorted(_span(tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _DamagedError(f"has a header that cannot be read ({error})") from None
-    at = 0
+    data_end = 0
     for begin, end in spans:
-        if begin != at or end < begin:
-            raise _DamagedError(f"has a header with a hole, or an overlap, at byte {at:,} of its data")
-        at = end
-    needed = _LENGTH_BYTES + length + at
+        if begin != data_end or end < begin:
+            raise _DamagedError(f"has a header with a hole, or an overlap, at byte {data_end:,} of its data")
+        data_end = end
+    needed = _LENGTH_BYTES + length + data_end
     if size != needed:
         how = "it was cut" if size < needed else "something was added"
         raise _DamagedError(f"has {size:,} bytes, {needed:,} by its header: {how}")
@@ -88,9 +88,9 @@ def _against_index(folder: Path, index: str, tensors: Mapping[str, set[str]], da
     for tensor, file in places:
         by_file.setdefault(str(file), []).append(tensor)
     problems = []
-    for file, wanted in sorted(by_file.items()):
+    for file, names in sorted(by_file.items()):
         if not (folder / file).is_file():
-            problems.append(result.problem(file, f"is missing: {index} looks there for {len(wanted)} tensors"))
-        elif file in tensors and (lost := [name for name in wanted if name not in tensors[file]]):
+            problems.append(result.problem(file, f"is missing: {index} looks there for {len(names)} tensors"))
+        elif file in tensors and (lost := [name for name in names if name not in tensors[file]]):
             problems.append(result.problem(file, f"lacks {lost[0]} and {len(lost) - 1} more tensors of {index}"))
     return [problem for problem in problems if problem.file not in damaged]

@@ -18,13 +18,13 @@ def check(folder: Path) -> Part:
     try:
         seal = untrusted_json.parse((folder / SEAL_FILE).read_bytes())
         digest, files = seal.pop("sha256"), seal["files"]
-        own = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
+        computed_digest = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
         sizes = {name: _stated_bytes(expected) for name, expected in files.items()}
     except OSError as error:
         return Part("seal", (result.unreadable(SEAL_FILE, error),))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Part("seal", (result.problem(SEAL_FILE, f"is damaged ({error})"),))
-    if own != digest:
+    if computed_digest != digest:
         return Part("seal", (result.problem(SEAL_FILE, "is damaged: its words have changed since it was written"),))
     wrong = {name: _damage(folder, name, expected) for name, expected in files.items()}
     return Part(
@@ -49,13 +49,10 @@ def _damage(folder: Path, name: str, expected: Mapping[str, Any]) -> Problem | N
     try:
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
-            return result.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {_how(size, expected)}")
+            how = "it was cut" if size < expected["bytes"] else "something was added"
+            return result.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
         with (folder / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return result.unreadable(name, error)
     return None if digest == expected["sha256"] else result.problem(name, "holds other bytes than were saved")
-
-
-def _how(size: int, expected: Mapping[str, Any]) -> str:
-    return "it was cut" if size < expected["bytes"] else "something was added"

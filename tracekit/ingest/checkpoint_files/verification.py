@@ -23,8 +23,8 @@ def verify(path: Path) -> list[VerifiedCheckpoint]:
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder; check the path")
     if path.is_file():
-        return _with_remedies([result.combined(str(path), [_one_file(path)])])
-    verified = [result.combined(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
+        return _with_remedies([result.combine(str(path), [_one_file(path)])])
+    verified = [result.combine(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
     if not verified:
         raise InputError(
             f"{path}: no checkpoint here or up to {_MAX_DEPTH} folders below (looked for {', '.join(_NAMES)}, "

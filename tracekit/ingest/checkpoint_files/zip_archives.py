@@ -27,14 +27,14 @@ class _Window:
     def tell(self) -> int:
         return self._at
 
-    def seek(self, at: int, whence: int = 0) -> int:
-        self._at = max(0, at + (0, self._at, self._length)[whence])
+    def seek(self, position: int, whence: int = 0) -> int:
+        self._at = max(0, position + (0, self._at, self._length)[whence])
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        remaining = max(0, self._length - self._at)
         self._file.seek(self._offset + self._at)
-        data = self._file.read(left if count < 0 else min(count, left))
+        data = self._file.read(remaining if count < 0 else min(count, remaining))
         self._at += len(data)
         return data
 

@@ -67,18 +67,18 @@ def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
     if len(entries) > MAX_ENTRIES:
         raise BadDumpError(f"has {len(entries):,} entries; at most {MAX_ENTRIES:,} are read")
     reader = _Entries(rank)
-    own = value.get("tracekit")
-    reason = own.get("reason") if isinstance(own, dict) else ""
+    extra = value.get("tracekit")
+    reason = extra.get("reason") if isinstance(extra, dict) else ""
     calls = [reader.call(index, entry) for index, entry in enumerate(entries)]
     calls = _without_false_ends(calls, entries, is_at_rest=reason in ("", "timeout"))
-    dump = RankDump(rank, (path,), _coalesced(calls), _groups(value.get("pg_config")), has_recorder=True)
-    return _with_own(dump, own) if isinstance(own, dict) else dump
+    dump = RankDump(rank, (path,), _merge_coalesced(calls), _groups(value.get("pg_config")), has_recorder=True)
+    return _with_extra(dump, extra) if isinstance(extra, dict) else dump
 
 
 def stated_rank(value: Mapping[str, Any]) -> int | None:
     """Return the rank that a dump states itself."""
-    own = value.get("tracekit")
-    rank = own.get("rank", value.get("rank")) if isinstance(own, dict) else value.get("rank")
+    extra = value.get("tracekit")
+    rank = extra.get("rank", value.get("rank")) if isinstance(extra, dict) else value.get("rank")
     return rank if type(rank) is int and 0 <= rank < MAX_RANKS else None
 
 
@@ -110,7 +110,8 @@ class _Entries:
         group, description = (_text(part) for part in tuple(entry["process_group"])[:2])
         created_ns = _time(entry.get("time_created_ns")) or 1000 * (_time(entry.get("time_created_us")) or 0)
         ended_ns = _time(entry.get("time_discovered_completed_ns"))
-        left, right = (int(peers[2]), None if peers[4] == _ANY else int(peers[4])) if peers else (None, None)
+        group_rank = int(peers[2]) if peers else None
+        peer = int(peers[4]) if peers and peers[4] != _ANY else None
         return Call(
             self._rank,
             index,
@@ -121,8 +122,8 @@ class _Entries:
             backend,
             _state(entry, backend, ended_ns),
             is_p2p=is_p2p,
-            source=left if peers and peers[1] == "send" else right,
-            target=right if peers and peers[1] == "send" else left,
+            source=group_rank if peers and peers[1] == "send" else peer,
+            target=peer if peers and peers[1] == "send" else group_rank,
             input_sizes=self._tensor_sizes(entry.get("input_sizes")),
             output_sizes=self._tensor_sizes(entry.get("output_sizes")),
             input_dtypes=_dtypes(entry.get("input_dtypes")),
@@ -138,7 +139,7 @@ class _Entries:
     def _tensor_sizes(self, value: Any) -> tuple[tuple[int, ...], ...]:
         if value is None:
             return ()
-        sizes = tuple(tuple(map(_integer, _listed(tensor))) for tensor in _listed(value))
+        sizes = tuple(tuple(map(_integer, _iter_list(tensor))) for tensor in _iter_list(value))
         self._sizes += sum(len(tensor) + 1 for tensor in sizes)
         if self._sizes > _MAX_SIZES:
             raise BadDumpError(f"has more than {_MAX_SIZES:,} sizes of tensors")
@@ -148,16 +149,16 @@ class _Entries:
         """Return the innermost frames of a stack."""
         if not isinstance(value, list):
             return ()
-        return tuple(self._frame(each) for each in value[:_MAX_FRAMES] if isinstance(each, dict))
+        return tuple(self._frame(frame) for frame in value[:_MAX_FRAMES] if isinstance(frame, dict))
 
     def _frame(self, value: Mapping[str, Any]) -> Frame:
         line = value.get("line")
         line = line if type(line) is int and 0 <= line < _MAX_LINE else 0
         key = (_text(value.get("name")), _text(value.get("filename")), line)
-        known = self._frames.get(key)
-        if known is None:
-            known = self._frames[key] = Frame(*key, source=_text(value.get("source") or ""))
-        return known
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = Frame(*key, source=_text(value.get("source") or ""))
+        return frame
 
 
 def _state(entry: Mapping[str, Any], backend: str, ended_ns: int | None) -> CallState:
@@ -195,7 +196,7 @@ def _is_discovered_by_dump(call: Call) -> bool:
     return bool(call.ended_ns and call.created_ns and call.ended_ns - call.created_ns >= _WATCHDOG_NS)
 
 
-def _coalesced(calls: list[Call]) -> tuple[Call, ...]:
+def _merge_coalesced(calls: list[Call]) -> tuple[Call, ...]:
     """Return the calls, those that an entry "coalesced" closes as its parts: only it has the state of all.
 
     Entries of one coalesced call have the same number in their group and stand one after the other.
@@ -217,9 +218,9 @@ def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     if not isinstance(value, dict):
         return {}
     return {
-        _text(each.get("name") or name): (_text(each.get("desc")), _ranks(each.get("ranks")))
-        for name, each in value.items()
-        if isinstance(each, dict) and (each.get("name") or name)
+        _text(group.get("name") or name): (_text(group.get("desc")), _ranks(group.get("ranks")))
+        for name, group in value.items()
+        if isinstance(group, dict) and (group.get("name") or name)
     }
 
 
@@ -232,21 +233,21 @@ def _ranks(value: Any) -> tuple[int, ...] | None:
     return ranks if ranks and max(ranks) < MAX_RANKS else None
 
 
-def _with_own(dump: RankDump, own: Mapping[str, Any]) -> RankDump:
+def _with_extra(dump: RankDump, extra: Mapping[str, Any]) -> RankDump:
     """Return the dump with what tracekit's recorder added."""
     frames = _Entries(dump.rank).frames
-    threads = [each for each in _items(own.get("threads")) if isinstance(each, dict)]
+    threads = [thread for thread in _items(extra.get("threads")) if isinstance(thread, dict)]
     return replace(
         dump,
-        threads=tuple(_thread(each, frames(each.get("frames"))) for each in threads),
-        world_size=_optional(own.get("world_size")),
-        written_ns=_optional(own.get("written_ns")),
-        reason=_text(own.get("reason")),
-        error=_text(own.get("error")),
-        host=_text(own.get("host")),
-        process_id=_optional(own.get("pid")),
-        stalled_ns=_optional(own.get("stalled_ns")),
-        dead_ranks=tuple(rank for each in _items(own.get("dead_ranks")) if (rank := _optional(each)) is not None),
+        threads=tuple(_thread(thread, frames(thread.get("frames"))) for thread in threads),
+        world_size=_optional(extra.get("world_size")),
+        written_ns=_optional(extra.get("written_ns")),
+        reason=_text(extra.get("reason")),
+        error=_text(extra.get("error")),
+        host=_text(extra.get("host")),
+        process_id=_optional(extra.get("pid")),
+        stalled_ns=_optional(extra.get("stalled_ns")),
+        dead_ranks=tuple(rank for raw in _items(extra.get("dead_ranks")) if (rank := _optional(raw)) is not None),
     )
 
 
@@ -289,7 +290,9 @@ def _time(value: Any) -> int | None:
 
 
 def _dtypes(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) and value else tuple(map(_text, _listed(value))) if value else ()
+    if isinstance(value, str) and value:
+        return (value,)
+    return tuple(map(_text, _iter_list(value))) if value else ()
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -297,7 +300,7 @@ def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _listed(value: Any) -> Iterator[Any]:
+def _iter_list(value: Any) -> Iterator[Any]:
     if not isinstance(value, list | tuple):
         raise TypeError(f"{_shown(value)} is not a list")
     return iter(value)
@@ -305,10 +308,6 @@ def _listed(value: Any) -> Iterator[Any]:
 
 def _shown(value: Any) -> str:
     """Return a value for a message; a container may be too large to print, or contain itself."""
-    return (
-        repr(value[:40])
-        if isinstance(value, str)
-        else str(value)
-        if type(value) in _SCALARS
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, str):
+        return repr(value[:40])
+    return str(value) if type(value) in _SCALARS else f"a {type(value).__name__}"

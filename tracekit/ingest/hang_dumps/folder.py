@@ -42,7 +42,7 @@ def read(path: Path) -> HangDumps:
             _read_file(file, dumps, texts)
         except BadDumpError as error:
             notes.append(f"{file.name}: {error}; it is left out")
-    if not dumps and not any(each.rank is not None for each in texts):
+    if not dumps and not any(stacks.rank is not None for stacks in texts):
         reason = f": {notes[0]}" if notes else ""
         raise InputError(f"{path}: no dump of a flight recorder that can be used{reason}; {_HOW_TO}")
     by_rank = _latest(dumps, notes)
@@ -116,7 +116,7 @@ def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
             continue
         older, newer = sorted((other, dump), key=_moment)
         if _same_hang(older, newer):
-            stating, native = sorted((older, newer), key=lambda each: not each.reason)
+            stating, native = sorted((older, newer), key=lambda dump: not dump.reason)
             by_rank[dump.rank] = stating.with_stacks(native)
             continue
         by_rank[dump.rank] = newer.with_stacks(older)
@@ -124,11 +124,11 @@ def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
     return by_rank
 
 
-def _same_hang(one: RankDump, other: RankDump) -> bool:
+def _same_hang(older: RankDump, newer: RankDump) -> bool:
     """Return whether torch and tracekit both wrote a dump of one hang: the rank made no call between them."""
-    if bool(one.reason) is bool(other.reason):
+    if bool(older.reason) is bool(newer.reason):
         return False
-    last = [next((call for call in reversed(dump.calls) if call.is_recorded), None) for dump in (one, other)]
+    last = [next((call for call in reversed(dump.calls) if call.is_recorded), None) for dump in (older, newer)]
     first, second = last
     return first is not None and second is not None and first.created_ns == second.created_ns is not None
 
@@ -139,13 +139,13 @@ def _moment(dump: RankDump) -> int:
 
 def _add_stacks(by_rank: dict[int, RankDump], texts: Iterable[_Stacks], notes: list[str]) -> None:
     of_process = {dump.process_id: rank for rank, dump in by_rank.items() if dump.process_id is not None}
-    for each in texts:
-        rank = of_process.get(each.process_id) if each.process_id is not None else None
-        rank = each.rank if rank is None else rank
+    for process in texts:
+        rank = of_process.get(process.process_id) if process.process_id is not None else None
+        rank = process.rank if rank is None else rank
         if rank is None:
-            notes.append(f"{Path(each.path).name}: stacks of an unknown rank; put rank3 or so in its name")
+            notes.append(f"{Path(process.path).name}: process of an unknown rank; put rank3 or so in its name")
             continue
-        of_stacks = RankDump(rank, (each.path,), threads=each.threads)
+        of_stacks = RankDump(rank, (process.path,), threads=process.threads)
         by_rank[rank] = by_rank[rank].with_stacks(of_stacks) if rank in by_rank else of_stacks
 
 
@@ -166,6 +166,6 @@ def _drop_other_times(by_rank: dict[int, RankDump], notes: list[str]) -> None:
         notes.append(f"dumps were written up to {duration(spread)} apart: those of ranks {early} are older")
 
 
-def _gap_ns(one: tuple[int, int], other: tuple[int, int]) -> int:
+def _gap_ns(span: tuple[int, int], other: tuple[int, int]) -> int:
     """Return the time between two spans; 0 where they overlap."""
-    return max(one[0] - other[1], other[0] - one[1], 0)
+    return max(span[0] - other[1], other[0] - span[1], 0)

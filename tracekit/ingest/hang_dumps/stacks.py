@@ -33,9 +33,9 @@ def process_id(text: str) -> int | None:
 
 def parse_json(value: Any) -> tuple[ThreadStack, ...]:
     """Return the threads of ``py-spy dump --json``; none if a value is something else."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) and "frames" in each for each in value):
+    if not isinstance(value, list) or not all(isinstance(thread, dict) and "frames" in thread for thread in value):
         return ()
-    return tuple(_spy_thread(each) for each in value[:_MAX_THREADS])
+    return tuple(_spy_thread(thread) for thread in value[:_MAX_THREADS])
 
 
 def is_spy_of(value: Sequence[Mapping[str, Any]]) -> int | None:
@@ -81,7 +81,7 @@ def _spy_thread(value: Mapping[str, Any]) -> ThreadStack:
     name = value.get("thread_name")
     return ThreadStack(
         name[:_MAX_TEXT] if isinstance(name, str) else "",
-        tuple(_spy_frame(each) for each in frames[:_MAX_FRAMES] if isinstance(each, dict)),
+        tuple(_spy_frame(frame) for frame in frames[:_MAX_FRAMES] if isinstance(frame, dict)),
         is_main=name == _MAIN,
         cpu_ratio=_activity(value.get("active")),
     )

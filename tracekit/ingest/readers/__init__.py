@@ -58,7 +58,7 @@ def companions(rank: int) -> dict[str, Reader]:
 
 
 def unknown_format(head: bytes, name: str) -> str:
-    """Return what a file is that no reader knows, and what to do about it."""
+    """A description of a file that no reader knows, and what to do about it."""
     names = ", ".join(reader.name for reader in available() if reader.has_traces)
     return foreign_formats.describe(head, name) or f"unknown format; tracekit reads: {names}"
 

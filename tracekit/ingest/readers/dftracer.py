@@ -50,7 +50,7 @@ class DFTracerLogs(Reader):
 
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
         """Return the process that was recorded, and the one that started it."""
-        process, parent, time = (found.search(head) for found in (_PROCESS_ID, _PARENT_ID, _TIME))
+        process, parent, time = (pattern.search(head) for pattern in (_PROCESS_ID, _PARENT_ID, _TIME))
         return [
             TraceInfo(
                 process_id=None if process is None else int(process[1]),
@@ -163,11 +163,11 @@ class _Log:
         types = {"name": pl.String, "kind": pl.String, "hash": pl.String, "fname": pl.String, "start_ns": pl.Int64}
         types |= {"dur_ns": pl.Int64, "bytes": pl.Int64, "process": pl.Int64, "thread": pl.Int64}
         rows = pl.DataFrame(self._rows, types, orient="row")
-        known = pl.col("hash").replace_strict(self._files, default=None, return_dtype=pl.String)
-        return schema.IO_CALLS.conform(rows.with_columns(file=pl.coalesce("fname", known)).sort("start_ns", "dur_ns"))
+        paths = pl.col("hash").replace_strict(self._files, default=None, return_dtype=pl.String)
+        return schema.IO_CALLS.conform(rows.with_columns(file=pl.coalesce("fname", paths)).sort("start_ns", "dur_ns"))
 
     def issues(self) -> pl.DataFrame:
-        """Return what was left out of the log, columns as DATA_QUALITY."""
+        """Issues for what was left out of the log, columns as DATA_QUALITY."""
         counted = (
             (self._bad_lines, "lines are no events and were left out"),
             (self._bad_calls, "calls have no usable time and were left out"),

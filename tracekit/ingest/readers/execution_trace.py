@@ -54,8 +54,8 @@ class ExecutionTraces(Reader):
 
     def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
         """Return the process that was recorded."""
-        found = _PROCESS_ID.search(head)
-        return [TraceInfo(process_id=None if found is None else int(found[1]))]
+        match = _PROCESS_ID.search(head)
+        return [TraceInfo(process_id=None if match is None else int(match[1]))]
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
         """Return an empty trace: the reader of the profiler's trace takes what it needs by `load`."""
@@ -132,7 +132,7 @@ def _content(path: str) -> bytes:
 
 def _nodes_before_cut(path: str, content: bytes, error: Exception) -> list[_Node]:
     """Return the complete nodes of a file that ends early. Raises BadTraceError if it is damaged otherwise."""
-    ends = [found.start() for found in _NODE_END.finditer(content, max(len(content) - (1 << 20), 0))]
+    ends = [match.start() for match in _NODE_END.finditer(content, max(len(content) - (1 << 20), 0))]
     try:
         return msgspec.json.decode(content[: ends[-1] + 1] + b"]}", type=_File).nodes
     except (IndexError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -158,18 +158,18 @@ def _inputs(node: _Node) -> _Inputs:
         return _Inputs()
 
 
-def _listed(raw: Raw | bytes) -> list[Any]:
+def _parse_list(raw: Raw | bytes) -> list[Any]:
     """Return a JSON array; an empty list for anything else."""
     try:
-        found = untrusted_json.parse(bytes(raw))
+        parsed = untrusted_json.parse(bytes(raw))
     except ValueError:
         return []
-    return found if isinstance(found, list) else []
+    return parsed if isinstance(parsed, list) else []
 
 
 def _listed_groups(node: _Node) -> list[Any]:
-    text = next(iter(_listed(_inputs(node).values)), None)
-    return _listed(text.encode("utf-8", "replace")) if isinstance(text, str) else []
+    text = next(iter(_parse_list(_inputs(node).values)), None)
+    return _parse_list(text.encode("utf-8", "replace")) if isinstance(text, str) else []
 
 
 # In the profiler's spelling ------------------------------------------------------------------------------------------
@@ -185,14 +185,14 @@ def _op_inputs(node: _Node) -> OpInputs | None:
 
     See InputOutputEncoder and shapesToStr of torch/csrc/profiler. None if there are none, or they are malformed.
     """
-    found = _inputs(node)
-    described = _described(bytes(found.shapes), bytes(found.types), bytes(found.strides))
+    inputs = _inputs(node)
+    described = _describe(bytes(inputs.shapes), bytes(inputs.types), bytes(inputs.strides))
     if described is None:
         return None
     kinds, dims, types, strides = described
     values = [""] * len(kinds)
     if any(kind.startswith("Scalar") for kind in kinds):
-        stated = _listed(found.values)
+        stated = _parse_list(inputs.values)
         if len(stated) != len(kinds):
             return None
         values = [_text(value) if kind.startswith("Scalar") else "" for value, kind in zip(stated, kinds, strict=True)]
@@ -200,10 +200,10 @@ def _op_inputs(node: _Node) -> OpInputs | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(shapes: bytes, types: bytes, strides: bytes) -> tuple[list[str], bytes, bytes, bytes] | None:
+def _describe(shapes: bytes, types: bytes, strides: bytes) -> tuple[list[str], bytes, bytes, bytes] | None:
     """Return the kinds of inputs, and their shapes, kinds and strides as the profiler writes them."""
-    kinds = [_kind(stated) for stated in _listed(types)]
-    listed_shapes, listed_strides = _listed(shapes), _listed(strides)
+    kinds = [_kind(stated) for stated in _parse_list(types)]
+    listed_shapes, listed_strides = _parse_list(shapes), _parse_list(strides)
     if not kinds or len(listed_shapes) != len(kinds):
         return None
     shaped = [kind not in ("", "Scalar", "ScalarList") for kind in kinds]

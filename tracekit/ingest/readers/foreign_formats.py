@@ -192,16 +192,16 @@ FORMATS = (
 
 
 def describe(head: bytes, name: str) -> str | None:
-    """Return what a file is that is often passed in place of a trace, and what to do; None if it is another."""
+    """A description of a file that is often passed in place of a trace, and what to do; None if it is another."""
     if not head.strip():
         return "the file is empty; record it again"
-    if (own := _OWN_OUTPUT.search(head[:200])) is not None:
-        return f"this is a {own[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
+    if (match := _OWN_OUTPUT.search(head[:200])) is not None:
+        return f"this is a {match[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
     start = head[:_HEAD_BYTES]
-    found = next((f for f in FORMATS if f.matches(start)), None) or _by_name(name.lower())
-    if found is None:
+    foreign = next((f for f in FORMATS if f.matches(start)), None) or _by_name(name.lower())
+    if foreign is None:
         return None
-    return f"this is {found.name}; {found.advice}"
+    return f"this is {foreign.name}; {foreign.advice}"
 
 
 def _by_name(name: str) -> ForeignFormat | None:

@@ -60,12 +60,12 @@ class MetricsLogs(_Logs):
             if name not in ("step", "rank") and _is_number(value) and _is_possible(name, value)
         ]
         metrics, _ = _conform(schema.METRICS, rows)
-        known = metrics.filter(pl.col("step").is_not_null())
-        dropped = sum("step" in line and _typed(line["step"], pl.Int64()) is None for line in lines)
+        step_metrics = metrics.filter(pl.col("step").is_not_null())
+        dropped = sum("step" in line and _as_dtype(line["step"], pl.Int64()) is None for line in lines)
         dropped += sum(
             _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
         )
-        return Trace(rank, window, path, metrics=known, data_quality=_issues(path, skipped, dropped))
+        return Trace(rank, window, path, metrics=step_metrics, data_quality=_issues(path, skipped, dropped))
 
 
 def _lines(path: str) -> tuple[list[dict[str, Any]], int]:
@@ -107,7 +107,7 @@ def _is_number(value: object) -> bool:
 
 def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> tuple[pl.DataFrame, int]:
     """Return rows as a table, and how many of their values have a wrong type: these are null."""
-    columns = {c.name: [_typed(row.get(c.name), c.dtype) for row in rows] for c in table.columns}
+    columns = {c.name: [_as_dtype(row.get(c.name), c.dtype) for row in rows] for c in table.columns}
     dropped = sum(
         typed is None and row.get(name) is not None
         for name, values in columns.items()
@@ -116,7 +116,7 @@ def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> tuple[pl.DataFr
     return pl.DataFrame(columns, schema=table.schema), dropped
 
 
-def _typed(value: object, dtype: pl.DataType) -> object:
+def _as_dtype(value: object, dtype: pl.DataType) -> object:
     """Return a value as a column of this type has it; None if it does not fit."""
     if dtype == pl.String:
         return value if isinstance(value, str) else None

@@ -27,7 +27,7 @@ class Manifests(Reader):
 
 
 def read(path: Path) -> Manifest | None:
-    """Return what a manifest states, for programs that load no run; None if it is no JSON object of at most 4 MiB."""
+    """The manifest, for programs that load no run; None if it is no JSON object of at most 4 MiB."""
     try:
         return Manifest.of(parse(path.read_bytes())) if path.stat().st_size <= _MAX_BYTES else None
     except (OSError, ValueError):

@@ -74,7 +74,7 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
         partial.rename(out)
     finally:
         _remove(partial)
-    return ScrubResult(out, tuple(names), secrets.removed(), tuple(left_out))
+    return ScrubResult(out, tuple(names), secrets.removal_counts(), tuple(left_out))
 
 
 def _check_places(run: Path, out: Path, *, force: bool) -> None:
@@ -82,8 +82,8 @@ def _check_places(run: Path, out: Path, *, force: bool) -> None:
         raise InputError(f"{run}: there is no such file or folder; check the path")
     if out.exists() and not out.is_file() and not out.is_dir():
         raise InputError(f"{out}: is a device or pipe; name a file or folder")
-    here, there = run.resolve(), out.resolve()
-    if here == there or here in there.parents or there in here.parents:
+    source, target = run.resolve(), out.resolve()
+    if source == target or source in target.parents or target in source.parents:
         raise InputError(f"{out}: is inside the run, or the run is inside it; name another path")
     if not out.exists():
         return
@@ -96,7 +96,7 @@ def _check_places(run: Path, out: Path, *, force: bool) -> None:
 
 def _sources(run: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     """Return the files of a run that can be scrubbed, in order, and the names of the others with the reason."""
-    known: list[Path] = []
+    sources: list[Path] = []
     left_out: list[tuple[str, str]] = []
     for path in sorted(_entries(run)):
         name = str(path.relative_to(run)) if run.is_dir() else path.name
@@ -104,8 +104,8 @@ def _sources(run: Path) -> tuple[list[Path], list[tuple[str, str]]]:
         if reason:
             left_out.append((name, reason))
         else:
-            known.append(path)
-    return known, left_out
+            sources.append(path)
+    return sources, left_out
 
 
 def _entries(run: Path) -> Iterator[Path]:
@@ -131,8 +131,8 @@ def _why_not(path: Path) -> str:
     if path.name.endswith(_PICKLES):
         return snapshots.why_not(path)
     if not path.name.endswith(_TRACES):
-        known = (reason for endings, reason in _OTHER_KINDS.items() if path.name.lower().endswith(endings))
-        return next(known, "a kind of file that cannot be scrubbed")
+        reasons = (reason for endings, reason in _OTHER_KINDS.items() if path.name.lower().endswith(endings))
+        return next(reasons, "a kind of file that cannot be scrubbed")
     if path.stat().st_size == 0:
         return "empty"
     return "" if any(mark in piece for piece in streams.pieces(path) for mark in _EVENTS) else "JSON, but no trace"

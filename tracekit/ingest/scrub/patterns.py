@@ -37,8 +37,8 @@ SECRETS = tuple(
     for word in (b"token", b"password", b"passwd", b"secret", b"credential", b"_key", b"-key", b"apikey")
     for spelling in (word, word.upper(), word.title())
 ) + tuple(
-    re.compile(rb"(?P<value>%b)" % known)
-    for known in (
+    re.compile(rb"(?P<value>%b)" % pattern)
+    for pattern in (
         rb"hf_[A-Za-z0-9]{30,}",
         rb"gh[pousr]_[A-Za-z0-9]{30,}",
         rb"github_pat_\w{30,}",
@@ -101,15 +101,15 @@ def addresses(text: bytes) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def words(known: Iterable[bytes]) -> list[re.Pattern[bytes]]:
-    """Return what finds each word, longest first: whole, not where it is a key of JSON or a trace's category."""
+def words(secrets: Iterable[bytes]) -> list[re.Pattern[bytes]]:
+    """Patterns that find each word, longest first: whole, not where it is a key of JSON or a trace's category."""
     return [
         re.compile(rb"%b(?<![\w<]%b)(?<!\"cat\": \"%b)(?<!\"cat\":\"%b)(?!\w)(?!\"\s*:)" % ((re.escape(word),) * 4))
-        for word in sorted(known, key=lambda word: (-len(word), word))
+        for word in sorted(secrets, key=lambda word: (-len(word), word))
     ]
 
 
-def words_in_name(known: Iterable[bytes]) -> list[re.Pattern[bytes]]:
-    """Return what finds each word in a file name, where an underscore ends a word."""
-    longest_first = sorted(known, key=lambda word: (-len(word), word))
+def words_in_name(secrets: Iterable[bytes]) -> list[re.Pattern[bytes]]:
+    """Patterns that find each word in a file name, where an underscore ends a word."""
+    longest_first = sorted(secrets, key=lambda word: (-len(word), word))
     return [re.compile(rb"(?<![A-Za-z0-9])%b(?![A-Za-z0-9])" % re.escape(word)) for word in longest_first]

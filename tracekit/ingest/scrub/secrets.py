@@ -48,24 +48,24 @@ class Secrets:
 
     def add(self, kind: str, word: bytes) -> None:
         """Add one word, as JSON writes it; a host also without its domain."""
-        for each in {word, word.partition(b".")[0]} if kind == HOST else {word}:
-            if len(each) >= _MIN_WORD_LENGTH and each.lower() not in _COMMON and re.search(rb"[A-Za-z\x80-\xff]", each):
-                for written in _writings(each):
+        for name in {word, word.partition(b".")[0]} if kind == HOST else {word}:
+            if len(name) >= _MIN_WORD_LENGTH and name.lower() not in _COMMON and re.search(rb"[A-Za-z\x80-\xff]", name):
+                for written in _writings(name):
                     self.words.setdefault(written, kind)
 
     def hide(self, text: bytes) -> bytes:
         """Return a piece of JSON with placeholders for words, folders of paths, addresses and secrets."""
         for pattern in patterns.SECRETS:
-            text = _replaced(
+            text = _replace_spans(
                 text, (match.span("value") for match in pattern.finditer(text)), self._placeholder_for(SECRET)
             )
-        text = _replaced(text, patterns.emails(text), self._placeholder_for(EMAIL))
-        text = _replaced(
+        text = _replace_spans(text, patterns.emails(text), self._placeholder_for(EMAIL))
+        text = _replace_spans(
             text, _spans(patterns.URL, text), lambda url: url[:1] + b"//" + self._placeholder(URL, url[1:])
         )
         for pattern in patterns.PATHS:
-            text = _replaced(text, _spans(pattern, text), self._hide_folders)
-        text = _replaced(text, patterns.addresses(text), self._placeholder_for(ADDRESS))
+            text = _replace_spans(text, _spans(pattern, text), self._hide_folders)
+        text = _replace_spans(text, patterns.addresses(text), self._placeholder_for(ADDRESS))
         return self._hide_words(text, patterns.words(self.words))
 
     def hide_in_name(self, name: str) -> str:
@@ -83,16 +83,16 @@ class Secrets:
             SECRET: any(pattern.search(text) for pattern in patterns.SECRETS),
             "word": any(pattern.search(text) for pattern in patterns.words(self.words)),
         }
-        return [kind for kind, found in leaks.items() if found]
+        return [kind for kind, is_found in leaks.items() if is_found]
 
-    def removed(self) -> dict[str, tuple[int, int]]:
+    def removal_counts(self) -> dict[str, tuple[int, int]]:
         """Return, for each kind, the number of distinct values replaced and the number of places."""
-        distinct = {kind: sum(of == kind for of, _ in self._placeholders) for kind in KINDS}
+        distinct = {kind: sum(secret_kind == kind for secret_kind, _ in self._placeholders) for kind in KINDS}
         return {kind: (distinct[kind], self._places[kind]) for kind in KINDS if kind in self._places}
 
     def _hide_words(self, text: bytes, known_by: list[re.Pattern[bytes]]) -> bytes:
         for pattern in known_by:
-            text = _replaced(text, _spans(pattern, text), lambda word: self._placeholder(self.words[word], word))
+            text = _replace_spans(text, _spans(pattern, text), lambda word: self._placeholder(self.words[word], word))
         return text
 
     def _placeholder_for(self, kind: str) -> Callable[[bytes], bytes]:
@@ -103,7 +103,7 @@ class Secrets:
         self._places[kind] = self._places.get(kind, 0) + 1
         key = (kind, secret)
         if key not in self._placeholders:
-            number = 1 + sum(of == kind for of, _ in self._placeholders)
+            number = 1 + sum(secret_kind == kind for secret_kind, _ in self._placeholders)
             self._placeholders[key] = f"<{kind}{number}>".encode()
         return self._placeholders[key]
 
@@ -111,15 +111,15 @@ class Secrets:
         """Return a path with its folders hidden: only the file name stays, or the path inside a library."""
         tail = patterns.LIBRARY.search(path) or patterns.FILE.search(path)
         folder = (path[: tail.start()] if tail else path).rstrip(b"/\\")
-        named = self._placeholder(PATH, folder)
-        return named + b"/" + tail[0] if tail else named
+        placeholder = self._placeholder(PATH, folder)
+        return placeholder + b"/" + tail[0] if tail else placeholder
 
 
 def _spans(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]:
     return (match.span() for match in pattern.finditer(text))
 
 
-def _replaced(text: bytes, spans: Iterator[tuple[int, int]], stand_in: Callable[[bytes], bytes]) -> bytes:
+def _replace_spans(text: bytes, spans: Iterator[tuple[int, int]], stand_in: Callable[[bytes], bytes]) -> bytes:
     """Return `text` with each span replaced; spans are in order."""
     parts, done = [], 0
     for start, end in spans:

@@ -47,19 +47,19 @@ def why_not(path: Path) -> str:
 
 def texts(path: Path) -> Iterator[bytes]:
     """Yield the distinct texts of a pickle as JSON, each a line. Raises ValueError if `why_not` has a reason."""
-    found = dict.fromkeys(text for text, _ in _pieces(path.read_bytes()) if text is not None)
-    yield from (_as_json(text) + b"\n" for text in found)
+    distinct = dict.fromkeys(text for text, _ in _pieces(path.read_bytes()) if text is not None)
+    yield from (_as_json(text) + b"\n" for text in distinct)
 
 
 def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
     """Write a copy of a pickle whose texts, as JSON, are what `hide` makes of them."""
-    known: dict[str, bytes] = {}
+    instructions: dict[str, bytes] = {}
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
         for text, raw in _pieces(source.read_bytes()):
-            if text is not None and text not in known:
-                known[text] = _instruction(_hidden(text, hide))
-            file.write(raw if text is None else known[text])
+            if text is not None and text not in instructions:
+                instructions[text] = _instruction(_hide(text, hide))
+            file.write(raw if text is None else instructions[text])
 
 
 def _pieces(data: bytes) -> Iterator[tuple[str | None, bytes]]:
@@ -67,35 +67,35 @@ def _pieces(data: bytes) -> Iterator[tuple[str | None, bytes]]:
 
     Raises ValueError, which says why, if an instruction is another, or the pickle is damaged.
     """
-    at = 0
-    while data[at : at + 1] != _STOP:
-        code = data[at : at + 1]
-        if (run := _PLAIN.match(data, at)) is not None:
+    pos = 0
+    while data[pos : pos + 1] != _STOP:
+        code = data[pos : pos + 1]
+        if (run := _PLAIN.match(data, pos)) is not None:
             yield None, run[0]
-            at = run.end()
+            pos = run.end()
         elif code in _SIZES:
-            text, at = _text(data, at + 1, _SIZES[code])
+            text, pos = _text(data, pos + 1, _SIZES[code])
             yield text, b""
         elif code == _FRAME:
-            at += _FRAME_BYTES
+            pos += _FRAME_BYTES
         else:
-            name = next((of.name for of in pickletools.opcodes if of.code == code.decode("latin-1")), "")
+            name = next((opcode.name for opcode in pickletools.opcodes if opcode.code == code.decode("latin-1")), "")
             if not name or name.startswith(("LONG", "BININT", "BINFLOAT")):
-                raise ValueError(f"a damaged pickle (at byte {at:,})")
+                raise ValueError(f"a damaged pickle (at byte {pos:,})")
             raise ValueError(f"a pickle with objects or bytes ({name}), not plain values")
     yield None, _STOP
 
 
-def _text(data: bytes, at: int, size_bytes: int) -> tuple[str, int]:
+def _text(data: bytes, pos: int, size_bytes: int) -> tuple[str, int]:
     """Return the text whose length is at a place, and where it ends."""
-    begin = at + size_bytes
-    end = begin + int.from_bytes(data[at:begin], "little")
+    begin = pos + size_bytes
+    end = begin + int.from_bytes(data[pos:begin], "little")
     if end > len(data):
-        raise ValueError(f"a damaged pickle (at byte {at:,})")
+        raise ValueError(f"a damaged pickle (at byte {pos:,})")
     return data[begin:end].decode("utf-8", "surrogatepass"), end
 
 
-def _hidden(text: str, hide: Callable[[bytes], bytes]) -> str:
+def _hide(text: str, hide: Callable[[bytes], bytes]) -> str:
     try:
         return str(json.loads(hide(_as_json(text))))
     except ValueError:  # a placeholder in the place of half an escape

@@ -31,7 +31,7 @@ def pieces(path: Path) -> Iterator[bytes]:
     """
     buffer = b""
     try:
-        with _opened(path) as file:
+        with _open_stream(path) as file:
             while block := file.read(_PIECE_BYTES):
                 buffer += block
                 end = _safe_end(buffer)
@@ -62,10 +62,10 @@ def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:
                 packed.write(piece)
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_stream(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", igzip.open(path, "rb")) if is_gzip(path) else path.open("rb")
 
 
 def _safe_end(text: bytes) -> int:
-    """Return where to split: a JSON string contains no line break, and no quote directly after a comma."""
+    """Place to split at: a JSON string contains no line break, and no quote directly after a comma."""
     return max(text.rfind(b"\n") + 1, text.rfind(b',"') + 1)

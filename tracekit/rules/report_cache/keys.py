@@ -66,7 +66,11 @@ def _code_hash() -> str:
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
     added: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
     added += [type(reader) for reader in readers.available() if reader not in readers.READERS]
-    added += [importlib.import_module(point.module) for point in plugins.entry_points(group="tracekit.metrics")]
+    added += [
+        importlib.import_module(point.module)
+        for group in ("tracekit.metrics", "tracekit.causes")
+        for point in plugins.entry_points(group=group)
+    ]
     parts = {
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],

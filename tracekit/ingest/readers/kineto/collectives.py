@@ -29,9 +29,9 @@ def table(
     That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name. `groups` are
     the process groups of the trace of `rank`.
     """
-    found = [_row(activity, host, slice_args) for activity in communication]
-    ranks = _ranks_of_sends({place for *_, place in found if place is not None}, groups, rank)
-    rows = [(*row, peer if place is None else ranks.get(place), *of) for *row, of, peer, place in found]
+    raw_rows = [_row(activity, host, slice_args) for activity in communication]
+    ranks = _ranks_of_sends({place for *_, place in raw_rows if place is not None}, groups, rank)
+    rows = [(*row, peer if place is None else ranks.get(place), *splits) for *row, splits, peer, place in raw_rows]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
@@ -52,26 +52,26 @@ def groups(
     for args in collective_args:
         if args.group is not None and str(args.group) not in rows:
             name = str(args.group)
-            rows[name] = (name, _text(args.group_description), None, _listed(args.group_ranks))
+            rows[name] = (name, _text(args.group_description), None, _parse_ranks(args.group_ranks))
     return pl.DataFrame(list(rows.values()), schema=schema.GROUPS.schema, orient="row", strict=False)
 
 
 def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
-    known = _believable(group.get("ranks"))
+    ranks = _believable(group.get("ranks"))
     # PyTorch lists no ranks for a group of all; its name for the size is another in execution traces.
     size = group.get("pg_size", group.get("group_size"))
-    if not known and type(world_size) is int and 0 < world_size <= MAX_RANKS and size == world_size:
+    if not ranks and type(world_size) is int and 0 < world_size <= MAX_RANKS and size == world_size:
         return list(range(world_size))
-    return known or None
+    return ranks or None
 
 
-def _listed(ranks: object) -> list[int] | None:
+def _parse_ranks(ranks: object) -> list[int] | None:
     """Return the ranks in text such as "[0, 1, 2, 3]"; None where it is cut ("[0, 1, ...]") or no list."""
     try:
-        found = untrusted_json.parse(ranks) if isinstance(ranks, str) else ranks
+        parsed = untrusted_json.parse(ranks) if isinstance(ranks, str) else ranks
     except ValueError:
         return None
-    return _believable(found)
+    return _believable(parsed)
 
 
 def _believable(ranks: object) -> list[int] | None:
@@ -81,9 +81,9 @@ def _believable(ranks: object) -> list[int] | None:
 
 
 def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, Args]) -> tuple[Any, ...]:
-    own = activity.args or _NO_ARGS
+    stated = activity.args or _NO_ARGS
     around = _around(activity.issuer, host, slice_args)
-    described = next((args for _, args in ((activity.name, own), *around) if args.collective is not None), own)
+    described = next((args for _, args in ((activity.name, stated), *around) if args.collective is not None), stated)
     op = op_of(str(described.collective)) if described.collective is not None else None
     op = op or _op_by_names(activity.name, [name for name, _ in around])
     by_name = message_sizes.dtype_by_name(op, activity.name)
@@ -94,7 +94,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
         sent, received = (_bytes(n, dtype) for n in (described.in_nelems, described.out_nelems))
     else:
         # The op's own inputs come first: output and input. Slices inside it have the input only.
-        shapes = [_shapes(name, args) for name, args in (*reversed(around), (activity.name, own))]
+        shapes = [_shapes(name, args) for name, args in (*reversed(around), (activity.name, stated))]
         dtype, sent, received = message_sizes.by_shapes(op, by_name, shapes)
     return (
         activity.activity_id,
@@ -114,7 +114,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
 def _peer(described: Args) -> int | None:
     """Return the global rank of the peer of a send or receive; arguments give its index in the group."""
     place = _whole(described.source if described.destination is None else described.destination)
-    ranks = _listed(described.group_ranks)
+    ranks = _parse_ranks(described.group_ranks)
     if place is None or place < 0:
         return None
     return ranks[place] if ranks is not None and place < len(ranks) else place
@@ -124,10 +124,10 @@ def _splits(
     described: Args, around: list[tuple[str, Args]], sent_bytes: int | None
 ) -> tuple[list[int] | None, int | None]:
     """Return the bytes that an all-to-all sends to each rank, and those of a row; None where equal, or not known."""
-    splits = _listed(described.in_split)
+    splits = _parse_ranks(described.in_split)
     if splits is None:
         issued = next((args for name, args in around if name.startswith(_ALL_TO_ALL_OP)), _NO_ARGS)
-        splits = _listed(_input(issued, 4))
+        splits = _parse_ranks(_input(issued, 4))
     rows = sum(splits or ())
     if not splits or not rows or sent_bytes is None or sent_bytes % rows:
         return None, None
@@ -154,9 +154,9 @@ def _ranks_of_sends(places: set[int], groups: pl.DataFrame, rank: int) -> dict[i
     if not possible and rank not in places:
         return {place: place for place in places}
     fitting = [(axis, ranks) for axis, ranks in possible if _fits(places, ranks, rank)]
-    fitting = [of for of in fitting if of[0] == PP] or fitting
-    most = max((len(ranks) for _, ranks in fitting), default=0)
-    largest = {tuple(ranks) for _, ranks in fitting if len(ranks) == most}  # frameworks make several groups of the same
+    fitting = [group for group in fitting if group[0] == PP] or fitting
+    size = max((len(ranks) for _, ranks in fitting), default=0)
+    largest = {tuple(ranks) for _, ranks in fitting if len(ranks) == size}  # frameworks make several groups of the same
     return {place: ranks[place] for ranks in largest for place in places} if len(largest) == 1 else {}
 
 
@@ -164,10 +164,10 @@ def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
     return max(places, default=0) < len(ranks) and ranks.index(rank) not in places
 
 
-def _input(args: Args, at: int) -> Any:
+def _input(args: Args, index: int) -> Any:
     """Return an op's recorded input; None where it is not there."""
     try:
-        return untrusted_json.parse(bytes(args.inputs))[at]
+        return untrusted_json.parse(bytes(args.inputs))[index]
     except (ValueError, IndexError, TypeError, KeyError):
         return None
 
@@ -178,24 +178,24 @@ _ALL_TO_ALL, _ALL_TO_ALL_OP = "all_to_all", "c10d::alltoall_base_"
 _MAX_DEPTH = 64
 
 
-def _around(at: int, host: Host, slice_args: Mapping[int, Args]) -> list[tuple[str, Args]]:
+def _around(index: int, host: Host, slice_args: Mapping[int, Args]) -> list[tuple[str, Args]]:
     """Return the slices around a launch that may describe it, innermost first, up to the c10d op that issued it."""
-    found: list[tuple[str, Args]] = []
+    slices: list[tuple[str, Args]] = []
     for _ in range(_MAX_DEPTH):
-        if at < 0 or (found and found[-1][0].startswith(_C10D)):
+        if index < 0 or (slices and slices[-1][0].startswith(_C10D)):
             break
-        if at in slice_args:
-            found.append((host.names.name[int(host.named[at])], slice_args[at]))
-        at = int(host.parent[at])
-    return found
+        if index in slice_args:
+            slices.append((host.names.name[int(host.name_id[index])], slice_args[index]))
+        index = int(host.parent[index])
+    return slices
 
 
 def _op_by_names(name: str, around: list[str]) -> str | None:
     """Return the op named by a kernel, otherwise by the slices around it."""
     issued = next((op for op in map(op_of, around) if op), None)
-    named = op_of(name)
+    kernel_op = op_of(name)
     # NCCL runs many an op as sends and receives; and gloo runs a reduce-scatter as an all-reduce.
-    return named if _is_kernel(name) and named != "send_recv" else issued or named
+    return kernel_op if _is_kernel(name) and kernel_op != "send_recv" else issued or kernel_op
 
 
 def _is_kernel(name: str) -> bool:

@@ -44,22 +44,22 @@ def states_ranks(batch: list[Event]) -> bool:
 
 def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
     """Add how many events of each (ph, cat) a batch holds."""
-    for kind, found in _by_kind(batch).items():
-        _count_kind(into, kind, found)
+    for kind, kind_batch in _by_kind(batch).items():
+        _count_kind(into, kind, kind_batch)
 
 
-def _count_kind(into: Counter[tuple[str | None, str | None]], kind: type, found: list[Any]) -> None:
+def _count_kind(into: Counter[tuple[str | None, str | None]], kind: type, batch: list[Any]) -> None:
     if kind is events.Other:
-        named = [e for e in found if e is not events.EMPTY]
-        into.update((_text(e.ph), _text(e.cat)) for e in named)
-        if empty := len(found) - len(named):
+        non_empty = [e for e in batch if e is not events.EMPTY]
+        into.update((_text(e.ph), _text(e.cat)) for e in non_empty)
+        if empty := len(batch) - len(non_empty):
             into[None, None] += empty
         return
     try:
-        seen = Counter([e.cat for e in found])
+        seen = Counter([e.cat for e in batch])
     except TypeError:  # a list or object where a category should be
-        stringify_names(found)
-        seen = Counter([e.cat for e in found])
+        stringify_names(batch)
+        seen = Counter([e.cat for e in batch])
     for category, n in seen.items():
         into[events.PHASES[kind], _text(category)] += n
 
@@ -140,9 +140,9 @@ class ColumnBuilder:
         for code, n in enumerate(np.bincount(category).tolist()):
             if n:
                 self.counts[_SLICE_PHASE, _text(spellings[code])] += n
-        for event_kind, found in by_kind.items():
+        for event_kind, kind_batch in by_kind.items():
             if event_kind not in events.SLICES:
-                _count_kind(self.counts, event_kind, found)
+                _count_kind(self.counts, event_kind, kind_batch)
         return host, device, memory, syncs
 
     def _categorize(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
@@ -152,73 +152,73 @@ class ColumnBuilder:
             self._kind_of_category.append(event_categories.kind_of(category))
         return codes, np.array(self._kind_of_category, np.uint8)[codes]
 
-    def _common(self, found: list[Any]) -> dict[str, Any] | None:
-        start_ns = self.clock.ns([e.ts for e in found])
-        dur_ns = self.clock.ns([e.dur for e in found], missing=0)
+    def _common(self, batch: list[Any]) -> dict[str, Any] | None:
+        start_ns = self.clock.ns([e.ts for e in batch])
+        dur_ns = self.clock.ns([e.dur for e in batch], missing=0)
         if start_ns is None or dur_ns is None:
             return None
         return {
-            "name": np.fromiter(map(self._names.__getitem__, [e.name for e in found]), np.uint32, len(found)),
-            "lane": self._lanes(found),
+            "name": np.fromiter(map(self._names.__getitem__, [e.name for e in batch]), np.uint32, len(batch)),
+            "lane": self._lanes(batch),
             "start_ns": start_ns,
             "dur_ns": dur_ns,
-        } | self._ranks(found)
+        } | self._ranks(batch)
 
-    def _lanes(self, found: list[Any]) -> npt.NDArray[np.int32]:
-        threads = zip([e.pid for e in found], [e.tid for e in found], strict=True)
-        return np.fromiter(map(self._threads.__getitem__, threads), np.int32, len(found))
+    def _lanes(self, batch: list[Any]) -> npt.NDArray[np.int32]:
+        threads = zip([e.pid for e in batch], [e.tid for e in batch], strict=True)
+        return np.fromiter(map(self._threads.__getitem__, threads), np.int32, len(batch))
 
-    def _ranks(self, found: list[Any]) -> dict[str, Any]:
+    def _ranks(self, batch: list[Any]) -> dict[str, Any]:
         if not self.has_several_ranks:
             return {}
-        return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
+        return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in batch])}
 
-    def _host_part(self, found: list[Any], kind: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
-        part = self._common(found)
+    def _host_part(self, slices: list[Any], kind: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
+        part = self._common(slices)
         if part is None:
             return None
         is_op, is_call = kind == event_categories.CPU_OP, kind == event_categories.RUNTIME
         ops, calls = np.flatnonzero(is_op), np.flatnonzero(is_call)
-        op_args = [e.args or _NO_ARGS for e in compress(found, is_op.tobytes())]
-        called = [(e.args or _NO_ARGS).correlation or 0 for e in compress(found, is_call.tobytes())]
+        op_args = [e.args or _NO_ARGS for e in compress(slices, is_op.tobytes())]
+        called = [(e.args or _NO_ARGS).correlation or 0 for e in compress(slices, is_call.tobytes())]
         part |= {
             "kind": kind,
-            "external_id": _scattered(len(found), ops, _external_ids(op_args)),
-            "sequence": _scattered(len(found), ops, numbers.ids([a.sequence or 0 for a in op_args])),
-            "forward_thread": _scattered(len(found), ops, numbers.ids([a.forward_thread or 0 for a in op_args])),
-            "inputs": self._input_codes(len(found), ops, op_args),
-            "correlation": _scattered(len(found), calls, numbers.ids(called)),
+            "external_id": _scatter(len(slices), ops, _external_ids(op_args)),
+            "sequence": _scatter(len(slices), ops, numbers.ids([a.sequence or 0 for a in op_args])),
+            "forward_thread": _scatter(len(slices), ops, numbers.ids([a.forward_thread or 0 for a in op_args])),
+            "inputs": self._input_codes(len(slices), ops, op_args),
+            "correlation": _scatter(len(slices), calls, numbers.ids(called)),
         }
         candidates = self._may_describe_collective(part["name"])
-        part["collective_args"] = [(i, found[i].args) for i in candidates.tolist() if found[i].args is not None]
+        part["collective_args"] = [(i, slices[i].args) for i in candidates.tolist() if slices[i].args is not None]
         return part
 
-    def _may_describe_collective(self, named: npt.NDArray[np.uint32]) -> Ints:
-        """Return which slices of these names may say something of a collective."""
+    def _may_describe_collective(self, name_ids: npt.NDArray[np.uint32]) -> Ints:
+        """Indices of the slices of these names that may describe a collective."""
         new = len(self._names) - len(self._describes_collective)
         if new:
             latest = [_is_collective_slice(name) for name in islice(reversed(self._names), new)]
             self._describes_collective = np.concatenate((self._describes_collective, np.array(latest[::-1], np.bool_)))
-        return np.flatnonzero(self._describes_collective[named])
+        return np.flatnonzero(self._describes_collective[name_ids])
 
-    def _input_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
+    def _input_codes(self, length: int, rows: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
         codes = np.zeros(length, np.int32)
         no = _NO_ARGS.inputs
         described = [
             i for i, a in enumerate(args) if not (a.input_dims is a.input_type is a.inputs is a.input_strides is no)
         ]
         if described:
-            found = args if len(described) == len(args) else [args[i] for i in described]
-            raw = ([getattr(a, name) for a in found] for name in _INPUTS)
-            texts = zip(*(map(bytes, of) for of in raw), strict=True)
-            codes[at[described]] = np.fromiter(map(self._inputs.__getitem__, texts), np.int32, len(found))
+            with_inputs = args if len(described) == len(args) else [args[i] for i in described]
+            raw = ([getattr(a, name) for a in with_inputs] for name in _INPUTS)
+            texts = zip(*(map(bytes, column) for column in raw), strict=True)
+            codes[rows[described]] = np.fromiter(map(self._inputs.__getitem__, texts), np.int32, len(with_inputs))
         return codes
 
-    def _device_part(self, found: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
-        part = self._common(found)
+    def _device_part(self, slices: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
+        part = self._common(slices)
         if part is None:
             return None
-        args = [e.args or _NO_ARGS for e in found]
+        args = [e.args or _NO_ARGS for e in slices]
         return (
             part
             | _columns(args, numbers.ints, "device", "stream")
@@ -238,20 +238,20 @@ class ColumnBuilder:
         sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
         return np.fromiter(map(self._grids.__getitem__, sizes), np.int32, len(args))
 
-    def _memory_part(self, found: list[Any]) -> dict[str, Any] | None:
-        at_ns = self.clock.ns([e.ts for e in found])
+    def _memory_part(self, instants: list[Any]) -> dict[str, Any] | None:
+        at_ns = self.clock.ns([e.ts for e in instants])
         if at_ns is None:
             return None
-        args = [e.args or _NO_ARGS for e in found]
+        args = [e.args or _NO_ARGS for e in instants]
         sizes = _columns(args, numbers.sizes, *_MEMORY_SIZES)
         places = _columns(args, numbers.ints, *_MEMORY_PLACES)
-        return {"lane": self._lanes(found), "at_ns": at_ns} | sizes | places | self._ranks(found)
+        return {"lane": self._lanes(instants), "at_ns": at_ns} | sizes | places | self._ranks(instants)
 
-    def _sync_part(self, found: list[Any]) -> dict[str, Any] | None:
-        part = self._common(found)
+    def _sync_part(self, slices: list[Any]) -> dict[str, Any] | None:
+        part = self._common(slices)
         if part is None:
             return None
-        args = [e.args or _NO_ARGS for e in found]
+        args = [e.args or _NO_ARGS for e in slices]
         streams = _columns(args, numbers.ints, "device", "stream", "awaited_stream")
         return part | streams | _columns(args, numbers.ids, "correlation", "awaited_correlation")
 
@@ -269,8 +269,8 @@ class ColumnBuilder:
             if not parts or len(part["lane"]):
                 parts.append(part)
 
-    def _name_threads(self, found: list[Any]) -> None:
-        for event in found:
+    def _name_threads(self, batch: list[Any]) -> None:
+        for event in batch:
             if event.args is not None and event.args.name is not None:
                 self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
 
@@ -278,9 +278,9 @@ class ColumnBuilder:
         """Make slices of what began and ended in events of its own, after the last batch."""
         paired, self.unmatched = _paired_slices(self._pairs)
         if paired:
-            known = self.counts.copy()
+            counts = self.counts.copy()
             self.add(paired)
-            self.counts = known  # they were counted as B and E
+            self.counts = counts  # they were counted as B and E
         if not self._tables[0]:
             self.add([])
 
@@ -331,44 +331,45 @@ _NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_
 _ENOUGH_RANKS = 0.9
 
 
-def _paired_slices(found: list[Any]) -> tuple[list[Event], int]:
+def _paired_slices(halves: list[Any]) -> tuple[list[Event], int]:
     """Return slices made of begin and end events, innermost first on each thread, and the number without a counterpart.
 
     An end ends the last begun slice of its name, or of any name where it gives none.
     """
     open_slices: dict[tuple[Any, Any], list[Any]] = {}
-    made: list[Event] = []
+    slices: list[Event] = []
     unmatched = 0
     clock = numbers.Clock()
-    for event in found:
+    for event in halves:
         stack = open_slices.setdefault((str(event.pid), str(event.tid)), [])
         if type(event) in events.BEGINS:
             stack.append(event)
             continue
-        at = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
-        if at is None:
+        index = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
+        if index is None:
             unmatched += 1
             continue
-        unmatched += len(stack) - at - 1
-        begin = stack[at]
-        del stack[at:]
+        unmatched += len(stack) - index - 1
+        begin = stack[index]
+        del stack[index:]
         start_ns, end_ns = (clock.one(e.ts) for e in (begin, event))
         dur = None if start_ns is None or end_ns is None else _us(end_ns - start_ns)
         ts = None if start_ns is None else _us(start_ns)
-        made.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
-    return made, unmatched + sum(map(len, open_slices.values()))
+        slices.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
+    return slices, unmatched + sum(map(len, open_slices.values()))
 
 
 def _us(ns: int) -> str:
-    return f"{'-' * (ns < 0)}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
+    sign = "-" if ns < 0 else ""
+    return f"{sign}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
 
 def _by_kind(batch: list[Event]) -> dict[type, list[Any]]:
     """Return the events of each type, in file order."""
-    found: defaultdict[type, list[Any]] = defaultdict(list)
+    by_kind: defaultdict[type, list[Any]] = defaultdict(list)
     for event in batch:
-        found[type(event)].append(event)
-    return found
+        by_kind[type(event)].append(event)
+    return by_kind
 
 
 def _of_kinds(kinds: frozenset[type], by_kind: dict[type, list[Any]], batch: list[Event]) -> list[Any]:
@@ -414,10 +415,10 @@ def _external_ids(args: list[Args]) -> Ints:
     return numbers.ids([a.external_id if a.external_id is not None else a.old_external_id for a in args])
 
 
-def _scattered(length: int, at: Ints, ids: Ints) -> Ints:
+def _scatter(length: int, places: Ints, ids: Ints) -> Ints:
     """Return an array with ids at some places and 0, which no profiler uses, at the others."""
     spread = np.zeros(length, np.int64)
-    spread[at] = ids
+    spread[places] = ids
     return spread
 
 

@@ -173,7 +173,7 @@ _LIBRARY_PATTERNS = tuple((re.compile(f"(?i){library.pattern}"), library) for li
 
 @lru_cache(maxsize=1 << 14)
 def kind_of(name: str) -> Kind:
-    """Return what a kernel of this name does: communication, copy, compute, or undecided where its name only hints.
+    """The kind of a kernel by its name: communication, copy, compute, or undecided where its name only hints.
 
     >>> kind_of("void deep_ep::internode_ll::dispatch<false, 3, 10, 7168>(void*, void*, int*)")
     'communication'
@@ -196,7 +196,7 @@ def kind_of(name: str) -> Kind:
 
 @lru_cache(maxsize=1 << 14)
 def op_of(name: str) -> str | None:
-    """Return what a kernel, slice or c10d op communicates, by its standard name; None if unknown.
+    """The standard name of what a kernel, slice or c10d op communicates; None if unknown.
 
     dispatch and combine are the two all-to-alls of expert parallelism; put and get are one-sided.
 
@@ -242,13 +242,13 @@ def _split(name: str) -> tuple[str, str]:
         return "::".join(_mangled_parts(mangled[1])), ""
     function: list[str] = []
     depth = 0
-    for at, character in enumerate(plain):
+    for pos, character in enumerate(plain):
         if character == "<":
             depth += 1
         elif character == ">" and depth:
             depth -= 1
         elif character == "(" and not depth:
-            return _function("".join(function)), plain[at:]
+            return _function("".join(function)), plain[pos:]
         elif not depth:
             function.append(character)
     return _function("".join(function)), ""

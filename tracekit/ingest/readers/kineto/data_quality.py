@@ -28,7 +28,7 @@ def table(events: Events, steps: Steps, *, bad_times: int, undecided: pl.DataFra
 
     `undecided` are kernels that only look like communication (columns name, dur_ns), `busy_ns` the time of all work.
     """
-    rows = [*_damage(events), *_content(events, steps, bad_times), *_undecided(undecided, busy_ns)]
+    rows = [*_damage(events), *_content(events, steps, bad_times), *_undecided_kernels(undecided, busy_ns)]
     return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
 
 
@@ -79,13 +79,13 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     if events.unknown:
         message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
         yield "unknown_kinds", message, events.unknown / total
-    yield from _sampled(events)
+    yield from _sampled_ops(events)
     resolution = _resolution(events)
     if resolution:
         yield "clock_resolution", resolution, 0.0
 
 
-def _sampled(events: Events) -> Iterator[Row]:
+def _sampled_ops(events: Events) -> Iterator[Row]:
     """Recordings that lack most ops: the profiler numbers ops consecutively, each thread in blocks of its own.
 
     Where ops have no numbers: those that lack most calls of the CUDA runtime, which has its own numbers.
@@ -97,10 +97,10 @@ def _sampled(events: Events) -> Iterator[Row]:
         return
     recorded, before = len(ids), ids.shift(1)
     is_next_block = (before % _BLOCK == 0) & (ids % _BLOCK == 1)
-    numbered = 1 + int((ids - before).set(is_next_block.fill_null(value=False), 1).sum())
-    missing = 1 - recorded / numbered
-    if numbered >= _LEAST_OPS and missing > _MOST_MISSING:
-        message = f"The trace has {recorded:,} of {numbered:,} consecutively numbered ops: the others are missing."
+    op_count = 1 + int((ids - before).set(is_next_block.fill_null(value=False), 1).sum())
+    missing = 1 - recorded / op_count
+    if op_count >= _LEAST_OPS and missing > _MOST_MISSING:
+        message = f"The trace has {recorded:,} of {op_count:,} consecutively numbered ops: the others are missing."
         yield "sampled", message, missing
 
 
@@ -109,16 +109,16 @@ def _sampled_calls(events: Events) -> Iterator[Row]:
     numbers = calls["correlation"].unique()
     if len(numbers) < _LEAST_CALLS:
         return
-    numbered = int(numbers.max()) - int(numbers.min()) + 1  # type: ignore[arg-type]
-    if len(numbers) < _LEAST_RECORDED * numbered:
+    call_count = int(numbers.max()) - int(numbers.min()) + 1  # type: ignore[arg-type]
+    if len(numbers) < _LEAST_RECORDED * call_count:
         message = (
-            f"The trace has {len(numbers):,} of {numbered:,} consecutively numbered calls of the device runtime, of "
+            f"The trace has {len(numbers):,} of {call_count:,} consecutively numbered calls of the device runtime, of "
             f"which complete recordings have more than {units.share(_LEAST_RECORDED)}: others are missing."
         )
-        yield "sampled", message, 1 - len(numbers) / numbered
+        yield "sampled", message, 1 - len(numbers) / call_count
 
 
-def _undecided(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:
+def _undecided_kernels(kernels: pl.DataFrame, busy_ns: int) -> Iterator[Row]:
     share = int(kernels["dur_ns"].sum()) / max(busy_ns, 1)
     if share >= _LEAST_UNDECIDED:
         names = kernels.group_by("name").agg(pl.col("dur_ns").sum()).sort("dur_ns", "name", descending=[True, False])

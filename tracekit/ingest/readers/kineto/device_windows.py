@@ -21,7 +21,7 @@ def table(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.Dat
     end = start + activities["dur_ns"].to_numpy()
     computes = (activities["kind"] == "compute").to_numpy()
     computes = computes if computes.any() else (activities["kind"] == "communication").to_numpy()
-    at = _step_index(steps, activities["step"])
+    step_index = _step_index(steps, activities["step"])
     device_of = dict(zip(lanes["lane"].to_list(), lanes["device"].to_list(), strict=True))
     rows: list[Row] = []
     for device in dict.fromkeys(device_of.values()):
@@ -29,12 +29,12 @@ def table(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.Dat
         if on_device.any() and not len(steps.step):
             rows.append((None, None, None, int(start[on_device].min()), int(end[on_device].max()), device))
         elif (on_device & computes).any():
-            main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (at >= 0)
+            main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (step_index >= 0)
             rows += _of_device(
                 steps,
                 device,
-                _min_per_step(at, start, main, steps),
-                -_min_per_step(at, -end, on_device & (at >= 0), steps),
+                _min_per_step(step_index, start, main, steps),
+                -_min_per_step(step_index, -end, on_device & (step_index >= 0), steps),
             )
     rows.sort(key=lambda row: (row[3], -1 if row[5] is None else row[5]))
     names = ("step", "host_start_ns", "host_end_ns", "start_ns", "end_ns", "device")
@@ -46,10 +46,10 @@ def _step_index(steps: Steps, step: pl.Series) -> Ints:
     if not len(steps.step):
         return np.full(len(step), -1, np.int64)
     order = np.argsort(steps.step)
-    known = step.is_not_null().to_numpy()
-    at = np.full(len(step), -1, np.int64)
-    at[known] = order[np.searchsorted(steps.step[order], step.drop_nulls().to_numpy())]
-    return at
+    has_step = step.is_not_null().to_numpy()
+    index = np.full(len(step), -1, np.int64)
+    index[has_step] = order[np.searchsorted(steps.step[order], step.drop_nulls().to_numpy())]
+    return index
 
 
 def _busiest(lane: Ints, dur: Ints, among: npt.NDArray[np.bool_]) -> int:
@@ -60,19 +60,19 @@ def _busiest(lane: Ints, dur: Ints, among: npt.NDArray[np.bool_]) -> int:
     return int(lanes[np.argmax(time)])
 
 
-def _min_per_step(at: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
+def _min_per_step(step_index: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
     """Return the smallest time in each step."""
-    least = np.full(len(steps.step), _LAST, np.int64)
-    np.minimum.at(least, at[among], times[among])
-    return least
+    smallest = np.full(len(steps.step), _LAST, np.int64)
+    np.minimum.at(smallest, step_index[among], times[among])
+    return smallest
 
 
 def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints) -> list[Row]:
     """Return the windows of steps with a start: each ends where the next starts, the last at its own end."""
-    known = np.flatnonzero(start != _LAST)
-    known = known[np.argsort(start[known], kind="stable")]
-    until = np.append(start[known][1:], end[known][-1:])
-    columns = (steps.step[known], steps.start_ns[known], steps.end_ns[known], start[known], until)
+    started = np.flatnonzero(start != _LAST)
+    started = started[np.argsort(start[started], kind="stable")]
+    until = np.append(start[started][1:], end[started][-1:])
+    columns = (steps.step[started], steps.start_ns[started], steps.end_ns[started], start[started], until)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     if steps.on_device:  # nothing is known of the host
         return [(step, None, None, *window, device) for step, _, _, *window in rows]

@@ -154,8 +154,8 @@ def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
 
 def from_text(text: str, event: Mapping[str, Any]) -> Event:
     """Return the event of a JSON object, given as text and parsed; its times are text."""
-    found = decode(f"[{text}]".encode(), exact=True) if _has_known_phase(event) else None
-    return found[0] if found else from_object(event)
+    decoded = decode(f"[{text}]".encode(), exact=True) if _has_known_phase(event) else None
+    return decoded[0] if decoded else from_object(event)
 
 
 def from_object(event: Mapping[str, Any]) -> Event:
@@ -165,10 +165,10 @@ def from_object(event: Mapping[str, Any]) -> Event:
         return Other(_clean(phase), _clean(event.get("cat")))
     if phase in _COUNTED:
         return _COUNTED[phase](cat=_clean(event.get("cat")))  # type: ignore[no-any-return]
-    given = event.get("args")
+    raw_args = event.get("args")
     args = None
-    if isinstance(given, dict):
-        args = Args(**{name: _arg(name, given[key]) for name, key in _ARG_FIELDS if key in given})
+    if isinstance(raw_args, dict):
+        args = Args(**{name: _arg(name, raw_args[key]) for name, key in _ARG_FIELDS if key in raw_args})
     return _KINDS[phase](*(_clean(event.get(name)) for name in _SLICE_FIELDS), args)  # type: ignore[no-any-return]
 
 

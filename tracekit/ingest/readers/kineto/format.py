@@ -45,7 +45,7 @@ class KinetoTraces(Reader):
         if is_complete and not _states_known_category(head):
             _refuse_foreign_trace(path)
         info, start_ns = distributed_info(header), _start_ns(head, header)
-        merged = _merged(path) if is_complete and (not info or _may_state_ranks(head)) else None
+        merged = _read_merged(path) if is_complete and (not info or _may_state_ranks(head)) else None
         if merged is not None and not merged:
             raise BadTraceError(f"{path}: its events state ranks, but none from 0 on; merge the traces again")
         if merged is not None and (len(merged) > 1 or not info):  # the header may be that of one of the merged files
@@ -82,7 +82,7 @@ class KinetoTraces(Reader):
         return reader.read(path, rank=rank, window=window, companions=info.companions)
 
 
-def _merged(path: str) -> dict[int, Trace] | None:
+def _read_merged(path: str) -> dict[int, Trace] | None:
     """Return the traces of a file whose events state ranks, by rank; None if they do not."""
     from tracekit.ingest.readers.kineto import columns, reader
     from tracekit.ingest.readers.kineto.scan import Scan
@@ -121,7 +121,7 @@ def _only_process(trace: Trace) -> int | None:
 
 
 def _states_known_category(head: bytes) -> bool:
-    return any(event_categories.is_known(found[1].decode("utf-8", "replace")) for found in _CATEGORY.finditer(head))
+    return any(event_categories.is_known(match[1].decode("utf-8", "replace")) for match in _CATEGORY.finditer(head))
 
 
 def _refuse_foreign_trace(path: str) -> None:
@@ -129,12 +129,12 @@ def _refuse_foreign_trace(path: str) -> None:
     from tracekit.ingest.readers.kineto import columns
     from tracekit.ingest.readers.kineto.scan import Scan
 
-    found: Counter[tuple[str | None, str | None]] = Counter()
+    counts: Counter[tuple[str | None, str | None]] = Counter()
     for batch in Scan(path):
-        columns.count(found, batch)
-        if any(event_categories.is_known(category) for _, category in found):
+        columns.count(counts, batch)
+        if any(event_categories.is_known(category) for _, category in counts):
             return
-    slices = Counter({category: n for (phase, category), n in found.items() if phase in ("X", "B", "b")})
+    slices = Counter({category: n for (phase, category), n in counts.items() if phase in ("X", "B", "b")})
     if not slices:
         return
     categories = [repr(category)[:40] for category, _ in slices.most_common(4) if category]

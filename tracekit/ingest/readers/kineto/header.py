@@ -37,9 +37,9 @@ def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, 
         start += block
         if _BARE_ARRAY.match(start):
             return b"", bytes(start[start.index(b"[") + 1 :]), True
-        found = _EVENTS_KEY.search(start, max(searched - 64, 0))
-        if found:
-            return bytes(start[: found.start()]), bytes(start[found.end() :]), False
+        match = _EVENTS_KEY.search(start, max(searched - 64, 0))
+        if match:
+            return bytes(start[: match.start()]), bytes(start[match.end() :]), False
         searched = len(start)
         if searched > _SEARCH_BYTES:
             break
@@ -53,53 +53,53 @@ def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, 
 
 def parse_start(text: bytes) -> tuple[Header, bool]:
     """Return the keys before the events, and whether they could be read whole."""
-    shown = text.decode("utf-8", "replace").strip()
+    decoded = text.decode("utf-8", "replace").strip()
     try:
-        found = untrusted_json.parse(shown.rstrip(",") + "}", strict=False) if shown else {}
+        keys = untrusted_json.parse(decoded.rstrip(",") + "}", strict=False) if decoded else {}
     except ValueError:
-        return _salvage(shown), False
-    return (found, True) if isinstance(found, dict) else ({}, False)
+        return _salvage(decoded), False
+    return (keys, True) if isinstance(keys, dict) else ({}, False)
 
 
 def parse_tail(text: str) -> tuple[Header, bool]:
     """Return the keys after the events, and whether they could be read whole to the end of the file."""
     try:
-        found, end = json.JSONDecoder(strict=False).raw_decode('{"":0' + text)
-        found = untrusted_json.replace_surrogates(found)
+        keys, end = json.JSONDecoder(strict=False).raw_decode('{"":0' + text)
+        keys = untrusted_json.replace_surrogates(keys)
     except (ValueError, RecursionError):
         return _salvage(text), False
-    found.pop("", None)
-    return found, not text[end - len('{"":0') :].strip()
+    keys.pop("", None)
+    return keys, not text[end - len('{"":0') :].strip()
 
 
 def end_of_events(text: str) -> int | None:
-    """Return where the event array ends in the last part of a file; None where it doesn't."""
+    """Index at which the event array ends in the last part of a file; None where it doesn't."""
     if not text.rstrip().endswith("}"):
         return None
     parsed, failed = 0, set[int]()
-    for found in _ARRAY_END.finditer(text):
-        if found.start() in failed:
+    for match in _ARRAY_END.finditer(text):
+        if match.start() in failed:
             continue
-        keys, ends = _last_keys(text, found.start() + 1)
+        keys, ends = _last_keys(text, match.start() + 1)
         # A file cut behind an event's arguments ends like one whose array ends with the last list in them.
-        if keys is not None and (text[: found.start()].rstrip()[-1:] == "}" or not _HEADER_KEYS.isdisjoint(keys)):
-            return found.start()
+        if keys is not None and (text[: match.start()].rstrip()[-1:] == "}" or not _HEADER_KEYS.isdisjoint(keys)):
+            return match.start()
         if keys is None:
             failed.update(end - 1 for end in ends)  # the lists among these values are followed by the same keys
-        parsed += ends[-1] - found.start()
+        parsed += ends[-1] - match.start()
         if parsed > _MOST_PARSED * len(text):
             return None
     return None
 
 
-def _last_keys(text: str, at: int) -> tuple[set[str] | None, list[int]]:
-    """Return the keys from `at` to the brace that ends the text, and the ends of their values; None for other text."""
+def _last_keys(text: str, pos: int) -> tuple[set[str] | None, list[int]]:
+    """Return the keys from `pos` to the brace that ends the text, and the ends of their values; None for other text."""
     # Values are not used; Python refuses to convert numbers of thousands of digits.
-    decoder, keys, ends = json.JSONDecoder(strict=False, parse_int=str), set(), [at]
+    decoder, keys, ends = json.JSONDecoder(strict=False, parse_int=str), set(), [pos]
     try:
         while (comma := _COMMA.match(text, ends[-1])) is not None:
-            key, at = decoder.raw_decode(text, comma.end())
-            colon = _COLON.match(text, at)
+            key, pos = decoder.raw_decode(text, comma.end())
+            colon = _COLON.match(text, pos)
             if colon is None:
                 return None, ends
             ends.append(decoder.raw_decode(text, colon.end())[1])
@@ -131,7 +131,7 @@ def read_header(path: str, first: bytes | None = None) -> Header:
 
 
 def distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a header states of the distributed job; empty if nothing."""
+    """The distributed job as a header states it; empty if it states none."""
     info = header.get("distributedInfo")
     return info if isinstance(info, dict) else {}
 
@@ -152,18 +152,18 @@ def _last(blocks: Iterator[bytes], tail: bytes) -> bytes:
 def _salvage(text: str) -> Header:
     saved: Header = {}
     for key in _WORTH_SAVING:
-        found = re.search(rf'"{key}"\s*:\s*', text)
-        if found:
+        match = re.search(rf'"{key}"\s*:\s*', text)
+        if match:
             try:
-                saved[key], _ = json.JSONDecoder(strict=False).raw_decode(text, found.end())
+                saved[key], _ = json.JSONDecoder(strict=False).raw_decode(text, match.end())
             except (ValueError, RecursionError):
                 continue
     return saved
 
 
 def _what_it_is(start: bytes, path: str) -> str:
-    if (known := foreign_formats.describe(start, path)) is not None:
-        return known
+    if (description := foreign_formats.describe(start, path)) is not None:
+        return description
     if start.lstrip().startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
         return "the file ends before its first event, it was cut; record it again"
     return "no traceEvents array, so this is no profiler trace; name a trace file or run"

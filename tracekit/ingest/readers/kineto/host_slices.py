@@ -27,7 +27,7 @@ _PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
 class Host:
     """All host slices of a trace as arrays, sorted by lane, start and falling end; a slice's id is its index.
 
-    `row` is a slice's place in the file, `named` its name's place in `names`, `called_with` its inputs' in `inputs`,
+    `row` is a slice's place in the file, `name_id` its name's place in `names`, `called_with` its inputs' in `inputs`,
     `parent` the slice around it (-1: none).
     `step` is an index into `steps`, `phase` into conventions.PHASES, `span` the FSDP span around it, by id; -1: none.
     """
@@ -36,7 +36,7 @@ class Host:
     inputs: list[OpInputs]
     steps: Steps
     row: Ints
-    named: Ints
+    name_id: Ints
     kind: npt.NDArray[np.uint8]
     lane: Ints
     start_ns: Ints
@@ -52,12 +52,12 @@ class Host:
     span: Ints
 
     def is_kind(self, kind: str) -> Flags:
-        """Return which slices are of a kind of `event_categories.HOST_KINDS`."""
+        """Flag the slices of a kind of `event_categories.HOST_KINDS`."""
         return np.equal(self.kind, _KIND[kind])
 
     @property
     def size_bytes(self) -> int:
-        """Return how much memory the slices take."""
+        """Memory that the slices take."""
         return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     def table(self) -> pl.DataFrame:
@@ -65,13 +65,13 @@ class Host:
         return pl.DataFrame(
             {
                 "id": np.arange(len(self.row), dtype=np.int64),
-                "parent_id": nulled(self.parent),
+                "parent_id": id_column(self.parent),
                 "lane": self.lane,
-                "name": self.names.name.gather(self.named),
+                "name": self.names.name.gather(self.name_id),
                 "kind": pl.Series(event_categories.HOST_KINDS).gather(self.kind),
                 "start_ns": self.start_ns,
                 "dur_ns": self.end_ns - self.start_ns,
-                "forward_id": nulled(_forward(self)),
+                "forward_id": id_column(_forward(self)),
                 **self._inputs(),
             }
         ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
@@ -79,12 +79,12 @@ class Host:
     def context(self, ids: Ints, otherwise: Ints | None = None) -> list[pl.Series]:
         """Return step, phase, unit and span of some slices; from the fallback where a slice has none (or id -1)."""
         step, phase, span = (self._at(which, ids, otherwise) for which in (self.step, self.phase, self.span))
-        of_span = np.where(span >= 0, self.named[np.maximum(span, 0)] if len(self.named) else 0, -1)
+        of_span = np.where(span >= 0, self.name_id[np.maximum(span, 0)] if len(self.name_id) else 0, -1)
         return [
-            _picked(pl.Series("step", self.steps.step), step),
-            _picked(_PHASES, phase),
-            _picked(self.names.unit.alias("unit"), of_span),
-            _picked(self.names.span.alias("span"), of_span),
+            _gather(pl.Series("step", self.steps.step), step),
+            _gather(_PHASES, phase),
+            _gather(self.names.unit.alias("unit"), of_span),
+            _gather(self.names.span.alias("span"), of_span),
         ]
 
     def step_of(self, ids: pl.Series) -> Ints:
@@ -94,8 +94,8 @@ class Host:
     def find(self, kind: str, field: str, sought: Ints) -> Ints:
         """Return the first slice of a kind with each of the `sought` ids in a field; -1 where there is none."""
         ids = np.flatnonzero(self.is_kind(kind))
-        at = first_of(getattr(self, field)[ids], sought)
-        return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
+        first = first_of(getattr(self, field)[ids], sought)
+        return np.where(first >= 0, ids[np.maximum(first, 0)], -1) if len(ids) else np.full(len(first), -1, np.int64)
 
     def _inputs(self) -> dict[str, pl.Series]:
         """Return the columns that describe the inputs of each slice, as JSON."""
@@ -109,8 +109,8 @@ class Host:
     def _at(self, which: Ints, ids: Ints, otherwise: Ints | None) -> Ints:
         if not len(which):
             return np.full(len(ids), -1, np.int64)
-        found = np.where(ids >= 0, which[ids], -1)
-        return found if otherwise is None else np.where(found >= 0, found, self._at(which, otherwise, None))
+        picked = np.where(ids >= 0, which[ids], -1)
+        return picked if otherwise is None else np.where(picked >= 0, picked, self._at(which, otherwise, None))
 
 
 def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lanes: Ints) -> Host:
@@ -120,22 +120,22 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
     order = nesting.order(lane, start, start + dur, _call_number(frame))
     lane, start, dur = lane[order], start[order], dur[order]
-    named = frame["name"].to_numpy()[order].astype(np.int64)
+    name_id = frame["name"].to_numpy()[order].astype(np.int64)
     kind = np.where(
-        names_info.is_module[named] & (frame["kind"].to_numpy()[order] == _KIND["cpu_op"]),
+        names_info.is_module[name_id] & (frame["kind"].to_numpy()[order] == _KIND["cpu_op"]),
         np.uint8(_KIND["annotation"]),  # a span of `record --modules`: torch writes its fast spans as operators
         frame["kind"].to_numpy()[order],
     )
     parent = nesting.parents(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
-    found = steps.find(names_info, named, marked, start, start + dur)
-    is_span = names_info.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
+    host_steps = steps.find(names_info, name_id, marked, start, start + dur)
+    is_span = names_info.span.is_not_null().to_numpy()[name_id] & (kind == _KIND["annotation"])
     return Host(
         names=names_info,
         inputs=inputs,
-        steps=found,
+        steps=host_steps,
         row=frame["row"].to_numpy()[order],
-        named=named,
+        name_id=name_id,
         kind=kind,
         lane=lane,
         start_ns=start,
@@ -145,8 +145,8 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
         },
         called_with=frame["inputs"].to_numpy()[order].astype(np.int64),
         parent=parent,
-        step=found.at(start),
-        phase=_phase(names_info, named, parent, start, start + dur),
+        step=host_steps.at(start),
+        phase=_phase(names_info, name_id, parent, start, start + dur),
         span=nesting.nearest(parent, is_span),
     )
 
@@ -158,11 +158,11 @@ def _call_number(frame: pl.DataFrame) -> Ints:
     """
     kind = frame["kind"].to_numpy()
     is_numbered = (kind == _KIND["cpu_op"]) | (kind == _KIND["annotation"])
-    others = np.where(kind == _KIND["python"], np.int64(-1), np.iinfo(np.int64).max)
-    return np.where(is_numbered, frame["external_id"].to_numpy(), others)
+    unnumbered = np.where(kind == _KIND["python"], np.int64(-1), np.iinfo(np.int64).max)
+    return np.where(is_numbered, frame["external_id"].to_numpy(), unnumbered)
 
 
-def nulled(ids: Ints, name: str = "") -> pl.Series:
+def id_column(ids: Ints, name: str = "") -> pl.Series:
     """Return indices as a column, null where -1."""
     column = pl.Series(name, ids, pl.Int64)
     missing = column < 0
@@ -170,7 +170,7 @@ def nulled(ids: Ints, name: str = "") -> pl.Series:
 
 
 def first_of(ids: Ints, sought: Ints) -> Ints:
-    """Return where each of `sought` first stands in `ids`; -1 where it doesn't, and for 0, which names nothing.
+    """The first place of each of `sought` in `ids`; -1 where it is missing, and for 0, which names nothing.
 
     >>> first_of(np.array([7, 0, 5, 7]), np.array([5, 7, 8, 0])).tolist()
     [2, 0, -1, -1]
@@ -178,12 +178,12 @@ def first_of(ids: Ints, sought: Ints) -> Ints:
     if not len(ids):
         return np.full(len(sought), -1, np.int64)
     distinct, first = np.unique(ids, return_index=True)
-    at = np.minimum(np.searchsorted(distinct, sought), len(distinct) - 1)
-    return np.where((distinct[at] == sought) & (sought != 0), first[at], -1)
+    place = np.minimum(np.searchsorted(distinct, sought), len(distinct) - 1)
+    return np.where((distinct[place] == sought) & (sought != 0), first[place], -1)
 
 
-def _picked(values: pl.Series, at: Ints) -> pl.Series:
-    return values.gather(nulled(at)) if len(values) else values.clear().extend_constant(None, len(at))
+def _gather(values: pl.Series, indices: Ints) -> pl.Series:
+    return values.gather(id_column(indices)) if len(values) else values.clear().extend_constant(None, len(indices))
 
 
 def _plain(raw: bytes) -> str | None:
@@ -203,20 +203,20 @@ def _sizes(raw: bytes) -> str | None:
     return text if text is not None and _SIZES.fullmatch(text) and not _TOO_LARGE.search(text) else None
 
 
-def _phase(names_info: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
+def _phase(names_info: HostNames, name_id: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
     """Return each slice's phase: by the recorder's spans around its start on any thread, else by autograd's names."""
-    phase = np.full(len(named), -1, np.int64)
-    for flags, of in ((names_info.backward, conventions.BACKWARD), (names_info.optimizer, conventions.OPTIMIZER)):
+    phase = np.full(len(name_id), -1, np.int64)
+    for flags, name in ((names_info.backward, conventions.BACKWARD), (names_info.optimizer, conventions.OPTIMIZER)):
         if flags.any():
-            phase[nesting.nearest(parent, flags[named]) >= 0] = _PHASE[of]
+            phase[nesting.nearest(parent, flags[name_id]) >= 0] = _PHASE[name]
     if names_info.phase.null_count() == len(names_info.phase):
         return phase
     code = names_info.phase.replace_strict(_PHASE, return_dtype=pl.Int64, default=None).fill_null(-1).to_numpy()
-    marks = np.flatnonzero(code[named] >= 0)
+    marks = np.flatnonzero(code[name_id] >= 0)
     marks = marks[np.argsort(start[marks], kind="stable")]
     index = np.searchsorted(start[marks], start, side="right") - 1
-    inside = (index >= 0) & (start < end[marks][np.maximum(index, 0)]) if len(marks) else np.zeros(len(named), bool)
-    return np.where(inside, code[named][marks][np.maximum(index, 0)], phase) if len(marks) else phase
+    inside = (index >= 0) & (start < end[marks][np.maximum(index, 0)]) if len(marks) else np.zeros(len(name_id), bool)
+    return np.where(inside, code[name_id][marks][np.maximum(index, 0)], phase) if len(marks) else phase
 
 
 def _forward(host: Host) -> Ints:
@@ -224,12 +224,12 @@ def _forward(host: Host) -> Ints:
 
     Of the ops with one number on the forward thread the last to start made the node; of those in backward all count.
     """
-    found = np.full(len(host.row), -1, np.int64)
-    made = np.flatnonzero((host.sequence > 0) & (host.forward_thread == 0))
+    forward = np.full(len(host.row), -1, np.int64)
+    forward_ops = np.flatnonzero((host.sequence > 0) & (host.forward_thread == 0))
     runs = np.flatnonzero((host.sequence > 0) & (host.forward_thread != 0))
-    if len(made) and len(runs):
-        made = made[np.argsort(-host.start_ns[made], kind="stable")]
-        at = first_of(host.sequence[made], host.sequence[runs])
-        earlier = (at >= 0) & (host.start_ns[made][at] <= host.start_ns[runs])
-        found[runs[earlier]] = made[at[earlier]]
-    return found
+    if len(forward_ops) and len(runs):
+        forward_ops = forward_ops[np.argsort(-host.start_ns[forward_ops], kind="stable")]
+        first = first_of(host.sequence[forward_ops], host.sequence[runs])
+        earlier = (first >= 0) & (host.start_ns[forward_ops][first] <= host.start_ns[runs])
+        forward[runs[earlier]] = forward_ops[first[earlier]]
+    return forward

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.host_slices import Host, nulled
+from tracekit.ingest.readers.kineto.host_slices import Host, id_column
 from tracekit.ingest.readers.kineto.steps import Steps
 from tracekit.model import repetitions
 from tracekit.model.nesting import Ints
@@ -32,16 +32,17 @@ def with_iterations(host: Host, activities: pl.DataFrame, lanes: pl.DataFrame) -
     if len(host.steps.step):
         return host, activities
     work = _main_work(activities, lanes)
-    found = repetitions.find(_codes(work)) if work.height else None
-    if found is None or not _is_loop(work, found):
+    name_codes = work["name"].rank("dense").cast(pl.Int64).to_numpy()
+    repetition = repetitions.find(name_codes) if work.height else None
+    if repetition is None or not _is_loop(work, repetition):
         return host, activities
-    steps = _steps(host, work, found)
+    steps = _steps(host, work, repetition)
     if steps.on_device:
         step = steps.at(activities["start_ns"].to_numpy())
     else:
         host = replace(host, steps=steps, step=steps.at(host.start_ns))
         step = host.step_of(activities["host_id"])
-    return replace(host, steps=steps), activities.with_columns(nulled(step, "step"))
+    return replace(host, steps=steps), activities.with_columns(id_column(step, "step"))
 
 
 def _main_work(activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
@@ -60,60 +61,55 @@ def _main_work(activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
     return (launched if launched.height else work).sort("start_ns", "id")
 
 
-def _codes(work: pl.DataFrame) -> Ints:
-    codes: Ints = work["name"].rank("dense").cast(pl.Int64).to_numpy()
-    return codes
-
-
-def _is_loop(work: pl.DataFrame, found: Repetition) -> bool:
+def _is_loop(work: pl.DataFrame, repetition: Repetition) -> bool:
     """Return whether passes are iterations of a loop, rather than layers of one model or a coincidence.
 
     Nearly all that the recording has recurs in each pass; or what is in the passes does, and each copies from or to the
     host, as an iteration takes its input or returns its result.
     """
-    first = int(found.starts[0])
-    inside = work[first : found.end]
+    first = int(repetition.starts[0])
+    inside = work[first : repetition.end]
     if inside["name"].n_unique() < _MIN_NAMES or inside.height < _MIN_COVERED_RATIO * work.height:
         return False
-    if found.alike_ratio >= (_MIN_ALIKE_RATIO if found.count > 2 else _MIN_ALIKE_OF_TWO):
+    if repetition.alike_ratio >= (_MIN_ALIKE_RATIO if repetition.count > 2 else _MIN_ALIKE_OF_TWO):
         return True
     copies = np.flatnonzero(work["name"].str.contains(_FROM_OR_TO_HOST).to_numpy())
-    edges = np.append(found.starts, found.end)
+    edges = np.append(repetition.starts, repetition.end)
     copying = np.diff(np.searchsorted(copies, edges)) > 0
-    return found.alike_within_ratio >= _MIN_ALIKE_WITHIN and bool(copying.all())
+    return repetition.alike_within_ratio >= _MIN_ALIKE_WITHIN and bool(copying.all())
 
 
-def _steps(host: Host, work: pl.DataFrame, found: Repetition) -> Steps:
+def _steps(host: Host, work: pl.DataFrame, repetition: Repetition) -> Steps:
     """Return the iterations, counted from 0: on the host if launches were recorded, else on the device."""
-    starts, numbers = found.starts, np.arange(found.count)
+    starts, numbers = repetition.starts, np.arange(repetition.count)
     busy_ns = work["dur_ns"].to_numpy()
-    covered = float(busy_ns[starts[0] : found.end].sum() / max(busy_ns.sum(), 1))
+    covered = float(busy_ns[starts[0] : repetition.end].sum() / max(busy_ns.sum(), 1))
     issued = work["host_id"]
     if issued.null_count():
         begin = work["start_ns"].to_numpy()
-        after = begin[found.end] if found.end < len(begin) else (begin + busy_ns).max()
+        after = begin[repetition.end] if repetition.end < len(begin) else (begin + busy_ns).max()
         on_device = True
     else:
         ids = issued.to_numpy()
         begin = _begins(host, ids)
-        after = begin[found.end] if found.end < len(begin) else host.end_ns.max() + 1
+        after = begin[repetition.end] if repetition.end < len(begin) else host.end_ns.max() + 1
         on_device = False
     edges = np.append(begin[starts], after)
     return Steps(
         numbers, edges[:-1], edges[1:],
-        alike_ratio=found.alike_ratio, covered_ratio=covered, on_device=on_device,
+        alike_ratio=repetition.alike_ratio, covered_ratio=covered, on_device=on_device,
     )  # fmt: skip
 
 
 def _begins(host: Host, issued: Ints) -> Ints:
     """Return the start of the outermost slice that issued each piece of work, but began after the one before did."""
     before = np.append(np.iinfo(np.int64).min, host.start_ns[issued[:-1]])
-    at = issued.copy()
+    outermost = issued.copy()
     while True:
-        above = host.parent[at]
+        above = host.parent[outermost]
         climbs = (above >= 0) & (host.start_ns[np.maximum(above, 0)] > before)
         if not climbs.any():
             break
-        at = np.where(climbs, above, at)
-    begins: Ints = np.maximum.accumulate(host.start_ns[at])
+        outermost = np.where(climbs, above, outermost)
+    begins: Ints = np.maximum.accumulate(host.start_ns[outermost])
     return begins

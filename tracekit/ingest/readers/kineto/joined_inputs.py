@@ -37,13 +37,13 @@ class JoinedInputs:
 
     def _load(self, path: str) -> None:
         try:
-            found = execution_trace.load(path)
+            trace = execution_trace.load(path)
         except BadTraceError as error:
             self._issues.append(f"{error}.")
             return
-        self._traces.append(found)
-        if found.is_truncated:
-            self._issues.append(f"{path}: the execution trace ends early; its {found.node_count:,} nodes were read.")
+        self._traces.append(trace)
+        if trace.is_truncated:
+            self._issues.append(f"{path}: the execution trace ends early; its {trace.node_count:,} nodes were read.")
 
     def __bool__(self) -> bool:
         return bool(self._traces)
@@ -65,11 +65,11 @@ class JoinedInputs:
             if args is None or not args.record_id or (self._rank is not None and args.rank != self._rank):
                 continue
             self._op_count += 1
-            of = next((t for t in self._traces if t.has(args.record_id, getattr(event, "name", None))), None)
-            if of is None:
+            trace = next((t for t in self._traces if t.has(args.record_id, getattr(event, "name", None))), None)
+            if trace is None:
                 continue
             self._joined_count += 1
-            inputs = None if bytes(args.input_dims) else of.inputs_of(args.record_id, event.name)  # type: ignore[union-attr]
+            inputs = None if bytes(args.input_dims) else trace.inputs_of(args.record_id, event.name)  # type: ignore[union-attr]
             if inputs is not None:
                 args.input_dims, args.input_type, args.inputs, args.input_strides = map(Raw, inputs)
 

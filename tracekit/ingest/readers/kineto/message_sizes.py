@@ -50,10 +50,10 @@ def by_shapes(
 
     `dtype` is the fallback where no shapes have a type: lists of tensors have none.
     """
-    known = list(candidates)
-    dtype = next((kind for _, kinds, _ in known if (kind := _dtype(kinds))), dtype)
+    shapes = list(candidates)
+    dtype = next((kind for _, kinds, _ in shapes if (kind := _dtype(kinds))), dtype)
     item = item_bytes(dtype)
-    for dims, kinds, both_sides in known:
+    for dims, kinds, both_sides in shapes:
         sent, received = _counts(op, dims, kinds, both_sides)
         if item is not None and (sent is not None or received is not None):
             return dtype, None if sent is None else item * sent, None if received is None else item * received
@@ -62,7 +62,7 @@ def by_shapes(
 
 @lru_cache(maxsize=4096)
 def _counts(op: str | None, dims: str, kinds: str, both_sides: bool) -> tuple[int | None, int | None]:
-    first, second = (_elements(*of) for of in zip(_two(dims), _two(kinds), strict=True))
+    first, second = (_elements(*tensor) for tensor in zip(_two(dims), _two(kinds), strict=True))
     if op not in _UNLIKE:
         return first, first
     return (second, first) if both_sides else (first, None)
@@ -75,14 +75,14 @@ def _dtype(kinds: str) -> str | None:
 
 def _two(listed: str) -> list[object]:
     try:
-        found = untrusted_json.parse(listed)
+        parsed = untrusted_json.parse(listed)
     except ValueError:
-        found = None
-    return [*(found if isinstance(found, list) else []), None, None][:2]
+        parsed = None
+    return [*(parsed if isinstance(parsed, list) else []), None, None][:2]
 
 
 def _elements(shape: object, kind: object) -> int | None:
-    """Return how many elements a tensor, or all tensors of a list, have; None for what is none or has no shape."""
+    """Number of elements of a tensor, or of all tensors of a list; None for what is none or has no shape."""
     if kind in _NO_TENSOR or not isinstance(shape, list):
         return None
     if not shape:
@@ -99,5 +99,5 @@ def _product(shape: object) -> int | None:
 
 @lru_cache(maxsize=4096)
 def _kernel_dtype(name: str) -> str | None:
-    found = _KERNEL_DTYPE.search(name.partition("(")[0])
-    return _DTYPE_NAMES.get(found[1].lower(), found[1]) if found else None
+    match = _KERNEL_DTYPE.search(name.partition("(")[0])
+    return _DTYPE_NAMES.get(match[1].lower(), match[1]) if match else None

@@ -63,7 +63,7 @@ def host_names(names: pl.Series) -> HostNames:
     name = pl.col("name")
     backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
     is_mpi = name.str.contains(_MPI_CALL)
-    found = pl.DataFrame({"name": names}).select(
+    table = pl.DataFrame({"name": names}).select(
         "name",
         name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
         fsdp_unit_spans.span(name).alias("span"),
@@ -79,8 +79,8 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.starts_with(conventions.MODULE_PREFIX).alias("is_module"),
     )
     return HostNames(
-        **{key: found[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
-        **{key: found[key].to_numpy() for key in _FLAGS},  # type: ignore[arg-type]
+        **{key: table[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
+        **{key: table[key].to_numpy() for key in _FLAGS},  # type: ignore[arg-type]
     )
 
 

@@ -59,12 +59,12 @@ class Clock:
             self.epoch |= largest >= _EXACT_US
             return us * 1000 if largest < MOST_NS // 1000 else self._one_by_one(values, missing)
         try:
-            given = np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
+            floats = np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
         except (struct.error, OverflowError):
             return self._one_by_one(values, missing)
-        largest = _largest(given)
+        largest = _largest(floats)
         if largest < _EXACT_US:
-            return self._from_floats(given)
+            return self._from_floats(floats)
         return None if largest < _WHOLE_US else self._one_by_one(values, missing)  # also if NaN
 
     def one(self, value: Any) -> int | None:
@@ -73,10 +73,10 @@ class Clock:
         return None if ns == BAD else ns
 
     def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints:
-        whole = np.floor(us)
-        fraction = us - whole
+        whole_us = np.floor(us)
+        fraction = us - whole_us
         self.fractions = self.fractions or bool(fraction.any())
-        return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
+        return whole_us.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
         if not all(isinstance(value, msgspec.Raw) for value in values):
@@ -118,24 +118,24 @@ class Clock:
         return ns if abs(ns) < MOST_NS else BAD
 
 
-def _largest(given: npt.NDArray[Any]) -> float:
+def _largest(array: npt.NDArray[Any]) -> float:
     """Return the largest absolute value; NaN if any value is NaN, 0 if there are none."""
-    return max(given.max().item(), -given.min().item()) if len(given) else 0
+    return max(array.max().item(), -array.min().item()) if len(array) else 0
 
 
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
     """Return integers, also from text; `missing` where a value is not an integer or does not fit."""
-    found = plain(values)
-    if found is None:
-        found = plain([missing if value is None else value for value in values])
-    return np.array([_int(value, missing) for value in values], np.int64) if found is None else found
+    integers = plain(values)
+    if integers is None:
+        integers = plain([missing if value is None else value for value in values])
+    return np.array([_int(value, missing) for value in values], np.int64) if integers is None else integers
 
 
 def sizes(values: list[Any]) -> Ints:
     """Return sizes in bytes; MISSING also where one is beyond MOST_BYTES, as sums of sizes must fit an int64."""
-    found = ints(values)
-    beyond = (found > MOST_BYTES) | (found < -MOST_BYTES)
-    return np.where(beyond, MISSING, found) if beyond.any() else found
+    integers = ints(values)
+    too_large = (integers > MOST_BYTES) | (integers < -MOST_BYTES)
+    return np.where(too_large, MISSING, integers) if too_large.any() else integers
 
 
 def plain(values: list[Any]) -> Ints | None:

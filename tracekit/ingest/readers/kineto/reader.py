@@ -92,14 +92,14 @@ def _rankless(events: Events) -> pl.DataFrame:
 
 
 def counts(path: str) -> Counter[tuple[str | None, str | None]]:
-    """Return how many events of each (ph, cat) a file holds, those included that no table needs.
+    """Number of events of each (ph, cat) in a file, those included that no table needs.
 
     Raises BadTraceError as `read` does.
     """
-    found: Counter[tuple[str | None, str | None]] = Counter()
+    by_kind: Counter[tuple[str | None, str | None]] = Counter()
     for batch in Scan(path):
-        columns.count(found, batch)
-    return found
+        columns.count(by_kind, batch)
+    return by_kind
 
 
 def build_trace(
@@ -110,27 +110,27 @@ def build_trace(
     `listed_groups` are process groups that the header may lack.
     """
     base_ns = _base_ns(events.header)
-    slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
+    slices, device = (_with_times(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
-    slice_args = {at: s.args for at, s in zip(ids.tolist(), events.host_collectives, strict=True) if at >= 0}
+    slice_args = {index: s.args for index, s in zip(ids.tolist(), events.host_collectives, strict=True) if index >= 0}
     undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
     if device.is_empty():
         activities, communication = work.on_host(built, slice_args)
     else:
-        placed = work.streams(device, events.threads, len(lanes))
-        lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
+        device_rows = work.streams(device, events.threads, len(lanes))
+        lanes = pl.concat([lanes, work.lanes_of(device_rows)], how="diagonal_relaxed")
         kernel_args = {s.row: s.args for s in events.device_collectives}
-        activities, communication, undecided = work.on_device(placed, events, built, kernel_args, slice_args)
+        activities, communication, undecided = work.on_device(device_rows, events, built, kernel_args, slice_args)
     built, activities = iterations.with_iterations(built, activities, lanes)
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
-    waited = _timed(events.syncs, base_ns)
+    waited = _with_times(events.syncs, base_ns)
     bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
-    found = data_quality.table(
+    issues = data_quality.table(
         events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
     )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
@@ -144,7 +144,7 @@ def build_trace(
         steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
         activities=activities,
         groups=groups,
-        data_quality=pl.concat([found, further]),
+        data_quality=pl.concat([issues, further]),
         header=events.header,
     )
     return LazyTrace.of(
@@ -175,11 +175,11 @@ def _base_ns(header: Mapping[str, Any]) -> int:
     return exact if abs(exact) < numbers.MOST_NS else 0
 
 
-def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
+def _with_times(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
     """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
     usable = (frame["start_ns"] != numbers.BAD) & frame["dur_ns"].is_between(0, numbers.MOST_DUR_NS)
-    placed = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
-    return placed if usable.all() else placed.filter(usable)
+    rows = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
+    return rows if usable.all() else rows.filter(usable)
 
 
 def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
@@ -224,22 +224,22 @@ def _of_rank(events: Events, rank: int) -> Events:
         device=events.device[device_rows],
         memory=events.memory.filter(pl.col("rank") == rank),
         syncs=events.syncs.filter(pl.col("rank") == rank),
-        host_collectives=_moved(events.host_collectives, host_rows),
-        device_collectives=_moved(events.device_collectives, device_rows),
+        host_collectives=_renumber(events.host_collectives, host_rows),
+        device_collectives=_renumber(events.device_collectives, device_rows),
     )
 
 
 _OF_ONE_RANK = ("rank", "pg_config", "pg_count")
 
 
-def _moved(collectives: list[CollectiveArgs], rows: Ints) -> list[CollectiveArgs]:
+def _renumber(collectives: list[CollectiveArgs], rows: Ints) -> list[CollectiveArgs]:
     place = {int(row): index for index, row in enumerate(rows)}
     return [CollectiveArgs(place[s.row], s.args) for s in collectives if s.row in place]
 
 
 def _several_ranks(events: Events) -> pl.DataFrame:
-    found = sorted(_ranks(events))
-    if len(found) < 2:
+    ranks = sorted(_ranks(events))
+    if len(ranks) < 2:
         return schema.DATA_QUALITY.empty()
-    message = f"The file holds events of {len(found)} ranks ({found[0]} to {found[-1]}), read as one: split it."
+    message = f"The file holds events of {len(ranks)} ranks ({ranks[0]} to {ranks[-1]}), read as one: split it."
     return pl.DataFrame([("several_ranks", message, 1.0)], schema=schema.DATA_QUALITY.schema, orient="row")

@@ -67,8 +67,8 @@ class Scan:
         blocks = Blocks(self.path)
         unread = self._count_bytes(iter(blocks))
         before, buffer, self._bare = header.find_events(blocks, unread)
-        self.header, whole = header.parse_start(before)
-        self.damage.header = not whole
+        self.header, is_complete = header.parse_start(before)
+        self.damage.header = not is_complete
         has_events = False
         for batch in self._batches(buffer, unread, blocks):
             has_events = has_events or bool(batch)
@@ -126,32 +126,32 @@ class Scan:
     def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
         """Return the events in the concatenated `parts`; None if they must be read one by one."""
         self._batch = b"".join((b"[", *parts, b"]"))
-        found = None if self._need_comma else events.decode(self._batch, exact=self.exact)
-        if found is None:
+        decoded = None if self._need_comma else events.decode(self._batch, exact=self.exact)
+        if decoded is None:
             replaced = self._batch.decode("utf-8", "replace").encode()
             if replaced != self._batch and not self._need_comma:
                 self.damage.stray_bytes = True
                 self._batch = replaced
-                found = events.decode(replaced, exact=self.exact)
-        return found
+                decoded = events.decode(replaced, exact=self.exact)
+        return decoded
 
     def _one_by_one(self, buffer: bytes, *, last: bool) -> tuple[list[Event], bytes]:
         """Return the events at the start of `buffer`, and the rest: what follows the array if `_closed` is set."""
         self._batch = b""
-        whole = len(buffer) if last else _whole_characters(buffer)
-        text, incomplete = buffer[:whole].decode("utf-8", "replace"), buffer[whole:]
+        end = len(buffer) if last else _whole_characters(buffer)
+        text, incomplete = buffer[:end].decode("utf-8", "replace"), buffer[end:]
         self.damage.stray_bytes |= "\ufffd" in text
-        found: list[Event] = []
-        at: int | None = 0
+        batch: list[Event] = []
+        pos: int | None = 0
         rest = 0
-        while at is not None:
-            rest = at
-            at, rest = self._step(text, at, found, last=last)
-        return found, text[rest:].encode("utf-8", "replace") + incomplete
+        while pos is not None:
+            rest = pos
+            pos, rest = self._step(text, pos, batch, last=last)
+        return batch, text[rest:].encode("utf-8", "replace") + incomplete
 
-    def _step(self, text: str, at: int, found: list[Event], *, last: bool) -> tuple[int | None, int]:
+    def _step(self, text: str, pos: int, batch: list[Event], *, last: bool) -> tuple[int | None, int]:
         """Read or skip one event; return where to continue (None: stop) and where the rest begins."""
-        between = _BETWEEN.match(text, at)
+        between = _BETWEEN.match(text, pos)
         assert between
         comma, start = between[1], between.end()
         if start >= len(text):
@@ -162,10 +162,10 @@ class Scan:
             if after:
                 sure = last or after.end() < len(text)  # otherwise the next bytes may show that the array continues
                 self._closed = sure
-                return None, start + 1 if sure else at
+                return None, start + 1 if sure else pos
         if empty := _EMPTY_OBJECTS.match(text, start):
             self._take(comma)
-            found += [events.EMPTY] * text.count("{", start, empty.end())
+            batch += [events.EMPTY] * text.count("{", start, empty.end())
             return empty.end(), empty.end()
         try:
             item, end = _parse(text, start)
@@ -173,13 +173,13 @@ class Scan:
             raise self._too_deep() from error
         except ValueError as error:
             if not last and _may_be_incomplete(error, text, start):
-                return None, at
+                return None, pos
             return self._skip_damaged(text, start)
         if untrusted_json.is_deep(item):
             raise self._too_deep()
         self._take(comma)
         if isinstance(item, dict):
-            found.append(events.from_text(text[start:end], item))
+            batch.append(events.from_text(text[start:end], item))
         else:
             self.damage.non_objects += 1
         return end, end
@@ -225,8 +225,8 @@ class Scan:
         if self._bare:
             self.damage.header |= bool(tail.strip())
             return
-        keys, whole = header.parse_tail(tail)
-        self.damage.header |= not whole
+        keys, is_complete = header.parse_tail(tail)
+        self.damage.header |= not is_complete
         later = keys.pop("traceEvents", None)
         self.damage.later_events = len(later) if isinstance(later, list) else 0
         self.header |= keys
@@ -236,15 +236,15 @@ def _between_events(buffer: bytes) -> bytes:
     """Return the most frequent bytes between two events at a file's start: closing brace, comma, next first key."""
     text = buffer[:_BATCH_BYTES].decode("utf-8", "replace")
     seen: Counter[str] = Counter()
-    at = 0
+    pos = 0
     for _ in range(64):
-        between = _BETWEEN.match(text, at)
+        between = _BETWEEN.match(text, pos)
         assert between
         first_key = _FIRST_KEY.match(text, between.end())
-        if at and first_key and between[1]:
-            seen[text[at - 1 : first_key.end()]] += 1
+        if pos and first_key and between[1]:
+            seen[text[pos - 1 : first_key.end()]] += 1
         try:
-            _, at = _parse(text, between.end())
+            _, pos = _parse(text, between.end())
         except (ValueError, RecursionError):
             break
     return seen.most_common(1)[0][0].encode() if seen else b""
@@ -257,14 +257,14 @@ def _may_be_incomplete(error: Exception, text: str, start: int) -> bool:
     return error.pos >= len(text) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
 
 
-def _next_event(text: str, at: int) -> int | None:
-    for found in _EVENT_START.finditer(text, at):
+def _next_event(text: str, pos: int) -> int | None:
+    for match in _EVENT_START.finditer(text, pos):
         try:
-            item, _ = _parse(text, found.start())
+            item, _ = _parse(text, match.start())
         except (ValueError, RecursionError):
             continue
         if isinstance(item, dict) and "ph" in item:
-            return found.start()
+            return match.start()
     return None
 
 

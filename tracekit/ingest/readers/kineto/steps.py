@@ -32,27 +32,27 @@ class Steps:
         return np.where((index >= 0) & (times < self.end_ns[np.maximum(index, 0)]), index, -1)
 
 
-def find(names: HostNames, named: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
-    """Return the steps that slices mark; `named` is each slice's name, `marked` whether it may mark a step."""
-    at = np.flatnonzero(names.step.is_not_null().to_numpy()[named] & marked)
-    if not len(at):
-        return _by_optimizer(names, named, start, end)
-    at = at[np.argsort(start[at], kind="stable")]
-    step = names.step.gather(named[at]).to_numpy().astype(np.int64)
+def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
+    """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step."""
+    marks = np.flatnonzero(names.step.is_not_null().to_numpy()[name_id] & marked)
+    if not len(marks):
+        return _by_optimizer(names, name_id, start, end)
+    marks = marks[np.argsort(start[marks], kind="stable")]
+    step = names.step.gather(name_id[marks]).to_numpy().astype(np.int64)
     _, first = np.unique(step, return_index=True)
     first = np.sort(first)
-    return Steps(step[first], start[at][first], end[at][first])
+    return Steps(step[first], start[marks][first], end[marks][first])
 
 
-def _by_optimizer(names: HostNames, named: Ints, start: Ints, end: Ints) -> Steps:
+def _by_optimizer(names: HostNames, name_id: Ints, start: Ints, end: Ints) -> Steps:
     """Return steps that end where the optimizer steps, counted from 0; later work belongs to no step.
 
     Several optimizers with no backward between them end one step.
     """
-    end_ns = np.sort(end[names.optimizer[named]])
+    end_ns = np.sort(end[names.optimizer[name_id]])
     if not len(end_ns):
         return Steps(end_ns, end_ns, end_ns)
-    backward = np.sort(start[names.backward[named]])
+    backward = np.sort(start[names.backward[name_id]])
     if len(backward):
         # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
         following = np.searchsorted(backward, end_ns)

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.host_slices import Host, nulled
+from tracekit.ingest.readers.kineto.host_slices import Host, id_column
 from tracekit.model.nesting import Ints
 
 STREAM_WAIT, EVENT, STREAM, CONTEXT = "stream_wait", "event", "stream", "context"
@@ -16,11 +16,11 @@ _KINDS = {
 _UNKNOWN_STREAM = (1 << 31) - 1  # CUPTI's value, as is -1
 
 
-def table(found: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
+def table(syncs: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
     """Return the rows of the syncs table; events with other names are ignored."""
-    named = found.with_columns(names.gather(found["name"]).alias("called")).filter(pl.col("called").is_in(list(_KINDS)))
-    return named.select(
-        nulled(_call(host, named["correlation"]), "call_id"),
+    rows = syncs.with_columns(names.gather(syncs["name"]).alias("called")).filter(pl.col("called").is_in(list(_KINDS)))
+    return rows.select(
+        id_column(_call(host, rows["correlation"]), "call_id"),
         pl.col("called").replace_strict(_KINDS, return_dtype=pl.String).alias("kind"),
         "start_ns",
         "dur_ns",
@@ -29,7 +29,7 @@ def table(found: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
             pl.when(pl.col(name).is_between(0, _UNKNOWN_STREAM - 1)).then(pl.col(name)).alias(name)
             for name in ("stream", "awaited_stream")
         ),
-        nulled(_call(host, named["awaited_correlation"]), "record_id"),
+        id_column(_call(host, rows["awaited_correlation"]), "record_id"),
     )
 
 

@@ -57,8 +57,8 @@ class EventColumns:
 
         Raises OverflowError or TypeError if a value is not an integer or too large.
         """
-        *given, action = values
-        for column, value in zip(self.numbers, given, strict=True):
+        *fields, action = values
+        for column, value in zip(self.numbers, fields, strict=True):
             column.append(self.MISSING if value is None else value)
         number = self.actions.get(action)
         if number is None:
@@ -79,8 +79,8 @@ class EventColumns:
             if type(action) is not str:
                 raise TypeError("an action that is not text")
             self.actions[action] = len(self.actions)
-        for known, column in zip(self.numbers, columns, strict=False):
-            known.extend(column)
+        for stored, column in zip(self.numbers, columns, strict=False):
+            stored.extend(column)
         self.action.extend(map(self.actions.__getitem__, actions))
         self.stack.extend(stacks)
         return range(first, first + len(stacks))

@@ -66,15 +66,15 @@ def _read(copy: Path, path: str) -> MemorySnapshot:
 
 
 def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
-    whole = root if isinstance(root, dict) else {"segments": root}  # old: torch.cuda.memory_snapshot(), a bare list
-    listed = whole.get("segments")
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+    snapshot = root if isinstance(root, dict) else {"segments": root}  # old: torch.cuda.memory_snapshot(), a bare list
+    listed = snapshot.get("segments")
+    if not isinstance(listed, list) or not all(isinstance(segment, dict) for segment in listed):
         raise TypeError("no list of segments")
     segments = _frame(schema.SEGMENTS, _segments(listed, unpickler))
     blocks = _frame(schema.BLOCKS, _blocks(listed, unpickler))
     _refuse_missing(segments, ("device", "address", "stream", "kind", "total_bytes", "allocated_bytes", "active_bytes"))
     _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
-    events = _events(whole.get("device_traces", []), unpickler.rows)
+    events = _events(snapshot.get("device_traces", []), unpickler.rows)
     _refuse_missing(events.filter(pl.col("action").is_in(_MEMORY_ACTIONS)), ("address", "bytes", "stream"))
     return MemorySnapshot(
         path,
@@ -82,9 +82,9 @@ def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
         blocks=blocks,
         events=events,
         stacks=_stacks(unpickler.frames),
-        frames=_frames(unpickler.frames),
-        annotations=_frame(schema.ANNOTATIONS, _annotations(whole.get("external_annotations", []))),
-        settings=_settings(whole.get("allocator_settings")),
+        frames=_frame(schema.FRAMES, ((number, *frame) for frame, number in unpickler.frames.frames.items())),
+        annotations=_frame(schema.ANNOTATIONS, _annotations(snapshot.get("external_annotations", []))),
+        settings=_settings(snapshot.get("allocator_settings")),
     )
 
 
@@ -99,39 +99,39 @@ def _refuse_missing(table: pl.DataFrame, columns: Iterable[str]) -> None:
 
 
 def _segments(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
-    for each in listed:
-        pool = each.get("segment_pool_id", _COMMON_POOL)
+    for segment in listed:
+        pool = ":".join(map(str, segment.get("segment_pool_id", _COMMON_POOL)))
         yield (
-            each.get("device", 0), each["address"], each.get("stream", 0), ":".join(map(str, pool)),
-            each["segment_type"], bool(each.get("is_expandable", False)), each["total_size"], each["allocated_size"],
-            each["active_size"], each.get("requested_size"), _stack(each, unpickler),
+            segment.get("device", 0), segment["address"], segment.get("stream", 0), pool, segment["segment_type"],
+            bool(segment.get("is_expandable", False)), segment["total_size"], segment["allocated_size"],
+            segment["active_size"], segment.get("requested_size"), _stack(segment, unpickler),
         )  # fmt: skip
 
 
 def _blocks(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
-    for each in listed:
-        address = each["address"]
-        for block in each["blocks"]:
+    for segment in listed:
+        address = segment["address"]
+        for block in segment["blocks"]:
             # Blocks of old snapshots have no address: they are contiguous.
             address = block.get("address", address)
             yield (
-                each.get("device", 0), each["address"], address, block["size"], block.get("requested_size"),
+                segment.get("device", 0), segment["address"], address, block["size"], block.get("requested_size"),
                 block["state"], _stack(block, unpickler),
             )  # fmt: skip
             address += block["size"]
 
 
-def _stack(each: Mapping[str, Any], unpickler: Unpickler) -> int | None:
-    frames = each.get("frames")
-    if frames is None and each.get("history"):  # before torch 2.1 a block had the history of its last allocations
-        frames = each["history"][0].get("frames")
+def _stack(block: Mapping[str, Any], unpickler: Unpickler) -> int | None:
+    frames = block.get("frames")
+    if frames is None and block.get("history"):  # before torch 2.1 a block had the history of its last allocations
+        frames = block["history"][0].get("frames")
     number = unpickler.stack_of(frames)
     return None if number < 0 else int(number)
 
 
 def _annotations(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    for each in listed:
-        yield each.get("device"), each["time_us"] * 1000, each["stage"], each["name"]
+    for annotation in listed:
+        yield annotation.get("device"), annotation["time_us"] * 1000, annotation["stage"], annotation["name"]
 
 
 _SCALARS = (int, str, type(None))
@@ -151,11 +151,11 @@ def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
     """Return the events of all devices, by device and in the order of its history."""
     device, picked = [], []
     for number, ranges in enumerate(traces):
-        for each in ranges:
-            if not isinstance(each, range):
+        for event_range in ranges:
+            if not isinstance(event_range, range):
                 raise TypeError("an event without an action")
-            device.append(np.full(len(each), number, np.int64))
-            picked.append(np.arange(each.start, each.stop))
+            device.append(np.full(len(event_range), number, np.int64))
+            picked.append(np.arange(event_range.start, event_range.stop))
     if not picked:
         return schema.EVENTS.empty()
     order = np.concatenate(picked)
@@ -186,10 +186,6 @@ def _stacks(frames: FrameTable) -> pl.DataFrame:
     depth = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     columns = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": np.array(frames.stacks)}
     return schema.STACKS.conform(pl.DataFrame(columns))
-
-
-def _frames(frames: FrameTable) -> pl.DataFrame:
-    return _frame(schema.FRAMES, ((number, *frame) for frame, number in frames.frames.items()))
 
 
 def _settings(stated: object) -> dict[str, object]:

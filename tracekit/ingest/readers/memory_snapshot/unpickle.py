@@ -81,25 +81,25 @@ class Unpickler(Machine):
 
     def _empty_list(self) -> None:
         """Push a list; if it is a stack of known frames, its number."""
-        found = _KNOWN_STACK.match(self._data, self._pos - 1)
-        stack = self._stack_of_references(found[2]) if found else None
-        if found is None or stack is None:
+        match = _KNOWN_STACK.match(self._data, self._pos - 1)
+        stack = self._stack_of_references(match[2]) if match else None
+        if match is None or stack is None:
             self._stack.append([])
             return
-        self._pos = found.end()
+        self._pos = match.end()
         self._stack.append(stack)
-        if found[1]:
-            self._put_as(found[1], stack)
+        if match[1]:
+            self._put_as(match[1], stack)
 
     def _stack_of_references(self, run: bytes) -> Stack | None:
         """Return the number of a stack, by references to its frames; None if one is not a frame."""
-        known = self._stacks_by_references.get(run)
-        if known is None:
-            frames = [self._get(int.from_bytes(each[1:], "little")) for each in _ONE_REFERENCE.findall(run)]
-            if not all(_is_frame(each) for each in frames):
+        stack = self._stacks_by_references.get(run)
+        if stack is None:
+            frames = [self._get(int.from_bytes(raw[1:], "little")) for raw in _ONE_REFERENCE.findall(run)]
+            if not all(_is_frame(frame) for frame in frames):
                 return None
-            known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in frames)))
-        return known
+            stack = self._stacks_by_references[run] = self.frames.stack(array("i", (frame[_FRAME] for frame in frames)))
+        return stack
 
     def _empty_dict(self) -> None:
         """Push a dict; or, if events of a known layout follow, all of them."""
@@ -113,14 +113,14 @@ class Unpickler(Machine):
             return True
         scanner = shape.scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
         began, last = self._pos, len(self._data) - MARGIN_BYTES
-        while found := scanner.match():
-            keys = found.groups()[1::2]
+        while match := scanner.match():
+            keys = match.groups()[1::2]
             layout = self._layouts.get(keys) or self._layout(keys)
             if layout is None:
                 break
-            self._stack.append(self._add_event(found.groups(), layout))
-            self._pos = found.end()
-            if found[1] == _MEMOIZE_OPCODE:
+            self._stack.append(self._add_event(match.groups(), layout))
+            self._pos = match.end()
+            if match[1] == _MEMOIZE_OPCODE:
                 self._keys = keys  # the next events are read many at a time
                 break
             if self._pos > last:
@@ -135,29 +135,29 @@ class Unpickler(Machine):
         if len(self._memoized_values) > MAX_INTERNED:
             self._memoized_values.clear()
         scanner = _event_with_keys(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
-        found = list(iter(scanner.match, None))
-        if not found:
+        matches = list(iter(scanner.match, None))
+        if not matches:
             return False
-        columns = list(zip(*[each.groups() for each in found], strict=True))
+        columns = list(zip(*[match.groups() for match in matches], strict=True))
         at_us, address, size, stream, action, frames = self._layouts[keys](range(len(keys)))
-        others = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
-        self._memoize_events(len(found), [column for column in others if self._is_memoized(column)])
+        memoizable = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
+        self._memoize_events(len(matches), [column for column in memoizable if self._is_memoized(column)])
         times = _times(columns[at_us]) or self._column(columns[at_us])
         values = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
         self._stack.append(self.rows.add_many(values, list(map(self._stack_number, columns[frames]))))
-        self._pos = found[-1].end()
+        self._pos = matches[-1].end()
         return True
 
     def _is_memoized(self, column: Sequence[bytes]) -> bool:
         """Return whether values of a column are memoized (texts and stacks that are no references); decode these."""
         if not set(map(_FIRST, column)) & _MEMOIZED:
             return False
-        whole = self._memoized_values
+        memoized = self._memoized_values
         for raw in dict.fromkeys(column):  # in order, so that stacks are numbered by first occurrence
-            if raw in whole or raw[0] not in _MEMOIZED:
+            if raw in memoized or raw[0] not in _MEMOIZED:
                 continue
-            whole[raw] = self._interned(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._stack_of_references(raw[3:-1])
-            if whole[raw] is None:
+            memoized[raw] = self._intern(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._stack_of_references(raw[3:-1])
+            if memoized[raw] is None:
                 raise TypeError("a stack of something other than frames")
         return True
 
@@ -177,15 +177,15 @@ class Unpickler(Machine):
             return values
         if len(plain) > _MAX_KNOWN:
             plain.clear()
-        whole = self._memoized_values
+        memoized = self._memoized_values
         for raw in {raw for raw in column if raw not in plain}:
-            plain[raw] = whole[raw] if raw in whole else self._decoded(raw)[0]
+            plain[raw] = memoized[raw] if raw in memoized else self._decode(raw)[0]
         return [plain[raw] for raw in column]
 
     def _stack_number(self, raw: bytes) -> int:
         frames = self._memoized_values.get(raw)
         if frames is None:
-            frames = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
+            frames = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decode(raw)[0]
         return frames if type(frames) is Stack else self.stack_of(frames)
 
     def _layout(self, keys: tuple[bytes, ...]) -> _Layout | None:
@@ -198,12 +198,12 @@ class Unpickler(Machine):
 
     def _add_event(self, groups: tuple[bytes, ...], layout: _Layout) -> Event:
         """Append the event in the groups of a layout's pattern."""
-        known, memo = self._values, self._memo
+        decoded, memo = self._values, self._memo
         if groups[0]:
             self._put_as(groups[0], SPENT)
         values = []
         for raw in groups[2::2]:
-            value, remembered = known.get(raw) or self._value(raw)
+            value, remembered = decoded.get(raw) or self._value(raw)
             if remembered:
                 memo.append(value)
             values.append(value)
@@ -212,7 +212,7 @@ class Unpickler(Machine):
 
     def _value(self, raw: bytes) -> tuple[Any, bool]:
         """Return a value, and whether it is yet to be memoized; cache both if they can repeat."""
-        value, put = self._decoded(raw)
+        value, put = self._decode(raw)
         decoded = (value, put == _MEMOIZE_OPCODE)
         if put and not decoded[1]:
             self._put_as(put, value)
@@ -220,7 +220,7 @@ class Unpickler(Machine):
             self._values[raw] = decoded
         return decoded
 
-    def _decoded(self, raw: bytes) -> tuple[Any, bytes]:
+    def _decode(self, raw: bytes) -> tuple[Any, bytes]:
         """Return a value in a pattern's group, and the opcode that memoizes it, or nothing."""
         code = raw[0]
         if code in _INTEGERS:
@@ -229,12 +229,12 @@ class Unpickler(Machine):
             return self._get(int.from_bytes(raw[1:], "little")), b""
         if code == _SHORT_TEXT:
             end = 2 + raw[1]
-            return self._interned(raw[2:end]), raw[end:]
-        found = _KNOWN_STACK.match(raw)
-        stack = self._stack_of_references(found[2]) if found else None
-        if found is None or stack is None:
+            return self._intern(raw[2:end]), raw[end:]
+        match = _KNOWN_STACK.match(raw)
+        stack = self._stack_of_references(match[2]) if match else None
+        if match is None or stack is None:
             raise TypeError("a stack of something other than frames")
-        return stack, found[1]
+        return stack, match[1]
 
     def _update(self, items: list[Any]) -> None:
         super()._update(items)
@@ -289,7 +289,7 @@ class Unpickler(Machine):
         if type(frames) is not list or not frames:
             return -1
         if type(frames[0]) is not Stack:
-            numbers = array("i", (each[_FRAME] if _is_frame(each) else self._frame(each) for each in frames))
+            numbers = array("i", (frame[_FRAME] if _is_frame(frame) else self._frame(frame) for frame in frames))
             frames[:] = [self.frames.stack(numbers)]
         return int(frames[0])
 

@@ -33,7 +33,7 @@ class Database:
         self.path = path
         self._connection = connection
         self._most_rows = size_bytes // _LEAST_ROW_BYTES
-        self._columns = self._listed()
+        self._columns = self._plain_tables()
 
     def has(self, table: str, *columns: str) -> bool:
         """Return whether there is a table with these columns."""
@@ -52,8 +52,8 @@ class Database:
             np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(columns)).reshape(-1, len(columns))
             for rows in self._batches(query)
         ]
-        found = np.concatenate(parts) if parts else np.empty((0, len(columns)), np.int64)
-        return {name: found[:, i].copy() for i, name in enumerate(columns)}
+        values = np.concatenate(parts) if parts else np.empty((0, len(columns)), np.int64)
+        return {name: values[:, i].copy() for i, name in enumerate(columns)}
 
     def floats(self, table: str, column: str, where: str = "") -> npt.NDArray[np.float64]:
         """Return a column of the rows that fit `where`; infinity where a value is not a number."""
@@ -83,12 +83,12 @@ class Database:
             return str(MISSING + 1) + " - 1"  # the least int64, which SQL cannot spell
         return f'CASE WHEN typeof("{name}") = \'integer\' THEN "{name}" ELSE {MISSING + 1} - 1 END'
 
-    def _listed(self) -> dict[str, frozenset[str]]:
+    def _plain_tables(self) -> dict[str, frozenset[str]]:
         """Return the columns of each plain table; views and virtual tables would run code of the file."""
-        named = chain.from_iterable(self._batches("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
+        tables = chain.from_iterable(self._batches("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
         plain = [
             name
-            for name, sql in named
+            for name, sql in tables
             if isinstance(name, str) and isinstance(sql, str) and name.replace("_", "").isalnum()
             if sql.lstrip().upper().startswith("CREATE TABLE")
         ]
@@ -111,7 +111,7 @@ class Database:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Database]:
+def open_database(path: str) -> Iterator[Database]:
     """Open a SQLite file, plain or compressed. Raises BadTraceError if it cannot be read."""
     with _plain(path) as plain:
         size_bytes = plain.stat().st_size
@@ -129,8 +129,8 @@ def _restrict(connection: sqlite3.Connection, size_bytes: int) -> None:
         connection.execute(f"PRAGMA {pragma}")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT_BYTES)
     connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-    left = iter(range(max(size_bytes * _MOST_STEPS // _EVERY, 100)))
-    connection.set_progress_handler(lambda: int(next(left, None) is None), _EVERY)
+    budget = iter(range(max(size_bytes * _MOST_STEPS // _EVERY, 100)))
+    connection.set_progress_handler(lambda: int(next(budget, None) is None), _EVERY)
 
 
 @contextlib.contextmanager

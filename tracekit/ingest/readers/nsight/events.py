@@ -57,12 +57,12 @@ class Tables:
         """Add calls of the CUDA runtime and driver, and the profiler's own overhead."""
         for table, kind in (("CUPTI_ACTIVITY_KIND_RUNTIME", _RUNTIME), ("PROFILER_OVERHEAD", _OVERHEAD)):
             columns = ("start", "end", "globalTid", "correlationId", "nameId")
-            found = self.database.integers(table, columns, rows_of(self.database, table, self.process))
-            rows = len(found["start"])
-            correlation = found["correlationId"] if kind == _RUNTIME else np.zeros(rows, np.int64)
+            calls = self.database.integers(table, columns, rows_of(self.database, table, self.process))
+            rows = len(calls["start"])
+            correlation = calls["correlationId"] if kind == _RUNTIME else np.zeros(rows, np.int64)
             self._add_host(
-                found,
-                name=self._named(found["nameId"], names.of_call),
+                calls,
+                name=self._name_codes(calls["nameId"], names.of_call),
                 kind=np.full(rows, kind),
                 correlation=np.where(correlation == MISSING, 0, correlation),
             )
@@ -73,27 +73,27 @@ class Tables:
         is_own = np.ones(len(ranges.start), np.bool_) if self.process is None else ranges.process == self.process
         rows = np.flatnonzero(is_own & ranges.is_whole)
         first = sum(len(part["kind"]) for part in self._host)
-        named, at = np.unique(ranges.named[rows], return_inverse=True)
-        texts = ranges.names.gather(named).to_list()
+        name_ids, inverse = np.unique(ranges.name_id[rows], return_inverse=True)
+        texts = ranges.names.gather(name_ids).to_list()
         operators = [names.operator(text) for text in texts]
-        total_ns = np.bincount(at, np.maximum(ranges.end[rows] - ranges.start[rows], 0), len(named))
+        total_ns = np.bincount(inverse, np.maximum(ranges.end[rows] - ranges.start[rows], 0), len(name_ids))
         step_of = names.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
-        shown = [step_of.get(text, text) if of is None else of.name for text, of in zip(texts, operators, strict=True)]
+        labels = [step_of.get(text, text) if op is None else op.name for text, op in zip(texts, operators, strict=True)]
         self._add_host(
             {"start": ranges.start[rows], "end": ranges.end[rows], "globalTid": ranges.thread[rows]},
-            name=np.array([self._names[name] for name in shown], np.int64)[at],
-            kind=np.array([_ANNOTATION if of is None else _OP for of in operators], np.int64)[at],
-            sequence=np.array([0 if of is None else of.sequence for of in operators], np.int64)[at],
-            inputs=np.array([0 if of is None else self._shapes(of.sizes) for of in operators], np.int64)[at],
+            name=np.array([self._names[name] for name in labels], np.int64)[inverse],
+            kind=np.array([_ANNOTATION if op is None else _OP for op in operators], np.int64)[inverse],
+            sequence=np.array([0 if op is None else op.sequence for op in operators], np.int64)[inverse],
+            inputs=np.array([0 if op is None else self._shapes(op.sizes) for op in operators], np.int64)[inverse],
         )
         # Before 2023.4 calls of MPI are ranges, too.
         for number, text in enumerate(texts):
             if (op := mpi_calls.op_of(text)) is not None:
-                calls = first + np.flatnonzero(at == number)
+                calls = first + np.flatnonzero(inverse == number)
                 self._collectives += [CollectiveArgs(row, Args(collective=op)) for row in calls.tolist()]
         place = dict(zip(rows.tolist(), range(first, first + len(rows)), strict=True)) if ranges.fields else {}
         for row, fields in ranges.fields.items():
-            args = nccl_ranges.args_of(ranges.names[int(ranges.named[row])], fields, communicators)
+            args = nccl_ranges.args_of(ranges.names[int(ranges.name_id[row])], fields, communicators)
             if args is not None and row in place:
                 self._collectives.append(CollectiveArgs(place[row], args))
         self.counts["X", "user_annotation"] += len(rows)
@@ -147,11 +147,11 @@ class Tables:
             read_bytes=0,
         )
 
-    def _add_host(self, found: Mapping[str, Ints], **columns: Ints) -> None:
-        rows = len(found["start"])
+    def _add_host(self, spans: Mapping[str, Ints], **columns: Ints) -> None:
+        rows = len(spans["start"])
         zero = np.zeros(rows, np.int64)
-        thread = np.where(found["globalTid"] == MISSING, 0, found["globalTid"])
-        start, end = found["start"], found["end"]
+        thread = np.where(spans["globalTid"] == MISSING, 0, spans["globalTid"])
+        start, end = spans["start"], spans["end"]
         usable = (start != MISSING) & (end != MISSING)
         self._host.append(
             dict.fromkeys(_HOST_COLUMNS, zero)
@@ -167,35 +167,35 @@ class Tables:
         codes = np.array([self._names[text] for text in texts.to_list()], np.int64)
         self._add_host(
             {"start": calls.start, "end": calls.end, "globalTid": calls.thread},
-            name=codes[calls.named],
+            name=codes[calls.name_id],
             kind=np.full(len(calls.start), kind),
         )
 
     def _lanes(self, thread: Ints) -> Ints:
         mask = (1 << THREAD_BITS) - 1
-        distinct, at = np.unique(thread, return_inverse=True)
-        codes = [self._threads[of >> THREAD_BITS & mask, of & mask] for of in distinct.tolist()]
-        return np.array(codes, np.int64)[at]
+        distinct, inverse = np.unique(thread, return_inverse=True)
+        codes = [self._threads[thread_id >> THREAD_BITS & mask, thread_id & mask] for thread_id in distinct.tolist()]
+        return np.array(codes, np.int64)[inverse]
 
-    def _add_device(self, table: str, kind: int, own: tuple[str, ...]) -> None:
-        found = self.database.integers(table, (*_DEVICE, *own), self._of_process(table))
-        start, end, rows = found["start"], found["end"], len(found["start"])
+    def _add_device(self, table: str, kind: int, columns: tuple[str, ...]) -> None:
+        work = self.database.integers(table, (*_DEVICE, *columns), self._of_process(table))
+        start, end, rows = work["start"], work["end"], len(work["start"])
         usable = (start != MISSING) & (end != MISSING)
-        correlation = found["correlationId"]
-        device, queue = found["deviceId"], _stream_of(found)
+        correlation = work["correlationId"]
+        device, queue = work["deviceId"], _stream_of(work)
         self._device.append(
             {
-                "name": self._device_names(table, found),
+                "name": self._device_names(table, work),
                 "lane": self._device_lanes(device, queue),
                 "start_ns": np.where(usable, start, numbers.BAD),
                 "dur_ns": _difference(start, end, usable),
                 "device": device,
                 "stream": queue,
-                "bytes": found.get("bytes", np.full(rows, MISSING)),
+                "bytes": work.get("bytes", np.full(rows, MISSING)),
                 "kind": np.full(rows, kind),
                 "correlation": np.where(correlation == MISSING, 0, correlation),
                 "external_id": np.zeros(rows, np.int64),
-                "grid": self._grid_codes(found) if "gridX" in found else np.zeros(rows, np.int64),
+                "grid": self._grid_codes(work) if "gridX" in work else np.zeros(rows, np.int64),
             }
         )
         self.counts["X", {_MEMCPY: "gpu_memcpy", _MEMSET: "gpu_memset"}.get(kind, "kernel")] += rows
@@ -204,28 +204,28 @@ class Tables:
         pairs = zip(device.tolist(), queue.tolist(), strict=True)
         return np.fromiter((self._threads[pair] for pair in pairs), np.int64, len(device))
 
-    def _grid_codes(self, found: Mapping[str, Ints]) -> Ints:
-        sizes = zip(*(found[name].tolist() for name in _GRID), strict=True)
+    def _grid_codes(self, kernels: Mapping[str, Ints]) -> Ints:
+        sizes = zip(*(kernels[name].tolist() for name in _GRID), strict=True)
         codes = (self._grids[_list(size[:3]), _list(size[3:])] for size in sizes)
-        return np.fromiter(codes, np.int64, len(found["gridX"]))
+        return np.fromiter(codes, np.int64, len(kernels["gridX"]))
 
-    def _device_names(self, table: str, found: Mapping[str, Ints]) -> Ints:
+    def _device_names(self, table: str, work: Mapping[str, Ints]) -> Ints:
         if table.endswith("KERNEL"):
-            best = np.where(found["demangledName"] == MISSING, found["shortName"], found["demangledName"])
-            return self._named(best, str)
+            best = np.where(work["demangledName"] == MISSING, work["shortName"], work["demangledName"])
+            return self._name_codes(best, str)
         if table.endswith("GRAPH_TRACE"):
-            texts = [f"CUDA graph {of}" for of in found["graphId"].tolist()]
+            texts = [f"CUDA graph {graph}" for graph in work["graphId"].tolist()]
         elif table.endswith("MEMCPY"):
-            kinds = zip(*(found[name].tolist() for name in ("copyKind", "srcKind", "dstKind")), strict=True)
+            kinds = zip(*(work[name].tolist() for name in ("copyKind", "srcKind", "dstKind")), strict=True)
             texts = [names.of_copy(*kind) for kind in kinds]
         else:
-            texts = [names.of_memset(kind) for kind in found["memKind"].tolist()]
+            texts = [names.of_memset(kind) for kind in work["memKind"].tolist()]
         return np.fromiter((self._names[text] for text in texts), np.int64, len(texts))
 
-    def _named(self, ids: Ints, convert: Callable[[str], str]) -> Ints:
-        texts, at = self.texts.of_all(ids)
+    def _name_codes(self, ids: Ints, convert: Callable[[str], str]) -> Ints:
+        texts, inverse = self.texts.of_all(ids)
         codes = [self._names[convert(text)] for text in texts.to_list()]
-        return np.array(codes, np.int64)[at]
+        return np.array(codes, np.int64)[inverse]
 
     def _shapes(self, sizes: str | None) -> int:
         return 0 if sizes is None else self._inputs[sizes.encode(), b"", b"", b""]
@@ -233,7 +233,7 @@ class Tables:
     def _syncs(self) -> pl.DataFrame:
         """Return the waits that CUDA reports, each with the last record of its event before the call that waits."""
         table = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
-        found = self.database.integers(
+        waits = self.database.integers(
             table,
             ("start", "end", "deviceId", "streamId", "correlationId", "syncType", "eventId"),
             self._of_process(table),
@@ -243,19 +243,19 @@ class Tables:
             ("streamId", "correlationId", "eventId"),
             self._of_process("CUPTI_ACTIVITY_KIND_CUDA_EVENT"),
         )
-        waited, stream_of = _last_records(found, records)
-        usable = (found["start"] != MISSING) & (found["end"] != MISSING)
-        called = [self._names[_SYNC_NAMES.get(kind, "Unknown Sync")] for kind in found["syncType"].tolist()]
+        waited, stream_of = _last_records(waits, records)
+        usable = (waits["start"] != MISSING) & (waits["end"] != MISSING)
+        called = [self._names[_SYNC_NAMES.get(kind, "Unknown Sync")] for kind in waits["syncType"].tolist()]
         frame = pl.DataFrame(
             {
                 "name": np.array(called, np.uint32),
-                "lane": self._device_lanes(found["deviceId"], found["streamId"]).astype(np.int32),
-                "start_ns": np.where(usable, found["start"], numbers.BAD),
-                "dur_ns": _difference(found["start"], found["end"], usable),
-                "device": found["deviceId"],
-                "stream": found["streamId"],
+                "lane": self._device_lanes(waits["deviceId"], waits["streamId"]).astype(np.int32),
+                "start_ns": np.where(usable, waits["start"], numbers.BAD),
+                "dur_ns": _difference(waits["start"], waits["end"], usable),
+                "device": waits["deviceId"],
+                "stream": waits["streamId"],
                 "awaited_stream": stream_of,
-                "correlation": np.where(found["correlationId"] == MISSING, 0, found["correlationId"]),
+                "correlation": np.where(waits["correlationId"] == MISSING, 0, waits["correlationId"]),
                 "awaited_correlation": waited,
             }
         )
@@ -263,18 +263,18 @@ class Tables:
         return _with_nulls(frame, "device", "stream", "awaited_stream")
 
     def _thread_names(self) -> dict[tuple[str | None, str | None], str]:
-        found = self.database.integers(
+        threads = self.database.integers(
             "ThreadNames", ("globalTid", "nameId"), rows_of(self.database, "ThreadNames", self.process)
         )
         mask = (1 << THREAD_BITS) - 1
         return {
             (str(thread >> THREAD_BITS & mask), str(thread & mask)): self.texts.get(name)
-            for thread, name in zip(found["globalTid"].tolist(), found["nameId"].tolist(), strict=True)
+            for thread, name in zip(threads["globalTid"].tolist(), threads["nameId"].tolist(), strict=True)
         }
 
     def _of_process(self, table: str) -> str:
-        known = self.process is not None and self.database.has(table, "globalPid")
-        return f"WHERE globalPid = {self.process}" if known else ""
+        is_filtered = self.process is not None and self.database.has(table, "globalPid")
+        return f"WHERE globalPid = {self.process}" if is_filtered else ""
 
     def _frame(self, parts: list[dict[str, Ints]], names: tuple[str, ...]) -> pl.DataFrame:
         return pl.DataFrame(
@@ -297,16 +297,16 @@ def _difference(start: Ints, end: Ints, usable: Ints) -> Ints:
     return np.where(near, np.where(near, end, 0) - np.where(near, start, 0), -1)
 
 
-def _stream_of(found: Mapping[str, Ints]) -> Ints:
+def _stream_of(work: Mapping[str, Ints]) -> Ints:
     """Return the stream of each row; its number counts within its context, of which a device may have several."""
-    context, queue = found["contextId"], found["streamId"]
+    context, queue = work["contextId"], work["streamId"]
     first: dict[int, int] = {}
-    for device, of in sorted(set(zip(found["deviceId"].tolist(), context.tolist(), strict=True))):
-        first.setdefault(device, of)
+    for device, context_id in sorted(set(zip(work["deviceId"].tolist(), context.tolist(), strict=True))):
+        first.setdefault(device, context_id)
     if len(set(context.tolist())) <= len(first):
         return queue
-    own = np.array([first[device] for device in found["deviceId"].tolist()], np.int64)
-    return np.where((context == own) | (queue == MISSING), queue, queue + (context << 32))
+    first_context = np.array([first[device] for device in work["deviceId"].tolist()], np.int64)
+    return np.where((context == first_context) | (queue == MISSING), queue, queue + (context << 32))
 
 
 def _last_records(waits: Mapping[str, Ints], records: Mapping[str, Ints]) -> tuple[Ints, Ints]:
@@ -314,15 +314,16 @@ def _last_records(waits: Mapping[str, Ints], records: Mapping[str, Ints]) -> tup
 
     Correlation ids count the calls of a process.
     """
-    found, queue = np.zeros(len(waits["start"]), np.int64), np.full(len(waits["start"]), _UNKNOWN_STREAM)
+    correlation, queue = np.zeros(len(waits["start"]), np.int64), np.full(len(waits["start"]), _UNKNOWN_STREAM)
     order = np.lexsort((records["correlationId"], records["eventId"]))
     event, call = records["eventId"][order], records["correlationId"][order]
-    for i, (of, at) in enumerate(zip(waits["eventId"].tolist(), waits["correlationId"].tolist(), strict=True)):
-        first, end = np.searchsorted(event, of), np.searchsorted(event, of, side="right")
-        last = first + int(np.searchsorted(call[first:end], at)) - 1
-        if last >= first and MISSING not in (of, at):
-            found[i], queue[i] = call[last], records["streamId"][order][last]
-    return found, queue
+    pairs = zip(waits["eventId"].tolist(), waits["correlationId"].tolist(), strict=True)
+    for i, (event_id, call_id) in enumerate(pairs):
+        first, end = np.searchsorted(event, event_id), np.searchsorted(event, event_id, side="right")
+        last = first + int(np.searchsorted(call[first:end], call_id)) - 1
+        if last >= first and MISSING not in (event_id, call_id):
+            correlation[i], queue[i] = call[last], records["streamId"][order][last]
+    return correlation, queue
 
 
 def _list(size: Sequence[int]) -> bytes:

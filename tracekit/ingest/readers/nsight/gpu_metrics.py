@@ -34,13 +34,13 @@ Floats = npt.NDArray[np.float64]
 def counters(database: Database, devices: Collection[int], base_ns: int) -> pl.DataFrame:
     """Return the samples of some devices, of all if none is named, columns as COUNTERS; by name and time."""
     device_of = _devices(database)
-    found = _of_table(database) if database.has(_SAMPLES, "metricId", "value") else _of_generic_events(database)
+    metrics = _of_table(database) if database.has(_SAMPLES, "metricId", "value") else _of_generic_events(database)
     parts = []
-    for gpu, name, at_ns, value in found:
+    for gpu, name, at_ns, value in metrics:
         device = device_of.get(gpu, gpu)
         usable = (at_ns > -numbers.MOST_NS) & (at_ns < numbers.MOST_NS) & np.isfinite(value)
         if (not devices or device in devices) and usable.any():
-            at_ns, value = _thinned(at_ns[usable], _in_mhz(value[usable]) if _CLOCK in name else value[usable])
+            at_ns, value = _thin(at_ns[usable], _in_mhz(value[usable]) if _CLOCK in name else value[usable])
             columns = {"at_ns": at_ns + base_ns, "value": value}
             parts.append(pl.DataFrame(columns).with_columns(device=pl.lit(device), name=pl.lit(name[:_MOST_NAME])))
     return schema.COUNTERS.conform(pl.concat(parts)) if parts else schema.COUNTERS.empty()
@@ -60,8 +60,8 @@ def _is_metric(kind: object, metric: object, name: object) -> bool:
 
 
 def _of_generic_events(database: Database) -> Iterator[tuple[int, str, Ints, Floats]]:
-    sources = [of for of, data in database.rows(_SOURCES, ("sourceId", "data")) if _object(data).get("Name") == _SOURCE]
-    kinds = [kind for kind, of in database.rows(_TYPES, ("typeId", "sourceId")) if of in sources]
+    sources = [s for s, data in database.rows(_SOURCES, ("sourceId", "data")) if _object(data).get("Name") == _SOURCE]
+    kinds = [kind for kind, source in database.rows(_TYPES, ("typeId", "sourceId")) if source in sources]
     for kind in sorted(kind for kind in kinds if isinstance(kind, int)):
         where = f"WHERE typeId = {kind}"
         at_ns = _times(database, _EVENTS, where)
@@ -75,8 +75,8 @@ def _of_generic_events(database: Database) -> Iterator[tuple[int, str, Ints, Flo
 
 def _times(database: Database, table: str, where: str) -> Ints:
     """Return times on the clock of the report; of old versions, that of the recording is all there is."""
-    found = database.integers(table, ("timestamp", "rawTimestamp"), where)
-    return np.where(found["timestamp"] == numbers.MISSING, found["rawTimestamp"], found["timestamp"])
+    times = database.integers(table, ("timestamp", "rawTimestamp"), where)
+    return np.where(times["timestamp"] == numbers.MISSING, times["rawTimestamp"], times["timestamp"])
 
 
 def _devices(database: Database) -> Mapping[int, int]:
@@ -85,7 +85,7 @@ def _devices(database: Database) -> Mapping[int, int]:
     return {gpu: device for gpu, device in rows if isinstance(gpu, int) and isinstance(device, int)}
 
 
-def _thinned(at_ns: Ints, value: Floats) -> tuple[Ints, Floats]:
+def _thin(at_ns: Ints, value: Floats) -> tuple[Ints, Floats]:
     order = np.argsort(at_ns, kind="stable")
     first = np.arange(0, len(order), -(-len(order) // MAX_SAMPLES))
     counts = np.diff(first, append=len(order))
@@ -100,10 +100,10 @@ def _in_mhz(value: Floats) -> Floats:
 
 def _object(text: object) -> Mapping[str, object]:
     try:
-        found = untrusted_json.parse(text) if isinstance(text, str) else None
+        parsed = untrusted_json.parse(text) if isinstance(text, str) else None
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _number(value: object) -> float:

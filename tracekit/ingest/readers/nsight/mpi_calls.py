@@ -57,12 +57,12 @@ class Communicator:
 class MpiCalls:
     """The calls of one process as arrays; times in ns since the report's start, MISSING where not known.
 
-    `named` is the place of each call's name in `names`, `thread` a serialized id; the others are as the report states
+    `name_id` is the place of each call's name in `names`, `thread` a serialized id; the others are as the report states
     them. `communicators` are in the order of their creation, by handle.
     """
 
     names: pl.Series
-    named: Ints
+    name_id: Ints
     start: Ints
     end: Ints
     thread: Ints
@@ -77,35 +77,35 @@ class MpiCalls:
     def args(self) -> Iterator[tuple[int, Args]]:
         """Yield the row of each call that communicates, and what it says of that as PyTorch's profiler would."""
         ops = [op_of(name) for name in self.names.to_list()]
-        columns = (self.named, self.communicator, self.start, self.peer, self.sent, self.received)
-        for row, (named, handle, start, *stated) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-            if (op := ops[named]) is not None:
+        columns = (self.name_id, self.communicator, self.start, self.peer, self.sent, self.received)
+        for row, (name_id, handle, start, *stated) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            if (op := ops[name_id]) is not None:
                 yield row, _args(op, self._communicator(handle, start), *stated)
 
     def _communicator(self, handle: int, at_ns: int) -> Communicator | None:
         """Return the communicator that a handle stood for at a time: handles are used again."""
-        known = self.communicators.get(handle, ())
-        place = bisect_right([of.created_ns for of in known], at_ns)
-        return known[max(place - 1, 0)] if known else None
+        communicators = self.communicators.get(handle, ())
+        place = bisect_right([communicator.created_ns for communicator in communicators], at_ns)
+        return communicators[max(place - 1, 0)] if communicators else None
 
 
 def read(database: Database, texts: Texts, process: int | None) -> MpiCalls:
     """Return the calls of a process."""
     parts = [_rows(database, table, process) for table in MPI_TABLES]
-    every = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
-    is_whole = (every["start"] != MISSING) & (every["end"] != MISSING)
-    found = {name: column[is_whole] for name, column in every.items()}
-    names, named = texts.of_all(found["textId"])
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    is_whole = (rows["start"] != MISSING) & (rows["end"] != MISSING)
+    calls = {name: column[is_whole] for name, column in rows.items()}
+    names, name_id = texts.of_all(calls["textId"])
     return MpiCalls(
         names,
-        named,
-        start=found["start"],
-        end=found["end"],
-        thread=found["globalTid"],
-        communicator=found["commHandle"],
-        peer=found["remoteRank"],
-        sent=found["size"],
-        received=found["recvSize"],
+        name_id,
+        start=calls["start"],
+        end=calls["end"],
+        thread=calls["globalTid"],
+        communicator=calls["commHandle"],
+        peer=calls["remoteRank"],
+        sent=calls["size"],
+        received=calls["recvSize"],
         communicators=_communicators(database, process),
         unfinished=int(np.count_nonzero(~is_whole)),
     )
@@ -113,23 +113,23 @@ def read(database: Database, texts: Texts, process: int | None) -> MpiCalls:
 
 def _rows(database: Database, table: str, process: int | None) -> dict[str, Ints]:
     """Return the rows of a table; a wait for several requests has a row for each, of which one counts."""
-    found = database.integers(table, _COLUMNS, rows_of(database, table, process))
+    rows = database.integers(table, _COLUMNS, rows_of(database, table, process))
     if table != _WAITS:
-        return found
-    calls = np.stack([found[name] for name in _CALL], axis=1)
+        return rows
+    calls = np.stack([rows[name] for name in _CALL], axis=1)
     first = np.sort(np.unique(calls, axis=0, return_index=True)[1])
-    return {name: column[first] for name, column in found.items()}
+    return {name: column[first] for name, column in rows.items()}
 
 
 def _communicators(database: Database, process: int | None) -> dict[int, list[Communicator]]:
-    own = set(database.integers("MPI_RANKS", ("rank",), rows_of(database, "MPI_RANKS", process))["rank"].tolist())
+    ranks = set(database.integers("MPI_RANKS", ("rank",), rows_of(database, "MPI_RANKS", process))["rank"].tolist())
     columns = ("rank", "timestamp", "commHandle", "size", "groupRoot", "groupRootUid")
     listed = database.integers(_COMMUNICATORS, columns)
-    found: dict[int, list[Communicator]] = defaultdict(list)
+    by_handle: dict[int, list[Communicator]] = defaultdict(list)
     for rank, at_ns, handle, size, root, number in zip(*(listed[name].tolist() for name in columns), strict=True):
-        if rank in own and 0 < size <= MAX_RANKS:
-            found[handle].append(_communicator(at_ns, size, root, number))
-    return {handle: sorted(each, key=lambda of: of.created_ns) for handle, each in found.items()}
+        if rank in ranks and 0 < size <= MAX_RANKS:
+            by_handle[handle].append(_communicator(at_ns, size, root, number))
+    return {handle: sorted(uses, key=lambda use: use.created_ns) for handle, uses in by_handle.items()}
 
 
 def _communicator(at_ns: int, size: int, root: int, number: int) -> Communicator:
@@ -154,21 +154,21 @@ def _args(op: str, communicator: Communicator | None, peer: int, sent: int, rece
             stated["destination" if op == "send" else "source"] = peer
         return Args(**stated, message_bytes=MessageBytes(_bytes(sent), _bytes(sent)))
     size = None if communicator is None else communicator.size
-    own = _message(sent, size, _IS_SENT_WHOLE.get(op))
-    back = _message(received, size, _IS_RECEIVED_WHOLE.get(op))
-    return Args(**stated, message_bytes=MessageBytes(back if op == "broadcast" else own, back))
+    received_bytes = _message(received, size, _IS_RECEIVED_WHOLE.get(op))
+    sent_bytes = received_bytes if op == "broadcast" else _message(sent, size, _IS_SENT_WHOLE.get(op))
+    return Args(**stated, message_bytes=MessageBytes(sent_bytes, received_bytes))
 
 
 def _message(stated: int, ranks: int | None, is_whole: bool | None) -> int | None:
     """Return the bytes of a message from those of all pairs; None where what these are is not known."""
-    found = _bytes(stated)
-    if found is None or is_whole is None or is_whole:
-        return found if is_whole else None
-    return None if ranks is None or found % ranks else found // ranks
+    total_bytes = _bytes(stated)
+    if total_bytes is None or is_whole is None or is_whole:
+        return total_bytes if is_whole else None
+    return None if ranks is None or total_bytes % ranks else total_bytes // ranks
 
 
 def op_of(name: str) -> str | None:
-    """Return what a call communicates; None where it does not, or only starts it.
+    """The standard name of what a call communicates; None where it does not, or only starts it.
 
     >>> [op_of(name) for name in ("MPI_Reduce_scatter_block", "MPI_Ssend", "MPI_Iallreduce", "MPI_Comm_rank")]
     ['reduce_scatter', 'send', None, None]

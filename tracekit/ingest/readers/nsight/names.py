@@ -53,14 +53,14 @@ class Texts:
 
     def of_all(self, keys: Ints) -> tuple[pl.Series, Ints]:
         """Return the distinct texts of ids, and the place of each id's text among them; ? where there is none."""
-        distinct, at = np.unique(keys, return_inverse=True)
+        distinct, inverse = np.unique(keys, return_inverse=True)
         texts = [UNKNOWN] * len(distinct)
         place = dict(zip(distinct.tolist(), range(len(distinct)), strict=True))
         few = f"WHERE id IN ({', '.join(map(str, place))})" if len(place) <= _FEW else ""  # they are found by an index
         for key, value in self._database.each("StringIds", ("id", "value"), few):
             if isinstance(value, str) and (i := place.get(key)) is not None:
                 texts[i] = value[:_MOST_NAME]
-        return pl.Series("name", texts, dtype=pl.String), np.asarray(at, np.int64).copy()
+        return pl.Series("name", texts, dtype=pl.String), np.asarray(inverse, np.int64).copy()
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def operator(text: str) -> Operator | None:
     """
     if not any(mark in text for mark in _MARKS):
         return None
-    found = _OPERATOR.match(text)
-    return None if found is None else Operator(found["name"], max(int(found["seq"] or 0), 0), found["sizes"])
+    match = _OPERATOR.match(text)
+    return None if match is None else Operator(match["name"], max(int(match["seq"] or 0), 0), match["sizes"])
 
 
 def of_call(name: str) -> str:
@@ -120,7 +120,7 @@ def step_names(ranges: Iterable[tuple[str, int]]) -> dict[str, str]:
     marks: dict[str, dict[str, str]] = defaultdict(dict)
     total_ns: dict[str, int] = defaultdict(int)
     for name, dur_ns in ranges:
-        if (found := _STEP.match(name)) is not None:
-            marks[found[1].lower()][name] = f"ProfilerStep#{int(found[2])}"
-            total_ns[found[1].lower()] += dur_ns
+        if (match := _STEP.match(name)) is not None:
+            marks[match[1].lower()][name] = f"ProfilerStep#{int(match[2])}"
+            total_ns[match[1].lower()] += dur_ns
     return marks[max(total_ns, key=lambda word: total_ns[word])] if total_ns else {}

@@ -82,10 +82,10 @@ class Payloads:
 
 def _of_json(text: str) -> Fields:
     try:
-        found = untrusted_json.parse(text)
+        parsed = untrusted_json.parse(text)
     except ValueError:
         return {}
-    return {name: value for name, value in found.items() if type(value) is int} if isinstance(found, dict) else {}
+    return {name: value for name, value in parsed.items() if type(value) is int} if isinstance(parsed, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -107,46 +107,46 @@ class Communicators:
     def size_of(self) -> Mapping[int, int]:
         """Return the number of ranks of each communicator."""
         return {
-            of.fields[_COMMUNICATOR]: of.fields[_RANKS]
-            for of in self.ranges
-            if _COMMUNICATOR in of.fields and 0 < of.fields.get(_RANKS, 0) <= MAX_RANKS
+            nccl_range.fields[_COMMUNICATOR]: nccl_range.fields[_RANKS]
+            for nccl_range in self.ranges
+            if _COMMUNICATOR in nccl_range.fields and 0 < nccl_range.fields.get(_RANKS, 0) <= MAX_RANKS
         }
 
     @cached_property
     def world_ranks(self) -> Mapping[int, tuple[int, int]]:
         """Return the rank and size of the largest communicator of each process, of several the first."""
-        found: dict[int, tuple[int, int]] = {}
-        for of in self.ranges:
-            rank, size = of.fields.get(_RANK, -1), of.fields.get(_RANKS, 0)
-            if 0 <= rank < size <= MAX_RANKS and size > found.get(of.process, (0, 0))[1]:
-                found[of.process] = rank, size
-        return found
+        by_process: dict[int, tuple[int, int]] = {}
+        for nccl_range in self.ranges:
+            rank, size = nccl_range.fields.get(_RANK, -1), nccl_range.fields.get(_RANKS, 0)
+            if 0 <= rank < size <= MAX_RANKS and size > by_process.get(nccl_range.process, (0, 0))[1]:
+                by_process[nccl_range.process] = rank, size
+        return by_process
 
 
 def args_of(name: str, fields: Fields, communicators: Communicators) -> Args | None:
-    """Return what a range of NCCL says of its collective, as arguments of PyTorch's profiler; None if it is none."""
-    found = _FUNCTION.match(name)
-    if found is None:
+    """The collective of a range of NCCL, as arguments of PyTorch's profiler; None if it is none."""
+    match = _FUNCTION.match(name)
+    if match is None:
         return None
-    op, communicator = _OPS[found[1]], fields.get(_COMMUNICATOR)
+    op, communicator = _OPS[match[1]], fields.get(_COMMUNICATOR)
     size = None if communicator is None else communicators.size_of.get(communicator)
     stated: dict[str, Any] = {"collective": op, "group_size": size}
     if communicator is not None:
         stated["group"] = f"{communicator & (1 << 64) - 1:#x}"
     if (peer := fields.get(_PEER, -1)) >= 0:
         stated["destination" if op == "send" else "source"] = peer
-    if 0 <= (own := fields.get(_SIZE, -1)) < _MOST_BYTES:
-        stated["message_bytes"] = _message_bytes(op, own, size)
+    if 0 <= (part_bytes := fields.get(_SIZE, -1)) < _MOST_BYTES:
+        stated["message_bytes"] = _message_bytes(op, part_bytes, size)
     return Args(**stated)
 
 
-def _message_bytes(op: str, own: int, ranks: int | None) -> MessageBytes:
-    """Return what a rank sends and receives: NCCL states the bytes of one rank's part."""
-    every = None if ranks is None else own * ranks
+def _message_bytes(op: str, part_bytes: int, ranks: int | None) -> MessageBytes:
+    """Bytes that a rank sends and receives: NCCL states those of one rank's part."""
+    total_bytes = None if ranks is None else part_bytes * ranks
     if op == "all_gather":
-        return MessageBytes(own, every)
+        return MessageBytes(part_bytes, total_bytes)
     if op == "reduce_scatter":
-        return MessageBytes(every, own)
+        return MessageBytes(total_bytes, part_bytes)
     if op == "all_to_all":  # NCCL states the part for one peer
-        return MessageBytes(every, every)
-    return MessageBytes(own, own)
+        return MessageBytes(total_bytes, total_bytes)
+    return MessageBytes(part_bytes, part_bytes)

@@ -31,11 +31,11 @@ _FILE_CALL = re.compile(
 class OsCalls:
     """The calls of one process as arrays, in the order of the table; times in ns since the report's start.
 
-    `named` is the place of each call's name in `names`, `thread` a serialized id.
+    `name_id` is the place of each call's name in `names`, `thread` a serialized id.
     """
 
     names: pl.Series
-    named: Ints
+    name_id: Ints
     start: Ints
     end: Ints
     thread: Ints
@@ -44,19 +44,19 @@ class OsCalls:
 def read(database: Database, texts: Texts, process: int | None) -> OsCalls:
     """Return the calls of a process."""
     only_calls = (f"eventClass = {_CALL}",) if database.has(TABLE, "eventClass") else ()
-    found = database.integers(
+    calls = database.integers(
         TABLE, ("start", "end", "globalTid", "nameId"), rows_of(database, TABLE, process, *only_calls)
     )
-    names, named = texts.of_all(found["nameId"])
-    return OsCalls(names, named, found["start"], found["end"], found["globalTid"])
+    names, name_id = texts.of_all(calls["nameId"])
+    return OsCalls(names, name_id, calls["start"], calls["end"], calls["globalTid"])
 
 
 def file_calls(calls: OsCalls, base_ns: int) -> pl.DataFrame:
     """Return the calls that cannot be of anything but a file, columns as IO_CALLS; neither file nor bytes is known."""
     of_file = np.array([_FILE_CALL.match(name) is not None for name in calls.names.to_list()], np.bool_)
     usable = (calls.start != MISSING) & (calls.end >= calls.start) & (np.abs(calls.end) < numbers.MOST_NS)
-    rows = np.flatnonzero(of_file[calls.named] & usable) if len(of_file) else np.empty(0, np.int64)
-    names, mask = calls.names.gather(calls.named[rows]), (1 << THREAD_BITS) - 1
+    rows = np.flatnonzero(of_file[calls.name_id] & usable) if len(of_file) else np.empty(0, np.int64)
+    names, mask = calls.names.gather(calls.name_id[rows]), (1 << THREAD_BITS) - 1
     thread = np.where(calls.thread[rows] == MISSING, 0, calls.thread[rows])
     table = pl.DataFrame(
         {

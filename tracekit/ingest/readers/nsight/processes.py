@@ -61,16 +61,16 @@ def ranks(database: Database, communicators: Communicators) -> list[RankProcess]
     part of the ranks, or the environment that Nsight Systems was started in, if it recorded one process. Where several
     processes have no such ranks, or equal ones, each is assumed to be the place of its device.
     """
-    found = _processes(database)
+    ids = _processes(database)
     by_mpi, by_nccl = _mpi_ranks(database), communicators.world_ranks
-    environment = _environment(database) if len(found) == 1 else (None, None)
-    known = {of: by_mpi.get(of or 0) or _of_larger(by_nccl.get(of or 0, (None, None)), environment) for of in found}
-    if len(found) == 1:
-        return [RankProcess(of, *stated) for of, stated in known.items()]
-    values = [rank for rank, _ in known.values()]
+    environment = _environment(database) if len(ids) == 1 else (None, None)
+    by_pid = {pid: by_mpi.get(pid or 0) or _of_larger(by_nccl.get(pid or 0, (None, None)), environment) for pid in ids}
+    if len(ids) == 1:
+        return [RankProcess(pid, *stated) for pid, stated in by_pid.items()]
+    values = [rank for rank, _ in by_pid.values()]
     if None not in values and len(set(values)) == len(values):
-        return sorted((RankProcess(of, *known[of]) for of in found), key=lambda process: process.rank or 0)
-    return [RankProcess(of, rank, None, is_rank_assumed=True) for rank, of in enumerate(found)]
+        return sorted((RankProcess(pid, *by_pid[pid]) for pid in ids), key=lambda process: process.rank or 0)
+    return [RankProcess(pid, rank, None, is_rank_assumed=True) for rank, pid in enumerate(ids)]
 
 
 def rows_of(database: Database, table: str, process: int | None, *conditions: str) -> str:
@@ -87,15 +87,15 @@ def _processes(database: Database) -> list[int | None]:
         grouped = f"GROUP BY {'globalPid, ' if database.has(table, 'globalPid') else ''}deviceId"
         if not database.has(table, "deviceId"):
             continue
-        found = database.integers(table, ("globalPid", "deviceId"), grouped)
-        for process, device in zip(found["globalPid"].tolist(), found["deviceId"].tolist(), strict=True):
-            of = None if process == MISSING else process
-            device_of[of] = min(device, device_of.get(of, device))
+        work = database.integers(table, ("globalPid", "deviceId"), grouped)
+        for process, device in zip(work["globalPid"].tolist(), work["deviceId"].tolist(), strict=True):
+            pid = None if process == MISSING else process
+            device_of[pid] = min(device, device_of.get(pid, device))
     if device_of:
-        return sorted(device_of, key=lambda of: (device_of[of], of or 0))[:MAX_RANKS]
+        return sorted(device_of, key=lambda pid: (device_of[pid], pid or 0))[:MAX_RANKS]
     threads = np.concatenate([database.integers(table, ("globalTid",))["globalTid"] for table in (_NVTX, *MPI_TABLES)])
-    known = np.unique(threads[threads != MISSING] >> THREAD_BITS) << THREAD_BITS
-    return [*known.tolist()[:MAX_RANKS]] or [None]
+    pids = np.unique(threads[threads != MISSING] >> THREAD_BITS) << THREAD_BITS
+    return [*pids.tolist()[:MAX_RANKS]] or [None]
 
 
 def _of_larger(nccl: Stated, environment: Stated) -> Stated:
@@ -107,24 +107,25 @@ def _of_larger(nccl: Stated, environment: Stated) -> Stated:
 
 def _mpi_ranks(database: Database) -> dict[int, Stated]:
     """Return rank and world size of each process by its serialized id; a report may have a part of the ranks only."""
-    found = database.integers("MPI_RANKS", ("globalTid", "rank"))
-    pairs = zip((found["globalTid"] >> THREAD_BITS << THREAD_BITS).tolist(), found["rank"].tolist(), strict=True)
+    rows = database.integers("MPI_RANKS", ("globalTid", "rank"))
+    pairs = zip((rows["globalTid"] >> THREAD_BITS << THREAD_BITS).tolist(), rows["rank"].tolist(), strict=True)
     ranks = {process: rank for process, rank in pairs if 0 <= rank < MAX_RANKS} or _named_ranks(database)
     sizes = database.integers("MPI_COMMUNICATORS", ("size",))["size"]
     stated = int(sizes.max(initial=0))  # MPI_COMM_WORLD has most ranks
     is_whole = len(ranks) > 1 and sorted(ranks.values()) == list(range(len(ranks)))
-    size = stated if max(ranks.values(), default=0) < stated <= MAX_RANKS else len(ranks) if is_whole else None
+    size = len(ranks) if is_whole else None
+    size = stated if max(ranks.values(), default=0) < stated <= MAX_RANKS else size
     return {process: (rank, size) for process, rank in ranks.items()}
 
 
 def _named_ranks(database: Database) -> dict[int, int]:
     """Return the MPI ranks of reports before 2023.4, which only name threads after them."""
     where = f"WHERE eventType = {_THREAD_NAME}" if database.has(_NVTX, "eventType", "text", "globalTid") else "WHERE 0"
-    named = database.rows(_NVTX, ("globalTid", "text"), where)
+    thread_names = database.rows(_NVTX, ("globalTid", "text"), where)
     return {
-        thread >> THREAD_BITS << THREAD_BITS: int(found[1])
-        for thread, text in named
-        if isinstance(thread, int) and isinstance(text, str) and (found := _MPI_RANK.match(text)) is not None
+        thread >> THREAD_BITS << THREAD_BITS: int(match[1])
+        for thread, text in thread_names
+        if isinstance(thread, int) and isinstance(text, str) and (match := _MPI_RANK.match(text)) is not None
     }
 
 

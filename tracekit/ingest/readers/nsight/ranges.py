@@ -24,12 +24,12 @@ PAYLOAD = ("jsonText", "jsonTextId", "binaryData")
 class Ranges:
     """Ranges as arrays, in the order of the table. Times in ns since the report's start; MISSING where not known.
 
-    `thread` are serialized ids with hardware and process; `named` is the place of each range's name in `names`.
+    `thread` are serialized ids with hardware and process; `name_id` is the place of each range's name in `names`.
     `fields` has the payloads by place.
     """
 
     names: pl.Series
-    named: Ints
+    name_id: Ints
     start: Ints
     end: Ints
     thread: Ints
@@ -42,46 +42,46 @@ class Ranges:
 
     @property
     def is_whole(self) -> Flags:
-        """Return which ranges have a start and an end."""
+        """Flag the ranges that have a start and an end."""
         return np.asarray((self.start != MISSING) & (self.end != MISSING))
 
 
 def read(database: Database, texts: Texts) -> Ranges:
     """Return the ranges of all processes of a report."""
     where = f"WHERE eventType IN ({', '.join(map(str, _RANGES))})" if database.has(_TABLE, "eventType") else ""
-    found = database.integers(_TABLE, _NUMBERS, where)
-    names, named = texts.of_all(found["textId"])
-    own: dict[str, int] = {}
-    for row, (text,) in _rows(database, found["rowid"], ("text",)):
+    columns = database.integers(_TABLE, _NUMBERS, where)
+    names, name_id = texts.of_all(columns["textId"])
+    inline_texts: dict[str, int] = {}
+    for row, (text,) in _rows(database, columns["rowid"], ("text",)):
         if isinstance(text, str):
-            named[row] = len(names) + own.setdefault(text, len(own))
-    every = pl.concat([names, pl.Series("name", list(own), dtype=pl.String)])
+            name_id[row] = len(names) + inline_texts.setdefault(text, len(inline_texts))
+    all_names = pl.concat([names, pl.Series("name", list(inline_texts), dtype=pl.String)])
     payloads, fields = Payloads(database, texts), dict[int, Fields]()
-    for row, of in _rows(database, found["rowid"], PAYLOAD):
-        if read_fields := payloads.read(*of):
+    for row, payload in _rows(database, columns["rowid"], PAYLOAD):
+        if read_fields := payloads.read(*payload):
             fields[row] = read_fields
-    return Ranges(every, named, found["start"], found["end"], found["globalTid"], fields)
+    return Ranges(all_names, name_id, columns["start"], columns["end"], columns["globalTid"], fields)
 
 
 def communicators(database: Database, texts: Texts) -> Communicators:
-    """Return what the ranges of NCCL state of communicators."""
-    payloads, found = Payloads(database, texts), []
+    """The communicators that the ranges of NCCL state."""
+    payloads, stated = Payloads(database, texts), []
     for start, thread, *payload in database.each(
         _TABLE, ("start", "globalTid", *PAYLOAD), _with_any(database, PAYLOAD)
     ):
         if isinstance(start, int) and isinstance(thread, int) and (fields := payloads.read(*payload)):
-            found.append(NcclRange(thread >> THREAD_BITS << THREAD_BITS, start, fields))
-    return Communicators(sorted(found, key=lambda each: each.start_ns))
+            stated.append(NcclRange(thread >> THREAD_BITS << THREAD_BITS, start, fields))
+    return Communicators(sorted(stated, key=lambda nccl_range: nccl_range.start_ns))
 
 
 def _rows(database: Database, ids: Ints, columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
     """Yield the place in `ids` of each row that has a value in one of the columns, and its values."""
     for row, *values in database.each(_TABLE, ("rowid", *columns), _with_any(database, columns)):
-        at = int(np.searchsorted(ids, row)) if isinstance(row, int) else len(ids)
-        if at < len(ids) and ids[at] == row:
-            yield at, values
+        place = int(np.searchsorted(ids, row)) if isinstance(row, int) else len(ids)
+        if place < len(ids) and ids[place] == row:
+            yield place, values
 
 
 def _with_any(database: Database, columns: tuple[str, ...]) -> str:
-    known = [f'"{name}" IS NOT NULL' for name in columns if database.has(_TABLE, name)]
-    return f"WHERE {' OR '.join(known) or '0'}"
+    conditions = [f'"{name}" IS NOT NULL' for name in columns if database.has(_TABLE, name)]
+    return f"WHERE {' OR '.join(conditions) or '0'}"

@@ -27,82 +27,82 @@ _MOST_LENGTH = 300
 
 def traces(path: str) -> Sequence[TraceInfo]:
     """Return the traces of a file. Raises BadTraceError if it is damaged, or has no GPU work, ranges or MPI calls."""
-    with database.opened(path) as found:
-        listed = processes.ranks(found, ranges.communicators(found, names.Texts(found)))
-        facts = environment.environment(_header(found, None))
-        _require_content(path, found)
-        start_ns = _start_ns(found)
+    with database.open_database(path) as report:
+        listed = processes.ranks(report, ranges.communicators(report, names.Texts(report)))
+        facts = environment.environment(_header(report, None))
+        _require_content(path, report)
+        start_ns = _start_ns(report)
     return [
         TraceInfo(
-            rank=None if of.is_rank_assumed and len(listed) == 1 else of.rank,
-            world_size=of.world_size,
+            rank=None if process.is_rank_assumed and len(listed) == 1 else process.rank,
+            world_size=process.world_size,
             start_ns=start_ns,
-            process_id=of.process_id,
+            process_id=process.process_id,
             environment=facts,
             shares_file=len(listed) > 1,
         )
-        for of in listed
+        for process in listed
     ]
 
 
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a process. Raises BadTraceError if the file does not have it any more."""
-    with database.opened(path) as found:
-        texts = names.Texts(found)
-        communicators = ranges.communicators(found, texts)
-        listed = processes.ranks(found, communicators)
-        of = next((each for each in listed if each.process_id == info.process_id), None)
-        if of is None:
+    with database.open_database(path) as report:
+        texts = names.Texts(report)
+        communicators = ranges.communicators(report, texts)
+        listed = processes.ranks(report, communicators)
+        process = next((p for p in listed if p.process_id == info.process_id), None)
+        if process is None:
             raise BadTraceError(f"{path}: process {info.process_id} is no longer in this file; load it again")
-        tables = Tables(found, texts, of.global_id)
+        tables = Tables(report, texts, process.global_id)
         tables.add_calls()
-        tables.add_ranges(ranges.read(found, texts), communicators)
-        tables.add_mpi(mpi_calls.read(found, texts, of.global_id))
-        calls = os_calls.read(found, texts, of.global_id)
+        tables.add_ranges(ranges.read(report, texts), communicators)
+        tables.add_mpi(mpi_calls.read(report, texts, process.global_id))
+        calls = os_calls.read(report, texts, process.global_id)
         tables.add_os_calls(calls)
         tables.add_device()
-        events = tables.events(_header(found, of))
-        issues = pl.DataFrame(list(_issues(found, of)), schema.DATA_QUALITY.schema, orient="row")
-        base_ns = _start_ns(found) or 0
+        events = tables.events(_header(report, process))
+        issues = pl.DataFrame(list(_issues(report, process)), schema.DATA_QUALITY.schema, orient="row")
+        base_ns = _start_ns(report) or 0
         further = {
             "io_calls": os_calls.file_calls(calls, base_ns),
-            "counters": gpu_metrics.counters(found, events.device["device"].drop_nulls().unique().to_list(), base_ns),
+            "counters": gpu_metrics.counters(report, events.device["device"].drop_nulls().unique().to_list(), base_ns),
         }
     trace = kineto.build_trace(events, path, rank=rank, window=window, further=issues)
     return trace.replace(**further)
 
 
-def _require_content(path: str, found: Database) -> None:
+def _require_content(path: str, report: Database) -> None:
     """Raise BadTraceError if a report has nothing that a trace could show."""
-    shown = (*processes.DEVICE_TABLES, "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", *processes.MPI_TABLES)
-    if not any(found.rows(table, ("start",), "LIMIT 1") for table in shown):
+    tables = (*processes.DEVICE_TABLES, "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", *processes.MPI_TABLES)
+    if not any(report.rows(table, ("start",), "LIMIT 1") for table in tables):
         raise BadTraceError(
             f"{path}: this Nsight Systems report has no GPU work, CUDA calls or NVTX ranges, and no MPI calls; record "
             "it with: nsys profile --trace cuda,nvtx,osrt"
         )
 
 
-def _start_ns(found: Database) -> int | None:
+def _start_ns(report: Database) -> int | None:
     """Return the Unix time at which the recording began."""
-    rows = found.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",), "LIMIT 1")
+    rows = report.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",), "LIMIT 1")
     start_ns = rows[0][0] if rows else None
     return start_ns if isinstance(start_ns, int) and 0 < start_ns < 1 << 62 else None
 
 
-def _header(found: Database, of: RankProcess | None) -> dict[str, Any]:
-    """Return what a Kineto header would state: start, devices, versions, rank."""
-    header: dict[str, Any] = {"baseTimeNanoseconds": _start_ns(found) or 0, "deviceProperties": _devices(found)}
+def _header(report: Database, process: RankProcess | None) -> dict[str, Any]:
+    """The header that Kineto would write: start, devices, versions, rank."""
+    header: dict[str, Any] = {"baseTimeNanoseconds": _start_ns(report) or 0, "deviceProperties": _devices(report)}
     for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
-        for key, value in found.rows(table, ("name", "value")):
+        for key, value in report.rows(table, ("name", "value")):
             if key == "EXPORT_PRODUCT_VERSION" and isinstance(value, str):
                 header["nsight_systems_version"] = value[:_MOST_LENGTH]
-    if of is not None and of.world_size is not None:
-        header["distributedInfo"] = {"rank": of.rank, "world_size": of.world_size}
+    if process is not None and process.world_size is not None:
+        header["distributedInfo"] = {"rank": process.rank, "world_size": process.world_size}
     return header
 
 
-def _devices(found: Database) -> list[dict[str, Any]]:
-    rows = found.rows(_GPU, ("name", *_GPU_PROPERTIES), "LIMIT 1024")
+def _devices(report: Database) -> list[dict[str, Any]]:
+    rows = report.rows(_GPU, ("name", *_GPU_PROPERTIES), "LIMIT 1024")
     return [
         {"name": str(name)[:_MOST_LENGTH]}
         | {key: value for key, value in zip(_GPU_PROPERTIES.values(), values, strict=True) if isinstance(value, int)}
@@ -111,14 +111,14 @@ def _devices(found: Database) -> list[dict[str, Any]]:
     ]
 
 
-def _issues(found: Database, of: RankProcess) -> Iterator[tuple[str, str, float]]:
-    if of.is_rank_assumed:
+def _issues(report: Database, process: RankProcess) -> Iterator[tuple[str, str, float]]:
+    if process.is_rank_assumed:
         message = (
             "The report does not state the ranks of its processes, so they are numbered in the order of their devices: "
-            f"process {of.process_id} is rank {of.rank}."
+            f"process {process.process_id} is rank {process.rank}."
         )
         yield "rank_guessed", message, 0.0
-    rows = found.each("DIAGNOSTIC_EVENT", ("text", "severity"))
+    rows = report.each("DIAGNOSTIC_EVENT", ("text", "severity"))
     severe = (text for text, severity in rows if isinstance(severity, int) and severity >= _WARNING)
     texts = dict.fromkeys(" ".join(text.split())[:_MOST_LENGTH] for text in severe if isinstance(text, str))
     for text in list(texts)[:_MOST_DIAGNOSTICS]:

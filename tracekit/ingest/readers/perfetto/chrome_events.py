@@ -29,16 +29,16 @@ def read(packets: Packets) -> list[dict[str, Any]]:
     if not len(rows):
         return []
     bundles = wire.fields(packets.data, packets.chrome[0][rows], packets.chrome[1][rows])
-    found = bundles.where(_EVENTS, LENGTH)
-    begin = np.sort(bundles.value[found])
-    fields = wire.fields(packets.data, begin, (bundles.value + bundles.size)[found][np.argsort(bundles.value[found])])
+    which = bundles.where(_EVENTS, LENGTH)
+    begin = np.sort(bundles.value[which])
+    fields = wire.fields(packets.data, begin, (bundles.value + bundles.size)[which][np.argsort(bundles.value[which])])
     numbers = (_PHASE, _PROCESS, _THREAD, _TIME_US, _DURATION_US)
     columns = (fields.column(number, VARINT).tolist() for number in numbers)
     texts = (packet_columns.strings(packets.data, *fields.spans(number)) for number in (_NAME, _CATEGORY))
     args = _arguments(packets.data, fields)
     return [
-        {"ph": chr(phase), "pid": pid, "tid": tid, "ts": at, "dur": dur, "name": name, "cat": category, "args": of}
-        for phase, pid, tid, at, dur, name, category, of in zip(*columns, *texts, args, strict=True)
+        {"ph": chr(phase), "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name, "cat": category, "args": values}
+        for phase, pid, tid, ts, dur, name, category, values in zip(*columns, *texts, args, strict=True)
         if 0 < phase < 128 and chr(phase) in _PHASES
     ]
 
@@ -48,12 +48,12 @@ def _arguments(data: bytes, fields: wire.Fields) -> list[dict[str, Any]]:
     rows = fields.where(_ARGUMENT, LENGTH)
     inner = wire.fields(data, fields.value[rows], fields.value[rows] + fields.size[rows])
     names = packet_columns.strings(data, *inner.spans(_ARGUMENT_NAME))
-    found: list[dict[str, Any]] = [{} for _ in fields.damaged]
+    by_event: list[dict[str, Any]] = [{} for _ in fields.damaged]
     values = dict(_values(data, inner))
     for number, (event, name) in enumerate(zip(fields.owner[rows].tolist(), names, strict=True)):
         if number in values:
-            found[event][name] = values[number]
-    return found
+            by_event[event][name] = values[number]
+    return by_event
 
 
 def _values(data: bytes, inner: wire.Fields) -> Iterator[tuple[int, Any]]:
@@ -65,7 +65,7 @@ def _values(data: bytes, inner: wire.Fields) -> Iterator[tuple[int, Any]]:
         rows = inner.where(number, LENGTH)
         texts = packet_columns.strings(data, inner.value[rows], inner.value[rows] + inner.size[rows])
         for owner, text in zip(inner.owner[rows].tolist(), texts, strict=True):
-            yield owner, _parsed(text) if number == _JSON else text
+            yield owner, _parse_or_keep(text) if number == _JSON else text
 
 
 def _pairs(inner: wire.Fields, number: int, kind: int) -> Iterator[tuple[int, int]]:
@@ -73,7 +73,7 @@ def _pairs(inner: wire.Fields, number: int, kind: int) -> Iterator[tuple[int, in
     yield from zip(inner.owner[rows].tolist(), inner.value[rows].tolist(), strict=True)
 
 
-def _parsed(text: str) -> Any:
+def _parse_or_keep(text: str) -> Any:
     try:
         return untrusted_json.parse(text)
     except ValueError:

@@ -34,18 +34,18 @@ def on_main_clock(
     rows = np.flatnonzero(snapshots[1] > snapshots[0])
     if not len(rows):
         return at_ns
-    found = _Snapshots(data, rows, *snapshots, sequence)
+    readings = _Snapshots(data, rows, *snapshots, sequence)
     at_ns = at_ns.copy()
-    own = np.flatnonzero((clock >= _FIRST_OWN) & (clock < _PAST_OWN))
-    key = _key(clock[own], sequence[own])
-    order = own[np.argsort(key, kind="stable")]
+    scoped = np.flatnonzero((clock >= _FIRST_OWN) & (clock < _PAST_OWN))
+    key = _key(clock[scoped], sequence[scoped])
+    order = scoped[np.argsort(key, kind="stable")]
     edges = np.flatnonzero(np.diff(np.sort(key), prepend=-1, append=-1))
     for first, past in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         packets = order[first:past]
-        at_ns[packets] = found.own_times(at_ns[packets], packets, int(clock[packets[0]]), int(sequence[packets[0]]))
-    others = (clock > 0) & (clock < _FIRST_OWN)
-    for number in np.unique(clock[others]).tolist():
-        at_ns[clock == number] += found.offset(number)
+        at_ns[packets] = readings.own_times(at_ns[packets], packets, int(clock[packets[0]]), int(sequence[packets[0]]))
+    is_global = (clock > 0) & (clock < _FIRST_OWN)
+    for number in np.unique(clock[is_global]).tolist():
+        at_ns[clock == number] += readings.offset(number)
     return at_ns
 
 
@@ -67,10 +67,10 @@ class _Snapshots:
 
     def __init__(self, data: bytes, rows: Ints, begin: Ints, end: Ints, sequence: Ints) -> None:
         outer = wire.fields(data, begin[rows], end[rows])
-        found = outer.where(_CLOCKS, LENGTH)
-        found = found[np.argsort(outer.owner[found], kind="stable")]
-        inner = wire.fields(data, outer.value[found], outer.value[found] + outer.size[found])
-        self.snapshot = outer.owner[found]
+        entries = outer.where(_CLOCKS, LENGTH)
+        entries = entries[np.argsort(outer.owner[entries], kind="stable")]
+        inner = wire.fields(data, outer.value[entries], outer.value[entries] + outer.size[entries])
+        self.snapshot = outer.owner[entries]
         self.packet = rows[self.snapshot]
         self.clock = inner.column(_ID)
         self.is_incremental = inner.column(_IS_INCREMENTAL) != 0
@@ -85,11 +85,11 @@ class _Snapshots:
         self._offsets: dict[int, int] = {}
 
     def offset(self, clock: int) -> int:
-        """Return what is added to times of a clock: by the first snapshot that has it and the main one, else 0."""
+        """The offset to add to times of a clock: by the first snapshot that has it and the main one, else 0."""
         if clock not in self._offsets:
-            own = self.snapshot[self.clock == clock]
+            snapshots = self.snapshot[self.clock == clock]
             main = self.snapshot[self.clock == self.main]
-            both = np.intersect1d(own, main)
+            both = np.intersect1d(snapshots, main)
             readings = (self._reading(int(both[0]), number) for number in (self.main, clock)) if len(both) else (0, 0)
             main_ns, own_ns = readings
             self._offsets[clock] = main_ns - own_ns
@@ -114,10 +114,10 @@ class _Snapshots:
         return times
 
     def _to_main(self, reading: int) -> int:
-        """Return what is added to a clock of a sequence: by the clocks that the same snapshot relates it to."""
+        """The offset to add to a clock of a sequence: by the clocks that the same snapshot relates it to."""
         clocks = self.clock[slice(*self._range(int(self.snapshot[reading])))]
-        known = [self.main, *clocks[(clocks > 0) & (clocks < _FIRST_OWN)][:_FIRST_OWN].tolist()]
-        for clock in known:
+        references = [self.main, *clocks[(clocks > 0) & (clocks < _FIRST_OWN)][:_FIRST_OWN].tolist()]
+        for clock in references:
             if clock in clocks:
                 at_ns = self._reading(int(self.snapshot[reading]), clock)
                 return at_ns - int(self.at_ns[reading]) + self.offset(clock)

@@ -15,13 +15,13 @@ from tracekit.model import schema
 _MOST_NAME = 200
 
 
-def table(events: Events, tracks: Tracks, chosen: Flags) -> pl.DataFrame:
+def table(events: Events, tracks: Tracks, selected: Flags) -> pl.DataFrame:
     """Return the values of the chosen events that are of counters, columns as COUNTERS; by name and time.
 
     A counter is named after its track, with the unit that the track states. Values that count up from the one before
     are added up from 0.
     """
-    rows = np.flatnonzero(chosen & (events.kind == F.COUNTER))
+    rows = np.flatnonzero(selected & (events.kind == F.COUNTER))
     stated = events.fields.column(F.VALUE, VARINT)[rows].astype(np.float64)
     in_doubles = np.zeros(len(events.kind), np.bool_)
     in_doubles[events.fields.owner[events.fields.where(F.DOUBLE_VALUE, FIXED64)]] = True
@@ -30,13 +30,13 @@ def table(events: Events, tracks: Tracks, chosen: Flags) -> pl.DataFrame:
     kinds = _kinds(events.packets)
     parts = []
     for uuid in np.unique(events.track[rows]).tolist():
-        own = rows[events.track[rows] == uuid]
-        order = np.argsort(events.at_ns[own], kind="stable")
+        track_rows = rows[events.track[rows] == uuid]
+        order = np.argsort(events.at_ns[track_rows], kind="stable")
         unit, factor, is_incremental = kinds.get(uuid, ("", 1, False))
         values = value[events.track[rows] == uuid][order] * factor
         name = (tracks[uuid].name or "counter")[:_MOST_NAME] + (f" [{unit}]" if unit else "")
-        of = {"at_ns": events.at_ns[own][order], "value": np.cumsum(values) if is_incremental else values}
-        parts.append(pl.DataFrame(of).with_columns(name=pl.lit(name)).filter(pl.col("value").is_finite()))
+        columns = {"at_ns": events.at_ns[track_rows][order], "value": np.cumsum(values) if is_incremental else values}
+        parts.append(pl.DataFrame(columns).with_columns(name=pl.lit(name)).filter(pl.col("value").is_finite()))
     return schema.COUNTERS.conform(pl.concat(parts).sort("name", "at_ns")) if parts else schema.COUNTERS.empty()
 
 

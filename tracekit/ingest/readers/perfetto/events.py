@@ -86,8 +86,8 @@ def _kinds(data: bytes, fields: wire.Fields) -> tuple[Ints, Ints]:
     phase, dur_us = legacy.column(F.PHASE), legacy.column(F.DURATION_US)
     stated = fields.column(F.TYPE)
     kind = stated.copy()
-    for letter, of in _PHASES.items():
-        kind[(stated == 0) & (phase == ord(letter))] = of
+    for letter, event_type in _PHASES.items():
+        kind[(stated == 0) & (phase == ord(letter))] = event_type
     is_complete = (stated == 0) & (phase == ord("X")) & (dur_us >= 0) & (dur_us < _MOST_DUR_US)
     return kind, np.where(is_complete, dur_us * 1000, _OPEN)
 
@@ -101,13 +101,13 @@ def _texts(
     owner = fields.owner[rows]
     place[owner] = interned.find(generation[owner], fields.value[rows])
     texts = list(interned.texts)
-    known = {text: i for i, text in enumerate(texts)}
+    places = {text: i for i, text in enumerate(texts)}
     rows = fields.where(in_place, LENGTH)[::-1]
     stated = packet_columns.strings(packets.data, fields.value[rows], fields.value[rows] + fields.size[rows])
     for event, text in zip(fields.owner[rows].tolist(), stated, strict=True):
         if place[event] < 0:
-            place[event] = known.setdefault(text, len(known))
-    return list(known), place
+            place[event] = places.setdefault(text, len(places))
+    return list(places), place
 
 
 def _default_tracks(packets: Packets) -> Ints:
@@ -160,7 +160,7 @@ def slices(events: Events) -> Slices:
 
 
 def _running_depth(group: Ints, begins: Flags) -> Ints:
-    """Return how many slices of the group are open after each event."""
+    """Number of slices of the group that are open after each event."""
     total = np.cumsum(np.where(begins, 1, -1))
     first = np.flatnonzero(np.diff(group, prepend=-1))
     before = np.concatenate(([0], total[first[1:] - 1])) if len(first) else np.empty(0, np.int64)
@@ -172,12 +172,12 @@ def _stray_ends(group: Ints, begins: Flags) -> Flags:
     """Flag ends of groups in which no slice is open."""
     depth = _running_depth(group, begins)
     # Groups lie far apart: the lowest depth so far is that of the own group.
-    apart = depth - group * (len(group) + 1) * 2
-    lowest = np.minimum.accumulate(np.minimum(apart, -group * (len(group) + 1) * 2)) if len(group) else apart
+    shifted = depth - group * (len(group) + 1) * 2
+    lowest = np.minimum.accumulate(np.minimum(shifted, -group * (len(group) + 1) * 2)) if len(group) else shifted
     before = np.concatenate((lowest[:1] * 0 + 1, lowest[:-1])) if len(group) else lowest
     new_group = np.diff(group, prepend=-1) != 0
     floor = np.where(new_group, -group * (len(group) + 1) * 2, before)
-    return ~begins & (apart < floor)
+    return ~begins & (shifted < floor)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -214,17 +214,17 @@ class Arguments:
         fitting = rows[np.isin(self.field[rows], _FIELDS[dtype.base_type()])]
         values = self.value[fitting]
         if dtype == pl.String or dtype.base_type() is pl.List:
-            found = pl.Series(self.texts, dtype=pl.String).gather(values)
+            column = pl.Series(self.texts, dtype=pl.String).gather(values)
             if dtype.base_type() is pl.List:
-                found = _lists(found, dtype)
+                column = pl.Series([_integers(text) for text in column], dtype=dtype, strict=True)
         elif dtype == pl.Float64:
-            found = pl.Series(np.where(self.field[fitting] == F.DOUBLE, values.view(np.float64), values))
+            column = pl.Series(np.where(self.field[fitting] == F.DOUBLE, values.view(np.float64), values))
         else:
-            found = pl.Series(values).cast(dtype)
+            column = pl.Series(values).cast(dtype)
         where = np.full(count, -1, np.int64)
         where[place[self.event[fitting]]] = np.arange(len(fitting))
-        at = pl.Series(where)
-        return found.gather(pl.select(pl.when(at >= 0).then(at)).to_series()).alias(name).cast(dtype)
+        indices = pl.Series(where)
+        return column.gather(pl.select(pl.when(indices >= 0).then(indices)).to_series()).alias(name).cast(dtype)
 
 
 _WHOLE = [F.UINT, F.INT, F.POINTER]
@@ -232,25 +232,21 @@ _TEXTS = [F.TEXT, F.TEXT_IID, F.JSON]
 _FIELDS = {pl.Int64: _WHOLE, pl.Boolean: [F.BOOL], pl.Float64: [F.DOUBLE, *_WHOLE], pl.String: _TEXTS, pl.List: _TEXTS}
 
 
-def _lists(texts: pl.Series, dtype: pl.DataType) -> pl.Series:
-    """Return lists of integers that texts state as JSON; null for other texts."""
-    return pl.Series([_integers(text) for text in texts], dtype=dtype, strict=True)
-
-
 def _integers(text: str) -> list[int] | None:
+    """A list of integers that a text states as JSON; None for another text."""
     try:
-        found = untrusted_json.parse(text)
+        numbers = untrusted_json.parse(text)
     except ValueError:
         return None
-    is_valid = isinstance(found, list) and all(type(each) is int and abs(each) < _MOST_INTEGER for each in found)
-    return found if is_valid else None
+    is_valid = isinstance(numbers, list) and all(type(n) is int and abs(n) < _MOST_INTEGER for n in numbers)
+    return numbers if is_valid else None
 
 
-def arguments(events: Events, chosen: Flags) -> Arguments:
+def arguments(events: Events, selected: Flags) -> Arguments:
     """Return the arguments of the chosen events."""
     data, generation = events.packets.data, events.packets.generation[events.packet]
     rows = events.fields.where(F.ANNOTATION, LENGTH)
-    rows = rows[chosen[events.fields.owner[rows]]]
+    rows = rows[selected[events.fields.owner[rows]]]
     owner, begin = events.fields.owner[rows], events.fields.value[rows]
     end = begin + events.fields.size[rows]
     fields = wire.fields(data, begin, end)
@@ -260,8 +256,8 @@ def arguments(events: Events, chosen: Flags) -> Arguments:
     texts, text = _texts(events.packets, fields, generation[owner], events.texts, F.TEXT_IID, F.TEXT)
     field, value = np.zeros((2, len(owner)), np.int64)
     for number, kind in [(F.DOUBLE, FIXED64), *((n, VARINT) for n in (F.BOOL, F.UINT, F.INT, F.POINTER))]:
-        found = fields.where(number, kind)
-        field[fields.owner[found]], value[fields.owner[found]] = number, fields.value[found]
+        matching = fields.where(number, kind)
+        field[fields.owner[matching]], value[fields.owner[matching]] = number, fields.value[matching]
     field[text >= 0], value[text >= 0] = F.TEXT, text[text >= 0]
     for number in (F.DICT, F.ARRAY, F.JSON):
         field[fields.owner[fields.where(number, LENGTH)]] = number

@@ -65,19 +65,19 @@ def is_export(events: Events) -> bool:
 class Rows:
     """The rows of tables among events, by category."""
 
-    def __init__(self, events: Events, wanted: tuple[str, ...]) -> None:
+    def __init__(self, events: Events, categories: tuple[str, ...]) -> None:
         self.events = events
-        codes = [events.categories.index(name) for name in wanted if name in events.categories]
-        chosen = np.isin(events.category, codes) & (events.kind != F.END)
-        self.arguments = event_columns.arguments(events, chosen)
+        codes = [events.categories.index(name) for name in categories if name in events.categories]
+        selected = np.isin(events.category, codes) & (events.kind != F.END)
+        self.arguments = event_columns.arguments(events, selected)
 
     def table(self, name: str, columns: Mapping[str, pl.DataType]) -> pl.DataFrame:
         """Return the rows of a table, in their order, with their sequence."""
         of_name = self._events(category(name))
         ordered = _table(self.arguments, of_name, {**columns, F.ROW: pl.Int64()}, len(self.events.kind))
         sequence = self.events.packets.sequence[self.events.packet[of_name]]
-        placed = ordered.with_columns(pl.Series("sequence", sequence))
-        return placed.sort(F.ROW, maintain_order=True).drop(F.ROW)
+        with_sequence = ordered.with_columns(pl.Series("sequence", sequence))
+        return with_sequence.sort(F.ROW, maintain_order=True).drop(F.ROW)
 
     def _events(self, name: str) -> Ints:
         if name not in self.events.categories:
@@ -91,24 +91,24 @@ def _table(arguments: Arguments, of_events: Ints, columns: Mapping[str, pl.DataT
     """Return a row for each of the events, with these columns from its arguments."""
     place = np.full(event_count, -1, np.int64)
     place[of_events] = np.arange(len(of_events))
-    own = np.flatnonzero(place[arguments.event] >= 0)
-    own = own[np.argsort(arguments.name[own], kind="stable")]
-    names = arguments.name[own]
-    found = []
+    rows = np.flatnonzero(place[arguments.event] >= 0)
+    rows = rows[np.argsort(arguments.name[rows], kind="stable")]
+    names = arguments.name[rows]
+    series = []
     for name, dtype in columns.items():
         code = arguments.names.index(name) if name in arguments.names else len(arguments.names)
         first, past = np.searchsorted(names, [code, code + 1])
-        found.append(arguments.of_rows(name, dtype, own[first:past], place, len(of_events)))
-    return pl.DataFrame(found)
+        series.append(arguments.of_rows(name, dtype, rows[first:past], place, len(of_events)))
+    return pl.DataFrame(series)
 
 
 def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
-    """Return what an export states of its traces and of the run."""
+    """Facts that an export states of its traces and of the run."""
     rows = Rows(events, tuple(map(category, (F.TRACE_ROW, F.HEADER_ROWS, F.RUN_ROW, F.RUN_ISSUES, "lanes"))))
-    whole = pl.Int64()
-    stated = rows.table(F.TRACE_ROW, {"rank": whole, "window": whole, "offset_ns": whole, "step": whole})
+    int64 = pl.Int64()
+    stated = rows.table(F.TRACE_ROW, {"rank": int64, "window": int64, "offset_ns": int64, "step": int64})
     header = rows.table(F.HEADER_ROWS, {"key": pl.String(), "value": pl.String()})
-    lanes = rows.table("lanes", {"pid": pl.String(), "lane": whole})
+    lanes = rows.table("lanes", {"pid": pl.String(), "lane": int64})
     manifest = rows.table(F.RUN_ROW, {"manifest": pl.String()})["manifest"].to_list()
     issues = rows.table(F.RUN_ISSUES, _RUN_ISSUES).select(list(_RUN_ISSUES))
     first_at = {sequence: int(events.at_ns[i]) for sequence, i in _first_events(events).items()}
@@ -121,7 +121,7 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
             offset_ns=row["offset_ns"] or 0,
             step=row["step"],
             first_ns=first_at[row["sequence"]] - (row["offset_ns"] or 0),
-            header=_parsed(header.filter(pl.col("sequence") == row["sequence"])),
+            header=_parse_header(header.filter(pl.col("sequence") == row["sequence"])),
             process=next(iter(lanes.filter(pl.col("sequence") == row["sequence"])["pid"].drop_nulls()), None),
             part=parts[row["sequence"]],
         )
@@ -133,26 +133,26 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
 def _first_events(events: Events) -> dict[int, int]:
     sequence = events.packets.sequence[events.packet]
     order = np.lexsort((events.at_ns, sequence))
-    found, first = np.unique(sequence[order], return_index=True)
-    return dict(zip(found.tolist(), order[first].tolist(), strict=True))
+    sequences, first = np.unique(sequence[order], return_index=True)
+    return dict(zip(sequences.tolist(), order[first].tolist(), strict=True))
 
 
 def _parts(events: Events) -> dict[int, tuple[int, int] | None]:
     """Return offset and size of the bytes that hold all packets of each sequence; None if they are compressed."""
     packets = events.packets
     begins = np.concatenate(([0], packets.end[:-1]))  # where the tag of a packet stands
-    found = pl.DataFrame({"sequence": packets.sequence, "begin": begins, "end": packets.end})
-    spans = found.group_by("sequence").agg(pl.col("begin").min(), pl.col("end").max())
+    table = pl.DataFrame({"sequence": packets.sequence, "begin": begins, "end": packets.end})
+    spans = table.group_by("sequence").agg(pl.col("begin").min(), pl.col("end").max())
     return {s: None if packets.was_packed else (b, e - b) for s, b, e in spans.iter_rows()}
 
 
-def _parsed(header: pl.DataFrame) -> dict[str, Any]:
+def _parse_header(header: pl.DataFrame) -> dict[str, Any]:
     return {key: _json(value) for key, value in header.select("key", "value").drop_nulls().iter_rows()}
 
 
 def _object(text: str | None) -> Mapping[str, Any]:
-    found = None if text is None else _json(text)
-    return found if isinstance(found, dict) else {}
+    parsed = None if text is None else _json(text)
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _json(text: str) -> Any:
@@ -184,15 +184,15 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
         incomplete += left_out
     conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
     conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated, incomplete)])
-    return Trace(rank, window, path, header=stated.header, **_linked(conformed))
+    return Trace(rank, window, path, header=stated.header, **_link(conformed))
 
 
 def _with_roles(lanes: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
     """Return lanes with a role where the export lacks it, as damaged ones may: by the work on the lane."""
     if not lanes["role"].null_count():
         return lanes
-    found = lanes.join(activities.roles(work), on="lane", how="left", maintain_order="left")
-    return found.with_columns(pl.coalesce("role", "role_right", pl.lit("host")).alias("role")).drop("role_right")
+    joined = lanes.join(activities.roles(work), on="lane", how="left", maintain_order="left")
+    return joined.with_columns(pl.coalesce("role", "role_right", pl.lit("host")).alias("role")).drop("role_right")
 
 
 def _types(name: str) -> dict[str, pl.DataType]:
@@ -215,7 +215,7 @@ def _slices(
     place = pl.Series(events.name[begun], dtype=pl.Int64)
     names = pl.Series(events.names, dtype=pl.String).gather(place.set(place < 0, None)).fill_null("")
     start_ns = events.at_ns[begun] - stated.offset_ns
-    named = (
+    slice_rows = (
         table.with_columns(
             pl.when(pl.col(F.UNNAMED).is_null()).then(names).when(~pl.col(F.UNNAMED)).then(pl.lit("")).alias("name"),
             pl.coalesce("begin_ns", pl.Series(start_ns)).alias("start_ns"),
@@ -226,7 +226,7 @@ def _slices(
         else table
     )
     # The critical path and findings have no row in a table.
-    return named.drop(list(extra)).filter(pl.col(_ID).is_not_null()).sort(_ID, maintain_order=True)
+    return slice_rows.drop(list(extra)).filter(pl.col(_ID).is_not_null()).sort(_ID, maintain_order=True)
 
 
 _LINKS = (
@@ -235,7 +235,7 @@ _LINKS = (
 )  # fmt: skip
 
 
-def _linked(tables: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+def _link(tables: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
     """Return tables whose ids count from 0 and that refer to no row that an export of a part left out."""
     numbers = {}
     for name in ("ops", "activities"):
@@ -243,14 +243,14 @@ def _linked(tables: dict[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
         old = tables[name][_ID]
         numbers[name] = pl.DataFrame({"old": old, "new": np.arange(len(old))})
         tables[name] = tables[name].with_columns(numbers[name]["new"].alias(_ID))
-    for name, column, of in _LINKS:
-        tables[name] = _renumbered(tables[name], column, numbers[of])
-    collectives = _renumbered(tables["collectives"], "activity_id", numbers["activities"])
+    for name, column, target in _LINKS:
+        tables[name] = _renumber(tables[name], column, numbers[target])
+    collectives = _renumber(tables["collectives"], "activity_id", numbers["activities"])
     tables["collectives"] = collectives.filter(pl.col("activity_id").is_not_null())
     return tables
 
 
-def _renumbered(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.DataFrame:
+def _renumber(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.DataFrame:
     joined = table.select(column).join(numbers, left_on=column, right_on="old", how="left", maintain_order="left")
     return table.with_columns(joined["new"].alias(column))
 

@@ -78,12 +78,12 @@ def is_perfetto(head: bytes) -> bool:
         starts, ends = np.array([2 + sum(byte >= 0x80 for byte in data[1:5])]), np.array([end])
     elif intact + 2 < end and data[intact] != F.PACKET << 3 | LENGTH:
         return False
-    found = wire.fields(data, starts[:16], ends[:16])
-    first = found.owner < max(len(starts) - 1, 1)
-    number, kind = found.tag >> 3, found.tag & 7
-    named = np.isin(number, _LENGTH_FIELDS) & (kind == LENGTH)
-    named |= np.isin(number, _VARINT_FIELDS) & (kind == wire.VARINT)
-    return bool((number >= F.CLOCK_SNAPSHOT).any()) and bool((named | (number > F.FLAGS))[first].all())
+    fields = wire.fields(data, starts[:16], ends[:16])
+    first = fields.owner < max(len(starts) - 1, 1)
+    number, kind = fields.tag >> 3, fields.tag & 7
+    is_known = np.isin(number, _LENGTH_FIELDS) & (kind == LENGTH)
+    is_known |= np.isin(number, _VARINT_FIELDS) & (kind == wire.VARINT)
+    return bool((number >= F.CLOCK_SNAPSHOT).any()) and bool((is_known | (number > F.FLAGS))[first].all())
 
 
 def read(path: str, part: tuple[int, int] | None = None) -> Packets:
@@ -99,7 +99,7 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
     column = _columns(data, starts, ends)
     was_packed = bool(column["packed_end"].any() or column["zstd_end"].any())
     if was_packed:
-        data, starts, ends = _unpacked(data, starts, ends, column)
+        data, starts, ends = _unpack(data, starts, ends, column)
         column = _columns(data, starts, ends)
     generation, void = _generations(column["sequence"], column["flags"], column["cleared"])
     at_ns = clocks.on_main_clock(
@@ -149,11 +149,11 @@ def _content(path: str, part: tuple[int, int] | None) -> tuple[bytes, str | None
     return b"".join((*contents, bytes(PADDING))), blocks.broken
 
 
-def _unpacked(data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints]) -> tuple[bytes, Ints, Ints]:
+def _unpack(data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints]) -> tuple[bytes, Ints, Ints]:
     """Return the packets with those that were compressed in a packet (zlib or zstd), in its place."""
     parts, total = [], 0
     spans = (starts, ends, *(column[name] for name in ("packed", "packed_end", "zstd", "zstd_end")))
-    for start, end, begin, past, zstd_begin, zstd_past in zip(*(of.tolist() for of in spans), strict=True):
+    for start, end, begin, past, zstd_begin, zstd_past in zip(*(edges.tolist() for edges in spans), strict=True):
         limit = max(MAX_BYTES - total, 1)
         try:
             if past:
@@ -237,7 +237,7 @@ def texts(packets: Packets, kinds: tuple[int, ...]) -> "dict[int, Interned]":
     """Return the texts that the packets' sequences number, by kind (a field of InternedData)."""
     rows = np.flatnonzero(packets.interned[1] > packets.interned[0])
     outer = wire.fields(packets.data, packets.interned[0][rows], packets.interned[1][rows])
-    return {kind: _interned(packets, outer, rows, kind) for kind in kinds}
+    return {kind: _read_interned(packets, outer, rows, kind) for kind in kinds}
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,9 +252,9 @@ class Interned:
         """Return the place in `texts` of each text, -1 where it was never stated."""
         if not len(self.keys):
             return np.full(len(number), -1, np.int64)
-        wanted = _key(generation, number)
-        at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        return np.where((self.keys[at] == wanted) & (number > 0) & (number < _MOST_NUMBERS), self.places[at], -1)
+        key = _key(generation, number)
+        place = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+        return np.where((self.keys[place] == key) & (number > 0) & (number < _MOST_NUMBERS), self.places[place], -1)
 
 
 _MOST_NUMBERS = 1 << 36
@@ -264,15 +264,15 @@ def _key(generation: Ints, number: Ints) -> Ints:
     return generation * _MOST_NUMBERS + np.clip(number, 0, _MOST_NUMBERS - 1)
 
 
-def _interned(packets: Packets, outer: wire.Fields, rows: Ints, kind: int) -> Interned:
-    found = outer.where(kind, LENGTH)
-    entries = wire.fields(packets.data, outer.value[found], outer.value[found] + outer.size[found])
+def _read_interned(packets: Packets, outer: wire.Fields, rows: Ints, kind: int) -> Interned:
+    entry_rows = outer.where(kind, LENGTH)
+    entries = wire.fields(packets.data, outer.value[entry_rows], outer.value[entry_rows] + outer.size[entry_rows])
     begin, end = entries.spans(F.INTERNED_TEXT)
-    keys = _key(packets.generation[rows[outer.owner[found]]], entries.column(F.IID))
+    keys = _key(packets.generation[rows[outer.owner[entry_rows]]], entries.column(F.IID))
     order = np.argsort(keys, kind="stable")
-    known: dict[str, int] = {}
-    places = [known.setdefault(text, len(known)) for text in strings(packets.data, begin, end)]
-    return Interned(keys[order], np.array(places, np.int64)[order], list(known))
+    place_of: dict[str, int] = {}
+    places = [place_of.setdefault(text, len(place_of)) for text in strings(packets.data, begin, end)]
+    return Interned(keys[order], np.array(places, np.int64)[order], list(place_of))
 
 
 def strings(data: bytes, begin: Ints, end: Ints) -> Iterator[str]:

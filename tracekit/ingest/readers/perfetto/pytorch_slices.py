@@ -36,16 +36,16 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
 
     Raises BadTraceError if no slice has a category of PyTorch's profiler.
     """
-    known = _known(events) & (events.kind == F.BEGIN)
-    if not known.any() and (bundled := _bundled(events)):
+    is_known = _known(events) & (events.kind == F.BEGIN)
+    if not is_known.any() and (bundled := _bundled_events(events)):
         return [TraceInfo(start_ns=min(int(event["ts"]) for event in bundled) * 1000)]
-    if not known.any() or set(events.categories) >= _EARLIER_EXPORT:
+    if not is_known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
     ranks = sorted(
-        {rank for uuid in np.unique(events.track[known]).tolist() if (rank := tracks[uuid].rank) is not None}
+        {rank for uuid in np.unique(events.track[is_known]).tolist() if (rank := tracks[uuid].rank) is not None}
     )
-    start_ns = int(events.at_ns[known].min())
+    start_ns = int(events.at_ns[is_known].min())
     several = len(ranks) > 1
     return [TraceInfo(rank, start_ns=start_ns, shares_file=several) for rank in ranks or (None,)]
 
@@ -53,21 +53,21 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
 def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a file, or that of one rank of several."""
     tracks = Tracks(events.packets)
-    own = np.ones(len(events.kind), np.bool_)
+    is_of_rank = np.ones(len(events.kind), np.bool_)
     if info.shares_file:
         uuids, place = np.unique(events.track, return_inverse=True)
-        own = np.array([tracks[uuid].rank == info.rank for uuid in uuids.tolist()], np.bool_)[place]
-    chosen = own & _known(events)
+        is_of_rank = np.array([tracks[uuid].rank == info.rank for uuid in uuids.tolist()], np.bool_)[place]
+    selected = is_of_rank & _known(events)
     slices = event_columns.slices(events)
-    of_chosen = chosen[slices.event]
+    of_chosen = selected[slices.event]
     rows = replace(slices, event=slices.event[of_chosen], dur_ns=slices.dur_ns[of_chosen])
-    moments = np.flatnonzero(chosen & (events.kind == F.INSTANT))
+    moments = np.flatnonzero(selected & (events.kind == F.INSTANT))
     base_ns = int(events.at_ns[rows.event].min()) if len(rows.event) else 0
-    made = _Made(events, tracks, event_columns.arguments(events, chosen), _correlations(events), base_ns)
+    converter = _Converter(events, tracks, event_columns.arguments(events, selected), _correlations(events), base_ns)
     builder = columns.ColumnBuilder(has_several_ranks=False)
-    for batch in made.batches(rows, moments):
+    for batch in converter.batches(rows, moments):
         builder.add(batch)
-    bundled = [] if info.shares_file else _bundled(events)
+    bundled = [] if info.shares_file else _bundled_events(events)
     for first in range(0, len(bundled), _BATCH):
         part = bundled[first : first + _BATCH]
         builder.add([kineto_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
@@ -75,21 +75,21 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(data_quality.of_file(events, slices)), schema.DATA_QUALITY.schema, orient="row")
     built = kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
-    return built.replace(counters=counters.table(events, tracks, own))
+    return built.replace(counters=counters.table(events, tracks, is_of_rank))
 
 
 def _known(events: Events) -> Flags:
-    known = [i for i, category in enumerate(events.categories) if event_categories.is_known(category)]
-    return np.isin(events.category, known)
+    codes = [i for i, category in enumerate(events.categories) if event_categories.is_known(category)]
+    return np.isin(events.category, codes)
 
 
-def _bundled(events: Events) -> list[dict[str, Any]]:
+def _bundled_events(events: Events) -> list[dict[str, Any]]:
     """Return the events of Chrome in bundles that have a category of PyTorch's profiler."""
     return [event for event in chrome_events.read(events.packets) if event_categories.is_known(event["cat"])]
 
 
 def _what_it_is(events: Events) -> str:
-    """Return what a file without PyTorch's slices is, and what to do."""
+    """A description of a file without PyTorch's slices, and what to do."""
     begun = events.category[(events.kind == F.BEGIN) & (events.category >= 0)]
     counted = Counter({events.categories[code]: n for code, n in enumerate(np.bincount(begun).tolist()) if n})
     if set(events.categories) >= _EARLIER_EXPORT:
@@ -111,7 +111,7 @@ def _correlations(events: Events) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
+class _Converter:
     """Makes the events of a Kineto trace, in µs from `base_ns`."""
 
     events: Events
@@ -123,12 +123,12 @@ class _Made:
     def batches(self, slices: event_columns.Slices, moments: Ints) -> Iterator[list[Any]]:
         """Yield thread names, slices and moments, some at a time."""
         args = self._args()
-        named = [self.tracks[uuid] for uuid in np.unique(self.events.track).tolist()]
+        tracks = [self.tracks[uuid] for uuid in np.unique(self.events.track).tolist()]
         yield [
             kineto_events.from_object(
                 {"ph": "M", "name": "thread_name", "pid": t.process, "tid": t.thread, "args": {"name": t.name}}
             )
-            for t in named
+            for t in tracks
             if t.name
         ]
         for first in range(0, len(slices.event), _BATCH):
@@ -142,27 +142,27 @@ class _Made:
     def _fields(self, i: int, args: dict[int, dict[str, Any]]) -> dict[str, Any]:
         events, name = self.events, int(self.events.name[i])
         track = self.tracks[int(events.track[i])]
-        known = args.get(i, {})
-        if self.correlations[i] and "correlation" not in known:
-            known = known | {"correlation": int(self.correlations[i])}
+        event_args = args.get(i, {})
+        if self.correlations[i] and "correlation" not in event_args:
+            event_args = event_args | {"correlation": int(self.correlations[i])}
         return {
             "cat": events.categories[int(events.category[i])],
             "name": events.names[name] if name >= 0 else None,
             "pid": track.process,
             "tid": track.thread,
             "ts": (int(events.at_ns[i]) - self.base_ns) / 1000,
-            "args": known,
+            "args": event_args,
         }
 
     def _args(self) -> dict[int, dict[str, Any]]:
         """Return the arguments of each event, by name."""
-        found: dict[int, dict[str, Any]] = {}
+        by_event: dict[int, dict[str, Any]] = {}
         arguments = self.arguments
         columns = (arguments.event, arguments.name, arguments.field, arguments.value, *arguments.annotation)
         for event, name, field, value, begin, end in zip(*(column.tolist() for column in columns), strict=True):
             if name >= 0:
-                found.setdefault(event, {})[arguments.names[name]] = self._value(event, field, value, begin, end)
-        return found
+                by_event.setdefault(event, {})[arguments.names[name]] = self._value(event, field, value, begin, end)
+        return by_event
 
     def _value(self, event: int, field: int, value: int, begin: int, end: int) -> Any:
         if field in (F.TEXT, F.TEXT_IID):
@@ -172,10 +172,10 @@ class _Made:
         if field == F.DOUBLE:
             return float(np.int64(value).view(np.float64))
         if field in (F.ARRAY, F.DICT, F.JSON):
-            return self._nested(event, begin, end, 0)
+            return self._nested_value(event, begin, end, 0)
         return value
 
-    def _nested(self, event: int, begin: int, end: int, depth: int) -> Any:
+    def _nested_value(self, event: int, begin: int, end: int, depth: int) -> Any:
         """Return the value of an argument with lists or objects inside."""
         data = self.events.packets.data
         fields = wire.fields(data, np.array([begin]), np.array([end]))
@@ -184,20 +184,20 @@ class _Made:
             number = tag >> 3
             if number in (F.ARRAY, F.DICT) and len(entries) < _MOST_ENTRIES and depth < _MOST_DEPTH:
                 key = self._key(event, value, value + size) if number == F.DICT else ""
-                entries.append((key, self._nested(event, value, value + size, depth + 1)))
+                entries.append((key, self._nested_value(event, value, value + size, depth + 1)))
             elif number == F.JSON:
                 return _maybe_json(data[value : value + size].decode("utf-8", "replace"))
             elif number == F.TEXT and tag & 7 == LENGTH:
                 return data[value : value + size].decode("utf-8", "replace")
             elif number == F.TEXT_IID:
-                return self._interned(event, value)
+                return self._interned_text(event, value)
             elif number in (F.BOOL, F.UINT, F.INT, F.POINTER):
                 return value
             elif number == F.DOUBLE:
                 return float(np.int64(value).view(np.float64))
         return dict(entries) if len(fields.where(F.DICT, LENGTH)) else [entry for _, entry in entries]
 
-    def _interned(self, event: int, number: int) -> str | None:
+    def _interned_text(self, event: int, number: int) -> str | None:
         generation = self.events.packets.generation[self.events.packet[[event]]]
         place = int(self.events.texts.find(generation, np.array([number]))[0])
         return self.events.texts.texts[place] if place >= 0 else None

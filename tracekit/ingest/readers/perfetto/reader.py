@@ -13,10 +13,10 @@ from tracekit.model.trace import Trace
 
 def traces(path: str) -> Sequence[TraceInfo]:
     """Return the traces of a file: of an export with their ranks, else one for each rank. Raises BadTraceError."""
-    found = events.of_packets(packets.read(path))
-    if not exported.is_export(found):
-        return pytorch_slices.traces(path, found)
-    traces, run = exported.facts(found)
+    trace_events = events.of_packets(packets.read(path))
+    if not exported.is_export(trace_events):
+        return pytorch_slices.traces(path, trace_events)
+    traces, run = exported.facts(trace_events)
     infos = [_info(stated, shares_file=len(traces) > 1) for stated in traces]
     if not infos:
         raise BadTraceError(f"{path}: this Perfetto trace is damaged: no rank of the export can be read")
@@ -26,16 +26,16 @@ def traces(path: str) -> Sequence[TraceInfo]:
 
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a file, or of one rank of it. Raises BadTraceError if the rank is not in it any more."""
-    found = events.of_packets(packets.read(path, info.part))
-    if not exported.is_export(found):
-        return pytorch_slices.trace(path, found, info, rank=rank, window=window)
-    stated = next((s for s in exported.facts(found)[0] if (s.rank, s.window) == (info.rank, info.window)), None)
+    trace_events = events.of_packets(packets.read(path, info.part))
+    if not exported.is_export(trace_events):
+        return pytorch_slices.trace(path, trace_events, info, rank=rank, window=window)
+    stated = next((s for s in exported.facts(trace_events)[0] if (s.rank, s.window) == (info.rank, info.window)), None)
     if stated is None:
         raise BadTraceError(f"{path}: rank {rank} is no longer in this file; load it again")
-    of_trace = found.packets.of_sequence(stated.sequence)
-    if len(of_trace.begin) < len(found.packets.begin):
-        found = events.of_packets(of_trace)
-    return exported.trace(found, stated, path, rank=rank, window=window)
+    of_trace = trace_events.packets.of_sequence(stated.sequence)
+    if len(of_trace.begin) < len(trace_events.packets.begin):
+        trace_events = events.of_packets(of_trace)
+    return exported.trace(trace_events, stated, path, rank=rank, window=window)
 
 
 def _info(stated: TraceFacts, *, shares_file: bool) -> TraceInfo:

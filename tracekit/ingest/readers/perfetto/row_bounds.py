@@ -36,15 +36,15 @@ def within(name: str, table: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """
     stated = (column for column, dtype in table.schema.items() if dtype in (_INT, _FLOAT) and column != "address")
     grids = (_grid(column) for column in ("grid", "block") if column in table.columns)
-    bounded = table.with_columns(*map(_bounded, stated), *grids)
+    bounded = table.with_columns(*map(_within_bounds, stated), *grids)
     rows = bounded.drop_nulls(_REQUIRED[name])
     return rows, table.height - rows.height
 
 
-def _bounded(column: str) -> pl.Expr:
-    least, most = _bounds(column)
+def _within_bounds(column: str) -> pl.Expr:
+    lowest, highest = _bounds(column)
     value = pl.col(column)
-    return pl.when(value.is_between(least, most) & value.is_not_nan()).then(value).alias(column)
+    return pl.when(value.is_between(lowest, highest) & value.is_not_nan()).then(value).alias(column)
 
 
 def _bounds(column: str) -> tuple[float, float]:

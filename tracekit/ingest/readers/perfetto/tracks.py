@@ -59,26 +59,26 @@ class Tracks:
 
     def _track(self, uuid: int) -> Track:
         thread = process = name = None
-        rank, at = None, uuid
+        rank, ancestor = None, uuid
         for _ in range(_MOST_PARENTS):
-            if at not in self._stated:
+            if ancestor not in self._stated:
                 break
-            parent, pid, thread_pid, tid, track_name, process_name, thread_name = self._stated[at]
+            parent, pid, thread_pid, tid, track_name, process_name, thread_name = self._stated[ancestor]
             name = name or thread_name or track_name or None
             if tid >= 0 and thread is None:
                 thread = str(tid)
             if process is None and max(thread_pid, pid) >= 0:
                 process = str(max(thread_pid, pid))
             rank = _rank(process_name or track_name) if rank is None else rank
-            at = parent
+            ancestor = parent
         return Track(process, thread or f"track {uuid & (1 << 64) - 1}", name, rank)
 
 
 def _names(packets: Packets, fields: wire.Fields, *numbers: int) -> list[str]:
     texts = [list(packet_columns.strings(packets.data, *fields.spans(number))) for number in numbers]
-    return [next(filter(None, each), "") for each in zip(*texts, strict=True)]
+    return [next(filter(None, candidates), "") for candidates in zip(*texts, strict=True)]
 
 
 def _rank(name: str) -> int | None:
-    found = _RANK.search(name)
-    return int(found[1]) if found and int(found[1]) < MAX_RANKS else None
+    match = _RANK.search(name)
+    return int(match[1]) if match and int(match[1]) < MAX_RANKS else None

@@ -44,13 +44,13 @@ class Fields:
 
     def column(self, number: int, kind: int = VARINT, *, missing: int = 0) -> Ints:
         """Return a field's value for each message; of a field that repeats, the last."""
-        found = np.full(len(self.damaged), missing, np.int64)
+        values = np.full(len(self.damaged), missing, np.int64)
         rows = self.where(number, kind)
-        found[self.owner[rows]] = self.value[rows]
-        return found
+        values[self.owner[rows]] = self.value[rows]
+        return values
 
     def spans(self, number: int) -> tuple[Ints, Ints]:
-        """Return where a LENGTH field begins and ends in each message, 0 and 0 where it is missing."""
+        """Begin and end of a LENGTH field in each message, 0 and 0 where it is missing."""
         begin, end = np.zeros((2, len(self.damaged)), np.int64)
         rows = self.where(number, LENGTH)
         begin[self.owner[rows]] = self.value[rows]
@@ -59,25 +59,25 @@ class Fields:
 
 
 def split(data: bytes, number: int, end: int, begin: int = 0) -> tuple[Ints, Ints, int]:
-    """Return where each message in the field `number` of one long message begins and ends, and how far it is intact.
+    """Begin and end of each message in the field `number` of one long message, and how far it is intact.
 
     `data` holds PADDING bytes after `end`. Reading stops at the first byte that fits no field.
     """
     tag = number << 3 | LENGTH
     starts: list[int] = []
     ends: list[int] = []
-    at = begin
-    while at < end:
-        is_wanted = data[at] == tag and tag < 0x80
-        if is_wanted and data[at + 1] < 0x80:
-            content = at + 2
-            past = content + data[at + 1]
+    pos = begin
+    while pos < end:
+        is_wanted = data[pos] == tag and tag < 0x80
+        if is_wanted and data[pos + 1] < 0x80:
+            content = pos + 2
+            past = content + data[pos + 1]
         else:
-            field = _one_field(data, at, end)
+            field = _one_field(data, pos, end)
             if field is None:
                 break
-            found, kind, value, size, past = field
-            is_wanted, content = (found, kind) == (number, LENGTH), value
+            field_number, kind, value, size, past = field
+            is_wanted, content = (field_number, kind) == (number, LENGTH), value
             if is_wanted:
                 past = content + size
         if past > end:
@@ -85,8 +85,8 @@ def split(data: bytes, number: int, end: int, begin: int = 0) -> tuple[Ints, Int
         if is_wanted:
             starts.append(content)
             ends.append(past)
-        at = past
-    return np.array(starts, np.int64), np.array(ends, np.int64), at
+        pos = past
+    return np.array(starts, np.int64), np.array(ends, np.int64), pos
 
 
 def fields(data: bytes, starts: Ints, ends: Ints) -> Fields:
@@ -97,20 +97,20 @@ def fields(data: bytes, starts: Ints, ends: Ints) -> Fields:
     raw = np.frombuffer(data, np.uint8)
     damaged = np.zeros(len(starts), np.bool_)
     parts: list[_Part] = []
-    at = starts.copy()
-    left = np.flatnonzero(at < ends)
-    while len(left) > _FEW:
-        tag, after, good = _varints(raw, at[left])
+    pos = starts.copy()
+    unread = np.flatnonzero(pos < ends)
+    while len(unread) > _FEW:
+        tag, after, good = _varints(raw, pos[unread])
         good &= (tag >= 8) & (tag < 1 << 32)
         value, past, size = _values(raw, after, tag & 7, good)
-        good &= past <= ends[left]
+        good &= past <= ends[unread]
         if not good.all():
-            damaged[left[~good]] = True
-            left, tag, value, size, past = (column[good] for column in (left, tag, value, size, past))
-        parts.append((left, tag, value, size))
-        at[left] = past
-        left = left[past < ends[left]]
-    parts.extend(_one_by_one(data, at, ends, left, damaged))
+            damaged[unread[~good]] = True
+            unread, tag, value, size, past = (column[good] for column in (unread, tag, value, size, past))
+        parts.append((unread, tag, value, size))
+        pos[unread] = past
+        unread = unread[past < ends[unread]]
+    parts.extend(_one_by_one(data, pos, ends, unread, damaged))
     owner, tag, value, size = (
         np.concatenate([part[i] for part in parts]) if parts else np.empty(0, np.int64) for i in range(4)
     )
@@ -134,43 +134,43 @@ def _values(raw: Bytes, after: Ints, kind: Ints, good: Flags) -> tuple[Ints, Int
     for wire_type, width in ((FIXED64, 8), (FIXED32, 4)):
         rows = np.flatnonzero(kind == wire_type)
         if len(rows):
-            value[rows] = _fixed(raw, after[rows], width)
+            value[rows] = _fixed_values(raw, after[rows], width)
             past[rows] = after[rows] + width
             ends[rows] = True
     good &= ends & _KNOWN_KINDS[kind]
     return value, past, size
 
 
-def _varints(raw: Bytes, at: Ints) -> tuple[Ints, Ints, Flags]:
+def _varints(raw: Bytes, pos: Ints) -> tuple[Ints, Ints, Flags]:
     """Return varints, where each ends, and whether it ends within ten bytes."""
     last = len(raw) - 1
-    byte = raw[np.minimum(at, last)]
+    byte = raw[np.minimum(pos, last)]
     value = (byte & 0x7F).astype(np.uint64)
-    past = at + 1
-    left = np.flatnonzero(byte >= 0x80)
+    past = pos + 1
+    unread = np.flatnonzero(byte >= 0x80)
     for place in range(1, _MOST_VARINT):
-        if not len(left):
+        if not len(unread):
             break
-        byte = raw[np.minimum(at[left] + place, last)]
-        value[left] |= (byte & 0x7F).astype(np.uint64) << np.uint64(7 * place)
-        past[left] += 1
-        left = left[byte >= 0x80]
-    good = np.ones(len(at), np.bool_)
-    good[left] = False
+        byte = raw[np.minimum(pos[unread] + place, last)]
+        value[unread] |= (byte & 0x7F).astype(np.uint64) << np.uint64(7 * place)
+        past[unread] += 1
+        unread = unread[byte >= 0x80]
+    good = np.ones(len(pos), np.bool_)
+    good[unread] = False
     return value.view(np.int64), past, good
 
 
-def _fixed(raw: Bytes, at: Ints, width: int) -> Ints:
-    gathered = raw[np.minimum(at[:, None] + np.arange(width), len(raw) - 1)]
-    wide = np.zeros((len(at), 8), np.uint8)
+def _fixed_values(raw: Bytes, pos: Ints, width: int) -> Ints:
+    gathered = raw[np.minimum(pos[:, None] + np.arange(width), len(raw) - 1)]
+    wide = np.zeros((len(pos), 8), np.uint8)
     wide[:, :width] = gathered
     return wide.view("<i8").astype(np.int64).reshape(-1)
 
 
-def _one_by_one(data: bytes, at: Ints, ends: Ints, left: Ints, damaged: Flags) -> list[_Part]:
+def _one_by_one(data: bytes, pos: Ints, ends: Ints, unread: Ints, damaged: Flags) -> list[_Part]:
     parts = []
-    for message in left.tolist():
-        place, end = int(at[message]), int(ends[message])
+    for message in unread.tolist():
+        place, end = int(pos[message]), int(ends[message])
         rows: list[tuple[int, int, int]] = []
         while place < end:
             field = _one_field(data, place, end)
@@ -185,33 +185,33 @@ def _one_by_one(data: bytes, at: Ints, ends: Ints, left: Ints, damaged: Flags) -
     return parts
 
 
-def _one_field(data: bytes, at: int, end: int) -> tuple[int, int, int, int, int] | None:
+def _one_field(data: bytes, pos: int, end: int) -> tuple[int, int, int, int, int] | None:
     """Return number, wire type, value, size and end of the field at a place; None if it is damaged."""
-    tag, at = _one_varint(data, at)
+    tag, pos = _one_varint(data, pos)
     number, kind = tag >> 3, tag & 7
     value = size = 0
     if kind == VARINT:
-        value, at = _one_varint(data, at)
+        value, pos = _one_varint(data, pos)
         value = value - (1 << 64) if value >= 1 << 63 else value
     elif kind == LENGTH:
-        size, at = _one_varint(data, at)
-        value, at = at, at + size
+        size, pos = _one_varint(data, pos)
+        value, pos = pos, pos + size
     elif kind in (FIXED64, FIXED32):
         width = 8 if kind == FIXED64 else 4
-        value, at = int.from_bytes(data[at : at + width], "little", signed=kind == FIXED64), at + width
+        value, pos = int.from_bytes(data[pos : pos + width], "little", signed=kind == FIXED64), pos + width
     else:
         return None
-    return (number, kind, value, size, at) if 0 < number < 1 << 29 and 0 <= at <= end else None
+    return (number, kind, value, size, pos) if 0 < number < 1 << 29 and 0 <= pos <= end else None
 
 
-def _one_varint(data: bytes, at: int) -> tuple[int, int]:
+def _one_varint(data: bytes, pos: int) -> tuple[int, int]:
     """Return a varint and where it ends, beyond the data if it is longer than ten bytes."""
     value = 0
     for place in range(_MOST_VARINT):
-        if at + place >= len(data):
+        if pos + place >= len(data):
             break
-        byte = data[at + place]
+        byte = data[pos + place]
         value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:
-            return value & (1 << 64) - 1, at + place + 1
+            return value & (1 << 64) - 1, pos + place + 1
     return 0, len(data) + 1
