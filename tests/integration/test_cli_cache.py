@@ -32,7 +32,7 @@ def test_a_command_caches_parsed_traces_unless_disabled(command, run, tmp_path):
 
 def test_the_cache_command_shows_location_and_contents_and_clears_it(run, tmp_path):
     own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
-    others = "timelines 0 B; reports 0 B; tables 0 B"
+    others = "timelines 0 B; reports 0 B; tables 0 B; answers 0 B"
     assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces; {others}\n"
     tracekit("summary", run, **own)
     assert tracekit("cache", "path", **own).stdout == f"{tmp_path}/traces\n"

@@ -33,8 +33,6 @@ class OfAPlugin(Rule):
     """
 
     code: ClassVar = "PLUG001"
-    name: ClassVar = "of-a-plugin"
-    summary: ClassVar = "Always the same."
 
     def check(self, run):
         yield Finding(self.code, Severity.INFO, "MESSAGE", fix="none", impact=0.0)

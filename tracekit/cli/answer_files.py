@@ -45,7 +45,7 @@ _VARIABLES = (
 )
 """How the names of variables begin that shape output."""
 _DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth")
-_GROUPS = ("tracekit.rules", "tracekit.readers", "tracekit.metrics")
+_GROUPS = ("tracekit.rules", "tracekit.readers", "tracekit.metrics", "tracekit.causes")
 _NO_SOURCES = ("__pycache__",)
 _SHARE_OF_CACHE, _SUFFIX = 0.05, ".answer"
 

@@ -25,8 +25,9 @@ def cache(
 
     TRACEKIT_CACHE_DIR sets another folder, TRACEKIT_CACHE_MAX_BYTES another limit than 10 GiB (0 disables the cache).
     The dashboard's caches are in the same folder and are cleared too: timelines, with the same limit, reports, with a
-    tenth of it, and tables of checked runs, with a fifth.
+    tenth of it, tables of checked runs, with a fifth, and answers of commands, with a twentieth.
     """
+    from tracekit.cli import answer_files
     from tracekit.ingest.trace_cache import TraceCache
     from tracekit.model import units
     from tracekit.report import timeline
@@ -41,6 +42,7 @@ def cache(
         "timelines": timeline.scene_cache(),
         "reports": report_cache.user_cache(),
         "tables": measured_tables.user_cache(),
+        "answers": answer_files.user_cache(),
     }
     if action is Action.PATH:
         output.emit(f"{traces.disk.folder}\n")

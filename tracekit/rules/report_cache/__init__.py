@@ -3,8 +3,8 @@
 `report` returns the result of `loader.load` and `engine.check` with default thresholds, cached across processes; its
 run reads a trace only if a page needs a table that was not measured. `summary` returns the part for a list of runs.
 
-Only the dashboard uses this cache. `tracekit check` always judges again: its report names files as the command line
-does, and a failed build must depend on the files themselves, not on a cache.
+The dashboard uses this cache; the command line stores what it printed (`tracekit.cli.question`). Both depend on the states
+of the files that were read, the code and the rules: size, times, and the real path of a link.
 """
 
 import os
