@@ -3,8 +3,8 @@
 `report` returns the result of `loader.load` and `engine.check` with default thresholds, cached across processes; its
 run reads a trace only if a page needs a table that was not measured. `summary` returns the part for a list of runs.
 
-The dashboard uses this cache; the command line stores what it printed (`tracekit.cli.question`). Both depend on the states
-of the files that were read, the code and the rules: size, times, and the real path of a link.
+The dashboard uses this cache; the command line stores what it printed (`tracekit.cli.question`). Both depend on the
+states of the files that were read (size, times, and the real path of a link), on the code and on the rules.
 """
 
 import os
