@@ -47,13 +47,11 @@ _VARIABLES = (
 _DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth")
 _GROUPS = ("tracekit.rules", "tracekit.readers", "tracekit.metrics", "tracekit.causes")
 _NO_SOURCES = ("__pycache__",)
-_SHARE_OF_CACHE, _SUFFIX = 0.05, ".answer"
 
 
 def find(context: State) -> Answer | None:
     """Answer that was given in this context; None if there is none, or it was made of other input."""
-    cache = user_cache()
-    entry = None if cache is None else cache.get(_key(context), _read)
+    entry = DiskCache.of_user("answers").get(_key(context), _read)
     if entry is None:
         return None
     answer, stamps = entry
@@ -63,13 +61,7 @@ def find(context: State) -> Answer | None:
 
 def store(context: State, answer: Answer, inputs: Mapping[Input, State]) -> None:
     """Store an answer that was made of `inputs`."""
-    if (cache := user_cache()) is not None:
-        cache.put(_key(context), partial(_write, answer, inputs))
-
-
-def user_cache() -> DiskCache | None:
-    """The cache of answers; None for a user without a home directory."""
-    return DiskCache.of_user("answers", _SUFFIX, share=_SHARE_OF_CACHE)
+    DiskCache.of_user("answers").put(_key(context), partial(_write, answer, inputs))
 
 
 def state_of(source: Input) -> State | None:
