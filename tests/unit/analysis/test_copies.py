@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import kineto_files
-from tracekit.analysis.host import copies
+from tracekit.analysis.host import launch_delay
 from tracekit.ingest import loader
 
 
@@ -17,16 +17,19 @@ def memory_of(tmp_path, *names):
     ]  # fmt: skip
     path = kineto_files.write(tmp_path / "rank0.json", trace)
     (read,) = loader.load(str(path), cache=None).traces()
-    return copies.exposed_copies(read)["memory"].to_list()
+    return launch_delay.exposed_copies(read)["memory"].to_list()
 
 
 @pytest.mark.parametrize(
     ("names", "memory"),
     [
-        (["Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)"], [copies.PAGEABLE, copies.PINNED]),
+        (
+            ["Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)"],
+            [launch_delay.PAGEABLE, launch_delay.PINNED],
+        ),
         (["CopyHostToDevice", "CopyDeviceToHost"], [None, None]),  # AMD
         (["Memcpy HtoD (Managed -> Device)"], [None]),
-        (["CopyHostToDevice", "Memcpy HtoD (Pinned -> Device)"], [None, copies.PINNED]),
+        (["CopyHostToDevice", "Memcpy HtoD (Pinned -> Device)"], [None, launch_delay.PINNED]),
     ],
 )
 def test_the_memory_of_the_host_is_null_where_the_name_has_none(tmp_path, names, memory):

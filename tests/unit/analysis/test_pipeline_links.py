@@ -9,7 +9,7 @@ import pytest
 import tracekit
 from tests.support import drawn_pipelines, drawn_traces
 from tests.unit.simulate.jobs import pipelined, written
-from tracekit.analysis.parallelism import pipeline_links
+from tracekit.analysis.parallelism import pipeline_communication
 from tracekit.model import schema
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import PipelineBubble
@@ -30,7 +30,7 @@ def judged(out: Path) -> tuple[Finding, ...]:
 @pytest.mark.parametrize(("job", "is_inside"), [(pipelined(2, pp=2, steps=1), True), (across_nodes(), False)])
 def test_the_rate_of_transfers_is_that_of_their_links(job: Job, is_inside: bool, tmp_path: Path) -> None:
     written(job, tmp_path, "slow-pipeline-links:4")
-    rates = pipeline_links.transfer_rates(tracekit.load(tmp_path, cache=False))
+    rates = pipeline_communication.transfer_rates(tracekit.load(tmp_path, cache=False))
     of = job.hardware.node_bytes_per_s if is_inside else job.hardware.network_bytes_per_s
     assert rates == {is_inside: pytest.approx(of / 4, rel=0.15)}
 
@@ -48,7 +48,7 @@ def test_links_as_fast_as_usual_are_none(tmp_path: Path) -> None:
 
 
 def arrivals(run):
-    rows = run.table(pipeline_links.arrivals).filter(action="forward", micro_batch=0)
+    rows = run.table(pipeline_communication.arrivals).filter(action="forward", micro_batch=0)
     return rows.select("source_rank", "rank", "delay_ns").rows()
 
 

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism import rank_places
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
@@ -118,7 +118,7 @@ def group_axes(run: Run) -> pl.DataFrame:
         return AXES.empty()
     listed = list(described_groups(run).iter_rows())
     described = {(group, _text(ranks)): axis for group, ranks, axis in listed}
-    stated = {_text(ranks): axis for axis, groups in mesh.groups_of(run.manifest).items() for ranks in groups}
+    stated = {_text(ranks): axis for axis, groups in rank_places.groups_of(run.manifest).items() for ranks in groups}
     rows = []
     for usage in _usage(run, calls).iter_rows(named=True):
         group, ranks = usage["group"], usage["ranks"]
@@ -194,7 +194,7 @@ _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit"
 
 def listed_groups(run: Run, axis: str) -> list[list[int]]:
     """Return the groups of several ranks of an axis that run.json lists, else those that descriptions name."""
-    if stated := mesh.groups_of(run.manifest).get(axis):
+    if stated := rank_places.groups_of(run.manifest).get(axis):
         return stated
     described = described_groups(run).filter(pl.col("axis") == axis, pl.col("ranks").list.len() > 1)
     listed: list[list[int]] = described["ranks"].unique(maintain_order=True).to_list()
@@ -251,7 +251,7 @@ def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
 
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:
     """Axis of the manifest along which two ranks send to each other, where it can be only one."""
-    groups = mesh.groups_of(run.manifest)
+    groups = rank_places.groups_of(run.manifest)
     possible = [axis for axis in (PP, CP) if any(set(ranks) <= set(members) for members in groups.get(axis, []))]
     return possible[0] if len(possible) == 1 else None
 
