@@ -1,4 +1,4 @@
-"""Latency and bandwidth of each process group, fitted to the run's collectives."""
+"""Latency and bandwidth of each process group, fitted to the run's collectives, and bursts of collectives."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Call paths: the operators and annotations around each host slice, outermost first, as one text."""
+"""Call paths: the operators, annotations and modules around each host slice, outermost first, as one text."""
 
 import numpy as np
 import polars as pl

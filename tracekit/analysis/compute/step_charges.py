@@ -42,7 +42,17 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
     launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
-    described = _activity_keys(trace)
+    op, launch = _operator_rows(trace)
+    described = trace.activities.select(
+        "id",
+        _part().alias("own_part"),
+        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
+        pl.col("name").alias("kernel"),
+        call_paths.activity_modules(trace),
+        call_paths.call_paths(trace).gather(launch).alias("path"),
+        trace.ops["shapes"].gather(op).alias("shapes"),
+        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
+    )
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
         windows = _windows(trace, device)
@@ -68,21 +78,6 @@ def step_charges(trace: Trace) -> pl.DataFrame:
             )
             parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
-
-
-def _activity_keys(trace: Trace) -> pl.DataFrame:
-    """Return id, own_part, operator, kernel, module, path, shapes and chain of each activity."""
-    op, launch = _operator_rows(trace)
-    return trace.activities.select(
-        "id",
-        _part().alias("own_part"),
-        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
-        pl.col("name").alias("kernel"),
-        call_paths.activity_modules(trace),
-        call_paths.call_paths(trace).gather(launch).alias("path"),
-        trace.ops["shapes"].gather(op).alias("shapes"),
-        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
-    )
 
 
 def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:

@@ -1,4 +1,4 @@
-"""What makes one rank a culprit, and the evidence for it."""
+"""What a rank does by its stacks, what makes it a culprit, and the evidence for it."""
 
 import re
 from dataclasses import dataclass

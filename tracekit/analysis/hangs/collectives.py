@@ -1,4 +1,4 @@
-"""Calls of all ranks matched to collectives: who came, who did not, who called something else."""
+"""Calls of all ranks matched to collectives: the groups, who came, who did not, and the first call that differs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
-"""Host stalls: single long gaps in compute that the host causes, and what the host did in each."""
+"""Host stalls: single long gaps in compute that the host causes, what the host did in each, and its calls on files."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -94,7 +93,14 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     ops = trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
-    covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
+    # Mark the spans in which the allocator freed its cache and allocated again.
+    calls = during & trace_columns.is_kind(trace, "runtime")
+    counts = []
+    for pattern in (_FREE, _MALLOC):
+        starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
+        bounds = np.searchsorted(starts, spans[:, [0, 1]])
+        counts.append(bounds[:, 1] - bounds[:, 0])
+    covered[RETRY] = np.where((counts[0] >= _MIN_FREES) & (counts[1] >= 1), covered[ALLOCATION], 0)
     lengths = spans[:, 1] - spans[:, 0]
     order = [cause for cause in CAUSES if cause != OTHER]
     shares = np.stack([covered[cause] for cause in order]) >= _MIN_COVERED * lengths
@@ -239,24 +245,18 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         middle = np.array([int(busy[-1, 1]) + idle_ns // 2])
         row = {"step": step["step"], "gap_step": step["step"], "device": step["device"], "start_ns": int(busy[-1, 1])}
         row |= {"dur_ns": idle_ns, "detail": host_state.HOST_STATES[int(host_state.state_at(trace, middle)[0])]}
-        yield pl.DataFrame([row | _first_place(trace, step)], schema=_STALL_COLUMNS)
-
-
-def _first_place(trace: Trace, step: dict[str, Any]) -> dict[str, Any]:
-    """Return the place of the first compute that a step launched on a device: its columns place and nth, and is_last.
-
-    In other steps, what the host does at the end of a step is before that of the next one.
-    """
-    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(step["device"], pl.Int64)))
-    first = (
-        trace.activities.filter(pl.col("step") == step["step"], pl.col("kind") == "compute")
-        .join(lanes, on="lane", how="semi")
-        .sort("start_ns", "id")
-        .head(1)
-        .join(launch_delay.places(trace), left_on="id", right_on="activity_id", suffix="_of")
-    )
-    name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
-    return {"place": name, "nth": nth, "is_last": True}
+        # Place of the first compute that a step launched on a device: its columns place and nth, and is_last. In other
+        # steps, what the host does at the end of a step is before that of the next one.
+        lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(step["device"], pl.Int64)))
+        first = (
+            trace.activities.filter(pl.col("step") == step["step"], pl.col("kind") == "compute")
+            .join(lanes, on="lane", how="semi")
+            .sort("start_ns", "id")
+            .head(1)
+            .join(launch_delay.places(trace), left_on="id", right_on="activity_id", suffix="_of")
+        )
+        name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
+        yield pl.DataFrame([row | {"place": name, "nth": nth, "is_last": True}], schema=_STALL_COLUMNS)
 
 
 def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
@@ -281,17 +281,6 @@ def _shows(trace: Trace, cause: str) -> Flags:
     elif cause == DATA:
         matching = matching | trace_columns.is_phase(trace, conventions.DATA)
     return matching
-
-
-def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
-    """Mark the spans in which the allocator freed its cache and allocated again."""
-    calls = during & trace_columns.is_kind(trace, "runtime")
-    counts = []
-    for pattern in (_FREE, _MALLOC):
-        starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
-        bounds = np.searchsorted(starts, spans[:, [0, 1]])
-        counts.append(bounds[:, 1] - bounds[:, 0])
-    return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
 
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:

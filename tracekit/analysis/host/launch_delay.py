@@ -1,4 +1,4 @@
-"""Launch delay: compute gaps caused by the host, its state in them, and reads of device values."""
+"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, and exposed copies."""
 
 import itertools
 from dataclasses import dataclass

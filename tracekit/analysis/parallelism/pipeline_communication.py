@@ -57,11 +57,7 @@ def arrivals(run: Run) -> pl.DataFrame:
     with_sources = gaps.join(sources.select(*key, source_rank="producer_rank").unique(key), on=key, nulls_equal=True)
     waited = with_sources.filter(pl.col("start_ns") < pl.col("ready_ns"), pl.col("ready_ns") <= pl.col("end_ns"))
     delayed = waited.with_columns((pl.col("end_ns") - pl.col("ready_ns")).alias("delay_ns"))
-    return delayed.filter(_computing_ns(run, delayed) <= _BUSY_RATIO * delayed["delay_ns"])
-
-
-def _computing_ns(run: Run, delayed: pl.DataFrame) -> pl.Series:
-    """Time that the rank of each row computes between ready_ns and end_ns."""
+    # Time that the rank of each row computes between ready_ns and end_ns.
     compute = axis_communication.compute_spans(run)
     times = alignment.on_trace_clock(
         delayed.select("window", "rank", "ready_ns", "end_ns").with_row_index("row"),
@@ -73,7 +69,7 @@ def _computing_ns(run: Run, delayed: pl.DataFrame) -> pl.Series:
         spans = intervals.from_columns(rank_times["ready_ns"], rank_times["end_ns"] - rank_times["ready_ns"])
         covered = intervals.coverage(spans, compute.get(place, intervals.EMPTY))
         parts.append(pl.DataFrame({"row": rank_times["row"], "computing_ns": pl.Series(covered, dtype=pl.Int64)}))
-    return pl.concat(parts).sort("row")["computing_ns"]
+    return delayed.filter(pl.concat(parts).sort("row")["computing_ns"] <= _BUSY_RATIO * delayed["delay_ns"])
 
 
 @run_fact

@@ -1,4 +1,4 @@
-"""Places of ranks: their nodes, pipeline stages and process groups, and what some ranks share."""
+"""Places of ranks: in the mesh, on nodes, in pipeline stages and process groups, and what some ranks share."""
 
 import math
 import re

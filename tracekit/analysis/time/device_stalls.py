@@ -170,7 +170,13 @@ def paused_kernels(run: Run) -> pl.DataFrame:
     by how much slower the rank typically is.
     """
     of_traces = run.table(device_stalls)
-    lengths = _lengths(of_traces.filter("is_recurring"))
+    # Length that most stalls of a device have: window, rank, slice_ns; none where they differ.
+    rows = [
+        (*key, length_ns)
+        for key, rank_stalls in of_traces.filter("is_recurring").group_by(*_WINDOW, maintain_order=True)
+        if (length_ns := common_length(rank_stalls["dur_ns"].to_numpy())) is not None
+    ]
+    lengths = pl.DataFrame(rows, schema={**dict.fromkeys(_WINDOW, pl.Int64), "slice_ns": pl.Float64}, orient="row")
     if lengths.is_empty():
         return of_traces
     places = _usual_durations(run.table(kernel_durations), lengths)
@@ -409,16 +415,6 @@ def _kernels(trace: Trace) -> pl.DataFrame:
         nth = pl.int_range(pl.len(), dtype=pl.Int64).over("step", "kernel").alias("nth")
         parts.append(schema.select(compute.with_columns(nth), KERNEL_COLUMNS))
     return pl.concat(parts)
-
-
-def _lengths(recurring: pl.DataFrame) -> pl.DataFrame:
-    """Return the length that most stalls of a device have: window, rank, slice_ns; none where they differ."""
-    rows = [
-        (*key, length_ns)
-        for key, rank_stalls in recurring.group_by(*_WINDOW, maintain_order=True)
-        if (length_ns := common_length(rank_stalls["dur_ns"].to_numpy())) is not None
-    ]
-    return pl.DataFrame(rows, schema={**dict.fromkeys(_WINDOW, pl.Int64), "slice_ns": pl.Float64}, orient="row")
 
 
 def _usual_durations(durations: pl.DataFrame, lengths: pl.DataFrame) -> pl.DataFrame:

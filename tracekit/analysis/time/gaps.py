@@ -1,4 +1,4 @@
-"""Gaps in a step: spans without a running collective while more are to follow, and spans without compute."""
+"""Gaps in a step, without a running collective while more follow or without compute, and the parts of its time."""
 
 import numpy as np
 import polars as pl
