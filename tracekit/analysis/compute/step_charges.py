@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -87,7 +87,7 @@ def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     if trace.ops.is_empty():
         return op_row, op_row
     is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
-    outer = nesting.nearest(trace.ops["parent_id"].fill_null(-1).to_numpy(), is_operator.to_numpy())
+    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
     operator = pl.Series(outer).gather(op_row)
     inner = pl.Series(kernels.innermost_op(trace))
     op = operator.zip_with((operator >= 0).fill_null(value=False), inner)

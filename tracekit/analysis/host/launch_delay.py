@@ -226,7 +226,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     are left out, and so are copies of a CPU run, which has none.
     """
     is_to_device, is_to_host = (trace_columns.is_activity_named(trace, pattern) for pattern in (_TO_DEVICE, _TO_HOST))
-    is_of_save = trace_columns.as_flags(trace.activities["phase"] == conventions.CHECKPOINT)
+    is_of_save = columns.flags(trace.activities["phase"] == conventions.CHECKPOINT)
     is_copy = trace_columns.is_activity_kind(trace, "memcpy") & (is_to_device | is_to_host) & ~is_of_save
     copies = np.flatnonzero(is_copy)
     exposed_ns, device = _exposed_ns(trace, copies)

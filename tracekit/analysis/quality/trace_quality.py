@@ -375,7 +375,7 @@ def _as_list(value: object) -> list[Any]:
 def _may_be_optimizer(trace: Trace) -> bool:
     """Return whether the optimizer launched nearly all work of any step, work without a launch excluded."""
     step = trace_columns.activity_steps(trace)
-    of_optimizer = trace_columns.as_flags(trace.activities["phase"] == conventions.OPTIMIZER)
+    of_optimizer = columns.flags(trace.activities["phase"] == conventions.OPTIMIZER)
     launched_ns = np.where(trace_columns.launch_ids(trace) >= 0, trace.activities["dur_ns"].to_numpy(), 0)
     _, code = np.unique(step, return_inverse=True)
     optimizer_ns, total_ns = np.bincount(code, launched_ns * of_optimizer), np.bincount(code, launched_ns)

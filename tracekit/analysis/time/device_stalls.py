@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import breakdown, launches, trace_columns
-from tracekit.model import intervals, schema, sweep_line
+from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -299,7 +299,7 @@ def _queued_ns(trace: Trace, device: int) -> Ints:
     if not trace_columns.is_activity_named(trace, _TO_HOST).any():
         return queued
     table = launches.work(trace, device)
-    to_host = trace_columns.as_flags((table["kind"] == "memcpy") & table["name"].str.contains(_TO_HOST))
+    to_host = columns.flags((table["kind"] == "memcpy") & table["name"].str.contains(_TO_HOST))
     called = sweep_line.at(trace.ops["start_ns"].to_numpy(), work.call, _LATER)
     return np.where(to_host, np.minimum(called, work.spans[:, 0]), queued)
 
