@@ -44,7 +44,7 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 def reports(tmp_path, monkeypatch):
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
-    return tmp_path / "cache" / "reports"
+    return tmp_path / "cache" / "store"
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def _count_names(run):
 def later(reports, monkeypatch):
     """Return the function that lists the tables in the cache; every table is worth storing."""
     monkeypatch.setattr(entry, "MIN_MEASURED_S", 0.0)
-    return lambda: sorted((reports.parent / "tables").glob("*.table"))
+    return lambda: sorted(reports.glob("*.table"))
 
 
 def _measured_later(run):

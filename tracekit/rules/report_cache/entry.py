@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import shutil
 import zipfile
 import zlib
@@ -55,8 +54,7 @@ MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
 """Limit for one table: in memory, or of its Parquet files."""
-_SUFFIX, _PARTS = ".table", "\0parts"
-_SHARE_OF_CACHE = 0.2
+_PARTS = "\0parts"
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class MeasuredTables:
         `is_unchanged` returns whether the files of the run are those that were checked.
         """
         self._reports, self._key, self._numbers, self._is_unchanged = reports, key, numbers, is_unchanged
-        self._later = user_cache()
+        self._later = DiskCache.of_user("tables")
 
     def get(self, name: str) -> pl.DataFrame | None:
         """Return the table of a name; None if it has to be measured."""
@@ -227,12 +225,6 @@ class MeasuredTables:
 
     def _key_of(self, name: str) -> str:
         return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
-
-
-def user_cache() -> DiskCache:
-    """Return the cache of tables, next to that of reports; without a home directory, one that stores nothing."""
-    cache = DiskCache.of_user("tables", _SUFFIX, share=_SHARE_OF_CACHE)
-    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
 
 
 def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, memoryview]]:

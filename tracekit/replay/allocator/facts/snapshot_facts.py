@@ -1,6 +1,6 @@
 """Tables of a memory snapshot: fragmentation, owners at the peak, churn, usage over time, lifetimes, segment map."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -10,10 +10,11 @@ from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.model.fact import run_fact
+from tracekit.model.fact import RANK_COLUMNS, Fact, run_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.schema import Table
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import out_of_memory
@@ -339,23 +340,6 @@ def data_quality(run: Run) -> pl.DataFrame:
     return _snapshot_tables(run)[2]
 
 
-def table(name: str) -> Callable[[Run], pl.DataFrame]:
-    """Function that reads one table of all snapshots of a run: columns window, rank and the table's own."""
-
-    def of_run(run: Run) -> pl.DataFrame:
-        place = {"window": pl.Int64(), "rank": pl.Int64()}
-        parts = [pl.DataFrame(schema=place | dict(schema.SNAPSHOT_TABLES[name].schema))]
-        for file in snapshot_files.files(run):
-            rows: pl.DataFrame = reader.read(file.path).tables[name]
-            where = (
-                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", file.window), ("rank", file.rank))
-            )
-            parts.append(rows.select(*where, pl.all()))
-        return pl.concat(parts)
-
-    return of_run
-
-
 _POOL = ["device", "pool", "kind", "stream"]
 
 
@@ -363,6 +347,22 @@ def _allocated_at_start(history: History) -> list[tuple[int, int]]:
     """Return address and size of each block that is allocated before the first event."""
     blocks = (block for segment in history.start for block in segment.blocks)
     return [(block.address, block.bytes) for block in blocks if block.state == "allocated"]
+
+
+def _snapshot_table(table: Table) -> Fact[Run]:
+    """Fact of one table of all snapshots of a run: columns window, rank and those of `table`."""
+    published = replace(table, name=f"snapshot_{table.name}", columns=(*RANK_COLUMNS, *table.columns))
+
+    @run_fact(table=published, is_cached=False)  # a history may have millions of events
+    def rows(run: Run) -> pl.DataFrame:
+        parts = [published.empty()]
+        for file in snapshot_files.files(run):
+            part: pl.DataFrame = reader.read(file.path).tables[table.name]
+            place = (pl.lit(file.window, pl.Int64).alias("window"), pl.lit(file.rank, pl.Int64).alias("rank"))
+            parts.append(part.select(*place, pl.all()))
+        return pl.concat(parts)
+
+    return rows
 
 
 @memoize
@@ -405,3 +405,7 @@ def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:
     kind = pl.when(pl.col("bytes") <= SMALL_BYTES).then(pl.lit("small")).otherwise(pl.lit("large"))
     requests = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
     return requests.agg(largest_request_bytes=pl.col("bytes").max())
+
+
+TABLES: tuple[Fact[Run], ...] = tuple(map(_snapshot_table, schema.SNAPSHOT_TABLES.values()))
+"""The tables of a snapshot, of all snapshots of a run: snapshot_segments, snapshot_blocks, …."""

@@ -19,6 +19,7 @@ from tracekit.replay.graph.critical_path import owners
 from tracekit.replay.graph.critical_path.walk import NEVER, RecordedTimes, Span, latest_ends, recorded_times, walk
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.sync import alignment
 
 FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
@@ -122,7 +123,7 @@ PATHS = schema.table(
 )
 
 
-@run_fact
+@run_fact(table=PATHS)
 def critical_paths(run: Run) -> pl.DataFrame:
     """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
 
@@ -161,6 +162,12 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
         _slack(run, step_chain),
         doubts(run, graph, step_chain.spans, table, is_step=step_chain.step["step"] is not None),
     )
+
+
+def placed_parts(run: Run, path: CriticalPath) -> pl.DataFrame:
+    """Compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
+    rows = path.compact.with_columns(window=pl.lit(path.window, pl.Int64), trace_start_ns="start_ns")
+    return alignment.on_trace_clock(rows, run.offsets, ("trace_start_ns",))
 
 
 def chain(run: Run, step: int | None = None) -> Chain:
