@@ -232,7 +232,7 @@ def refuse_links(entry: RunEntry) -> None:
     if object_storage.is_url(entry.path):
         return  # an object store has no links
     # Also here: a file may have become a link after the run was listed.
-    linked = run_catalog.link_outside(keys.file_states(entry.path), entry.roots)
+    linked = run_catalog.link_outside(keys.run_states(entry.path), entry.roots)
     if linked:
         raise InputError(
             f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"

@@ -29,9 +29,8 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown, summary
-from tracekit.model.fact import RunFact
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run
+from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output
+from tracekit.cli import output, question
+from tracekit.cli.answer import Input, Kind
 from tracekit.cli.options import OutputOptions
 from tracekit.errors import ConfigError
 
@@ -69,6 +70,9 @@ class ReportOptions(OutputOptions):
             output.emit(self._render(results, report_format, file, checkout), file)
         emit = output.emit_commands if self.report_format is ReportFormat.GITHUB else output.emit
         emit(self._render(results, self.report_format, self.out, checkout), self.out)
+        if checkout.is_listed:
+            sources = Input(Kind.SOURCES, str(checkout.root), code_locations.SKIPPED_FOLDERS)
+            question.current().reads(sources)
 
     def _additional(self) -> list[tuple[ReportFormat, Path]]:
         reports = []

@@ -13,6 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
@@ -145,7 +146,7 @@ class BlockingCheckpoint(Rule):
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
-            what_if=WhatIf("checkpoint", 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
+            what_if=WhatIf(CHECKPOINT, 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
         )
 
 

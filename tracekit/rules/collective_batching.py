@@ -14,6 +14,8 @@ from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import SMALL_COLLECTIVES
+from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH_REDUCTIONS
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
@@ -78,7 +80,7 @@ class SmallCollectives(Rule):
             f"{int(step_calls['joined'].sum()):,} saves that time.",
             _batch_fix(workload.run_strategy(run), largest["op"]),
             confidence=0.7 if largest["is_fitted"] else 0.5,
-            what_if=WhatIf("small-collectives"),
+            what_if=WhatIf(SMALL_COLLECTIVES),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
@@ -220,7 +222,7 @@ class ReducedEveryMicroBatch(Rule):
             f"{step_rows.height} earlier reductions. Their exposed time is {loss}.",
             _sync_once_fix(run, int(step_rows.filter(pl.col("backward") == 0)["bytes"].sum())),
             confidence=0.8,
-            what_if=WhatIf("micro-batch-reductions"),
+            what_if=WhatIf(MICRO_BATCH_REDUCTIONS),
             evidence=quoted_step.evidence(repeated, loss.row, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),

@@ -25,6 +25,7 @@ from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import COMMUNICATION
 from tracekit.rules import communication_fixes, quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
@@ -125,7 +126,7 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf("communication", self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
+            what_if=WhatIf(COMMUNICATION, self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),

@@ -12,6 +12,13 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.redundant_work import (
+    IDLE_TENSOR_CORES,
+    MISALIGNED_PRODUCTS,
+    PARTIAL_WAVES,
+    UNFUSED_KERNELS,
+    UNFUSED_OPTIMIZER,
+)
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
@@ -68,7 +75,7 @@ class MisalignedProducts(Rule):
             "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("misaligned-products"),
+            what_if=WhatIf(MISALIGNED_PRODUCTS),
         )
 
     def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
@@ -136,7 +143,7 @@ class IdleTensorCores(Rule):
             "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("idle-tensor-cores"),
+            what_if=WhatIf(IDLE_TENSOR_CORES),
         )
 
 
@@ -185,7 +192,7 @@ class UnfusedOptimizer(Rule):
             "parameters, gradients and state once.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("unfused-optimizer"),
+            what_if=WhatIf(UNFUSED_OPTIMIZER),
         )
 
 
@@ -244,7 +251,7 @@ class UnfusedKernels(Rule):
             _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
             confidence=0.6,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("unfused-kernels"),
+            what_if=WhatIf(UNFUSED_KERNELS),
         )
 
 
@@ -295,7 +302,7 @@ class PartialWaves(Rule):
             '(torch.compile(mode="max-autotune"), a newer cuBLAS).',
             confidence=0.5,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("partial-waves"),
+            what_if=WhatIf(PARTIAL_WAVES),
         )
 
 

@@ -12,6 +12,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.contention import SLOWED_COLLECTIVES, SLOWED_COMPUTE
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.rules.step_losses import StepLoss
@@ -88,7 +89,7 @@ class ContendedCompute(Rule):
             f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}.",
             confidence=_confidence(slowdown),
             evidence=quoted_first.head(40),
-            what_if=WhatIf("slowed-compute", self.min_cost_ratio),
+            what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
         )
 
 
@@ -162,7 +163,7 @@ class StarvedCollectives(Rule):
             f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
             confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
-            what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
+            what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
         )
 
 

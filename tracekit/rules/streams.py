@@ -13,6 +13,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.contention import GIVE_WAY
+from tracekit.replay.graph.causes.order import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.rules.step_losses import StepLoss
@@ -90,7 +92,7 @@ class GiveWay(Rule):
             _PREPARE_EARLIER.get(workload.run_strategy(run) or "", _PREPARE_ANY_EARLIER),
             confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
-            what_if=WhatIf("give-way", self.min_cost_ratio),
+            what_if=WhatIf(GIVE_WAY, self.min_cost_ratio),
         )
 
     def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
@@ -190,7 +192,7 @@ class SerializedStreams(Rule):
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(workload.run_strategy(run) or "", "")),
             confidence=0.8 if queue else 0.5,
             evidence=quoted_step.evidence(delayed, loss.row, "lost_ns"),
-            what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
+            what_if=WhatIf(SHARED_QUEUE if queue else SHARED_COMMUNICATOR, self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
             is_upper_bound=True,
         )

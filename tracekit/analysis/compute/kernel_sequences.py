@@ -39,7 +39,7 @@ _OF_CALLS = schema.columns(
 )
 
 
-@trace_fact
+@trace_fact(table=SEQUENCES)
 def kernel_sequences(trace: Trace) -> pl.DataFrame:
     """Return the sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
 

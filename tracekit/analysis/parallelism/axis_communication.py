@@ -32,7 +32,7 @@ _BY_CALL = 0.8
 """Confidence of an axis that a collective has by its op or purpose, out of those that the run is known to have."""
 
 
-@run_fact
+@run_fact(table=AXIS_COMMUNICATION)
 def axis_communication(run: Run) -> pl.DataFrame:
     """Return the communication of each rank, step, axis and op; use ``run.run_table``. Columns as AXIS_COMMUNICATION.
 

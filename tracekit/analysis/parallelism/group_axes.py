@@ -114,7 +114,7 @@ def described_groups(run: Run) -> pl.DataFrame:
     )
 
 
-@run_fact
+@run_fact(table=AXES)
 def group_axes(run: Run) -> pl.DataFrame:
     """Return the axis of each group in which collectives ran; use ``run.run_table``.
 

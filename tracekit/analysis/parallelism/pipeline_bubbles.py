@@ -85,7 +85,7 @@ FACTS: tuple[TraceFact, ...] = (*pipeline_stages.FACTS, transfer_spans, collecti
 """The facts that the run tables of this module read."""
 
 
-@run_fact
+@run_fact(table=BUBBLES)
 def pipeline_bubbles(run: Run) -> pl.DataFrame:
     """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.run_table``.
 

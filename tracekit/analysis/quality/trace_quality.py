@@ -39,7 +39,7 @@ WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step ta
 MORE_OPS_RATIO = 1.5  # times the median of the other steps: the step does other work, such as an evaluation
 
 
-@trace_fact
+@trace_fact(table=schema.DATA_QUALITY)
 def data_quality(trace: Trace) -> pl.DataFrame:
     """Return the reasons to doubt this trace: those of its reading, and those that its tables show.
 

@@ -3,14 +3,12 @@
 `report` returns the result of `loader.load` and `engine.check` with default thresholds, cached across processes; its
 run reads a trace only if a page needs a table that was not measured. `summary` returns the part for a list of runs.
 
-Only the dashboard uses this cache. `tracekit check` always judges again: its report names files as the command line
-does, and a failed build must depend on the files themselves, not on a cache.
+The dashboard uses this cache; the command line stores what it printed (`tracekit.cli.question`). Both depend on the
+states of the files that were read (size, times, and the real path of a link), on the code and on the rules.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from threading import Lock
 
 from tracekit.conventions.devices import DeviceOverride
@@ -18,6 +16,7 @@ from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
+from tracekit.ingest.file_states import FileStates
 from tracekit.model.fact import Fact
 from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
@@ -27,9 +26,7 @@ from tracekit.rules.report_cache.entry import Summary
 from tracekit.rules.report_cache.measured_tables import MeasuredTables
 from tracekit.rules.rule import Report
 
-__all__ = ["Summary", "get", "put", "report", "summary", "user_cache"]
-_SUFFIX = ".report"
-_SHARE_OF_CACHE = 0.1
+__all__ = ["Summary", "get", "put", "report", "summary"]
 
 
 def report(
@@ -66,29 +63,23 @@ def report(
         not crashed and key is not None and keys.run_key(path, devices=devices) == key
     ):  # else the run changed while it was read
         put(key, new_report)
-        run.use_cache(MeasuredTables(user_cache(), key, {}, _LazyRun(path, key, devices).is_unchanged))
+        run.use_cache(MeasuredTables(DiskCache.of_user("reports"), key, {}, _LazyRun(path, key, devices).is_unchanged))
     return new_report
 
 
-def summary(path: str, state: keys.FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
+def summary(path: str, state: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
     """Return the summary of a run; None if it was not checked, or changed since.
 
     `state` is the state of its files, if the caller has it already.
     """
     key = keys.run_key(path, state, devices)
-    return None if key is None else user_cache().get(key, entry.read_summary)
-
-
-def user_cache() -> DiskCache:
-    """Return the cache of reports, next to the parsed traces; without a home directory, one that stores nothing."""
-    cache = DiskCache.of_user("reports", _SUFFIX, share=_SHARE_OF_CACHE)
-    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
+    return None if key is None else DiskCache.of_user("reports").get(key, entry.read_summary)
 
 
 def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report | None:
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
     run = _LazyRun(path, key, devices)
-    reports = user_cache()
+    reports = DiskCache.of_user("reports")
     stored = reports.get(key, lambda file: entry.read(file, run.reader))
     if stored is None:
         return None
@@ -99,7 +90,7 @@ def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report |
 
 def put(key: str, report: Report) -> None:
     """Store a report; one that cannot be serialized is not stored."""
-    user_cache().put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
+    DiskCache.of_user("reports").put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
 
 
 class _LazyRun:

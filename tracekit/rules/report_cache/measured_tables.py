@@ -1,7 +1,6 @@
 """Tables of a checked run: those in the entry of its report, and those that were measured later, each an entry."""
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
 """Limit for one table: in memory, or of its Parquet files."""
-_SUFFIX, _PARTS = ".table", "\0parts"
-_SHARE_OF_CACHE = 0.2
+_PARTS = "\0parts"
 
 
 class MeasuredTables:
@@ -28,7 +26,7 @@ class MeasuredTables:
         `is_unchanged` returns whether the files of the run are those that were checked.
         """
         self._reports, self._key, self._numbers, self._is_unchanged = reports, key, numbers, is_unchanged
-        self._later = user_cache()
+        self._later = DiskCache.of_user("tables")
 
     def get(self, name: str) -> pl.DataFrame | None:
         """Return the table of a name; None if it has to be measured."""
@@ -58,9 +56,3 @@ class MeasuredTables:
 
     def _key_of(self, name: str) -> str:
         return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
-
-
-def user_cache() -> DiskCache:
-    """Return the cache of tables, next to that of reports; without a home directory, one that stores nothing."""
-    cache = DiskCache.of_user("tables", _SUFFIX, share=_SHARE_OF_CACHE)
-    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
