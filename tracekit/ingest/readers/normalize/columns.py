@@ -13,9 +13,9 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import event_categories, events, numbers
-from tracekit.ingest.readers.kineto.events import Args, Event
-from tracekit.ingest.readers.kineto.numbers import Ints
+from tracekit.ingest.readers.normalize import event_categories, events, numbers
+from tracekit.ingest.readers.normalize.events import Args, Event
+from tracekit.ingest.readers.normalize.numbers import Ints
 
 _COLLECTIVE_SLICE = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
 _MEMORY = "[memory]"

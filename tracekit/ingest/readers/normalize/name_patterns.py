@@ -7,7 +7,6 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
-from tracekit.ingest.readers.kineto import fsdp_unit_spans
 
 Flags = npt.NDArray[np.bool_]
 
@@ -27,6 +26,12 @@ _COMMUNICATION_OP = (
     r"^\w+::\w*(?:all_?(?:reduce|gather|to_?all)|reduce_?scatter|(?:latency|moe|ep)_(?:dispatch|combine))"
 )
 _DISPATCHER_OP = r"^\w+::"
+# FSDP unit spans, which FSDP1, FSDP2 and YaFSDP write around the work of one unit. FSDP2 and YaFSDP:
+# ``FSDP::all_gather (layers.0)``, ``FSDP::pre_forward (layers.0)``; prefetch: ``FSDP::backward_prefetch for layers.1``;
+# the root unit has no name. FSDP1: ``FullyShardedDataParallel.forward``, without a unit.
+_FSDP_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
+_FSDP_UNIT = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
+_FSDP1 = "FullyShardedDataParallel."
 _NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
 
 
@@ -66,8 +71,8 @@ def host_names(names: pl.Series) -> HostNames:
     table = pl.DataFrame({"name": names}).select(
         "name",
         name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
-        fsdp_unit_spans.span(name).alias("span"),
-        fsdp_unit_spans.unit(name).alias("unit"),
+        _fsdp_span(name).alias("span"),
+        _fsdp_unit(name).alias("unit"),
         name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
         name.str.starts_with("autograd::engine::").alias("backward"),
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
@@ -94,3 +99,15 @@ _FLAGS = (
     "is_compute_op",
     "is_module",
 )
+
+
+def _fsdp_span(name: pl.Expr) -> pl.Expr:
+    """Return the span in a slice's name, such as all_gather; null if the name is not a unit span."""
+    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
+    return pl.coalesce(name.str.extract(_FSDP_SPAN), fsdp1)
+
+
+def _fsdp_unit(name: pl.Expr) -> pl.Expr:
+    """Return the unit in a slice's name, such as layers.0; empty for the root unit, null if the name has no unit."""
+    root = pl.when(name.str.contains(_FSDP_SPAN)).then(pl.lit(""))
+    return pl.coalesce(name.str.extract(_FSDP_UNIT, 1), name.str.extract(_FSDP_UNIT, 2), root)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import communication_kernels, event_categories, name_patterns
-from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.host_slices import Host, id_column
-from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.ingest.readers.normalize import communication_kernels, event_categories, name_patterns
+from tracekit.ingest.readers.normalize.event_tables import Events
+from tracekit.ingest.readers.normalize.events import Args
+from tracekit.ingest.readers.normalize.host_slices import Host, id_column
 from tracekit.model import intervals, nesting
 from tracekit.model.nesting import Flags, Ints
 

@@ -3,14 +3,14 @@
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.host_slices import Host, id_column
+from tracekit.ingest.readers.normalize.host_slices import Host, id_column
 from tracekit.model.nesting import Ints
 
 _HOST_MEMORY = 0
 
 
 def table(memory: pl.DataFrame, host: Host, lanes: Ints, base_ns: int) -> pl.DataFrame:
-    """Return the allocations table from the `[memory]` events of `stream.Events.memory`, by time."""
+    """Return the allocations table from the `[memory]` events of `event_tables.Events.memory`, by time."""
     rows = memory.filter(pl.col("delta_bytes").is_not_null()).sort("at_ns", maintain_order=True)
     at_ns = rows["at_ns"].to_numpy() + base_ns
     lane = lanes[rows["lane"].to_numpy()] if len(rows) else np.empty(0, np.int64)

@@ -11,10 +11,10 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import event_categories, name_patterns, steps
-from tracekit.ingest.readers.kineto.columns import OpInputs
-from tracekit.ingest.readers.kineto.name_patterns import HostNames
-from tracekit.ingest.readers.kineto.steps import Steps
+from tracekit.ingest.readers.normalize import event_categories, name_patterns, steps
+from tracekit.ingest.readers.normalize.columns import OpInputs
+from tracekit.ingest.readers.normalize.name_patterns import HostNames
+from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import nesting
 from tracekit.model.nesting import Flags, Ints
 
@@ -114,7 +114,7 @@ class Host:
 
 
 def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lanes: Ints) -> Host:
-    """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
+    """Build the slices of `frame` (columns of `Events.host`, and row); `lanes` numbers the threads in use."""
     names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.host_slices import Host, id_column
-from tracekit.ingest.readers.kineto.steps import Steps
+from tracekit.ingest.readers.normalize.host_slices import Host, id_column
+from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import repetitions
 from tracekit.model.nesting import Ints
 from tracekit.model.repetitions import Repetition

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from tracekit.ingest.readers.kineto.event_categories import HOST_KINDS
-from tracekit.ingest.readers.kineto.steps import Steps
-from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
+from tracekit.ingest.readers.normalize.event_tables import Events
+from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import schema, units
 
 Row = tuple[str, str, float | None]

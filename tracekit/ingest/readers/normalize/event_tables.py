@@ -1,4 +1,4 @@
-"""One trace file to columns of what tracekit uses, with counts of all events."""
+"""The events of one trace file as tables of what tracekit uses, with counts of all events."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,10 +6,28 @@ from typing import Any
 
 import polars as pl
 
-from tracekit.ingest.readers.kineto import numbers
-from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder, OpInputs
-from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
-from tracekit.ingest.readers.kineto.scan import Damage, Scan
+from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder, OpInputs
+
+
+@dataclass
+class Damage:
+    """The parts of a file that could not be read."""
+
+    lost_bytes: int = 0
+    lost_events: int = 0
+    """Events that start in the lost bytes."""
+    non_objects: int = 0
+    """Array elements that are not objects."""
+    truncated: bool = False
+    broken: str | None = None
+    """Why decompression stopped before the end."""
+    header: bool = False
+    """Whether keys outside the event array could not be read."""
+    later_events: int = 0
+    """Ignored events in a second traceEvents array."""
+    stray_bytes: bool = False
+    """Whether text contained bytes that are not UTF-8; each was replaced."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +62,6 @@ class Events:
     damage: Damage
     clock: numbers.Clock
     read_bytes: int
-
-
-def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
-    """Read one Kineto JSON file: plain, gzip or zstd, of any layout, complete or not.
-
-    Operators without inputs get those of `joined`. Raises BadTraceError if the file is missing, empty, not a trace, or
-    has no complete event.
-    """
-    source = Scan(path)
-    builder = ColumnBuilder()
-    for batch in source:
-        if joined:
-            joined.complete(batch)
-        if not builder.add(batch):
-            exactly = source.redecode_exactly()
-            if joined and exactly is not None:
-                joined.complete(exactly)
-            builder.add(batch if exactly is None else exactly)
-    builder.finish()
-    return of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
 
 
 def of_columns(

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.host_slices import Host, id_column
+from tracekit.ingest.readers.normalize.host_slices import Host, id_column
 from tracekit.model.nesting import Ints
 
 STREAM_WAIT, EVENT, STREAM, CONTEXT = "stream_wait", "event", "stream", "context"

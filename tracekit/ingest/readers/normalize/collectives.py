@@ -8,11 +8,11 @@ import polars as pl
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import PP
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import message_sizes
-from tracekit.ingest.readers.kineto.activities import CommunicationActivity
-from tracekit.ingest.readers.kineto.communication_kernels import op_of
-from tracekit.ingest.readers.kineto.events import Args, MessageBytes
-from tracekit.ingest.readers.kineto.host_slices import Host
+from tracekit.ingest.readers.normalize import message_sizes
+from tracekit.ingest.readers.normalize.activities import CommunicationActivity
+from tracekit.ingest.readers.normalize.communication_kernels import op_of
+from tracekit.ingest.readers.normalize.events import Args, MessageBytes
+from tracekit.ingest.readers.normalize.host_slices import Host
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
 
