@@ -115,14 +115,14 @@ class Run:
                 self._leave_out(source, error)
 
     def table(self, fact: "Fact[Run] | TraceFact", reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
-        """Return the table of a fact. Measured once, then cached.
+        """Return the table of a fact. Measured once, then cached, unless the fact says otherwise.
 
         A fact of a trace is measured of every trace: its table has columns window and rank, then those of the fact. A
         fact of the run, such as its collectives across ranks, may name facts of traces that it `reads`: all of them are
         measured in one pass. A function that is not decorated is taken for one of a trace.
         """
         if isinstance(fact, Fact) and fact.scope is Scope.RUN:
-            return self._run_table(fact, reads)
+            return self._run_table(fact, reads) if fact.is_cached else fact(self)
         self.measure((cast("TraceFact", fact),))
         return self._tables.get(fact)
 
@@ -189,7 +189,7 @@ class Run:
         rank_set = set(ranks)
         is_chosen = pl.col("rank").is_in(list(rank_set))
         offsets = self.offsets.filter(is_chosen)
-        part = Run(
+        part = type(self)(
             self.path,
             [source for source in self.sources if source.rank in rank_set],
             manifest=self.manifest,

@@ -35,10 +35,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import Metric
 from tracekit.regression.samples import Values
-from tracekit.regression.thresholds import Thresholds
+from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 MIN_SAMPLES = 5
 """With fewer samples a bootstrap says nothing of their median: a normal distribution is assumed."""

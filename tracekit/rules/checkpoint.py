@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
@@ -65,7 +65,7 @@ class BlockingCheckpoint(Rule):
         save_stages.step_times,
         save_stages.save_spans,
         breakdown.by_step,
-        io_calls.calls,
+        host_stalls.io_calls,
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250

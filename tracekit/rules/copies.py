@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.host import copies
+from tracekit.analysis.host import launch_delay
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -44,14 +44,14 @@ class ExposedCopy(Rule):
     """
 
     code: ClassVar[str] = "HOST004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (copies.exposed_copies, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *steps_without_saves.FACTS)
     info_exposed_ratio: float = 0.02
     max_exposed_ratio: float = 0.05
     slow_bytes_per_ns: float = 2.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        exposed = run.table(copies.exposed_copies)
+        exposed = run.table(launch_delay.exposed_copies)
         lost = exposed.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
         steps = step_losses.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))
         loss = step_losses.worst(steps_without_saves.without_saves(run, steps), self.info_exposed_ratio)
@@ -92,8 +92,8 @@ def _count_text(count: int) -> str:
 
 
 def _fix(largest: dict[str, Any]) -> str:
-    pinned = " Pageable memory blocks the host during the copy." if largest["memory"] == copies.PAGEABLE else ""
-    if largest["direction"] == copies.TO_HOST:
+    pinned = " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
+    if largest["direction"] == launch_delay.TO_HOST:
         return (
             "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps "
             f"with non_blocking=True into pinned memory.{pinned}"

@@ -7,7 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.time import device_stalls, paused_kernels
+from tracekit.analysis.time import device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -59,7 +59,7 @@ class DeviceStall(Rule):
 
     code: ClassVar[str] = "STREAM005"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *paused_kernels.FACTS,
+        *device_stalls.FACTS,
         *steps_without_saves.FACTS,
     )
     min_stall_ratio: float = 0.01
@@ -67,7 +67,7 @@ class DeviceStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding on stalls with a cause outside the program, and one on those of unknown cause."""
-        stalls = run.table(paused_kernels.stalls)
+        stalls = run.table(device_stalls.paused_kernels)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
             yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)

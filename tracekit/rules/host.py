@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
-from tracekit.analysis.host import host_stalls, io_calls, launch_delay
+from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
@@ -247,7 +247,7 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, host_stalls.io_calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 

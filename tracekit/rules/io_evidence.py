@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import polars as pl
 
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.model import escaping, intervals, units
 from tracekit.model.run import Run
 
@@ -17,10 +17,10 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds:
     It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
     `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
     """
-    rank_calls = run.table(io_calls.of_run).filter(pl.col("rank") == rank)
+    rank_calls = run.table(host_stalls.io_calls_of_run).filter(pl.col("rank") == rank)
     if rank_calls.is_empty():
         return ""
-    overlapping = io_calls.during(rank_calls, spans)
+    overlapping = host_stalls.io_during(rank_calls, spans)
     of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
     overlapping = overlapping if of_kinds.is_empty() else of_kinds
     if overlapping.is_empty():
@@ -31,7 +31,7 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds:
         .sort("overlap_ns", descending=True, maintain_order=True)
         .row(0, named=True)
     )
-    took = units.duration(io_calls.covered_ns(overlapping, spans))
+    took = units.duration(host_stalls.io_covered_ns(overlapping, spans))
     what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
     return f" File system {what} take {took} of {span_name}, most of that {_of_file(longest)}."
 

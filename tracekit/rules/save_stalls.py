@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -34,7 +34,7 @@ class StalledSave(Rule):
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
-    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times, host_stalls.io_calls)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
 

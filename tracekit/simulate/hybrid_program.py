@@ -8,21 +8,21 @@ from tracekit import conventions
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from tracekit.conventions.strategies import PP
-from tracekit.simulate import hybrid_memory, hybrid_reduction, kernels, program
-from tracekit.simulate.experts import Router
+from tracekit.simulate import hybrid_weights, kernels, memory, program
 from tracekit.simulate.hybrid_layers import (
     Item,
     Layers,
     Message,
+    Router,
     WeightGradient,
     parts_of,
     transferred_elements,
 )
-from tracekit.simulate.hybrid_topology import WORLD, HybridWorld, channel
 from tracekit.simulate.hybrid_weights import HEAD, ROOT, GatheredWeights, Part
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
+from tracekit.simulate.topology import WORLD, HybridWorld, channel
 
 _PCIE_BYTES_PER_S = 20e9
 _ADD_GRADIENTS = (BACKWARD, WEIGHT_GRADIENT)
@@ -31,9 +31,8 @@ _STREAMS = {"tp": program.TENSOR_STREAM, "ep": program.EXPERT_STREAM, WORLD: pro
 
 def programs(job: Job) -> dict[int, list[Instruction]]:
     """Return the program of each rank: one for all with the same stages, unless their experts get other tokens."""
-    assert job.hybrid is not None
     world, router = HybridWorld(job), Router(job)
-    stages = {rank: job.hybrid.stages_of(rank) for rank in job.simulated_ranks}
+    stages = {rank: job.mesh.stages_of(rank) for rank in job.simulated_ranks}
     written: dict[Hashable, list[Instruction]] = {}
     for rank, rank_stages in stages.items():
         key: Hashable = rank_stages if job.model.experts is None else rank
@@ -46,8 +45,7 @@ class RankProgram:
     """Writes one rank's program."""
 
     def __init__(self, job: Job, rank: int, world: HybridWorld, router: Router) -> None:
-        assert job.hybrid is not None
-        self.job, self.rank, self.hybrid = job, rank, job.hybrid
+        self.job, self.rank, self.hybrid = job, rank, job.mesh
         self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
         self._world, self._router = world, router
         self._layers = Layers(job, parts_of(job))
@@ -141,8 +139,8 @@ class RankProgram:
             host.span(conventions.span_name(conventions.OPTIMIZER)),
             host.span("Optimizer.step#AdamW.step", "cpu_op"),
         ):
-            self._run(hybrid_reduction.optimizer(self.job, self.rank))
-        for kernel in hybrid_reduction.after_optimizer(self.job, self.rank):
+            self._run(hybrid_weights.optimizer(self.job, self.rank))
+        for kernel in hybrid_weights.after_optimizer(self.job, self.rank):
             self._collective(kernel)
 
     # Actions ---------------------------------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ class RankProgram:
 
     def _forward(self, number: int, action: Action) -> None:
         stage = action.stage
-        self.host.add(program.Allocate(_activations(action), hybrid_memory.activation_bytes(self.job, stage)))
+        self.host.add(program.Allocate(_activations(action), memory.activation_bytes(self.job, stage)))
         for part in self._each_part(number, action):
             if isinstance(part, str):
                 self._run(self._layers.embedding(backward=False) if part == ROOT else self._layers.head(backward=False))
@@ -197,7 +195,7 @@ class RankProgram:
 
     def _note(self, action: Action, layer: int | None) -> None:
         """Record the event that a layer's gradients of all micro-batches are added up; None: embedding or head."""
-        if self._completes_gradients(action) and hybrid_reduction.reduces(self.job):
+        if self._completes_gradients(action) and hybrid_weights.reduces(self.job):
             self._gradients[action.stage, layer] = self.host.record(MAIN_STREAM)
 
     def _run_part(self, items: Iterable[Item], action: Action) -> None:
@@ -318,7 +316,7 @@ class RankProgram:
 
     def _reduce(self, number: int, stage: int) -> None:
         """Reduce a stage's gradients, each layer's once they are whole."""
-        if not hybrid_reduction.reduces(self.job):
+        if not hybrid_weights.reduces(self.job):
             return
         with self._span(f"PP:{stage}REDUCE_GRAD"):
             for layer in (*reversed(self.hybrid.layers_of(stage)), None):
@@ -326,7 +324,7 @@ class RankProgram:
                 if (event := self._gradients.pop((stage, layer), None)) is None:
                     continue
                 self.host.wait(program.REDUCE_STREAM, event)
-                for kernel in hybrid_reduction.of_layer(self.job, layer):
+                for kernel in hybrid_weights.of_layer(self.job, layer):
                     self._issue(kernel)
 
 

@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tracekit import conventions
-from tracekit.simulate import groups
-from tracekit.simulate.groups import Groups
+from tracekit.simulate import topology
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import AUTOGRAD_THREAD, COPY, MAIN_THREAD, Collective
 from tracekit.simulate.recording import Activity, HostSlice, RankRecord
-from tracekit.simulate.topology import Group
+from tracekit.simulate.topology import Group, Groups
 
 BASE_NS = 1_790_000_000_000_000_000
 """The Unix time at which every simulation starts."""
@@ -42,7 +41,7 @@ _CBIDS = {
 
 def write(path: Path, job: Job, record: RankRecord) -> None:
     """Write one rank's trace, gzipped; the same job gives the same bytes."""
-    world = groups.world(job)
+    world = topology.world(job)
     events = b",\n".join(map(msgspec.json.encode, _events(job, world, record)))
     head = msgspec.json.encode(_header(job, world, record.rank))
     data = head[:-1] + b',\n"traceEvents": [\n' + events + b'\n],\n"traceName": "simulated"}\n'

@@ -189,10 +189,10 @@ def test_snapshots_in_a_run_folder_are_known_by_rank_and_window(tmp_path):
         write(tmp_path / name, simulated().document())
     run = drawn_traces.run(drawn_traces.trace("compute aa"), path=str(tmp_path))
     assert [(each.window, each.rank) for each in snapshot_files.files(run)] == [(0, 0), (0, 1), (1, 0)]
+    tables = {fact.name: run.table(fact) for fact in run_snapshots.TABLES}
     for name, expected in schema.SNAPSHOT_TABLES.items():
-        table = run_snapshots.table(name)(run)
-        assert table.columns == ["window", "rank", *expected.schema]
-    assert run_snapshots.table("blocks")(run).select("window", "rank").unique().height == 3
+        assert tables[f"snapshot_{name}"].columns == ["window", "rank", *expected.schema]
+    assert tables["snapshot_blocks"].select("window", "rank").unique().height == 3
     assert snapshot_files.files(drawn_traces.run(drawn_traces.trace("compute aa"))) == ()
 
 

@@ -1,6 +1,6 @@
 """Facts about the memory snapshots in a run's folder."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import polars as pl
 
@@ -9,10 +9,11 @@ from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.model.fact import run_fact
+from tracekit.model.fact import RANK_COLUMNS, Fact, run_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.schema import Table
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
@@ -66,21 +67,24 @@ def data_quality(run: Run) -> pl.DataFrame:
     return _snapshot_tables(run)[2]
 
 
-def table(name: str) -> Callable[[Run], pl.DataFrame]:
-    """Function that reads one table of all snapshots of a run: columns window, rank and the table's own."""
+def _snapshot_table(table: Table) -> Fact[Run]:
+    """Fact of one table of all snapshots of a run: columns window, rank and those of `table`."""
+    published = replace(table, name=f"snapshot_{table.name}", columns=(*RANK_COLUMNS, *table.columns))
 
-    def of_run(run: Run) -> pl.DataFrame:
-        place = {"window": pl.Int64(), "rank": pl.Int64()}
-        parts = [pl.DataFrame(schema=place | dict(schema.SNAPSHOT_TABLES[name].schema))]
+    @run_fact(table=published, is_cached=False)  # a history may have millions of events
+    def rows(run: Run) -> pl.DataFrame:
+        parts = [published.empty()]
         for file in snapshot_files.files(run):
-            rows: pl.DataFrame = reader.read(file.path).tables[name]
-            where = (
-                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", file.window), ("rank", file.rank))
-            )
-            parts.append(rows.select(*where, pl.all()))
+            part: pl.DataFrame = reader.read(file.path).tables[table.name]
+            place = (pl.lit(file.window, pl.Int64).alias("window"), pl.lit(file.rank, pl.Int64).alias("rank"))
+            parts.append(part.select(*place, pl.all()))
         return pl.concat(parts)
 
-    return of_run
+    return rows
+
+
+TABLES: tuple[Fact[Run], ...] = tuple(map(_snapshot_table, schema.SNAPSHOT_TABLES.values()))
+"""The tables of a snapshot, of all snapshots of a run: snapshot_segments, snapshot_blocks, …."""
 
 
 _POOL = ["device", "pool", "kind", "stream"]

@@ -17,6 +17,7 @@ from tracekit.replay.graph.critical_path import data_gaps, owners
 from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, recorded_times
 from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
 from tracekit.replay.graph.nodes import HOST
+from tracekit.sync import alignment
 
 FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
@@ -119,7 +120,7 @@ PATHS = schema.table(
 )
 
 
-@run_fact
+@run_fact(table=PATHS)
 def critical_paths(run: Run) -> pl.DataFrame:
     """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
 
@@ -158,6 +159,12 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
         _slack(run, step_chain),
         data_gaps.doubts(run, graph, step_chain.spans, table, is_step=step_chain.step["step"] is not None),
     )
+
+
+def placed_parts(run: Run, path: CriticalPath) -> pl.DataFrame:
+    """Compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
+    rows = path.compact.with_columns(window=pl.lit(path.window, pl.Int64), trace_start_ns="start_ns")
+    return alignment.on_trace_clock(rows, run.offsets, ("trace_start_ns",))
 
 
 def chain(run: Run, step: int | None = None) -> Chain:

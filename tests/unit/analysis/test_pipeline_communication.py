@@ -1,5 +1,6 @@
 """Transfers between stages: bandwidth on simulated links of known speed, and delays on drawn timelines."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,28 @@ import pytest
 import tracekit
 from tests.support import drawn_pipelines, drawn_traces
 from tests.unit.simulate.jobs import pipelined, written
-from tracekit.analysis.parallelism import pipeline_links
+from tracekit.analysis.parallelism import pipeline_communication
+from tracekit.ingest import loader
 from tracekit.model import schema
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import PipelineBubble
 from tracekit.rules.rule import Finding
 from tracekit.simulate.job import Job
+
+SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
+
+
+def test_collectives_of_saves_have_no_spans_and_the_others_lie_in_the_recording():
+    run = loader.load(SAMPLE)
+    calls = run.table(pipeline_communication.data_parallel_calls)
+    assert calls["dur_ns"].null_count()  # calls of the save are not part of the transfers of steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy warns where it casts a missing time
+        spans = pipeline_communication.exposed_spans(run)
+    for (_, rank), exposed in spans.items():
+        own = calls.filter(rank=rank)
+        assert exposed.size
+        assert own["start_ns"].min() <= exposed.min() < exposed.max() <= own["end_ns"].max()
 
 
 def across_nodes() -> Job:
@@ -30,7 +47,7 @@ def judged(out: Path) -> tuple[Finding, ...]:
 @pytest.mark.parametrize(("job", "is_inside"), [(pipelined(2, pp=2, steps=1), True), (across_nodes(), False)])
 def test_the_rate_of_transfers_is_that_of_their_links(job: Job, is_inside: bool, tmp_path: Path) -> None:
     written(job, tmp_path, "slow-pipeline-links:4")
-    rates = pipeline_links.transfer_rates(tracekit.load(tmp_path, cache=False))
+    rates = pipeline_communication.transfer_rates(tracekit.load(tmp_path, cache=False))
     of = job.hardware.node_bytes_per_s if is_inside else job.hardware.network_bytes_per_s
     assert rates == {is_inside: pytest.approx(of / 4, rel=0.15)}
 
@@ -48,7 +65,7 @@ def test_links_as_fast_as_usual_are_none(tmp_path: Path) -> None:
 
 
 def arrivals(run):
-    rows = run.table(pipeline_links.arrivals).filter(action="forward", micro_batch=0)
+    rows = run.table(pipeline_communication.arrivals).filter(action="forward", micro_batch=0)
     return rows.select("source_rank", "rank", "delay_ns").rows()
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import published_events, published_table
+from benchmarks import closed_form, published_events, published_table
 from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
 from benchmarks.published_fit import GIVE_WAY, fit, predict
 from tracekit.plan import hardware
-from tracekit.simulate import closed_form, costs
+from tracekit.simulate import costs
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 ROWS = published_table.ROWS
