@@ -20,9 +20,9 @@ from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
     group_axes,
-    mesh,
     pipeline_bubbles,
     pipeline_stages,
+    rank_places,
     rank_timelines,
 )
 from tracekit.analysis.time import breakdown
@@ -258,7 +258,7 @@ def axes(run: Run) -> RunFigure | None:
 
 def mesh_map(run: Run) -> RunFigure | None:
     """Mesh of the ranks: their process groups along each axis."""
-    groups = pl.concat([run.table(group_axes.group_axes), run.table(mesh.mesh_table)], how="diagonal")
+    groups = pl.concat([run.table(group_axes.group_axes), run.table(rank_places.mesh_table)], how="diagonal")
     figure = charts.mesh_map(groups)
     if not figure.data:
         return None
