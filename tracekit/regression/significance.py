@@ -53,7 +53,7 @@ MAX_MORE_RECORDINGS = 100
 _MAX_LOGARITHM = 50.0  # changes beyond are cut here: intervals stay finite
 SCATTER_SHARE = 0.5
 """Recordings of a training differ by about this share of what the steps within one scatter by."""
-_MAD_OF_NORMAL = 1.4826
+_MAD_OF_NORMAL = 1.4826  # deviation of a normal distribution over its median absolute deviation
 _MAD_OF_FEW = {2: 1.77, 3: 2.2, 4: 2.0}
 """What few normal samples' median deviation is multiplied by on average: the nearest deviation of three is small."""
 PRIOR_DEGREES = 3.0

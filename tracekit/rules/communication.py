@@ -26,7 +26,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.rules import communication_fixes, quoted_step, step_losses
+from tracekit.rules import communication_fixes, quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
@@ -172,7 +172,7 @@ class PreparationGap(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         chains = _preparation_chains(run)
-        loss = step_losses.worst(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())

@@ -12,7 +12,7 @@ from tracekit.analysis.host import host_stalls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.rules import io_evidence
+from tracekit.rules import recorded_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
@@ -87,7 +87,7 @@ def _io(run: Run, row: dict[str, Any]) -> str:
     of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
     totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
     kinds = _IO_KINDS.get(row["stage"], ())
-    return io_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
+    return recorded_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:

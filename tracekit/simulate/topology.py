@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 from tracekit.conventions.strategies import PP, RING_PASSES
 from tracekit.simulate.costs import Rates, rates, ring_s
@@ -30,11 +29,11 @@ class Group:
 
 
 class World:
-    """The process groups of a job."""
+    """The process groups of a job, their links, and how long transfers take."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._rates = {link: self._rates_of(link) for link in (NODE, NETWORK)}
+        self._rates_of = lru_cache(maxsize=None)(self._rates)
 
     def group(self, kind: str, rank: int) -> Group:
         """Return the group of a kind that a rank belongs to."""
@@ -57,10 +56,7 @@ class World:
         """Return the time of a collective once all its ranks have arrived, if nothing else uses the link."""
         if self._job.impairments.ideal_links:
             return 1
-        elements = max(collective.sent, collective.received)
-        size_bytes = elements * ITEM_BYTES[collective.dtype]
-        took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, self._rates[group.link], len(group.ranks)))
-        return max(1, round(1e9 * took_s))
+        return max(1, round(1e9 * self._transfer_s(collective, group)))
 
     def slowdown(self, group: Group, step: int) -> float:
         """Return the factor by which a slow link in its ring lengthens the group's collectives in a step."""
@@ -68,9 +64,13 @@ class World:
         hit = [factor for rank, (factor, since) in links.items() if rank in group.ranks and step >= since]
         return max(hit, default=1.0) if group.link == NETWORK or self._job.gpus <= self._job.node else 1.0
 
-    def _rates_of(self, link: str) -> Rates:
-        speeds = rates(self._job.hardware, spans_nodes=link == NETWORK)
-        if self._job.strategy == HSDP and link == NETWORK:  # one ring per GPU of a node shares the node's network
+    def _transfer_s(self, collective: Collective, group: Group) -> float:
+        size_bytes = ITEM_BYTES[collective.dtype] * max(collective.sent, collective.received)
+        return RING_PASSES[collective.op] * float(ring_s(size_bytes, self._rates_of(group), len(group.ranks)))
+
+    def _rates(self, group: Group) -> Rates:
+        speeds = rates(self._job.hardware, spans_nodes=group.link == NETWORK)
+        if self._job.strategy == HSDP and group.link == NETWORK:  # one ring per GPU of a node shares its network
             return replace(speeds, bus_bytes_per_s=speeds.bus_bytes_per_s / self._job.node)
         return speeds
 
@@ -83,17 +83,15 @@ def channel(sender: int, receiver: int, kind: str) -> str:
     return f"{PP}:{sender}>{receiver}:{kind}"
 
 
-class HybridWorld:
-    """The process groups of a hybrid job."""
+class HybridWorld(World):
+    """The process groups of a job with a layout, one for each place on an axis of its mesh."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._hybrid = job, job.mesh
+        super().__init__(job)
+        self._hybrid = job.mesh
         self._groups = _all_groups(job.mesh, job.node)
         self._of = lru_cache(maxsize=None)(self._find)
-        self._rates_of, self._boundary_of = (
-            lru_cache(maxsize=None)(self._rates),
-            lru_cache(maxsize=None)(self._boundary),
-        )
+        self._boundary_of = lru_cache(maxsize=None)(self._boundary)
 
     def group(self, kind: str, rank: int) -> Group:
         """Return the group of an axis, of all ranks, or of a channel between two, that a rank belongs to."""
@@ -103,24 +101,6 @@ class HybridWorld:
         """Return the kinds of groups that have more than one rank."""
         return tuple(self._groups)
 
-    def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return the time of a collective once all its ranks have arrived, if nothing else uses the link.
-
-        A ring carries most; ranks of an all-to-all send to all others at once, so its busiest rank decides.
-        """
-        if self._job.impairments.ideal_links:
-            return 1
-        size_bytes = ITEM_BYTES[collective.dtype] * max(collective.sent, collective.received)
-        speeds, ranks = self._rates_of(group), len(group.ranks)
-        if group.parent is not None:
-            took_s = float(size_bytes / speeds.bus_bytes_per_s + speeds.hop_s)
-        elif collective.splits is not None:
-            slowest_bytes = ITEM_BYTES[collective.dtype] * collective.slowest
-            took_s = float(slowest_bytes / speeds.bus_bytes_per_s + speeds.hop_s * (ranks - 1))
-        else:
-            took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, speeds, ranks))
-        return max(1, round(1e9 * took_s))
-
     def slowdown(self, group: Group, step: int) -> float:
         """Return the factor by which a slow link lengthens the group's transfers."""
         impairments = self._job.impairments
@@ -129,6 +109,15 @@ class HybridWorld:
         links = impairments.slow_links.items()
         hit = [factor for rank, (factor, since) in links if rank in group.ranks and step >= since]
         return max([impairments.slow_axes.get(group.description.removeprefix("mesh_"), 1.0), *hit])
+
+    def _transfer_s(self, collective: Collective, group: Group) -> float:
+        """Return the time of a transfer; ranks of an all-to-all send to all at once, so its busiest rank decides."""
+        if group.parent is None and collective.splits is None:
+            return super()._transfer_s(collective, group)
+        elements = max(collective.sent, collective.received) if group.parent is not None else collective.slowest
+        hops = 1 if group.parent is not None else len(group.ranks) - 1
+        speeds = self._rates_of(group)
+        return float(ITEM_BYTES[collective.dtype] * elements / speeds.bus_bytes_per_s + speeds.hop_s * hops)
 
     def _boundary(self, group: Group) -> int:
         """Return the stage on the side of the first of the two ranks' places that a channel crosses."""
@@ -159,23 +148,7 @@ class HybridWorld:
         return replace(speeds, bus_bytes_per_s=speeds.bus_bytes_per_s * share / self._job.node)
 
 
-class Groups(Protocol):
-    """The process groups of a job, their links, and how long transfers take."""
-
-    def group(self, kind: str, rank: int) -> Group:
-        """Return the group of a kind that a rank belongs to."""
-
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of groups that the job has."""
-
-    def transfer_ns(self, collective: Collective, group: Group) -> int:
-        """Return the time of a collective once all its ranks have arrived, if nothing else uses the link."""
-
-    def slowdown(self, group: Group, step: int) -> float:
-        """Return the factor by which a slow link lengthens the group's transfers in a step."""
-
-
-def world(job: Job) -> Groups:
+def world(job: Job) -> World:
     """Return the process groups of a job."""
     return World(job) if job.hybrid is None else HybridWorld(job)
 

@@ -35,7 +35,6 @@ MEMORY_BYTES = 4 << 30
 _GRACE_S = 1.0
 _RESERVED = re.compile(r'(?i)(?<!")\b(window|group)\b(?!"|\s+by\b)')
 _PROGRAM = Path(__file__).with_name("sandbox.py")
-_PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
 
 
 def query(
@@ -222,9 +221,8 @@ class SandboxedQuery:
 
 def _environment() -> dict[str, str]:
     """Return the environment of the process: the paths of its modules, and no variable with private data."""
-    variables = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     paths = [os.path.abspath(path) for path in sys.path if path]  # noqa: PTH100 '' is the current folder: not safe
-    return python_child.environment(variables) | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
+    return python_child.bare_environment() | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
 def _rows(run: Run, table_names: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:

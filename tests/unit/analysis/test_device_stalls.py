@@ -15,7 +15,7 @@ from tracekit.analysis.compute.compute_gap_causes import compute_gap_causes
 from tracekit.analysis.time.device_stalls import device_stalls, paused_kernels
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
-from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.device_slowdowns import DeviceStall
 from tracekit.rules.host import BlockingSync, LateLaunch
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"

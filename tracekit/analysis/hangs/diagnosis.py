@@ -21,6 +21,7 @@ from tracekit.model import units
 from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
 
 DEFAULT_MIN_WAIT_NS = 10 * 10**9
+"""A training that runs may have shorter waits when its dumps are written."""
 _MAX_PAIRS = 2000
 
 

@@ -24,7 +24,7 @@ IDLE, PAUSED = KINDS = ("idle", "paused")
 MIN_STALL_NS = 500_000
 """A kernel starts some µs after its launch. NVIDIA's driver gives each process slices of 1,024 µs or more (Volta and
 later: the default time slice of a channel group in open-gpu-kernel-modules); half a slice can be recognised."""
-MIN_STALLS = 5
+MIN_STALLS = 5  # fewer may be the program's own
 COLUMNS = schema.columns(
     "device activity_id name step lane kind is_recurring start_ns dur_ns usual_ns", is_recurring=pl.Boolean
 )

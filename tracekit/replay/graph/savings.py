@@ -11,7 +11,7 @@ from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks, steps
-from tracekit.replay.graph.causes import contention, slow_ranks
+from tracekit.replay.graph.causes import contention, device_time
 from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
 from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.replay.graph.causes.stalls import Removal
@@ -160,7 +160,7 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     )
     for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
         for graph in graphs_of(run):
-            table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
+            table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
     recorded_ns, replayed_ns = (steps.total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
     saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per

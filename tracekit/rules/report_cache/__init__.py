@@ -22,8 +22,7 @@ from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys
-from tracekit.rules.report_cache.entry import Summary
-from tracekit.rules.report_cache.measured_tables import MeasuredTables
+from tracekit.rules.report_cache.entry import MeasuredTables, Summary
 from tracekit.rules.rule import Report
 
 __all__ = ["Summary", "get", "put", "report", "summary"]

@@ -10,8 +10,7 @@ import polars as pl
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import activities
-from tracekit.ingest.readers.kineto import header as kineto_header
+from tracekit.ingest.readers.normalize import activities, distributed_job
 from tracekit.ingest.readers.perfetto import data_quality, row_bounds
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
@@ -115,7 +114,7 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
     parts = _parts(events)
     traces = [
         TraceFacts(
-            rank=kineto_header.stated_rank(row["rank"], lowest=0) or 0,
+            rank=distributed_job.stated_rank(row["rank"], lowest=0) or 0,
             window=row["window"] or 0,
             sequence=row["sequence"],
             offset_ns=row["offset_ns"] or 0,

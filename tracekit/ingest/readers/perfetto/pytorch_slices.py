@@ -11,9 +11,9 @@ import polars as pl
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import columns, event_categories, stream
-from tracekit.ingest.readers.kineto import events as kineto_events
-from tracekit.ingest.readers.kineto import reader as kineto
+from tracekit.ingest.readers.normalize import columns, event_categories, event_tables
+from tracekit.ingest.readers.normalize import events as profiler_events
+from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.perfetto import chrome_events, counters, data_quality, wire
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
@@ -70,11 +70,11 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     bundled = [] if info.shares_file else _bundled_events(events)
     for first in range(0, len(bundled), _BATCH):
         part = bundled[first : first + _BATCH]
-        builder.add([kineto_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
+        builder.add([profiler_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
     builder.finish()
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(data_quality.of_file(events, slices)), schema.DATA_QUALITY.schema, orient="row")
-    built = kineto.build_trace(stream.of_columns(builder, header), path, rank=rank, window=window, further=issues)
+    built = build_trace(event_tables.of_columns(builder, header), path, rank=rank, window=window, further=issues)
     return built.replace(counters=counters.table(events, tracks, is_of_rank))
 
 
@@ -125,7 +125,7 @@ class _Converter:
         args = self._args()
         tracks = [self.tracks[uuid] for uuid in np.unique(self.events.track).tolist()]
         yield [
-            kineto_events.from_object(
+            profiler_events.from_object(
                 {"ph": "M", "name": "thread_name", "pid": t.process, "tid": t.thread, "args": {"name": t.name}}
             )
             for t in tracks
@@ -134,10 +134,10 @@ class _Converter:
         for first in range(0, len(slices.event), _BATCH):
             part = slice(first, first + _BATCH)
             pairs = zip(slices.event[part].tolist(), (slices.dur_ns[part] / 1000).tolist(), strict=True)
-            yield [kineto_events.from_object(self._fields(i, args) | {"ph": "X", "dur": dur}) for i, dur in pairs]
+            yield [profiler_events.from_object(self._fields(i, args) | {"ph": "X", "dur": dur}) for i, dur in pairs]
         for first in range(0, len(moments), _BATCH):
             rows = moments[first : first + _BATCH].tolist()
-            yield [kineto_events.from_object(self._fields(i, args) | {"ph": "i"}) for i in rows]
+            yield [profiler_events.from_object(self._fields(i, args) | {"ph": "i"}) for i in rows]
 
     def _fields(self, i: int, args: dict[int, dict[str, Any]]) -> dict[str, Any]:
         events, name = self.events, int(self.events.name[i])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from tracekit.ingest.readers.kineto import numbers
+from tracekit.ingest.readers.normalize import numbers
 
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "lanes": ("lane", "name"),

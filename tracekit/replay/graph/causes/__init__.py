@@ -18,18 +18,20 @@ from tracekit.replay.graph.causes.collectives import (
     UNBALANCED_EXPERTS,
 )
 from tracekit.replay.graph.causes.contention import GIVE_WAY, PREPARATION, SLOWED_COLLECTIVES, SLOWED_COMPUTE
-from tracekit.replay.graph.causes.host import ALLOCATOR, CHECKPOINT, DATA_LOADING, LATE_LAUNCH, RATE_LIMITER
-from tracekit.replay.graph.causes.order import LATE_GATHERS, SHARED_COMMUNICATOR, SHARED_QUEUE
-from tracekit.replay.graph.causes.redundant_work import (
+from tracekit.replay.graph.causes.device_time import (
+    CLOCK_DROP,
+    DEVICE_STALL,
     IDLE_TENSOR_CORES,
     MICRO_BATCH_REDUCTIONS,
     MISALIGNED_PRODUCTS,
     PARTIAL_WAVES,
     RECOMPUTATION,
+    STRAGGLER,
     UNFUSED_KERNELS,
     UNFUSED_OPTIMIZER,
 )
-from tracekit.replay.graph.causes.slow_ranks import CLOCK_DROP, DEVICE_STALL, STRAGGLER
+from tracekit.replay.graph.causes.host import ALLOCATOR, CHECKPOINT, DATA_LOADING, LATE_LAUNCH, RATE_LIMITER
+from tracekit.replay.graph.causes.order import LATE_GATHERS, SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, STALLED_COLLECTIVE
 
 CAUSES: tuple[Cause, ...] = (

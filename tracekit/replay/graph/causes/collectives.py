@@ -156,7 +156,9 @@ def costs(calls: pl.DataFrame) -> pl.DataFrame:
 
     `calls` has columns op, bytes, took_ns. Ops whose sizes differ too little are left out.
     """
-    sizes = calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median())
+    sizes = (
+        calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median()).sort("op", "bytes")
+    )
     rows = []
     for (op,), op_sizes in sizes.group_by("op"):
         x, y = op_sizes["bytes"].to_numpy().astype(float), op_sizes["took_ns"].to_numpy().astype(float)

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.causes.cause import REORDERS, Cause, Kind
-from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH
+from tracekit.replay.graph.causes.device_time import MICRO_BATCH
 from tracekit.replay.graph.dependency_graph import (
     COLLECTIVE,
     START_ORDER,
