@@ -8,21 +8,21 @@ from typing import TypedDict
 
 import polars as pl
 
-from tracekit.analysis.memory import allocations, growth, steady_state
+from tracekit.analysis.memory import allocations, steady_state, usage
 from tracekit.errors import InputError
 from tracekit.model import schema, units
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, run_snapshots, snapshot_facts
+from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.report import memory_difference
 
 FACTS: tuple[TraceFact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
-    growth.growth, steady_state.stalls,
+    usage.growth, steady_state.stalls,
 )  # fmt: skip
 AS_RECORDED = "default"
 UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
@@ -83,12 +83,12 @@ def of_run(run: Run) -> MemoryReport:
         "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
         .filter(is_shown)
         .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": _growth_per_step(tables[growth.growth]),
+        "Growth per step": _growth_per_step(tables[usage.growth]),
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
     report = MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
-    rank, oom = run_snapshots.first_out_of_memory(run)
+    rank, oom = out_of_memory.first_out_of_memory(run)
     return replace(report, out_of_memory=oom, rank=rank)
 
 

@@ -6,12 +6,11 @@ import polars as pl
 from rich.console import RenderableType
 from rich.table import Table
 
-from tracekit.analysis.time import extents, summary
+from tracekit.analysis.time import summary
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows, text_layout
-from tracekit.rules import found_iterations
-from tracekit.rules.rule import Finding, Report, cost_order, costliest
+from tracekit.rules.rule import Finding, Report, cost_order, costliest, has_found_iterations
 
 WIDTH = 100
 MAX_RANKS = 16
@@ -36,7 +35,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
     """Return a report without its verdict: where the time goes, `findings`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    clock = extents.run_clock(run) if findings else schema.empty(extents.RUN_CLOCK)
+    clock = summary.run_clock(run) if findings else schema.empty(summary.RUN_CLOCK)
     for finding in findings:
         parts += ["", *_finding(finding, clock, width)]
     if report.notes:
@@ -110,7 +109,7 @@ def _steps(run: Run) -> str:
     if step_ns is None:
         return "  no steps in the traces"
     steps = units.ranges(summary.by_step(run)["step"].drop_nulls().to_list())
-    if found_iterations.has_found_iterations(run):
+    if has_found_iterations(run):
         return f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
     return f"  median step {units.duration(step_ns)}, steps {steps}"
 

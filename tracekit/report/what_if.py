@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from tracekit.model import units
+from tracekit.model import escaping, units
 from tracekit.replay.graph import savings, what_if
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
@@ -42,7 +42,7 @@ def as_text(
         lines.append("Savings overlap: their total is less than their sum.")
     if together is not None:
         lines += _of_answer(together, answers, price)
-    lines += [f"{answer.cause.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable]
+    lines += [f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable]
     for prediction in predictions:
         lines += _of_prediction(prediction, answers.gpus, price)
     if price is not None and answers.gpus:
@@ -68,7 +68,7 @@ def as_json(
         "replay_error_ratio": answers.replay_error_ratio,
         "gpus": answers.gpus,
         "without": [_as_object(answer) for answer in answers.answers],
-        "unknown": [{"cause": a.cause.name, "reason": a.unavailable_reason} for a in answers.unavailable],
+        "unknown": [{"cause": a.name, "reason": a.unavailable_reason} for a in answers.unavailable],
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
@@ -78,6 +78,25 @@ def as_json(
 def as_table(answers: WhatIf) -> pl.DataFrame:
     """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
     return pl.DataFrame([_as_object(answer) for answer in answers.answers], schema=COLUMNS)
+
+
+def as_html(answers: WhatIf) -> str:
+    """Return the answers as an HTML table; '' where no cause has one."""
+    if not answers.answers:
+        return ""
+    header = ["without", "meaning", "mean step", "saved", "of the step", "confidence", *worth(answers.answers[0])]
+    rows = []
+    for answer in answers.answers:
+        numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
+        cause = (answer.name, answer.summary)
+        rows.append([*cause, *numbers, f"{answer.confidence:.0%}", *worth(answer).values()])
+    return escaping.html_table(header, rows, right=[column > 1 for column in range(len(header))])
+
+
+def worth(answer: Answer) -> dict[str, str]:
+    """Return what a saving is worth per day of training, by label; {} on CPUs."""
+    values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
+    return {label: f"{value:,.{row + 1}f}" for row, (label, value) in enumerate(values.items()) if value is not None}
 
 
 def caveat(answers: WhatIf) -> str:
@@ -96,13 +115,13 @@ def caveat(answers: WhatIf) -> str:
 
 def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator[str]:
     if answer.unavailable_reason:
-        yield f"{answer.cause.name}: no estimate: {answer.unavailable_reason}"
+        yield f"{answer.name}: no estimate: {answer.unavailable_reason}"
         return
     before_ns = answer.step_ns - answers.step_ns
     starts_late = before_ns >= savings.MIN_BEFORE_RATIO * answers.step_ns
     of_step = f" of {units.duration(answer.step_ns)}" if starts_late else ""
     yield (
-        f"without {answer.cause.name:<22} mean step {units.duration(answer.without_ns)} "
+        f"without {answer.name:<22} mean step {units.duration(answer.without_ns)} "
         f"(−{max(0.0, answer.saved_ratio):.1%}{of_step}){_per_day(answer.gpu_hours_per_day, price)}"
     )
     if starts_late:
@@ -140,22 +159,22 @@ def _as_prediction(prediction: Prediction, gpus: int, price: float | None) -> di
 
 def _as_object(answer: Answer) -> dict[str, object]:
     return {
-        "cause": answer.cause.name,
-        "code": answer.cause.code,
+        "cause": answer.name,
+        "code": answer.code,
         "saved_ns": answer.saved_ns,
         "saved_ratio": answer.saved_ratio,
         "without_ns": answer.without_ns,
         "gpu_hours_per_day": answer.gpu_hours_per_day,
         "money_per_day": answer.per_day,
         "confidence": answer.confidence,
-        "summary": answer.cause.summary,
+        "summary": answer.summary,
         "basis": answer.basis,
         "caveat": answer.caveat,
     }
 
 
 def _of_several(answer: Answer) -> dict[str, object]:
-    names = answer.cause.name.split(savings.AND)
+    names = [cause.name for cause in answer.causes]
     if answer.unavailable_reason:
         return {"causes": names, "reason": answer.unavailable_reason}
     fields = _as_object(answer)

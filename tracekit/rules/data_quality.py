@@ -6,14 +6,14 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.parallelism import occasional_stragglers, outlier_steps
+from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.occasional_stragglers import OccasionalStraggler
+from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.rules.late_groups import OccasionalStraggler
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
@@ -186,7 +186,7 @@ class DoubtfulTrace(Rule):
             _copied_ranks(run.table(trace_quality.recorded_times)),
             undecided_kernels.data_quality(run),
             _unequal_iterations(run),
-            run_snapshots.data_quality(run),
+            snapshot_facts.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
@@ -220,9 +220,7 @@ def _measured_quality(run: Run) -> pl.DataFrame:
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
     stalled = run.table(outlier_steps.outlier_steps).filter(~is_first_use())
-    worked = run.table(occasional_stragglers.occasional_stragglers).filter(
-        pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO
-    )
+    worked = run.table(stragglers.occasional_stragglers).filter(pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO)
     columns = ("lost_ns", "reference_ns")
     events = pl.concat([
         stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step")

@@ -1,4 +1,4 @@
-"""What is computed at once for all lanes equals its definition lane by lane; deep stacks are bounded."""
+"""What is computed at once for all lanes equals its definition lane by lane, also in damaged exports."""
 
 import numpy as np
 import polars as pl
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import cli_runner, kineto_files
+from tests.support import cli_runner, drawn_traces, kineto_files
 from tracekit.analysis.communication import queueing
-from tracekit.analysis.compute import call_paths
+from tracekit.analysis.compute import call_paths, product_kernels
 from tracekit.analysis.host import call_trees
-from tracekit.analysis.time import kernel_ids
+from tracekit.analysis.time import launches
 from tracekit.model import intervals, sweep_line
 
 WORK = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(0, 6)), max_size=25)
@@ -45,10 +45,10 @@ def test_the_latest_start_elsewhere_is_of_an_earlier_row_of_another_lane(work):
 def test_the_neighbours_of_a_kernel_are_on_its_lane(work):
     lane, spans = arrays(work)
     plain = spans[:, 0].astype(np.uint64)
-    together = kernel_ids._in_context(plain, pl.DataFrame({"lane": lane}))
+    together = launches._in_context(plain, pl.DataFrame({"lane": lane}))
     for own in np.unique(lane):
         rows = np.flatnonzero(lane == own)
-        alone = kernel_ids._in_context(plain[rows], pl.DataFrame({"lane": lane[rows]}))
+        alone = launches._in_context(plain[rows], pl.DataFrame({"lane": lane[rows]}))
         assert (together[rows] == alone).all()
 
 
@@ -84,3 +84,18 @@ def test_stacks_of_a_flame_graph_end_at_a_frame_and_lose_no_time(nested, tmp_pat
     stacks = [line.rpartition(" ") for line in out.read_text().splitlines()]
     assert max(stack.count(";") + 1 for stack, _, _ in stacks) == call_trees.MAX_FRAMES
     assert sum(int(value) for stack, _, value in stacks if ";aten::op0" in stack) == pytest.approx(900_000, rel=0.01)
+
+
+TRACE = drawn_traces.trace("compute aab.cc\ncomm ..xxx.")
+
+
+def kernels_with(lanes: pl.DataFrame) -> list[int]:
+    return product_kernels.with_calls(TRACE.replace(lanes=lanes))["activity_id"].to_list()
+
+
+def test_kernels_on_lanes_that_are_not_described_are_of_no_device():
+    assert kernels_with(TRACE.lanes.head(0)) == []
+
+
+def test_lanes_that_are_described_twice_repeat_no_kernel():
+    assert kernels_with(pl.concat([TRACE.lanes, TRACE.lanes])) == kernels_with(TRACE.lanes) == [0, 1, 2]

@@ -8,16 +8,16 @@ import pytest
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import EXAMPLES, late_launch_run
 from tracekit.analysis.parallelism import workload
-from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.rules import collective_batching, communication_fixes
-from tracekit.rules.allocation_churn import ChangingSizes
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import PeakOwner
+from tracekit.rules.memory_reuse import ChangingSizes
 from tracekit.rules.rule import Rule, Severity
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"

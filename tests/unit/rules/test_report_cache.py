@@ -20,19 +20,20 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache, loader
+from tracekit.ingest import disk_cache, file_states, loader
 from tracekit.model import environment
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.regression import samples
-from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
+from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.causes.stalls import Removal
+from tracekit.replay.graph.nodes import HostSpan
 from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
-from tracekit.rules.report_cache import entry, keys, measured_tables
+from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
@@ -43,7 +44,7 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 def reports(tmp_path, monkeypatch):
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
-    return tmp_path / "cache" / "reports"
+    return tmp_path / "cache" / "store"
 
 
 @pytest.fixture
@@ -129,8 +130,8 @@ def _count_names(run):
 @pytest.fixture
 def later(reports, monkeypatch):
     """Return the function that lists the tables in the cache; every table is worth storing."""
-    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 0.0)
-    return lambda: sorted((reports.parent / "tables").glob("*.table"))
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 0.0)
+    return lambda: sorted(reports.glob("*.table"))
 
 
 def _measured_later(run):
@@ -182,14 +183,14 @@ def _no_read(*_):
 
 
 def test_a_table_that_takes_no_time_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 1e9)
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 1e9)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []
 
 
 def test_a_large_table_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(measured_tables, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(report_cache, "MAX_TABLE_BYTES", 1)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []
@@ -261,12 +262,13 @@ FINDINGS = st.builds(
     confidence=st.floats(0, 1),
     ranks=st.lists(st.integers(0, 2**40)).map(tuple),
     steps=st.lists(st.integers(0, 2**40)).map(tuple),
+    is_priced=st.booleans(),
     subject=st.text(),
-    what_if=st.none() | st.builds(WhatIf, st.text(), st.floats(0, 1), st.booleans()),
+    what_if=st.none() | st.builds(WhatIf, st.sampled_from(CAUSES), st.floats(0, 1), st.booleans()),
     removals=st.lists(
         st.builds(
             Removal,
-            st.text(),
+            st.sampled_from(CAUSES),
             st.lists(st.integers(0, 2**40)).map(tuple),
             st.lists(st.builds(HostSpan, *[st.integers(0, 2**40)] * 4, st.text()), max_size=2).map(tuple),
         ),
@@ -487,6 +489,6 @@ def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
 
 def test_missing_paths_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
     assert keys.run_key(str(tmp_path / "missing")) is None
-    monkeypatch.setattr(keys, "MAX_FILES", 1)
+    monkeypatch.setattr(file_states, "MAX_FILES", 1)
     assert keys.run_key(str(run)) is None
     assert not _is_cached(report_cache.report(str(run)))

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels, module_paths
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -42,39 +42,42 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
     launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
-    described = _activity_keys(trace)
-    parts = [schema.empty(COLUMNS)]
-    for device in breakdown.devices(trace):
-        windows = _windows(trace, device)
-        if windows.height:
-            rows = pl.concat(
-                [_charge_moments(trace, device, windows), _launched_activities(trace, device, windows)], how="diagonal"
-            ).join(described, on="id", how="left", maintain_order="left")
-            parts.append(_sum_charges(rows.with_columns(pl.lit(device, pl.Int64).alias("device"))))
-    return pl.concat(parts)
-
-
-def _sum_charges(rows: pl.DataFrame) -> pl.DataFrame:
-    charged = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
-    sums = charged.group_by(_PLACE, maintain_order=True).agg(
-        pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
-    )
-    return schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True)
-
-
-def _activity_keys(trace: Trace) -> pl.DataFrame:
-    """Return id, own_part, operator, kernel, module, path, shapes and chain of each activity."""
     op, launch = _operator_rows(trace)
-    return trace.activities.select(
+    described = trace.activities.select(
         "id",
         _part().alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
-        module_paths.activity_modules(trace),
+        call_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
     )
+    parts = [schema.empty(COLUMNS)]
+    for device in breakdown.devices(trace):
+        windows = _windows(trace, device)
+        if windows.height:
+            # Activities that each step launched: columns step, id, order_ns, count, work_ns.
+            begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+            work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
+            order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
+            rows = pl.concat(
+                [
+                    _charge_moments(trace, device, windows),
+                    work.select(
+                        "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
+                    ),
+                ],
+                how="diagonal",
+            ).join(described, on="id", how="left", maintain_order="left")
+            charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
+                pl.coalesce("part", "own_part").alias("part")
+            )
+            sums = charged.group_by(_PLACE, maintain_order=True).agg(
+                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
+            )
+            parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
+    return pl.concat(parts)
 
 
 def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
@@ -84,7 +87,7 @@ def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     if trace.ops.is_empty():
         return op_row, op_row
     is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
-    outer = nesting.nearest(trace.ops["parent_id"].fill_null(-1).to_numpy(), is_operator.to_numpy())
+    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
     operator = pl.Series(outer).gather(op_row)
     inner = pl.Series(kernels.innermost_op(trace))
     op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
@@ -151,14 +154,6 @@ def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
     parts = work.partition_by("part", "lane")
     lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
     return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
-
-
-def _launched_activities(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
-    """Return the activities that each step launched: columns step, id, order_ns, count, work_ns."""
-    begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
-    work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
-    order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
-    return work.select("step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns"))
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:

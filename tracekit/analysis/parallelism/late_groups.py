@@ -40,7 +40,20 @@ def groups(run: Run) -> pl.DataFrame:
     """
     arrivals = run.table(judged_arrivals)
     waits = _waits(arrivals)
-    joint = _after_pauses(arrivals)
+    # Sets of ranks after the longest pause between arrivals, those with most time first.
+    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
+    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
+    marked = arrivals.with_columns(
+        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
+    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
+    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
+    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
+    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
+    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
+    joint: list[list[int]] = (
+        totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
+    )
     parallel = _in_parallel_groups(run, waits)
     late_sets = [ranks for ranks in joint if _is_late_together(arrivals, ranks)]
     late_sets += [ranks for ranks in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, ranks)]
@@ -176,21 +189,6 @@ def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, sets)) if 1 < len(ranks) <= len(present) // 2]
 
 
-def _after_pauses(arrivals: pl.DataFrame) -> list[list[int]]:
-    """Return the sets of ranks after the longest pause between arrivals, those with most time first."""
-    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
-    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
-    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
-    marked = arrivals.with_columns(
-        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
-    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
-    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
-    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
-    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
-    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
-    return totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
-
-
 def _least_waiting(waits: dict[int, int]) -> list[list[int]]:
     """Return the sets of ranks that wait least, each before one of the largest differences between ranks."""
     ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
@@ -210,7 +208,13 @@ def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:
     members = _late_members(arrivals, group)
     if not _is_every_rank_late(members, group):
         return False
-    return _lead_sum_ns(members) > _TOGETHER * _longest_alone_ns(arrivals)
+    # Time that the others wait for the single rank that they wait for longest.
+    ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
+    leads = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
+    sums = leads.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
+    most_ahead_ns = int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]
+    return _lead_sum_ns(members) > _TOGETHER * most_ahead_ns
 
 
 def _is_late_in_parallel(arrivals: pl.DataFrame, waits: dict[int, int], group: list[int]) -> bool:
@@ -249,12 +253,3 @@ def _is_not_waiting(waits: dict[int, int], group: list[int]) -> bool:
     """Return whether no rank of the group waits itself, as one does that another rank delays."""
     others_ns = statistics.median(ns for rank, ns in waits.items() if rank not in group)
     return max(waits[rank] for rank in group) < _MAX_OWN_WAIT * others_ns
-
-
-def _longest_alone_ns(arrivals: pl.DataFrame) -> int:
-    """Time that the others wait for the single rank that they wait for longest."""
-    ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
-    is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
-    leads = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
-    sums = leads.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
-    return int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]

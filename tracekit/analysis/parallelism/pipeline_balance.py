@@ -14,15 +14,13 @@ from tracekit.analysis.parallelism import (
     expert_load,
     late_groups,
     late_ranks,
-    mesh,
     pipeline_bubbles,
-    pipeline_schedule,
+    pipeline_communication,
     pipeline_stages,
-    sharded_micro_batches,
+    rank_places,
     stragglers,
 )
-from tracekit.analysis.parallelism.pipeline_schedule import Floats
-from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE, Floats
 from tracekit.model import intervals
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
@@ -101,7 +99,7 @@ def own_times(run: Run) -> pl.DataFrame:
     them are not known: then all time in collectives without compute is idle_ns, on every rank, so that stages compare.
     """
     actions = run.table(pipeline_stages.staged_actions)
-    sharded = sharded_micro_batches.exposed_spans(run)
+    sharded = pipeline_communication.exposed_spans(run)
     waits = _collectives(run) if collective_instances.ranks_without_peers(run) else _waits_within_stages(run)
     compute = axis_communication.compute_spans(run)
     loads = run.table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
@@ -127,7 +125,7 @@ def balance(run: Run) -> Balance | None:
     stage_ns = times["stage_ns"].to_list()
     if min(stage_ns) <= 0:  # waits that are longer than what contains them
         return None
-    counts = [len(layers) for layers in mesh.pipeline_of(run.manifest).stage_layers]
+    counts = [len(layers) for layers in rank_places.pipeline_of(run.manifest).stage_layers]
     counts = counts if len(counts) == stages and all(counts) else []
     extra = head_layers(run.manifest)
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)
@@ -292,10 +290,10 @@ def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
     """Time saved in a pass if the actions of each stage take `scale` times as long."""
     place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
     order = tuple(actions.select(place, "stage", "micro_batch", "action").iter_rows())
-    schedule = pipeline_schedule.graph(order)
+    schedule = pipeline_stages.schedule_graph(order)
     if schedule is None:
         return 0
     means: Floats = actions.select(pl.col("own_ns").mean().over("stage", "action")).to_series().to_numpy()
     factors = np.array([scale[stage] for _, stage, _, _ in order])
-    ends = pipeline_schedule.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
+    ends = pipeline_stages.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
     return max(0, round(float(ends[0] - ends[1])))

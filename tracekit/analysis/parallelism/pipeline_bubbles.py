@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.parallelism import pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import (
     BACKWARD,
     FORWARD,
@@ -14,8 +14,7 @@ from tracekit.analysis.parallelism.pipeline_actions import (
     POINT_TO_POINT,
     WEIGHT_GRADIENT,
 )
-from tracekit.analysis.parallelism.pipeline_schedule import Floats
-from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE, Floats
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -86,7 +85,7 @@ FACTS: tuple[TraceFact, ...] = (*pipeline_stages.FACTS, transfer_spans, collecti
 """The facts that the run tables of this module read."""
 
 
-@run_fact
+@run_fact(table=BUBBLES)
 def pipeline_bubbles(run: Run) -> pl.DataFrame:
     """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.run_table``.
 
@@ -119,9 +118,15 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
         .with_columns(_formula_ratio(), (pl.col("bubble_ns") / pl.col("duration_ns")).alias("bubble_ratio"))
         .with_columns(_rest_by_cause())
     )
-    return BUBBLES.conform(_by_stage(actions).join(ranks, on=_RANK, nulls_equal=True)).sort(
-        "window", "step", "iteration", "rank", "stage"
-    )
+    dur_ns, is_forward = pl.col("end_ns") - pl.col("start_ns"), pl.col("action") == FORWARD
+    return BUBBLES.conform(
+        (
+            actions.group_by(*_RANK, "stage").agg(
+                dur_ns.filter(is_forward).sum().alias("forward_ns"),
+                dur_ns.filter(~is_forward).sum().alias("backward_ns"),
+            )
+        ).join(ranks, on=_RANK, nulls_equal=True)
+    ).sort("window", "step", "iteration", "rank", "stage")
 
 
 def by_stage(run: Run) -> pl.DataFrame:
@@ -168,13 +173,6 @@ def _pipeline_sizes(actions: pl.DataFrame) -> pl.DataFrame:
     )
     per_rank = actions.group_by(_RANK).agg(pl.col("stage").n_unique().alias("stages_per_rank"))
     return per_rank.join(sizes, on=PIPELINE, nulls_equal=True)
-
-
-def _by_stage(actions: pl.DataFrame) -> pl.DataFrame:
-    dur_ns, is_forward = pl.col("end_ns") - pl.col("start_ns"), pl.col("action") == FORWARD
-    return actions.group_by(*_RANK, "stage").agg(
-        dur_ns.filter(is_forward).sum().alias("forward_ns"), dur_ns.filter(~is_forward).sum().alias("backward_ns")
-    )
 
 
 def _formula_ratio() -> pl.Expr:
@@ -293,11 +291,11 @@ def _schedule_passes(actions: pl.DataFrame) -> Iterator[tuple[list[Any], list[li
         order = tuple(pass_actions.select(rank_index, "stage", "micro_batch", "action").iter_rows())
         by_order.setdefault(order, []).append((place, pass_actions["rank"].unique().sort().to_list(), pass_actions))
     for order, cases in by_order.items():
-        schedule = pipeline_schedule.graph(order)
+        schedule = pipeline_stages.schedule_graph(order)
         if schedule is None:
             continue
         durations = np.stack([_durations(pass_actions) for _, _, pass_actions in cases], axis=1).astype(np.float64)
-        ends = pipeline_schedule.end_times(schedule, durations)
+        ends = pipeline_stages.end_times(schedule, durations)
         rank_of = np.array([action[0] for action in order])
         total = ends.max(axis=0)
         busy = np.stack([durations[rank_of == rank].sum(axis=0) for rank in range(rank_of.max() + 1)])

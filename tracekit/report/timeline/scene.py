@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time import extents
+from tracekit.analysis.time import summary
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
@@ -29,7 +29,6 @@ from tracekit.report.timeline.mapped_file import MappedFile, Writer
 from tracekit.report.timeline.trace_part import Part, build_part
 from tracekit.sync import collective_matching
 
-SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
 _CODE = (
     "report/timeline/*.py",
@@ -108,10 +107,11 @@ def open_scene(
         windows = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, windows))}")
     drawn_sources = _of_ranks(run, window, ranks)
-    cache = scene_cache(folder)
+    cache = DiskCache.of_user("timelines")
+    cache = cache if folder is None else replace(cache, folder=folder)
     # All traces decide about the clocks.
     key = _key(sources, ranks)
-    if cache is None or key is None:
+    if key is None:
         return _build_uncached(run, window, drawn_sources, on_progress)
     scene = cache.get(key, lambda file: _scene(MappedFile(file), key, window))
     if scene is not None:
@@ -125,12 +125,6 @@ def open_scene(
     except OSError as error:
         cache.log_unusable(error)
         return _build_uncached(run, window, drawn_sources, on_progress)
-
-
-def scene_cache(folder: Path | None = None) -> DiskCache | None:
-    """Return the cache of scenes: `folder`, or next to the user's parsed traces; None for a user without a home."""
-    cache = DiskCache.of_user("tiles", SUFFIX)
-    return cache if cache is None or folder is None else replace(cache, folder=folder)
 
 
 def _of_ranks(run: Run, window: int, ranks: Sequence[int] | None) -> list[Source]:
@@ -176,7 +170,7 @@ def _build_uncached(run: Run, window: int, drawn_sources: Sequence[Source], on_p
 def _build(
     run: Run, window: int, drawn_sources: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
 ) -> Scene:
-    run.measure((collective_matching.calls, extents.extent))
+    run.measure((collective_matching.calls, summary.extent))
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
     sources = [source for source in drawn_sources if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
@@ -190,7 +184,7 @@ def _build(
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
-    making.begin(extents.run_clock(run).filter(pl.col("window") == window))
+    making.begin(summary.run_clock(run).filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(MappedFile(file), key, window)
 

@@ -3,7 +3,8 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph import savings, slow_ranks, steps
+from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph.causes import device_time
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
 
@@ -45,7 +46,7 @@ def test_the_largest_error_of_a_step_is_found_where_errors_cancel_in_the_sum():
 def test_late_ranks_are_as_much_faster_as_the_others_over_the_window_too(peers_ms, late_ms):
     peers = [(rank, step, 0, 20, 20, 20 - ms) for rank, row in enumerate(peers_ms, 1) for step, ms in enumerate(row)]
     own = [(0, step, 0, 20, 20, 20) for step in (0, 1)]
-    late = slow_ranks.with_late_ranks(_steps(*own, *peers), (0,)).filter(rank=0).sort("step")
+    late = device_time.with_late_ranks(_steps(*own, *peers), (0,)).filter(rank=0).sort("step")
     assert late["saved_ns"].to_list() == [ms * MS for ms in late_ms]
     assert late["without_ns"].to_list() == [(20 - ms) * MS for ms in late_ms]
 
@@ -71,7 +72,7 @@ def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():
 
 
 def test_remaining_and_saved_time_sum_to_the_replayed_step():
-    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
+    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "communication")
     left, saved = figure.data
     assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")
