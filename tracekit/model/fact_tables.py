@@ -1,5 +1,7 @@
 """Tables of facts of all traces of a run: in memory, or, for many ranks, as Parquet parts in a temporary folder."""
 
+import os
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -8,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from tracekit.model import parquet_files
 from tracekit.model.trace import TraceFact
 
 Place = tuple[int, int]
@@ -17,6 +18,7 @@ Place = tuple[int, int]
 
 _MAX_FRAMES = 32
 """So many tables become one: a small table takes 100 times the memory of its rows."""
+_CODE = re.compile(r"\(os error (\d+)\)")
 
 
 class FactTables:
@@ -58,7 +60,7 @@ class FactTables:
             self._tables[fact] = table
         else:
             part = self.new_part()
-            parquet_files.write(table, part, compression_level=1)
+            write_parquet(table, part, compression_level=1)
             self.add_parts(fact, (part,))
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
@@ -118,7 +120,7 @@ class Collector:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()
-            parquet_files.write(pending.table(), part, compression_level=1)
+            write_parquet(pending.table(), part, compression_level=1)
             self._parts.setdefault(fact, []).append(part)
 
 
@@ -147,6 +149,20 @@ class _Pending:
             for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
         )
         return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
+
+
+def write_parquet(table: pl.DataFrame, path: Path, *, compression_level: int | None = None) -> None:
+    """Write a table. Raises OSError where the file cannot be written, such as on a full disk.
+
+    Polars raises its own ComputeError there.
+    """
+    try:
+        table.write_parquet(path, compression="zstd", compression_level=compression_level)
+    except pl.exceptions.ComputeError as error:
+        code = _CODE.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
 
 
 def _without_place(frame: pl.DataFrame) -> pl.DataFrame:

@@ -19,7 +19,7 @@ from tracekit.analysis.memory import snapshot_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 REAL = ("expandable_segments_bf16", "from_empty_fwd_bf16", "from_empty_init_model_rank1", "segments_only")

@@ -14,7 +14,7 @@ from tracekit.ingest import decompression, remote
 from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 
 OUT_OF_MEMORY = "oom"
 """The action of an event for a request that failed."""

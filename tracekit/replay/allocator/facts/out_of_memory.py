@@ -13,7 +13,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.errors import InputError
 from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import SegmentState, Settings, playback
 from tracekit.replay.allocator.facts import snapshot_facts, step_growth
 from tracekit.replay.allocator.playback import History, ReplayResult

@@ -11,8 +11,8 @@ from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
 from tracekit.model.fact import run_fact
 from tracekit.model.memoize import memoize
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent

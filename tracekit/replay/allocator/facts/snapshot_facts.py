@@ -5,8 +5,8 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, usage
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import (
     ALLOC,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import BlockState, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.playback import initial_state
 
