@@ -9,10 +9,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tracekit.errors import ConfigError
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import ci_results, comparison, phrases, text_charts
 from tracekit.report.code_locations import Checkout, LocationKind
 from tracekit.report.gate_text import headline

@@ -6,8 +6,8 @@ import polars as pl
 from rich.console import RenderableType
 
 from tracekit.model import escaping, units
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.step_change import SAME, StepChange
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, markdown_escaping, query_rows, text_layout
 from tracekit.report.json_values import to_json_value
 

@@ -75,10 +75,10 @@ def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: Outp
     """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
-        from tracekit.model import fact_tables
+        from tracekit.model import parquet_files
 
         with output.atomic_file(result.out) as file:
-            fact_tables.write_parquet(rows, Path(file.name))
+            parquet_files.write(rows, Path(file.name))
         return
     from tracekit.report import query_rows
 
