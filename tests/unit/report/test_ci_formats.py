@@ -26,19 +26,10 @@ from tracekit.regression.gate import CheckResult, result_of_findings
 from tracekit.regression.history import entry as history_entries
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
-from tracekit.report import (
-    codequality,
-    github,
-    html,
-    html_fragments,
-    junit,
-    markdown,
-    markdown_escaping,
-    sarif,
-    text_charts,
-)
+from tracekit.report import html, html_fragments, markdown_escaping
 from tracekit.report import json as report_json
-from tracekit.report.code_locations import Checkout
+from tracekit.report.ci import codequality, comment, github, junit, sarif, text_charts
+from tracekit.report.ci.code_locations import Checkout
 from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
@@ -76,7 +67,7 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tm
     log = json.loads(sarif.render(gates, Checkout(tmp_path)))
     located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
-    for ci_format in (codequality, github, markdown, junit):
+    for ci_format in (codequality, github, comment, junit):
         ci_format.render(gates, Checkout(tmp_path)).encode()
     document = json.loads(report_json.render(report, report.run).encode())
     assert document["run"]["name"] == "run?"
@@ -350,7 +341,7 @@ def test_names_are_text_in_the_verdict_on_the_page() -> None:
 def test_the_comment_reads_as_its_golden_file(golden: Golden, checkout: Checkout) -> None:
     golden(
         "comment.md",
-        markdown.render(
+        comment.render(
             [sample_gates.with_baseline(), sample_gates.findings_only("runs/other")], checkout, key="nightly"
         ),
     )
@@ -382,7 +373,7 @@ class _Elements(HTMLParser):
 
 @every
 def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
-    shown = markdown.render(gates(), checkout)
+    shown = comment.render(gates(), checkout)
     page = _Elements()
     page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(shown))
     page.close()
@@ -425,8 +416,8 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
     ]
     passing = sample_gates.findings_only("runs/passes", found=long)
     failing = sample_gates.findings_only("runs/fails", found=long, bar=Severity.WARNING)
-    shown = markdown.render([*[passing] * (runs - 1), failing], checkout)
-    assert len(shown.encode()) <= markdown.MAX_BYTES
+    shown = comment.render([*[passing] * (runs - 1), failing], checkout)
+    assert len(shown.encode()) <= comment.MAX_BYTES
     assert shown.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
     assert runs == 1 or shown.index("`fails`") < shown.index("`passes (1)`")  # what fails comes first
     assert shown.count("<details>") == shown.count("</details>") >= 1
@@ -437,7 +428,7 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
 @pytest.mark.parametrize("key", ["", "a b", "-->", "a--b", "<", "k" * 101, "ä"])
 def test_a_comment_has_a_name_that_hides(key: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a comment"):
-        markdown.marker(key)
+        comment.marker(key)
 
 
 # The picture ---------------------------------------------------------------------------------------------------------
