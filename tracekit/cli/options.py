@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tracekit.model.executor import Executor
     from tracekit.model.run import Run
     from tracekit.model.trace import TraceFact
+    from tracekit.report.document import Document
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _MAX_RANKS = 1 << 20
@@ -206,6 +207,17 @@ class TableOptions(OutputOptions):
     def is_json(self) -> bool:
         """Return whether the result is for a program."""
         return self.table_format is Format.JSON
+
+    def write_document(self, document: "Document") -> None:
+        """Write a document as text or as JSON."""
+        if self.is_json:
+            from tracekit.report.render import json  # without rich, which loads in a tenth of a second
+
+            self.emit(json.render(document))
+        else:
+            from tracekit.report.render import text
+
+            self.emit(text.render(document, **self.style))
 
     def write(self, renderer: Renderer, value: Any) -> None:
         """Write a value by a module that has as_json(value) and as_text(value, width=, color=)."""

@@ -16,10 +16,9 @@ from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping
 from tracekit.model.run import Run
-from tracekit.replay.allocator import playback
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.facts import categories, snapshot_facts
 from tracekit.report import charts, rank_rows, trace_tracks
-from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Report
 
 _MIN_MEMORY_EVENTS = 50
@@ -171,7 +170,7 @@ def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
     snapshot = reader.read(file.path)
     events = snapshot.events["device"]
     device = max(snapshot.devices, default=0, key=lambda device: int((events == device).sum()))
-    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
+    history, outcome = memory_usage.play_history(playback.from_snapshot(snapshot, device))
     over_time = snapshot_facts.over_time(snapshot, history, outcome)
     if over_time.height:
         caption = f"Memory of device {device} on rank {file.rank}, by the op and source line that allocated it."
