@@ -26,12 +26,13 @@ PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 TESTS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick checks lint types imports unit fuzz format clean
+.PHONY: help demo test quick accuracy checks lint types imports unit fuzz format clean
 
 help:
 	@echo "make demo    train under FSDP2 and YaFSDP, check both runs, compare them (about 5 minutes after installation)"
 	@echo "make test    everything that CI runs: lint, types, imports, tests"
 	@echo "make quick   the inner loop: lint, types, imports, unit tests (about 3 minutes)"
+	@echo "make accuracy what measures truth on many runs, and writes docs/lab (hours); RUNS=40 JOBS=2"
 	@echo "make fuzz    hostile inputs with fresh seeds, for SECONDS=60"
 	@echo "make format  rewrite the sources in house style"
 	@echo "make clean   remove .venv and everything that was built"
@@ -92,7 +93,22 @@ imports: $(VENV)/.test
 
 unit: $(VENV)/.test
 	@echo "tracekit: tests"
-	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder -m 'not accuracy' $(TESTS)
+
+# What measures truth on many simulated and recorded runs: hours of CPU time, not part of `make test`. A change of a rule, of the
+# replay or of a reader runs it before it lands; the pages of docs/lab that it writes are part of that change.
+RUNS ?= 40
+JOBS ?= 2
+accuracy: $(VENV)/.test
+	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder -m accuracy $(TESTS)
+	@$(BIN)/python -m benchmarks.labelled_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/labelled_runs.md
+	@$(BIN)/python -m benchmarks.hybrid_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/hybrid_runs.md
+	@$(BIN)/python -m benchmarks.critical_path --runs $(RUNS) --out docs/lab/critical_path_accuracy.md
+	@$(BIN)/python -m benchmarks.labelled_savings --runs $(RUNS) --out docs/lab/whatif_savings.md
+	@$(BIN)/python -m benchmarks.labelled_together --runs $(RUNS) --out docs/lab/whatif_together.md
+	@$(BIN)/python -m benchmarks.published_table --out docs/lab/published_table.md
+	@$(BIN)/python -m tests.fuzz --seconds 600
+	@$(BIN)/python -m tests.fuzz.growth
 
 SECONDS ?= 60
 fuzz: $(VENV)/.test

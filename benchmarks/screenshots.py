@@ -165,8 +165,7 @@ def write_history(folder: Path) -> None:
     """Write a history of 20 simulated runs, slower by a fifth from the 13th on: that of docs/history.md."""
     from tests.support import simulated_history
     from tracekit.regression.history import store
-    from tracekit.regression.history.commits import Commit
-    from tracekit.regression.history.entry import history_entry
+    from tracekit.regression.history.entry import Commit, history_entry
     from tracekit.report import json as reports
 
     entries = [

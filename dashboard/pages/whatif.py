@@ -134,7 +134,7 @@ def _table(answers: WhatIf) -> str:
     rows = []
     for answer in answers.answers:
         numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
-        cause = (answer.cause.name, answer.cause.summary)
+        cause = (answer.name, answer.summary)
         rows.append([*cause, *numbers, f"{answer.confidence:.0%}", *_worth(answer).values()])
     return escaping.html_table(header, rows, right=[column > 1 for column in range(len(header))])
 
@@ -145,20 +145,20 @@ def _worth(answer: Answer) -> dict[str, str]:
 
 
 def _others(answers: WhatIf) -> None:
-    answered = {answer.cause.name for answer in (*answers.answers, *answers.unavailable)}
-    small = [name for name in what_if.CAUSES if name not in answered]
+    answered = {answer.name for answer in (*answers.answers, *answers.unavailable)}
+    small = [name for name in what_if.cause_names() if name not in answered]
     if small:
         widgets.caption(f"These would save less than {what_if.MIN_SAVED_RATIO:.1%} of a step: {', '.join(small)}.")
     if answers.unavailable:
         with st.expander(f"{len(answers.unavailable)} that cannot be computed for this run, with the reason"):
-            rows = [(answer.cause.name, answer.unavailable_reason) for answer in answers.unavailable]
+            rows = [(answer.name, answer.unavailable_reason) for answer in answers.unavailable]
             widgets.html(escaping.html_table(("without", "cannot be computed, because"), rows))
 
 
 def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
     widgets.subheader("One change or several together, rank by rank")
-    names = [answer.cause.name for answer in answers.answers]
-    names += [name for name in what_if.CAUSES if name not in names]
+    names = [answer.name for answer in answers.answers]
+    names += [name for name in what_if.cause_names() if name not in names]
     causes = st.multiselect(
         "Without", names, key=bind_several("without", names, names[:1]), placeholder="Choose causes to remove"
     )
@@ -171,17 +171,17 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         answer = (*singly.answers, *singly.unavailable)[0]
     if answer.unavailable_reason:
         widgets.info(
-            widgets.plain(f"The step time without {answer.cause.name} cannot be computed: {answer.unavailable_reason}.")
+            widgets.plain(f"The step time without {answer.name} cannot be computed: {answer.unavailable_reason}.")
         )
         return
     widgets.numbers(_numbers(answer) | _worth(answer))
     if causes[1:]:
-        saved = ", ".join(f"{units.duration(answer.saved_ns)} without {answer.cause.name}" for answer in singly.answers)
+        saved = ", ".join(f"{units.duration(answer.saved_ns)} without {answer.name}" for answer in singly.answers)
         widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))
     widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(causes)])
     drawn_ranks = run.result_of(rank_rows.drawn_ranks)
-    widgets.chart(charts.savings_by_rank(by_rank, answer.cause.code, drawn_ranks), key="whatif-ranks")
+    widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
     widgets.note(rank_rows.selection_note(run.run))
     with st.expander("Step by step"):
         widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
@@ -191,7 +191,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
 def _numbers(answer: Answer) -> dict[str, str]:
     return {
         "mean step": units.duration(answer.step_ns),
-        f"without {answer.cause.name}": units.duration(answer.without_ns),
+        f"without {answer.name}": units.duration(answer.without_ns),
         "saved": units.duration(answer.saved_ns),
         "of the step": units.share(answer.saved_ratio),
     }
@@ -199,15 +199,16 @@ def _numbers(answer: Answer) -> dict[str, str]:
 
 def _about(answer: Answer) -> str:
     caveat = f" Less certain: {answer.caveat}." if answer.caveat else ""
-    code = answer.cause.code
+    code = answer.code
     rule = f" Rule {code} {phrases.rule_name(code)} reports this cause." if code else ""
-    summary = answer.cause.summary[0].upper() + answer.cause.summary[1:]
+    summary = answer.summary[0].upper() + answer.summary[1:]
     return f"{summary}. Basis: {answer.basis}. Confidence {answer.confidence:.0%}.{caveat}{rule}"
 
 
 def _findings(run: OpenRun, names: Sequence[str]) -> None:
     by_key = findings.by_key(run.report.findings)
-    related = {key: finding for key, finding in by_key.items() if finding.what_if and finding.what_if.cause in names}
+    priced = {key: finding for key, finding in by_key.items() if finding.what_if}
+    related = {key: finding for key, finding in priced.items() if finding.what_if.cause.name in names}
     if related:
         with st.expander(f"{units.count(len(related), 'related finding')} in this run"):
             findings.show_all(related, run)

@@ -22,7 +22,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import first_opening, tables
 from dashboard.run_store.first_opening import FirstOpening
 from dashboard.run_store.tables import Table
-from tracekit.analysis.time import breakdown, extents, summary
+from tracekit.analysis.time import breakdown, summary
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
@@ -46,8 +46,8 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_FACTS = (breakdown.by_step, breakdown.by_rank, extents.extent, *baseline.FACTS, *tables.FACTS)
-_RUN_FACTS = (samples.samples_across, extents.run_clock)
+_FACTS = (breakdown.by_step, breakdown.by_rank, summary.extent, *baseline.FACTS, *tables.FACTS)
+_RUN_FACTS = (samples.samples_across, summary.run_clock)
 _SEEN = "entries_seen"
 _NOT_MADE = object()
 _queries = threading.BoundedSemaphore(MAX_QUERIES)
@@ -232,7 +232,7 @@ def refuse_links(entry: RunEntry) -> None:
     if object_storage.is_url(entry.path):
         return  # an object store has no links
     # Also here: a file may have become a link after the run was listed.
-    linked = run_catalog.link_outside(keys.file_states(entry.path), entry.roots)
+    linked = run_catalog.link_outside(keys.run_states(entry.path), entry.roots)
     if linked:
         raise InputError(
             f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"

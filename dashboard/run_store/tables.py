@@ -5,21 +5,18 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import planning_inputs as planning
 from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
-from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
+from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import (
     collective_contention,
     compute_gap_causes,
     concurrency,
     contention,
-    contention_totals,
     device_counters,
     efficiency,
-    stall_attribution,
 )
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import call_trees, module_tree, ops, rooflines
+from tracekit.analysis.host import call_trees, module_tree, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -31,10 +28,9 @@ from tracekit.analysis.parallelism import (
     rank_timelines,
 )
 from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import breakdown, extents, summary
-from tracekit.model.fact import RunFact
+from tracekit.analysis.time import breakdown, summary
 from tracekit.model.intervals import Window
-from tracekit.model.run import Run
+from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import TraceFact
 from tracekit.sync import alignment, collective_matching
 
@@ -60,22 +56,22 @@ STEPS_BY_RANK = Table(summary.steps_by_rank)
 
 CLOCKS = _across(summary.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)
-RUN_CLOCK = _across(extents.run_clock, extents.extent)
+RUN_CLOCK = _across(summary.run_clock, summary.extent)
 SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
 WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited_times)
 
 COLLECTIVES = _across(
-    traffic.by_kind,
-    stall_attribution.communication_gap_time,
+    group_bandwidth.by_kind,
+    compute_gap_causes.communication_gap_time,
     compute_gap_causes.compute_gap_causes,
-    *traffic.FACTS,
+    *group_bandwidth.FACTS,
 )
 COLLECTIVES_BY_RANK = _across(collective_instances.by_collective)
-COLLECTIVE_SPEEDS = _across(traffic.speeds)
+COLLECTIVE_SPEEDS = _across(group_bandwidth.speeds)
 EXPOSED_BY_RANK = _across(exposed_communication.by_rank)
-GAPS_BY_RANK, GAPS_BY_CAUSE = _across(stall_attribution.by_rank), _across(stall_attribution.by_cause)
-COMMUNICATION_GAPS, COMPUTE_GAPS = stall_attribution.COMMUNICATION, stall_attribution.COMPUTE
+GAPS_BY_RANK, GAPS_BY_CAUSE = _across(compute_gap_causes.stalls_by_rank), _across(compute_gap_causes.stalls_by_cause)
+COMMUNICATION_GAPS, COMPUTE_GAPS = compute_gap_causes.COMMUNICATION, compute_gap_causes.COMPUTE
 
 GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
 MESH_GROUPS = _across(mesh.mesh_table)
@@ -89,10 +85,10 @@ PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 
 DEVICE_COUNTERS = _per_trace(device_counters.device_counters)
 DEVICES = _per_trace(contention.device_count)
-ROOFS = _per_trace(rooflines.roofs)
-CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *contention_totals.FACTS)
-CONTENTION_BY_PHASE = _across(contention_totals.by_phase)
-MOST_DELAYED_CALLS = _across(contention_totals.costliest_calls)
+ROOFS = _per_trace(ops.roofs)
+CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *collective_contention.FACTS)
+CONTENTION_BY_PHASE = _across(collective_contention.contention_by_phase)
+MOST_DELAYED_CALLS = _across(collective_contention.costliest_calls)
 PREPARATION = _per_trace(contention.preparation)
 WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
 
@@ -100,7 +96,7 @@ MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.F
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
 
 FACTS: tuple[TraceFact, ...] = (
-    stall_attribution.communication_gap_time, contents.contents, rooflines.roofs, efficiency.by_step,
+    compute_gap_causes.communication_gap_time, contents.contents, ops.roofs, efficiency.by_step,
 )  # fmt: skip
 """Facts of traces that pages draw and no rule reads: the check of a run measures them, too."""
 
@@ -113,9 +109,9 @@ by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
 module_shares, OUTSIDE_MODULES = module_tree.tree, module_tree.OUTSIDE
 mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
 operators = ops.ops
-rooflines_by_call = rooflines.by_call
+rooflines_by_call = ops.rooflines
 kernels = kernel_totals.with_launch_delays
-planning_inputs = planning.planning_inputs
+planning_inputs = saves.planning_inputs
 rank_totals = rank_timelines.totals
 representative_step = steps_without_saves.representative_step
 

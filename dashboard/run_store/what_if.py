@@ -10,16 +10,22 @@ import polars as pl
 from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, steps, strategies, what_if
+from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
 
 __all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]
-CAUSES, STRATEGIES, HSDP = tuple(causes.CAUSES), strategies.NAMES, strategies.HSDP
+STRATEGIES, HSDP = strategies.NAMES, strategies.HSDP
 _PAUSE_S = 0.01
 """Time for another session that waits for the run: otherwise this one would take its lock again at once."""
 hours_per_day = what_if.hours_per_day
 worst_error_ratio = steps.worst_error_ratio
+
+
+def cause_names() -> list[str]:
+    """Names of the causes that can be removed from a run, those of plug-ins among them."""
+    return [cause.name for cause in causes.of_runs()]
 
 
 def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
@@ -28,7 +34,7 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
     Between the parts, other sessions can read the run.
     """
     replayed = run.remember("replayed causes", lambda _: set[str]())
-    missing = [name for name in causes.CAUSES if name not in replayed]
+    missing = [cause for cause in causes.of_runs() if cause.name not in replayed]
     small = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
     parts = len(small.sources) + len(missing)
     read = itertools.count(1)
@@ -36,15 +42,15 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
     def build(_: Run) -> None:
         small.measure(dependency_graph.FACTS, lambda _: on_progress(min(next(read) / parts, 1.0), "Reading the traces"))
 
-    def replay_without(run: Run, name: str) -> None:
-        savings.saving(run, name)
-        replayed.add(name)
+    def replay_without(run: Run, cause: Cause) -> None:
+        savings.saving(run, cause.name)
+        replayed.add(cause.name)
 
     if missing:
         run.compute(build)
-    for done, name in enumerate(missing, parts - len(missing)):
-        on_progress(done / parts, f"Replaying without {name}")
-        run.compute(functools.partial(replay_without, name=name))
+    for done, cause in enumerate(missing, parts - len(missing)):
+        on_progress(done / parts, f"Replaying without {cause.title}")
+        run.compute(functools.partial(replay_without, cause=cause))
         time.sleep(_PAUSE_S)
 
 

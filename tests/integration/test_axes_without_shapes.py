@@ -5,8 +5,8 @@ import pytest
 
 import tracekit
 from tests.support.python_path import REPOSITORY
-from tracekit.analysis.parallelism import axis_communication, collective_purposes, group_axes, tensor_parallel
-from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
+from tracekit.analysis.parallelism import axis_communication, group_axes, tensor_parallel
+from tracekit.analysis.parallelism.group_axes import ACTIVATIONS, PARAMETERS
 from tracekit.model import intervals
 from tracekit.model.run import Run
 from tracekit.rules.engine import check
@@ -64,5 +64,5 @@ def test_every_collective_of_experts_and_data_parallelism_has_an_axis() -> None:
 @pytest.mark.parametrize("sample", ["healthy-ddp", "healthy-fsdp2"])
 def test_data_parallel_training_transfers_no_activations(sample: str) -> None:
     run = recorded(f"sample_traces/faults/{sample}")
-    assert set(run.table(collective_purposes.purposes)["purpose"]) == {PARAMETERS}
+    assert set(run.table(group_axes.purposes)["purpose"]) == {PARAMETERS}
     assert set(run.table(group_axes.group_axes)["axis"]) == {"dp"}

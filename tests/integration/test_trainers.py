@@ -16,7 +16,7 @@ from tests.integration import trainings
 from tests.integration.launched import train
 from tests.support import process_group
 from tracekit import conventions
-from tracekit.analysis.compute import module_paths
+from tracekit.analysis.compute import call_paths
 from tracekit.conventions.strategies import STRATEGIES
 
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
@@ -201,5 +201,5 @@ def test_modules_have_the_names_of_the_model_under_each_wrapper(strategy: str, t
     run = tracekit.load(config.out, cache=False)
     names = ["Llama", *(f"Llama.layers.{n}" for n in range(PRESETS["micro"].layers)), "Llama.layers.0.attention"]
     for trace in (run.trace(rank) for rank in range(2)):
-        calls = dict(module_paths.module_calls(trace).iter_rows())
+        calls = dict(call_paths.module_calls(trace).iter_rows())
         assert [calls.get(name) for name in names] == [config.profile_active] * len(names), calls

@@ -15,6 +15,7 @@ import typer
 from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.lazy_commands import LazyCommand, LazyGroup
+from tracekit.cli.question import Question, asked
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
@@ -76,12 +77,16 @@ app = typer.Typer(
 )
 
 
-def run() -> None:
-    """Run the command line and exit."""
+def run(question: Question | None = None) -> None:
+    """Run the command line and exit. A question that has a stored answer is answered by it."""
     output.open_closed_streams()
     logging.basicConfig(level=logging.WARNING, format="tracekit: %(message)s", stream=sys.stderr)
     try:
-        app(prog_name="tracekit")
+        if question is not None and (answer := question.answer()):
+            output.repeat(answer)
+            sys.exit(answer.exit_code)
+        with asked(question or Question()):
+            app(prog_name="tracekit")
     except TracekitError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:

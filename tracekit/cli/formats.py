@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output
+from tracekit.cli import output, question
+from tracekit.cli.answer import Input, Kind
 from tracekit.cli.options import OutputOptions
 from tracekit.errors import ConfigError
 
@@ -52,13 +53,13 @@ class ReportOptions(OutputOptions):
 
     def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
-        from tracekit.analysis.time import breakdown, extents
+        from tracekit.analysis.time import breakdown, summary
         from tracekit.regression import comparability
         from tracekit.regression.samples import samples
 
         formats = {self.report_format, *(report_format for report_format, _ in self._additional())}
         of_json: tuple[TraceFact, ...] = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
-        return (breakdown.by_rank, extents.extent, *of_json)
+        return (breakdown.by_rank, summary.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write the report to `out` or stdout, and the additional ones to their files."""
@@ -69,6 +70,9 @@ class ReportOptions(OutputOptions):
             output.emit(self._render(results, report_format, file, checkout), file)
         emit = output.emit_commands if self.report_format is ReportFormat.GITHUB else output.emit
         emit(self._render(results, self.report_format, self.out, checkout), self.out)
+        if checkout.is_listed:
+            sources = Input(Kind.SOURCES, str(checkout.root), code_locations.SKIPPED_FOLDERS)
+            question.current().reads(sources)
 
     def _additional(self) -> list[tuple[ReportFormat, Path]]:
         reports = []

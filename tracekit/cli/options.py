@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args
 import typer
 from typer.models import ArgumentInfo
 
-from tracekit.cli import output, run_loading
+from tracekit.cli import output, question, run_loading
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -171,6 +171,8 @@ class ExecutorOptions:
             processes = None if self.cluster else defaults.process_count(paths)
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
+        if self.cluster or kind is ExecutorKind.DASK:
+            question.current().withdraw()
         return open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 

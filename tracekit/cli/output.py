@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from tracekit import conventions
+from tracekit.cli import question
+from tracekit.cli.answer import STDERR, STDOUT, Answer
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -67,6 +69,24 @@ def emit_commands(text: str, output: Path | None = None) -> None:
     if output is not None:
         _write(text, output)
         return
+    question.current().prints(STDOUT, text)
+    _write_stdout(text)
+
+
+def repeat(answer: Answer) -> None:
+    """Write what a command has printed before. Exits quietly if the reader of stdout has gone."""
+    for stream, text in answer.texts:
+        if stream == STDOUT:
+            try:
+                _write_stdout(text)
+            except typer.Exit as gone:
+                sys.exit(gone.exit_code)
+        else:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _write_stdout(text: str) -> None:
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without '·' shows '?'
         sys.stdout.write(text)
@@ -83,6 +103,7 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
 
     A device or pipe, such as /dev/null, is written itself, and of a symbolic link the file that it points to.
     """
+    question.current().withdraw()
     try:
         if output.exists() and not output.is_file() and not output.is_dir():
             with output.open("wb") as file:
@@ -119,7 +140,9 @@ def notify(message: str) -> None:
     """Write one line to stderr. Names from traces in it cannot control a terminal."""
     from tracekit.model import escaping
 
-    sys.stderr.write(_without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n"))
+    line = _without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n")
+    question.current().prints(STDERR, line)
+    sys.stderr.write(line)
     sys.stderr.flush()
 
 

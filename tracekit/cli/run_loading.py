@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracekit.cli import output
+from tracekit.cli import output, question
+from tracekit.cli.answer import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,9 +53,11 @@ def check_runs(
     reports = []
     with output.progress() as bar:
         for path in paths:
+            _note(path, cache=cache)
             run = loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
             measured = bar.trace_callback(len(run.sources))
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
+            _require_all_read(run)
     return reports
 
 
@@ -65,6 +68,7 @@ def open_measured(
     run = open_run(path, cache=cache, executor=executor)
     with output.progress() as bar:
         run.measure(facts, bar.trace_callback(len(run.sources)))
+    _require_all_read(run)
     return run
 
 
@@ -80,6 +84,7 @@ def open_baseline(
     from tracekit.regression import baseline as baselines
     from tracekit.report import baseline_json as saved
 
+    _note(path, cache=cache)
     with _document(path) as document:
         if saved.is_baseline(document):
             return saved.read(document)
@@ -92,9 +97,25 @@ def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = Non
     from tracekit.cli import settings_file
     from tracekit.ingest import loader
 
+    _note(path, cache=cache)
     devices = settings_file.nearest_devices()
     with output.progress() as bar:
         return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
+
+
+def _note(path: str, *, cache: bool) -> None:
+    """Note for a stored answer that a run, or a baseline, is read."""
+    from tracekit.ingest import readers
+
+    if not cache:
+        question.current().withdraw()
+    question.current().reads(Input(Kind.RUN, path, readers.companion_suffixes()))
+
+
+def _require_all_read(run: "Run") -> None:
+    """Store no answer on a run without one of its traces, which may be readable the next time."""
+    if "unreadable" in run.data_quality["kind"]:
+        question.current().withdraw()
 
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":

@@ -14,7 +14,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from tracekit.cli import rule_names, settings_file
+from tracekit.cli import question, rule_names, settings_file
+from tracekit.cli.answer import Input, Kind
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets, metrics
@@ -93,8 +94,12 @@ def resolve(
 ) -> CheckSettings:
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
     file = path or settings_file.find_file(Path.cwd())
+    if file is not None:
+        question.current().reads(Input(Kind.FILE, str(file)))
     config = with_settings(read(file, catalog) if file else CheckSettings(), assignments, catalog)
     selected = tuple(name.strip() for names in select for name in names.split(",") if name.strip())
+    if any(ignore.until for ignore in config.ignore):
+        question.current().reads(Input(Kind.DAY))
     return replace(
         config,
         select=selected or config.select,

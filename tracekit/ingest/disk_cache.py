@@ -195,11 +195,16 @@ def code_hash(root: Path, patterns: Iterable[str]) -> str:
 def plugin_hash(plugin: type | ModuleType) -> str:
     """Return the hash of the sources of another distribution's class or module, or of its package one folder deep."""
     try:
-        source = Path(inspect.getfile(plugin))
+        source = plugin_source(plugin)
     except (TypeError, OSError):
         return f"{getattr(plugin, '__module__', plugin.__name__)} of unknown source"
-    is_package = (source.parent / "__init__.py").exists()
-    return code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))
+    return code_hash(source, ("*.py", "*/*.py")) if source.is_dir() else code_hash(source.parent, (source.name,))
+
+
+def plugin_source(plugin: type | ModuleType) -> Path:
+    """The file of another distribution's class or module, or its package. Raises TypeError or OSError if unknown."""
+    source = Path(inspect.getfile(plugin))
+    return source.parent if (source.parent / "__init__.py").exists() else source
 
 
 def _lock(file: int, *, wait_s: float = 0.0) -> bool:

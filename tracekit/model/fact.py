@@ -3,18 +3,13 @@
 from collections.abc import Callable
 from enum import Enum
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import polars as pl
 
 from tracekit.model.schema import Table
 from tracekit.model.trace import Trace, TraceFact
 
-if TYPE_CHECKING:
-    from tracekit.model.run import Run
-
-RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
-"""A measurement of all ranks together: a function of a run's tables to a table."""
 S = TypeVar("S")
 
 
@@ -71,10 +66,10 @@ def trace_fact(measure: TraceFact | None = None, *, table: Table | None = None) 
 
 
 @overload
-def run_fact(measure: RunFact) -> "Fact[Run]": ...
+def run_fact(measure: Callable[[S], pl.DataFrame]) -> Fact[S]: ...
 @overload
-def run_fact(*, table: Table) -> "Callable[[RunFact], Fact[Run]]": ...
-def run_fact(measure: RunFact | None = None, *, table: Table | None = None) -> Any:
+def run_fact(*, table: Table) -> Callable[[Callable[[S], pl.DataFrame]], Fact[S]]: ...
+def run_fact(measure: Callable[[S], pl.DataFrame] | None = None, *, table: Table | None = None) -> Any:
     """Make a function of a run a fact: ``@run_fact``, or ``@run_fact(table=…)`` to publish it."""
     if measure is None:
         return lambda function: Fact(function, Scope.RUN, table)

@@ -12,10 +12,13 @@ import polars as pl
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
 from tracekit.model.executor import Executor, Threads
-from tracekit.model.fact import Fact, RunFact, Scope
+from tracekit.model.fact import Fact, Scope
 from tracekit.model.fact_tables import FactTables
 from tracekit.model.source import LoadedTraces, Source
 from tracekit.model.trace import Trace, TraceFact
+
+RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
+"""A measurement of all ranks together: a function of a run's tables to a table."""
 
 
 @dataclass(frozen=True)

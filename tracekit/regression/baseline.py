@@ -81,12 +81,18 @@ class Recording:
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
         """Return a run as a recording, with the findings of its report."""
         findings = tuple(KnownFinding.of(finding) for finding in report.findings) if report else ()
+        # Typical work of a rank, the mean over ranks, as much of each kind as has any weight.
+        both = pl.concat([run.table(unit_work.work), run.table(unit_work.save_work)])
+        place = ["kind", "phase", "name"]
+        by_rank = both.group_by("rank", *place).agg(pl.col("amount").mean())
+        mean = by_rank.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
+        ordered = mean.sort("kind", "amount", *place[1:], descending=[False, True, False, False])
         return cls(
             run.name,
             Manifest.of(run.manifest).created_ns,
             run_samples(run),
             run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
-            _over_ranks(run),
+            ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*unit_work.WORK_COLUMNS),
             findings,
             comparability.work_shares(run),
         )
@@ -94,7 +100,13 @@ class Recording:
     def is_same(self, other: "Recording") -> bool:
         """Return whether both are of one training at one time; without times, whether they measured the same."""
         if self.created_ns is None or other.created_ns is None:
-            return _is_alike(self.samples, other.samples)
+            # Whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not.
+            key = ["metric", "window", "rank", "step"]
+            a, b = (table.filter(pl.col("value").is_finite()).sort(key) for table in (self.samples, other.samples))
+            if a.is_empty() or not a.select(key).equals(b.select(key)):
+                return False
+            differs = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
+            return not differs.any()
         return self.created_ns == other.created_ns
 
 
@@ -196,23 +208,3 @@ def shown(fields: Mapping[str, Plain], field: str) -> str:
 
 def _pick(table: object, names: Sequence[str]) -> dict[str, object]:
     return {name: table[name] for name in names if name in table} if isinstance(table, Mapping) else {}
-
-
-def _is_alike(samples: pl.DataFrame, other: pl.DataFrame) -> bool:
-    """Return whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not."""
-    key = ["metric", "window", "rank", "step"]
-    a, b = (table.filter(pl.col("value").is_finite()).sort(key) for table in (samples, other))
-    if a.is_empty() or not a.select(key).equals(b.select(key)):
-        return False
-    differs = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
-    return not differs.any()
-
-
-def _over_ranks(run: Run) -> pl.DataFrame:
-    """Return the typical work of a rank, the mean over ranks, as much of each kind as has any weight."""
-    both = pl.concat([run.table(unit_work.work), run.table(unit_work.save_work)])
-    place = ["kind", "phase", "name"]
-    by_rank = both.group_by("rank", *place).agg(pl.col("amount").mean())
-    mean = by_rank.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
-    ordered = mean.sort("kind", "amount", *place[1:], descending=[False, True, False, False])
-    return ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*unit_work.WORK_COLUMNS)

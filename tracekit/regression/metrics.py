@@ -14,7 +14,7 @@ from tracekit import conventions
 from tracekit.conventions import device_metrics
 from tracekit.errors import ConfigError
 from tracekit.model import escaping, plugins
-from tracekit.model.fact import RunFact
+from tracekit.model.run import RunFact
 from tracekit.model.trace import TraceFact
 from tracekit.regression import metric_sources as sources
 from tracekit.regression.quantities import BYTES, COUNT, FLOP, MHZ, NS, PER_SECOND, SHARE, Unit

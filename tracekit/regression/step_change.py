@@ -6,18 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import step_charges, totals
+from tracekit.analysis.compute import kernels, step_charges
 from tracekit.analysis.time import breakdown
 from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import call_matching, comparability, comparison, significance, step_separation, step_weights
+from tracekit.regression import call_matching, comparability, comparison, significance, step_separation
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, samples
 from tracekit.regression.thresholds import Thresholds
+
+WEIGHT_KEY = ("window", "rank", "step")
+_MAX_TILT = 1e9
+_BISECTIONS = 200
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
 FACTS: tuple[TraceFact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
@@ -103,7 +107,7 @@ def step_change(
     low_ns to high_ns is the interval of the change, null with fewer than three steps; path and shapes are those of the
     calls that changed most. Raises NotComparableError as `compare` does, and ConfigError on an unknown key.
     """
-    totals.require_known("--by", by, KEYS)
+    kernels.require_known("--by", by, KEYS)
     keys, limits = tuple(dict.fromkeys(by)), thresholds or Thresholds()
     compared = comparison.compare(
         reference.samples, candidate.samples, allow_different=allow_different, thresholds=limits
@@ -118,6 +122,66 @@ def step_change(
     return StepChange(compared, step, _rows(a, b, keys, step, limits), keys)
 
 
+def slowest_devices(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the device of each rank and step that takes longest. Columns WEIGHT_KEY, device, duration_ns.
+
+    `steps` has the columns of `breakdown.by_step` and window and rank.
+    """
+    ordered = steps.sort("duration_ns", "device", descending=[True, False])
+    return (
+        ordered.group_by(WEIGHT_KEY, maintain_order=True)
+        .first()
+        .select(*WEIGHT_KEY, "device", "duration_ns")
+        .sort(WEIGHT_KEY)
+    )
+
+
+def with_weights(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
+    """Return cells (columns WEIGHT_KEY and duration_ns) with weight and rank_weight.
+
+    The weights sum to 1, and the weighted times to `step_ns`, which lies between the times of the middle steps.
+    rank_weight is what each rank of a step counts in a sample of that step: it sums to 1 within each step.
+    """
+    middle = middle_steps(cells)
+    is_middle = cells.select(pl.struct("window", "step").is_in(middle.implode()))["window"].to_numpy()
+    times = cells["duration_ns"].to_numpy().astype(np.float64)
+    weights = np.zeros(len(times))
+    weights[is_middle] = tilted_weights(times[is_middle], step_ns)
+    of_rank = pl.col("of_rank")
+    of_step = of_rank.sum().over("window", "step")
+    # A step that only ranks have which no middle step has: all of them count alike.
+    rank_weight = pl.when(of_step > 0).then(of_rank / of_step).otherwise(1 / pl.len().over("window", "step"))
+    with_weight = cells.with_columns(pl.Series("weight", weights))
+    with_rank = with_weight.with_columns(pl.col("weight").sum().over("rank").alias("of_rank"))
+    return with_rank.with_columns(rank_weight.alias("rank_weight")).drop("of_rank")
+
+
+def middle_steps(cells: pl.DataFrame) -> pl.Series:
+    """Return the middle half of the steps by the time of the slowest rank, as structs of window and step."""
+    slowest = cells.group_by("window", "step").agg(pl.col("duration_ns").max()).sort("duration_ns", "window", "step")
+    cut = slowest.height // 4
+    return slowest.slice(cut, slowest.height - 2 * cut).select(pl.struct("window", "step")).to_series()
+
+
+def tilted_weights(times: Values, mean: float) -> Values:
+    """Return weights that sum to 1, with which the times have this mean; as equal as can be.
+
+    >>> tilted_weights(np.array([1.0, 2.0, 3.0]), 2.0).round(3).tolist()
+    [0.333, 0.333, 0.333]
+    >>> tilted_weights(np.array([1.0, 2.0]), 1.75).round(3).tolist()
+    [0.25, 0.75]
+    """
+    spread = float(np.ptp(times))
+    if spread == 0:
+        return np.full(len(times), 1 / len(times))
+    away = (times - mean) / spread
+    low, high = -_MAX_TILT, _MAX_TILT
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _softmax(middle * away) @ away < 0 else (low, middle)
+    return _softmax((low + high) / 2 * away)
+
+
 @dataclass(frozen=True, eq=False)
 class _Side:
     """What the steps of one run consist of."""
@@ -130,8 +194,8 @@ class _Side:
     @classmethod
     def of(cls, run: RunSteps, ranks: set[int], step_ns: float) -> "_Side":
         steps = run.steps.filter(pl.col("rank").is_in(ranks))
-        cells = step_weights.with_weights(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
-        charges = run.charges.join(cells, on=[*step_weights.KEY, "device"], nulls_equal=True, maintain_order="left")
+        cells = with_weights(slowest_devices(steps), step_ns).drop("duration_ns")
+        charges = run.charges.join(cells, on=[*WEIGHT_KEY, "device"], nulls_equal=True, maintain_order="left")
         names = [
             pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)
             for name in ("operator", "kernel")
@@ -184,7 +248,9 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     call_groups = calls.join(grouped.select(*group, "group"), on=group, nulls_equal=True).select("call", "group")
     of_site = [side.select(*site, "call").join(call_groups, on="call").drop("call") for side in matched]
     series = [side.samples(site, groups, grouped.height) for side, groups in zip((a, b), of_site, strict=True)]
-    usual = _usual_spread(grouped["part"])
+    # By how much the time of each row usually differs between recordings: as the metric of its part.
+    spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
+    usual = grouped["part"].replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
     margins = _margins(*series, usual=usual, is_paired=a.steps.equals(b.steps), limits=limits)
     rows = _judge(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
@@ -240,12 +306,6 @@ def _sum_calls(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
     return summed.with_row_index("group")
 
 
-def _usual_spread(parts: pl.Series) -> Values:
-    """Return by how much the time of each row usually differs between recordings: as the metric of its part."""
-    spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
-    return parts.replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
-
-
 def _margins(before: Values, after: Values, *, usual: Values, is_paired: bool, limits: Thresholds) -> Values | None:
     """Return the reach of the interval of each group's change on either side, in ns; None with too few steps."""
     if min(len(before), len(after)) < step_separation.MIN_STEPS:
@@ -287,3 +347,8 @@ def _judge(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: 
     with_verdict = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
     present = with_verdict.filter(~(is_absent["before"] & is_absent["after"]))
     return present.sort(change.abs(), "part", descending=[True, False], maintain_order=True)
+
+
+def _softmax(exponents: Values) -> Values:
+    raised = np.exp(exponents - exponents.max())
+    return np.asarray(raised / raised.sum())

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import saves, steps_without_saves
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.compute import stall_attribution
+from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.analysis.time import breakdown
@@ -58,7 +58,7 @@ def communication(run: Run) -> Iterator[ReportFigure]:
             "while the rank waits for a late rank." + more,
             charts.communication_parts(by_rank, labels),
         )
-    idle = run.table(stall_attribution.idle_by_rank)
+    idle = run.table(compute_gap_causes.idle_by_rank)
     if idle.height:
         yield ReportFigure(
             "standing",

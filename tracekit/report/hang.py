@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from tracekit.analysis.hangs.collectives import sizes
-from tracekit.analysis.hangs.desync import Mismatch
+from tracekit.analysis.hangs.collectives import Mismatch, sizes
 from tracekit.analysis.hangs.diagnosis import Diagnosis, RankState
 from tracekit.model.hang_dump import Call
 from tracekit.model.units import duration, ranges

@@ -288,8 +288,8 @@ def savings(report: Report, answers: WhatIf) -> Headline | None:
         return None
     best = answers.answers[0]
     saved = f"{_duration(best.saved_ns)} shorter: {units.share(best.saved_ratio)} of {_duration(best.step_ns)}"
-    reported = [f for f in report.findings if f.what_if and f.what_if.cause == best.cause.name]
-    text = f"Without {best.cause.name}, the mean step would be {saved}"
+    reported = [f for f in report.findings if f.what_if and f.what_if.cause in best.causes]
+    text = f"Without {best.name}, the mean step would be {saved}"
     return Headline(text, f"Less certain: {best.caveat}") if best.caveat else _about(text, reported)
 
 

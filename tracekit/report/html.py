@@ -5,7 +5,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from tracekit.analysis.time import breakdown, extents
+from tracekit.analysis.time import breakdown, summary
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
@@ -75,7 +75,7 @@ def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> list[ReportFigure]
 
 def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) -> dict[str, Any]:
     """Values of one run for page.html.j2; its ids begin with `prefix`."""
-    clock = extents.run_clock(run) if report.findings else schema.empty(extents.RUN_CLOCK)
+    clock = summary.run_clock(run) if report.findings else schema.empty(summary.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
         "prefix": prefix,

@@ -6,7 +6,7 @@ import polars as pl
 from rich.console import RenderableType
 from rich.table import Table
 
-from tracekit.analysis.time import extents, summary
+from tracekit.analysis.time import summary
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows, text_layout
@@ -36,7 +36,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
     """Return a report without its verdict: where the time goes, `findings`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    clock = extents.run_clock(run) if findings else schema.empty(extents.RUN_CLOCK)
+    clock = summary.run_clock(run) if findings else schema.empty(summary.RUN_CLOCK)
     for finding in findings:
         parts += ["", *_finding(finding, clock, width)]
     if report.notes:

@@ -37,7 +37,7 @@ def document(
         "replay_error_ratio": answers.replay_error_ratio,
         "gpus": answers.gpus,
         "without": [_as_object(answer) for answer in answers.answers],
-        "unknown": [{"cause": a.cause.name, "reason": a.unavailable_reason} for a in answers.unavailable],
+        "unknown": [{"cause": a.name, "reason": a.unavailable_reason} for a in answers.unavailable],
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
@@ -80,7 +80,7 @@ def _lines(
         yield "Savings overlap: their total is less than their sum."
     if together is not None:
         yield from _of_answer(together, answers, price)
-    yield from (f"{answer.cause.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable)
+    yield from (f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable)
     for prediction in predictions:
         yield from _of_prediction(prediction, answers.gpus, price)
     if price is not None and answers.gpus:
@@ -91,13 +91,13 @@ def _lines(
 
 def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator[str]:
     if answer.unavailable_reason:
-        yield f"{answer.cause.name}: no estimate: {answer.unavailable_reason}"
+        yield f"{answer.name}: no estimate: {answer.unavailable_reason}"
         return
     before_ns = answer.step_ns - answers.step_ns
     starts_late = before_ns >= savings.MIN_BEFORE_RATIO * answers.step_ns
     of_step = f" of {units.duration(answer.step_ns)}" if starts_late else ""
     yield (
-        f"without {answer.cause.name:<22} mean step {units.duration(answer.without_ns)} "
+        f"without {answer.name:<22} mean step {units.duration(answer.without_ns)} "
         f"(−{max(0.0, answer.saved_ratio):.1%}{of_step}){_per_day(answer.gpu_hours_per_day, price)}"
     )
     if starts_late:
@@ -135,22 +135,22 @@ def _as_prediction(prediction: Prediction, gpus: int, price: float | None) -> di
 
 def _as_object(answer: Answer) -> dict[str, object]:
     return {
-        "cause": answer.cause.name,
-        "code": answer.cause.code,
+        "cause": answer.name,
+        "code": answer.code,
         "saved_ns": answer.saved_ns,
         "saved_ratio": answer.saved_ratio,
         "without_ns": answer.without_ns,
         "gpu_hours_per_day": answer.gpu_hours_per_day,
         "money_per_day": answer.per_day,
         "confidence": answer.confidence,
-        "summary": answer.cause.summary,
+        "summary": answer.summary,
         "basis": answer.basis,
         "caveat": answer.caveat,
     }
 
 
 def _of_several(answer: Answer) -> dict[str, object]:
-    names = answer.cause.name.split(savings.AND)
+    names = [cause.name for cause in answer.causes]
     if answer.unavailable_reason:
         return {"causes": names, "reason": answer.unavailable_reason}
     fields = _as_object(answer)

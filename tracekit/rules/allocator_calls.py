@@ -13,6 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.replay.graph.causes.host import ALLOCATOR
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -88,7 +89,7 @@ class SteadyDeviceAllocation(Rule):
             ranks=distinct(with_calls, "rank"),
             steps=distinct(with_calls, "step"),
             evidence=calls,
-            what_if=WhatIf("allocator") if warns else None,
+            what_if=WhatIf(ALLOCATOR) if warns else None,
             subject="device calls",
             is_of_window=worst["step"] is None,
         )

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import save_costs, save_stages, saves, stalls
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.host import io_calls
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.rules import io_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
@@ -117,7 +118,7 @@ class BlockingCheckpoint(Rule):
         )
 
     def _by_spans(self, run: Run) -> Finding:
-        spans, costs = run.table(save_stages.save_spans), run.table(save_costs.save_costs)
+        spans, costs = run.table(save_stages.save_spans), run.table(save_stages.save_costs)
         by_rank = largest_first(spans.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
         of_rank = pl.col("rank") == by_rank["rank"][0]
         rank_spans = spans.filter(of_rank).sort("start_ns")
@@ -145,7 +146,7 @@ class BlockingCheckpoint(Rule):
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
-            what_if=WhatIf("checkpoint", 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
+            what_if=WhatIf(CHECKPOINT, 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
         )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import restores, save_stages, saves
+from tracekit.analysis.checkpoint import save_stages, saves
 from tracekit.model import units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -42,7 +42,7 @@ class AmplifiedRestore(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such loads."""
-        amplified = run.table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
+        amplified = run.table(save_stages.restores).filter(pl.col("amplification") > self.max_amplification)
         if amplified.is_empty():
             return
         slowest = largest_first(amplified, "dur_ns", "checkpoint")

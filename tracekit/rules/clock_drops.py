@@ -11,6 +11,7 @@ from tracekit.analysis.compute import clock_drops
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.slow_ranks import CLOCK_DROP
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -103,7 +104,7 @@ class ClockDrop(Rule):
             ranks=ranks,
             steps=distinct(places, "step"),
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
-            what_if=WhatIf("clock-drop"),
+            what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
         )
 

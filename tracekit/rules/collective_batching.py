@@ -7,13 +7,15 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.communication import collective_bursts, collective_instances, latency
-from tracekit.analysis.parallelism import strategy
-from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.communication import collective_instances, latency
+from tracekit.analysis.parallelism import workload
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import SMALL_COLLECTIVES
+from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH_REDUCTIONS
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
@@ -54,7 +56,7 @@ class SmallCollectives(Rule):
 
     code: ClassVar[str] = "COMM002"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, strategy.marks,
+        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, workload.strategy_marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
     min_count: int = 4
@@ -76,9 +78,9 @@ class SmallCollectives(Rule):
             f"{units.size(int(largest['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(largest['latency_ns']))} each{assumed}. Batching them into "
             f"{int(step_calls['joined'].sum()):,} saves that time.",
-            _batch_fix(strategy.of_run(run), largest["op"]),
+            _batch_fix(workload.run_strategy(run), largest["op"]),
             confidence=0.7 if largest["is_fitted"] else 0.5,
-            what_if=WhatIf("small-collectives"),
+            what_if=WhatIf(SMALL_COLLECTIVES),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
@@ -94,7 +96,7 @@ class SmallCollectives(Rule):
         assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(self.assumed_hop_ns)))
         hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
         calls = (
-            run.table(collective_bursts.bursts)
+            run.table(latency.bursts)
             .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
             .with_columns(latency.hops().alias("hops"), latency.ring_bytes().alias("ring_bytes"))
             .drop_nulls(["hops", "ring_bytes", "is_fitted"])
@@ -188,7 +190,7 @@ class ReducedEveryMicroBatch(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (
         backward_passes.gradient_reductions,
         *steps_without_saves.FACTS,
-        strategy.marks,
+        workload.strategy_marks,
     )
     min_lost_ratio: float = 0.01
 
@@ -205,7 +207,7 @@ class ReducedEveryMicroBatch(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        if strategy.of_run(run) == YAFSDP:
+        if workload.run_strategy(run) == YAFSDP:
             return
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
         loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
@@ -220,7 +222,7 @@ class ReducedEveryMicroBatch(Rule):
             f"{step_rows.height} earlier reductions. Their exposed time is {loss}.",
             _sync_once_fix(run, int(step_rows.filter(pl.col("backward") == 0)["bytes"].sum())),
             confidence=0.8,
-            what_if=WhatIf("micro-batch-reductions"),
+            what_if=WhatIf(MICRO_BATCH_REDUCTIONS),
             evidence=quoted_step.evidence(repeated, loss.row, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
@@ -239,7 +241,7 @@ def _repeated_reductions(reductions: pl.DataFrame) -> pl.DataFrame:
 
 
 def _sync_once_fix(run: Run, unsharded_bytes: int) -> str:
-    used = strategy.of_run(run)
+    used = workload.run_strategy(run)
     if used == DDP:
         return "Reduce in the last micro-batch only: model.no_sync() around the others. It needs no extra memory."
     memory = f". Each rank then stores about {units.size(unsharded_bytes)} of unsharded gradients until the last one"

@@ -13,10 +13,9 @@ from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.parallelism import (
     group_axes,
     pipeline_actions,
+    pipeline_links,
     pipeline_stages,
-    pipeline_waits,
     rank_places,
-    strategy,
     tensor_parallel,
     workload,
 )
@@ -26,6 +25,7 @@ from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import COMMUNICATION
 from tracekit.rules import communication_fixes, quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
@@ -75,7 +75,7 @@ class ExposedCommunication(Rule):
         exposed_communication.exposed_calls,
         breakdown.spans,
         exposed_communication.save_collectives,
-        strategy.marks,
+        workload.strategy_marks,
         workload.marks,
         pipeline_actions.pipeline_actions,
         collective_matching.calls,
@@ -126,7 +126,7 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf("communication", self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
+            what_if=WhatIf(COMMUNICATION, self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),
@@ -165,7 +165,7 @@ class PreparationGap(Rule):
 
     code: ClassVar[str] = "COMM004"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        compute_gap_causes.chains, contention.device_count, strategy.marks, *steps_without_saves.FACTS,
+        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *steps_without_saves.FACTS,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
 
@@ -181,13 +181,13 @@ class PreparationGap(Rule):
             Severity.INFO,
             f"Compute waits {loss} for copies and casts that prepare collectives, which take "
             f"{units.duration(preparation_ns)}.",
-            _PREPARE_FSDP if strategy.of_run(run) in _SHARDED else _PREPARE_LESS,
+            _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
             confidence=0.7,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
         )
 
 
-_SHARDED = (strategy.FSDP1, strategy.FSDP2, strategy.YAFSDP)
+_SHARDED = (workload.FSDP1, workload.FSDP2, workload.YAFSDP)
 _PREPARE_FSDP = (
     "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
     "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
@@ -211,7 +211,7 @@ def _exposed_steps(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
-        run, run.table(pipeline_waits.exposed_by_step).filter(pl.col("duration_ns") > 0)
+        run, run.table(pipeline_links.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
@@ -219,7 +219,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
     steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
-        run.table(pipeline_waits.exposed_transfers)
+        run.table(pipeline_links.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(steps, on=steps.columns, how="semi", nulls_equal=True)
@@ -342,7 +342,7 @@ def _fix(run: Run, worst: dict[str, Any], step_calls: pl.DataFrame, axis: str | 
     costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
     backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
     return communication_fixes.fix_for(
-        strategy=strategy.of_run(run) or (strategy.DDP if axis in _DATA_AXES and op == "all_reduce" else None),
+        strategy=workload.run_strategy(run) or (workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None),
         op=op,
         gloo=gloo,
         overlapped_ratio=_overlapped_ratio(worst),

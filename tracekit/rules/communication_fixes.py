@@ -1,7 +1,7 @@
 """Fixes for exposed communication, by strategy, collective and backend."""
 
 from tracekit.analysis.parallelism import pipeline_actions
-from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 

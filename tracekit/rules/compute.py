@@ -7,11 +7,18 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
+from tracekit.analysis.compute import avoidable_time, product_kernels
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.redundant_work import (
+    IDLE_TENSOR_CORES,
+    MISALIGNED_PRODUCTS,
+    PARTIAL_WAVES,
+    UNFUSED_KERNELS,
+    UNFUSED_OPTIMIZER,
+)
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
@@ -68,7 +75,7 @@ class MisalignedProducts(Rule):
             "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("misaligned-products"),
+            what_if=WhatIf(MISALIGNED_PRODUCTS),
         )
 
     def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
@@ -136,7 +143,7 @@ class IdleTensorCores(Rule):
             "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("idle-tensor-cores"),
+            what_if=WhatIf(IDLE_TENSOR_CORES),
         )
 
 
@@ -163,13 +170,13 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (optimizer_kernels.unfused_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(optimizer_kernels.unfused_kernels)
+        rows = run.table(avoidable_time.unfused_optimizer_kernels)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
@@ -185,7 +192,7 @@ class UnfusedOptimizer(Rule):
             "parameters, gradients and state once.",
             confidence=0.7,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("unfused-optimizer"),
+            what_if=WhatIf(UNFUSED_OPTIMIZER),
         )
 
 
@@ -213,13 +220,17 @@ class UnfusedKernels(Rule):
     """
 
     code: ClassVar[str] = "COMP004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (elementwise_chains.chains, *steps_without_saves.FACTS, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        avoidable_time.elementwise_chains,
+        *steps_without_saves.FACTS,
+        workload.marks,
+    )
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(elementwise_chains.chains)
+        rows = run.table(avoidable_time.elementwise_chains)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
@@ -240,7 +251,7 @@ class UnfusedKernels(Rule):
             _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
             confidence=0.6,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("unfused-kernels"),
+            what_if=WhatIf(UNFUSED_KERNELS),
         )
 
 
@@ -268,13 +279,13 @@ class PartialWaves(Rule):
     """
 
     code: ClassVar[str] = "COMP005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (wave_quantization.partial_waves, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *steps_without_saves.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(wave_quantization.partial_waves)
+        rows = run.table(product_kernels.partial_waves)
         loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
@@ -291,7 +302,7 @@ class PartialWaves(Rule):
             '(torch.compile(mode="max-autotune"), a newer cuBLAS).',
             confidence=0.5,
             evidence=_evidence(rows, loss),
-            what_if=WhatIf("partial-waves"),
+            what_if=WhatIf(PARTIAL_WAVES),
         )
 
 

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.compute import collective_contention, concurrency, contention
-from tracekit.analysis.parallelism import strategy
+from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.contention import SLOWED_COLLECTIVES, SLOWED_COMPUTE
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.rules.step_losses import StepLoss
@@ -55,7 +56,7 @@ class ContendedCompute(Rule):
         contention.by_step,
         contention.by_kernel,
         breakdown.by_step,
-        strategy.marks,
+        workload.strategy_marks,
     )
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
@@ -85,10 +86,10 @@ class ContendedCompute(Rule):
             Severity.INFO if suspicion else Severity.WARNING,
             f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.{suspicion}",
             "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
-            f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(strategy.of_run(run) or '', '')}.",
+            f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}.",
             confidence=_confidence(slowdown),
             evidence=quoted_first.head(40),
-            what_if=WhatIf("slowed-compute", self.min_cost_ratio),
+            what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
         )
 
 
@@ -123,7 +124,12 @@ class StarvedCollectives(Rule):
     """
 
     code: ClassVar[str] = "STREAM004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (collective_contention.calls, calls, breakdown.by_step, strategy.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        collective_contention.calls,
+        calls,
+        breakdown.by_step,
+        workload.strategy_marks,
+    )
     min_slowdown: float = 1.2
     min_cost_ratio: float = 0.02
     min_calls: int = 10
@@ -154,24 +160,24 @@ class StarvedCollectives(Rule):
             f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}."
             f"{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
-            f"or start them earlier{_EARLIER.get(strategy.of_run(run) or '', ' (async_op=True)')}.",
+            f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
             confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
-            what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
+            what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
         )
 
 
 _FEWER_BYTES = {
-    strategy.FSDP1: " (ShardingStrategy.HYBRID_SHARD)",
-    strategy.FSDP2: " (fully_shard on a mesh of two axes)",
-    strategy.YAFSDP: " (fully_shard on a mesh of two axes)",
-    strategy.DDP: " (no_sync() between micro-batches)",
+    workload.FSDP1: " (ShardingStrategy.HYBRID_SHARD)",
+    workload.FSDP2: " (fully_shard on a mesh of two axes)",
+    workload.YAFSDP: " (fully_shard on a mesh of two axes)",
+    workload.DDP: " (no_sync() between micro-batches)",
 }
 _EARLIER = {
-    strategy.FSDP1: " (forward_prefetch=True, BackwardPrefetch.BACKWARD_PRE)",
-    strategy.FSDP2: " (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)",
-    strategy.YAFSDP: "",
-    strategy.DDP: " (bucket_cap_mb)",
+    workload.FSDP1: " (forward_prefetch=True, BackwardPrefetch.BACKWARD_PRE)",
+    workload.FSDP2: " (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)",
+    workload.YAFSDP: "",
+    workload.DDP: " (bucket_cap_mb)",
 }
 """How each strategy sends less, or starts collectives earlier."""
 

@@ -9,34 +9,22 @@ import polars as pl
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, representative_ranks, savings, steps
+from tracekit.replay.graph import representative_ranks, savings, steps
+from tracekit.replay.graph.causes.cause import Cause, Pricing
+from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.dependency_graph import Graph
-from tracekit.replay.graph.nodes import WORK
-from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
-from tracekit.rules import single_stalls, stalled_collectives
+from tracekit.replay.graph.nodes import WORK, HostSpan
+from tracekit.rules import outlier_steps, stalled_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
 _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
-_DATA, _STRAGGLER, _LATE_LAUNCH = "data-loading", "straggler", "late-launch"
-_OF_STALLS = (single_stalls.CODE, stalled_collectives.StalledCollective.code)
-_OF_TRANSFERS = ("communication", "slow-link", "slowed-collectives", "small-collectives")
-_DIRECT = (_DATA, "blocking-sync", "allocator", "checkpoint", "device-stall", "clock-drop")
-_CONSEQUENCES = (_STRAGGLER, _LATE_LAUNCH)
-"""Causes that also contain the time of the causes before them: late ranks and late launches have reasons themselves."""
 _MIN_PART_RATIO = 0.25
 """Share of what a late rank costs from which the time that its host takes longer for a cause is a reason."""
-_IDLE_PART = {
-    _DATA: late_ranks.DATA,
-    "blocking-sync": late_ranks.SYNCHRONIZE,
-    "allocator": late_ranks.ALLOCATOR,
-    "device-stall": late_ranks.STALL,
-}
-"""As which part of the time of late ranks (`late_ranks.PARTS`) a cause leaves their devices idle."""
-_UNEVEN, _LATE_GROUP = "RANK003", "RANK004"
+_MORE = 2
+_UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 fault of its own."""
@@ -72,11 +60,11 @@ def attribute_costs(report: Report) -> Report:
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
     replayable = bool(finding_ranks) and _can_be_replayed(run)
     priced = [part for finding in report.findings for part in _priced_stalls(report.run, run, finding, replayable)]
-    stalls = single_stalls.reported_stalls(report.run, priced) if replayable else pl.DataFrame()
+    stalls = outlier_steps.reported_stalls(report.run, priced) if replayable else pl.DataFrame()
     stalled = stalled_collectives.removal(report.run, priced) if replayable else None
     findings: list[Finding] = []
     removed: list[Removal] = []
-    for finding in sorted(priced, key=_order):
+    for finding in sorted(priced, key=_pricing):
         removal = _removal(report.run, finding, stalls)
         repriced = list(_with_saving(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
         findings += repriced
@@ -84,7 +72,7 @@ def attribute_costs(report: Report) -> Report:
             removed.append(removal)
     if removed:
         findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
-        findings = [single_stalls.once(finding, findings, stalls) for finding in findings]
+        findings = [outlier_steps.once(finding, findings, stalls) for finding in findings]
     notes = (*report.notes, _replayed_ranks(report.run, run)) if replayable and run is not report.run else report.notes
     return replace(report, findings=sort_findings(findings), notes=notes)
 
@@ -100,7 +88,7 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     These are the `removals` of a finding, also of one on another recording of the same job: the single stalls that the
     report states stay if they stayed there, too. 0 without a replay.
     """
-    stalls = single_stalls.reported_stalls(report.run, report.findings)
+    stalls = outlier_steps.reported_stalls(report.run, report.findings)
     *first, last = (replace(removal, stalls=_staying_in_both(report.run, stalls, removal)) for removal in removals)
     run = representative_ranks.run_of(report.run, tuple(removal.ranks for removal in removals if removal.ranks))
     stalled = stalled_collectives.removal(report.run, report.findings)
@@ -114,7 +102,7 @@ def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[
     Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
     """
     names = {span.stall for span in removal.stalls}
-    return tuple(span for span in single_stalls.staying(run, stalls, removal.cause) if span.stall in names)
+    return tuple(span for span in outlier_steps.staying(run, stalls, removal.cause) if span.stall in names)
 
 
 def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
@@ -122,11 +110,11 @@ def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) 
 
     `replayed` is the run of the ranks that are replayed.
     """
-    if finding.code == stalled_collectives.StalledCollective.code:
-        removal = stalled_collectives.removal(run, (finding,))
-    else:
-        removal = Removal(causes.SINGLE_STALL.name, (), tuple(single_stalls.of_finding(run, finding)))
-    if finding.code not in _OF_STALLS or not replayable or removal is None:
+    if finding.what_if is None or not finding.what_if.cause.is_of_finding or not replayable:
+        return (finding,)
+    is_collective = finding.what_if.cause is STALLED_COLLECTIVE
+    removal = stalled_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
+    if removal is None:
         return (finding,)
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
     return [replace(part, removals=()) for part in _with_saving(replayed, finding, removal, [], None)]
@@ -136,7 +124,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     """Return a finding on waiting for late ranks with the waiting that remains without the causes in `removed`."""
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    codes = " and ".join(dict.fromkeys(_code(removal) for removal in removed))
+    codes = " and ".join(dict.fromkeys(removal.code for removal in removed))
     is_consequence = ratio < _MIN_OWN_RATIO
     return replace(
         finding,
@@ -149,34 +137,35 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
 
 def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
     """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
-    if finding.what_if is None or finding.code in _OF_STALLS:
+    if finding.what_if is None or finding.what_if.cause.is_of_finding:
         return None
     cause = finding.what_if.cause
-    return Removal(cause, finding.ranks if cause == _STRAGGLER else (), single_stalls.staying(run, stalls, cause))
+    ranks = finding.ranks if cause.pricing is Pricing.LATE_RANKS else ()
+    return Removal(cause, ranks, outlier_steps.staying(run, stalls, cause))
 
 
-def _code(removal: Removal) -> str:
-    """Return the code of the rule on a removed cause: a straggler of several ranks is a late group."""
-    return _LATE_GROUP if removal.cause == _STRAGGLER and len(removal.ranks) > 1 else causes.find(removal.cause).code
+def _pricing(finding: Finding) -> Pricing:
+    return finding.what_if.cause.pricing if finding.what_if else Pricing.INDEPENDENT
 
 
 def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
     """Return the causes with a warning that contain the time of the finding, or make it necessary."""
-    cause = finding.what_if.cause if finding.what_if else ""
-    if cause == _LATE_LAUNCH:
+    if _pricing(finding) is Pricing.CONSEQUENCE:
         return tuple(removed)
-    if cause != _STRAGGLER:
+    if _pricing(finding) is not Pricing.LATE_RANKS:
         return ()
-    first = [removal for removal in removed if removal.cause != _STRAGGLER and _makes_late(run, finding, removal.cause)]
-    return tuple(replace(removal, ranks=finding.ranks) for removal in first)
+    sources = (removal for removal in removed if removal.cause.pricing is Pricing.SOURCE)
+    return tuple(
+        replace(removal, ranks=finding.ranks) for removal in sources if _makes_late(run, finding, removal.cause)
+    )
 
 
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
     """Return the removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
-    return (stalled,) if stalled and removal.cause in _OF_TRANSFERS else ()
+    return (stalled,) if stalled and removal.cause.is_transfer_time else ()
 
 
-def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
+def _makes_late(run: Run, finding: Finding, cause: Cause) -> bool:
     """Return whether a cause takes the hosts of late ranks longer than those of others, by a part of what is lost.
 
     Or leaves their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
@@ -186,24 +175,18 @@ def _makes_late(run: Run, finding: Finding, cause: str) -> bool:
     other_ns = [ns for rank, ns in removed_ns.items() if rank not in finding.ranks]
     longer_ns = statistics.median(late or [0]) - statistics.median(other_ns or [0])
     lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
-    largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == _IDLE_PART.get(cause, ""))
+    largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == cause.idle_part)
     is_exposed = bool((largest["extra_ns"] >= _MIN_OWN_RATIO * max(finding.cost_ns, 1)).any())
     return is_exposed or bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
 
 
-def _order(finding: Finding) -> int:
-    """Return 0 for causes that are priced first, then the place among the consequences."""
-    cause = finding.what_if.cause if finding.what_if else ""
-    return 1 + _CONSEQUENCES.index(cause) if cause in _CONSEQUENCES else 0
-
-
 def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
     """Return whether a replay confirmed a warning, or found it to be the consequence of another one."""
-    cause = finding.what_if.cause if finding.what_if else ""
-    if finding.severity == Severity.INFO or cause not in (*_DIRECT, *_CONSEQUENCES):
+    pricing = _pricing(finding)
+    if finding.severity == Severity.INFO or pricing is Pricing.INDEPENDENT:
         return False
-    confirmed = repriced if cause == _STRAGGLER else warnings(repriced)
-    return any(_SAVING in priced.message and priced.cost_ns > 0 for priced in confirmed)
+    confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
+    return any(priced.is_priced and priced.cost_ns > 0 for priced in confirmed)
 
 
 def _can_be_replayed(run: Run) -> bool:
@@ -255,7 +238,7 @@ def _with_saving(
     smallest = min(solo, after, key=lambda step: step.saved_ns) if after else solo
     priced = replace(_reprice(finding, what_if, first, smallest), removals=(*causing, removal))
     repriced = _with_other_ranks(run, priced, what_if.cause)
-    if after and what_if.cause == _STRAGGLER and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
+    if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the fault that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
         yield repriced
@@ -263,13 +246,13 @@ def _with_saving(
         yield replace(repriced, severity=Severity.INFO)
 
 
-def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
+def _with_other_ranks(run: Run, finding: Finding, cause: Cause) -> Finding:
     """Return the finding with the ranks whose hosts spend more than twice as much on its cause as those that it names.
 
     Rules measure where the device is idle directly after; the replay removes the cause on all ranks. A host may pause
     after a wait that found the device almost idle.
     """
-    if cause not in _ON_HOST or not finding.ranks:
+    if not cause.is_hidden_elsewhere or not finding.ranks:
         return finding
     removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
     named_ns = max(removed_ns.get(rank, 0) for rank in finding.ranks)
@@ -278,11 +261,6 @@ def _with_other_ranks(run: Run, finding: Finding, cause: str) -> Finding:
         return finding
     where = f"Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
     return replace(finding, ranks=tuple(sorted({*finding.ranks, *other_ranks})), message=f"{finding.message} {where}")
-
-
-_ON_HOST = (_DATA, "blocking-sync", "allocator")
-_MORE = 2
-_SAVING = "Potential saving by replay"
 
 
 @dataclass(frozen=True)
@@ -301,18 +279,19 @@ class _MeanStep:
 def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean: _MeanStep) -> Finding:
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     share = min(1.0, saved_ns / mean.step_ns)
-    after = f" after {' and '.join(dict.fromkeys(_code(removal) for removal in first))}" if first else ""
+    after = f" after {' and '.join(dict.fromkeys(removal.code for removal in first))}" if first else ""
     per = "in the window" if finding.is_of_window else "per step"
     before_ns = min(saved_ns, mean.before_steps_ns)
     before = ""
     if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
         before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
-    saving = f"{_SAVING}{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before}."
+    saving = f"Potential saving by replay{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before}."
     return replace(
         finding,
         cost_ns=saved_ns,
         impact=share,
         before_steps_ratio=min(share, before_ns / mean.step_ns),
+        is_priced=True,
         is_upper_bound=False,
         confidence=min(finding.confidence, mean.confidence),
         message=f"{finding.message} {saving}",
@@ -333,8 +312,7 @@ def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] =
 
     None if there is no replay.
     """
-    is_stall = removal.cause in causes.OF_FINDINGS
-    without = savings.stall_saving(run, removal) if is_stall else savings.saving_of(run, (*first, removal))
+    without = savings.saving_of(run, (*first, removal))
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.parallelism import occasional_stragglers, outlier_steps
+from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -220,9 +220,7 @@ def _measured_quality(run: Run) -> pl.DataFrame:
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
     stalled = run.table(outlier_steps.outlier_steps).filter(~is_first_use())
-    worked = run.table(occasional_stragglers.occasional_stragglers).filter(
-        pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO
-    )
+    worked = run.table(stragglers.occasional_stragglers).filter(pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO)
     columns = ("lost_ns", "reference_ns")
     events = pl.concat([
         stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step")

@@ -11,6 +11,7 @@ from tracekit.analysis.time import device_stalls, paused_kernels
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.slow_ranks import DEVICE_STALL
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -135,7 +136,7 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
         ranks=distinct(loss.steps, "rank"),
         steps=distinct(loss.steps, "step"),
         evidence=loss.stalls.head(_EVIDENCE_ROWS),
-        what_if=WhatIf("device-stall") if is_warning else None,
+        what_if=WhatIf(DEVICE_STALL) if is_warning else None,
         subject="" if is_warning else "unknown cause",
         is_of_window=loss.is_of_window,
     )

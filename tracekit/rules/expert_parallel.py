@@ -11,6 +11,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import UNBALANCED_EXPERTS
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
@@ -78,7 +79,7 @@ class OverloadedExperts(Rule):
             .drop("members", "first_id", "second_id")
             .head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
-            what_if=WhatIf("unbalanced-experts"),
+            what_if=WhatIf(UNBALANCED_EXPERTS),
         )
 
 

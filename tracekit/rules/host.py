@@ -14,6 +14,8 @@ from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
+from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
 from tracekit.rules import io_evidence, quoted_step, step_losses
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
@@ -98,7 +100,7 @@ class LateLaunch(Rule):
             _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
-            what_if=None if cold_ns else WhatIf("late-launch"),
+            what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
         )
 
     def _first_use_ns(self, run: Run, loss: step_losses.StepLoss) -> int:
@@ -185,7 +187,7 @@ class BlockingSync(Rule):
             _READ_LATER,
             confidence=0.8,
             evidence=_evidence(loss, late),
-            what_if=WhatIf("blocking-sync"),
+            what_if=WhatIf(BLOCKING_SYNC),
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -264,7 +266,7 @@ class DataStall(Rule):
             _PREFETCH,
             confidence=0.9,
             evidence=_evidence(loss, late),
-            what_if=WhatIf("data-loading"),
+            what_if=WhatIf(DATA_LOADING),
         )
 
     def _hidden_stall(self, run: Run) -> Iterator[Finding]:
@@ -282,7 +284,7 @@ class DataStall(Rule):
             _PREFETCH,
             confidence=0.9,
             evidence=evidence.select("window", "rank", "step", "device", "start_ns", "dur_ns"),
-            what_if=WhatIf("data-loading", self.min_saved_ratio),
+            what_if=WhatIf(DATA_LOADING, self.min_saved_ratio),
         )
         yield replace(finding, impact=0.0, cost_ns=0)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from tracekit.analysis.quality import cut_steps, trace_quality
+from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -33,7 +33,7 @@ _IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP")
 _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 
-FACTS: tuple[TraceFact, ...] = (trace_quality.data_quality, cut_steps.cut_steps, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (trace_quality.data_quality, trace_quality.cut_steps, breakdown.by_step)
 
 
 def blind_spots(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
@@ -48,7 +48,7 @@ def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     A finding on some ranks rests on lost events if one of these ranks has lost some, others if any rank has.
     """
     lost = dict(_lost(run))
-    cut = set(run.table(cut_steps.cut_steps).select("rank", "step").iter_rows())
+    cut = set(run.table(trace_quality.cut_steps).select("rank", "step").iter_rows())
     uncut = set(run.table(breakdown.by_step).select("rank", "step").iter_rows()) - cut
     for finding in findings:
         is_on_time = family(finding.code) in _IDLE_FAMILIES or finding.code in _IDLE_CODES

@@ -13,6 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import SLOW_LINK
 from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, median_row
 
@@ -156,7 +157,7 @@ class SlowLink(Rule):
             confidence=(0.8 if all_traced else 0.6) - (0.0 if to_peers else 0.1),
             ranks=tuple(sorted(worst["ranks"])),
             steps=distinct(slow, "step"),
-            what_if=WhatIf("slow-link") if is_costly else None,
+            what_if=WhatIf(SLOW_LINK) if is_costly else None,
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {ranks}",
             is_of_window=is_of_window,

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.memory import allocations, growth
+from tracekit.analysis.memory import allocations, usage
 from tracekit.analysis.parallelism import workload
-from tracekit.analysis.quality import cut_steps
+from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -16,7 +16,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
 _WHERE = ("window", "rank")
-_CUT_FACTS: tuple[TraceFact, ...] = (cut_steps.cut_steps, breakdown.by_step)
+_CUT_FACTS: tuple[TraceFact, ...] = (trace_quality.cut_steps, breakdown.by_step)
 # Ops with an alternative that needs less memory.
 _ALTERNATIVES = (
     (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
@@ -55,14 +55,14 @@ class GrowingMemory(Rule):
     """
 
     code: ClassVar[str] = "MEM003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (growth.growth, workload.marks)
+    facts: ClassVar[tuple[TraceFact, ...]] = (usage.growth, workload.marks)
     min_bytes: int = 1 << 16
     min_growth_ratio: float = 5.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the fastest growth."""
         growth_bytes = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
-        grown = run.table(growth.growth).filter(
+        grown = run.table(usage.growth).filter(
             pl.col("low_bytes") >= self.min_bytes, growth_bytes >= self.min_growth_ratio * pl.col("spread_bytes")
         )
         if grown.is_empty():
@@ -77,7 +77,7 @@ class GrowingMemory(Rule):
             f"{units.size(worst['last_bytes'])} after step {worst['last_step']}.",
             f"{_LEAKS[workload.is_inference(run)]} {_SHOWN_BY}",
             cost_bytes=int(worst["slope_bytes"]),
-            confidence=0.9 if worst["steps"] >= 2 * growth.LEAST_STEPS else 0.7,
+            confidence=0.9 if worst["steps"] >= 2 * usage.LEAST_STEPS else 0.7,
             ranks=distinct(grown, "rank"),
             evidence=grown,
         )
@@ -234,8 +234,8 @@ class PeakOwner(Rule):
 
 def _with_peak(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of ranks whose recording has more than the optimizer: the peak of a step is before it."""
-    is_optimizer = pl.col("part") == cut_steps.OPTIMIZER
-    only = run.table(cut_steps.cut_steps).filter(is_optimizer).select(*_WHERE, "step")
+    is_optimizer = pl.col("part") == trace_quality.OPTIMIZER
+    only = run.table(trace_quality.cut_steps).filter(is_optimizer).select(*_WHERE, "step")
     other_steps = run.table(breakdown.by_step).join(only, on=[*_WHERE, "step"], how="anti", nulls_equal=True)
     cut = only.join(other_steps, on=_WHERE, how="anti")
     return table.join(cut, on=_WHERE, how="anti", maintain_order="left")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import occasional_stragglers, stragglers
+from tracekit.analysis.parallelism import stragglers
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -52,7 +52,7 @@ class OccasionalStraggler(Rule):
 
     code: ClassVar[str] = "RANK005"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *occasional_stragglers.FACTS,
+        *stragglers.FACTS,
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
     )
@@ -60,7 +60,7 @@ class OccasionalStraggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per late rank, or group of ranks that are late together."""
-        events = run.table(occasional_stragglers.occasional_stragglers)
+        events = run.table(stragglers.occasional_stragglers)
         overloaded = overloaded_ranks(run) if events.height else frozenset()
         for _, rank_events in events.group_by("late_rank", maintain_order=True):
             if overloaded.issuperset(rank_events["late_ranks"][0]):

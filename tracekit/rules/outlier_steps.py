@@ -1,7 +1,7 @@
 """Rules on steps that are not like the others: outlier steps, and the cold start of a window."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import polars as pl
@@ -15,7 +15,10 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import causes
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
+from tracekit.replay.graph.nodes import HostSpan
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
 _FACTS: tuple[TraceFact, ...] = (
@@ -171,7 +174,7 @@ class OutlierStep(Rule):
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
             # After the last work there is nothing that a replay could show.
-            what_if=WhatIf(causes.SINGLE_STALL.name, min_saved_ratio)
+            what_if=WhatIf(SINGLE_STALL, min_saved_ratio)
             if breakdown.is_on_device(run) and not event["is_last"]
             else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
@@ -235,6 +238,71 @@ def is_first_use() -> pl.Expr:
     """Return whether an event of `outlier_steps.outlier_steps` is of a kind that first uses cause, in any step."""
     lazy = pl.col("cause").eq(host_stalls.LAUNCH) & pl.col("is_everyone")
     return pl.col("cause").is_in(host_stalls.FIRST_USE) | lazy
+
+
+def removal(run: Run, finding: Finding) -> Removal:
+    """Removal in a replay for a finding of STEP001: its stalls."""
+    stalls = run.table(outlier_steps.outlier_steps).filter(_is_of(finding))
+    return Removal(SINGLE_STALL, (), tuple(_spans(run, stalls)))
+
+
+def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
+    """The single stalls that a warning of STEP001 reports, or first uses: columns of `outlier_steps.outlier_steps`."""
+    is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
+    for finding in (warning for warning in warnings(findings) if warning.code == OutlierStep.code):
+        is_reported |= _is_of(finding)
+    return run.table(outlier_steps.outlier_steps).filter(is_reported)
+
+
+def staying(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:
+    """Host spans of `reported_stalls` that stay where a cause is removed.
+
+    None in a window of one step, whose stalls may be steady or single.
+    """
+    if stalls.is_empty():
+        return ()
+    is_apart = pl.col("cause").is_in(cause.excluded_stalls)
+    return tuple(_spans(run, stalls.filter(pl.col("steps") > 1, ~is_apart)))
+
+
+def once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
+    """A finding of STEP001 as information if the rules of its causes warn of the same of some `stalls`.
+
+    That is so in a window of one step, whose stalls may be steady or single. Other findings are returned as they are.
+    """
+    if finding.code != OutlierStep.code or finding.severity <= Severity.INFO:
+        return finding
+    matching = stalls.filter(_is_of(finding))
+    kinds = set(matching["cause"])
+    codes = {cause.code() for cause in causes.all_causes() if kinds & set(cause.removed_stalls)}
+    is_only_step = bool((matching["steps"] <= 1).all()) and matching.height > 0
+    is_reported = codes <= {warning.code for warning in warnings(findings)}
+    return replace(finding, severity=Severity.INFO) if is_only_step and is_reported else finding
+
+
+def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
+    """Yield when the hosts are in these stalls.
+
+    A rank whose device still has work while all others stall has no stall of its own: its host pauses as theirs do.
+    """
+    pieces = run.table(outlier_steps.outlier_stalls).with_columns(end_ns=pl.col("run_start_ns") + pl.col("dur_ns"))
+    for stall in stalls.iter_rows(named=True):
+        events = pieces.filter(pl.col("event").is_in(stall["events"]), pl.col("window") == stall["window"])
+        all_spans = events.select("run_start_ns", "end_ns").rows()
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, span in zip(events["rank"].to_list(), all_spans, strict=True):
+            by_rank.setdefault(rank, []).append(span)
+        for rank in run.ranks if stall["is_everyone"] else dict.fromkeys(stall["ranks"]):
+            for start_ns, end_ns in by_rank.get(rank, all_spans):
+                yield HostSpan(stall["window"], rank, start_ns, end_ns, f"{stall['cause']} in step {stall['step']}")
+
+
+def _is_of(outliers: Finding) -> pl.Expr:
+    """Whether a row of `outlier_steps.outlier_steps` belongs to a finding of STEP001."""
+    differing = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
+    same_ranks = (differing == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
+    in_steps = pl.col("step").is_in(outliers.steps) if outliers.steps else pl.col("step").is_null()
+    return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & same_ranks & ~is_cold()
 
 
 def _fix(event: dict[str, Any], run: Run) -> str:

@@ -12,6 +12,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.redundant_work import RECOMPUTATION
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
@@ -81,7 +82,7 @@ class NeedlessRecomputation(Rule):
             "check_fn for apply_activation_checkpointing), or save costly outputs with "
             "create_selective_checkpoint_contexts.",
             confidence=0.8 if step_parts["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
-            what_if=WhatIf("recomputation", is_partial=True),
+            what_if=WhatIf(RECOMPUTATION, is_partial=True),
             evidence=step_parts.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 

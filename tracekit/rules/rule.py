@@ -13,7 +13,8 @@ import polars as pl
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.stalls import Removal
 
 
 class Severity(IntEnum):
@@ -33,11 +34,11 @@ class Severity(IntEnum):
 class WhatIf:
     """The cause that a replay removes to estimate a finding's cost (`tracekit.rules.cost_attribution`).
 
-    `cause` is a name in `tracekit.replay.graph.causes`. If the replay saves less than `min_saved_ratio` of the step,
-    the finding is information: the step has another bottleneck behind this one.
+    `cause` is one of `tracekit.replay.graph.causes`, or of a plug-in. If the replay saves less than `min_saved_ratio`
+    of the step, the finding is information: the step has another bottleneck behind this one.
     """
 
-    cause: str
+    cause: Cause
     min_saved_ratio: float = 0.005
     is_partial: bool = False
     """Whether only a part of the cause can be removed: the finding's own cost is then the upper bound of the saving."""
@@ -69,6 +70,8 @@ class Finding:
     """The cause to remove in a replay; None where the rule itself measures the cost."""
     removals: tuple[Removal, ...] = ()
     """What a replay removed for the cost: causes that other findings price, and last its own. () without a replay."""
+    is_priced: bool = False
+    """Whether a replay without the cause gave impact and cost."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     before_steps_ratio: float = 0.0

@@ -11,9 +11,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph import causes
-from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import STOPPED, HostSpan
+from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, STOPPED, Removal
+from tracekit.replay.graph.nodes import HostSpan
 from tracekit.rules import outlier_steps
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -103,7 +102,7 @@ class StalledCollective(Rule):
             ranks=stopped or tuple(events["ranks"].explode().unique().sort().to_list()),
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
-            what_if=WhatIf(causes.STALLED_COLLECTIVE.name, min_saved_ratio),
+            what_if=WhatIf(STALLED_COLLECTIVE, min_saved_ratio),
             subject=_subject(event),
             is_of_window=event["step"] is None,
         )
@@ -130,7 +129,7 @@ def removal(run: Run, findings: Iterable[Finding]) -> Removal | None:
         for rank in row["silent_ranks"]
     ]
     spans = (*(HostSpan(*row) for row in rows), *stopped)
-    return Removal(causes.STALLED_COLLECTIVE.name, (), spans) if spans else None
+    return Removal(STALLED_COLLECTIVE, (), spans) if spans else None
 
 
 def _subject(event: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_pl
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
 from tracekit.rules import quoted_step
 from tracekit.rules.device_evidence import DeviceEvidence
 from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
@@ -145,7 +146,7 @@ class Straggler(Rule):
             confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
             ranks=ranks,
             steps=distinct(late, "step"),
-            what_if=WhatIf("straggler", self.min_cost_ratio) if is_latest else None,
+            what_if=WhatIf(STRAGGLER, self.min_cost_ratio) if is_latest else None,
             evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in wait_tables).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),

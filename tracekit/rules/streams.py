@@ -8,11 +8,13 @@ import polars as pl
 
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import contention
-from tracekit.analysis.parallelism import strategy
+from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.contention import GIVE_WAY
+from tracekit.replay.graph.causes.order import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.rules import quoted_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.rules.step_losses import StepLoss
@@ -54,7 +56,7 @@ class GiveWay(Rule):
         contention.preparation,
         contention.device_count,
         breakdown.by_step,
-        strategy.marks,
+        workload.strategy_marks,
     )
     min_slowdown: float = 1.5
     min_cost_ratio: float = 0.02
@@ -87,10 +89,10 @@ class GiveWay(Rule):
             self,
             Severity.WARNING,
             _give_way_message(loss, quoted_chains),
-            _PREPARE_EARLIER.get(strategy.of_run(run) or "", _PREPARE_ANY_EARLIER),
+            _PREPARE_EARLIER.get(workload.run_strategy(run) or "", _PREPARE_ANY_EARLIER),
             confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
-            what_if=WhatIf("give-way", self.min_cost_ratio),
+            what_if=WhatIf(GIVE_WAY, self.min_cost_ratio),
         )
 
     def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
@@ -144,7 +146,7 @@ class SerializedStreams(Rule):
         queueing.launch_order,
         queueing.delayed_kernels,
         breakdown.by_step,
-        strategy.marks,
+        workload.strategy_marks,
     )
     max_overtaking_ratio: float = 0.01
     min_blocked: int = 8
@@ -187,10 +189,10 @@ class SerializedStreams(Rule):
             self,
             Severity.WARNING if queue else Severity.INFO,
             _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
-            _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(strategy.of_run(run) or "", "")),
+            _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(workload.run_strategy(run) or "", "")),
             confidence=0.8 if queue else 0.5,
             evidence=quoted_step.evidence(delayed, loss.row, "lost_ns"),
-            what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
+            what_if=WhatIf(SHARED_QUEUE if queue else SHARED_COMMUNICATOR, self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
             is_upper_bound=True,
         )
@@ -204,7 +206,7 @@ _COMMUNICATOR_FIX = (
     "Use separate communicators for collectives that need not wait for each other: {}another process group "
     "(dist.new_group). They still share the links."
 )
-_SEPARATE = {strategy.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
+_SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
     "before a collective."
@@ -214,11 +216,11 @@ _PREPARE_IN_BUFFERS = (
     "divides before the reduce-scatter ({}.reduce_dtype)."
 )
 _PREPARE_EARLIER = {
-    strategy.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
+    workload.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
     "avoid casts before the all-reduce.",
-    strategy.FSDP1: _PREPARE_IN_BUFFERS.format("MixedPrecision"),
-    strategy.FSDP2: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
-    strategy.YAFSDP: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
+    workload.FSDP1: _PREPARE_IN_BUFFERS.format("MixedPrecision"),
+    workload.FSDP2: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
+    workload.YAFSDP: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
 }
 
 

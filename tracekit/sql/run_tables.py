@@ -14,8 +14,7 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import plugins, schema
-from tracekit.model.fact import RunFact
-from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run
+from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact
 from tracekit.model.schema import Column, Table
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.replay.graph.critical_path import path as critical_path

@@ -125,7 +125,11 @@ def match_rank(
         is_possible = offset_ns is None or voted is None or abs(voted - offset_ns) <= error_ns
         agreed = voted if is_possible and voted is not None else offset_ns
     pairs = _match_by_time(calls, instances, agreed) if agreed is not None else np.full(len(calls.end), UNKNOWN)
-    common = _calls_in_common(calls, instances, agreed or 0)
+    # Count the calls that both sides recorded, judged by their ends.
+    ends = calls.end + (agreed or 0)
+    low, high = max(ends[0], instances.end_time[0]) - _FAR_NS, min(ends[-1], instances.end_time[-1]) + _FAR_NS
+    call_count = ((ends >= low) & (ends <= high)).sum()
+    common = int(min(call_count, ((instances.end_time >= low) & (instances.end_time <= high)).sum()))
     if (pairs >= 0).sum() < _MIN_EXPLAINED * common and (aligned := _align_sequences(calls, instances, offset_ns)):
         agreed, pairs = aligned
     elif agreed is None or (pairs >= 0).sum() < max(MIN_PAIRS, common // 3):
@@ -172,7 +176,10 @@ def _offset_by_voting(calls: RankCalls, instances: Instances) -> int | None:
         if candidate // _SCALES_NS[0] in tried:
             continue
         tried.add(candidate // _SCALES_NS[0])
-        score, refined = _score(calls, instances, candidate)
+        # Score how well an offset explains the ends, and refine the offset by the resulting pairs.
+        pairs = _nearest(calls, instances, candidate, _FAR_NS)
+        has_enough = ((pairs >= 0) & calls.synchronizing).sum() >= MIN_PAIRS
+        score, refined = _precision(calls, instances, pairs) if has_enough else (0.0, candidate)
         if best is None or score > best[0] * 1.001:  # among equal scores, the smallest offset
             best = (score, refined)
     return best[1] if best and best[0] > 0 else None
@@ -209,13 +216,6 @@ def _peaks(differences: _Ints) -> list[int]:
             near = slice(np.searchsorted(differences, differences[i] - scale), past[i])
             counts[near] = 0
     return peaks
-
-
-def _score(calls: RankCalls, instances: Instances, offset_ns: int) -> tuple[float, int]:
-    """Score how well an offset explains the ends, and refine the offset by the resulting pairs."""
-    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
-    has_enough = ((pairs >= 0) & calls.synchronizing).sum() >= MIN_PAIRS
-    return _precision(calls, instances, pairs) if has_enough else (0.0, offset_ns)
 
 
 def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[float, int]:
@@ -283,14 +283,6 @@ def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
         np.abs(fenced[np.maximum(best - 1, 0)] - to), np.abs(fenced[np.minimum(best + 1, len(among) + 1)] - to)
     )
     return best - 1, next_best / np.maximum(distance, 1)
-
-
-def _calls_in_common(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
-    """Count the calls that both sides recorded, judged by their ends."""
-    ends = calls.end + offset_ns
-    low, high = max(ends[0], instances.end_time[0]) - _FAR_NS, min(ends[-1], instances.end_time[-1]) + _FAR_NS
-    call_count = ((ends >= low) & (ends <= high)).sum()
-    return int(min(call_count, ((instances.end_time >= low) & (instances.end_time <= high)).sum()))
 
 
 def _match_by_order(

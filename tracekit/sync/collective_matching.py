@@ -53,7 +53,18 @@ def calls(trace: Trace) -> pl.DataFrame:
         )
         .sort("start_ns", "activity_id")
     )
-    return _with_send_receive_pairs(collectives, trace.rank).pipe(schema.select, CALLS)
+    sends = pl.col("op") == "send"
+    paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
+    to_peer, from_peer = pl.format(f"{trace.rank}>{{}}", "peer"), pl.format(f"{{}}>{trace.rank}", "peer")
+    between = pl.when(sends).then(to_peer).otherwise(from_peer)
+    return (
+        collectives.with_columns(
+            pl.when(paired).then(between).otherwise("members").alias("members"),
+            pl.when(paired).then(2).otherwise("group_size").alias("group_size"),
+            pl.when(paired).then(None).otherwise("seq").alias("seq"),  # of the group, not of the pair
+            pl.when(paired).then(pl.lit(PAIRED)).otherwise("op").alias("op"),
+        )
+    ).pipe(schema.select, CALLS)
 
 
 def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
@@ -70,19 +81,6 @@ def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
         .join(listed.unique("group", keep="first"), on="group", how="left", maintain_order="left")
         .with_columns(pl.coalesce("listed_size", "group_size").alias("group_size"))
         .drop("listed_size")
-    )
-
-
-def _with_send_receive_pairs(collectives: pl.DataFrame, rank: int) -> pl.DataFrame:
-    sends = pl.col("op") == "send"
-    paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
-    to_peer, from_peer = pl.format(f"{rank}>{{}}", "peer"), pl.format(f"{{}}>{rank}", "peer")
-    between = pl.when(sends).then(to_peer).otherwise(from_peer)
-    return collectives.with_columns(
-        pl.when(paired).then(between).otherwise("members").alias("members"),
-        pl.when(paired).then(2).otherwise("group_size").alias("group_size"),
-        pl.when(paired).then(None).otherwise("seq").alias("seq"),  # of the group, not of the pair
-        pl.when(paired).then(pl.lit(PAIRED)).otherwise("op").alias("op"),
     )
 
 
@@ -242,7 +240,12 @@ def _match_unnamed(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
         return matches
     if not smaller:
         clocks.replace(before)
-    return _drop_oversized(group, matches)
+    # Matches without instances of more ranks than the group has: of several groups with one name.
+    sizes = group.select(pl.col("at"), pl.col("group_size").fill_null(len(group)))
+    counted = _row_instances(matches).join(sizes, on="at", maintain_order="left")
+    too_many = (pl.len().over("instance") > pl.col("group_size")) | (pl.col("instance") == UNKNOWN)
+    unknown = counted.filter(too_many)["at"].to_numpy()
+    return [(row, np.where(np.isin(row, unknown), UNKNOWN, instance), by_seq) for row, instance, by_seq in matches]
 
 
 def _match_all(group: pl.DataFrame, clocks: ClockGroups) -> list[_Match]:
@@ -305,15 +308,6 @@ def _match_smaller(group: pl.DataFrame, smaller: dict[int, list[list[int]]], clo
     return matches + (_match_all(rest, clocks) if rest["rank"].n_unique() > 1 else [])
 
 
-def _drop_oversized(group: pl.DataFrame, matches: list[_Match]) -> list[_Match]:
-    """Return the matches without instances of more ranks than the group has: of several groups with one name."""
-    sizes = group.select(pl.col("at"), pl.col("group_size").fill_null(len(group)))
-    counted = _row_instances(matches).join(sizes, on="at", maintain_order="left")
-    too_many = (pl.len().over("instance") > pl.col("group_size")) | (pl.col("instance") == UNKNOWN)
-    unknown = counted.filter(too_many)["at"].to_numpy()
-    return [(row, np.where(np.isin(row, unknown), UNKNOWN, instance), by_seq) for row, instance, by_seq in matches]
-
-
 def _has_too_many(group: pl.DataFrame) -> bool:
     """Return whether more ranks have such calls than the group has: several groups share its name."""
     return bool((group["present"] > group["group_size"]).any())
@@ -349,19 +343,15 @@ def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
 
 def _describe_calls(group: pl.DataFrame) -> pl.DataFrame:
     """Return the calls of a group with their kind (token), the op's number, and whether ranks leave it together."""
-    return group.with_columns(
-        pl.when(~pl.col("op").is_in(UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
-        pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
-        _kind(),
-        pl.col("op").is_in(SYNCHRONIZING).alias("together"),
-    )
-
-
-def _kind() -> pl.Expr:
     equal = ~pl.col("op").is_in(UNEQUAL_SIZES)
     attributes = (pl.when(equal).then(pl.col(column).cast(pl.String)).fill_null("?") for column in ("dtype", "bytes"))
     key = pl.concat_str("op", *attributes, separator="|")
-    return key.rank("dense").cast(pl.Int64).alias("token")
+    return group.with_columns(
+        pl.when(~pl.col("op").is_in(UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
+        pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
+        key.rank("dense").cast(pl.Int64).alias("token"),
+        pl.col("op").is_in(SYNCHRONIZING).alias("together"),
+    )
 
 
 def _has_seq(group: pl.DataFrame) -> bool:

@@ -52,12 +52,19 @@ def subgroups(matched: pl.DataFrame, offset_ns: Mapping[int, int] | None = None)
     for token in _doubtful(matched, has_shifts=max(shifts_ns) - min(shifts_ns) > _MIN_SHIFT_NS):
         calls = matched.filter(pl.col("token") == token)
         ranks, start_ns, end_ns = _by_instance(calls)
-        gaps, common = _gaps(start_ns, end_ns)
+        # Count the instances in which one of two ranks ended its call before the other began, and the common ones.
+        last_ns = np.maximum(start_ns[:, :, None], start_ns[:, None, :])
+        first_ns = np.minimum(end_ns[:, :, None], end_ns[:, None, :])
+        gaps = (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0)  # NaN compares as false
+        common = np.isfinite(last_ns).sum(axis=0)
         rarely_meet = _rarely_meet(start_ns, end_ns)
         is_apart = (gaps > 0) & ((gaps >= _MIN_COUNT) | (gaps >= _MIN_SHARE * common)) | rarely_meet
         is_apart |= _scatter([offset_ns.get(rank, 0) for rank in ranks], end_ns)
         if is_apart.any():
-            groups = _nearest_groups(is_apart, _distance_ns(end_ns))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # a median of nothing
+                median_ns = np.nanmedian(np.abs(end_ns[:, :, None] - end_ns[:, None, :]), axis=0)
+            groups = _nearest_groups(is_apart, np.asarray(np.nan_to_num(median_ns, nan=np.inf)))
             is_far = rarely_meet | (gaps >= np.maximum(_MIN_COUNT, _MIN_ALONE_SHARE * common))
             np.fill_diagonal(is_far, val=True)
             if all(len(group) > 1 or is_far[group].all() for group in groups):  # otherwise calls show no groups
@@ -97,13 +104,6 @@ def _by_instance(calls: pl.DataFrame) -> tuple[list[int], _Floats, _Floats]:
     return ranks.tolist(), times[0][::step], times[1][::step]
 
 
-def _gaps(start_ns: _Floats, end_ns: _Floats) -> tuple[_Counts, _Counts]:
-    """Count the instances in which one of two ranks ended its call before the other began, and the common ones."""
-    last_ns = np.maximum(start_ns[:, :, None], start_ns[:, None, :])
-    first_ns = np.minimum(end_ns[:, :, None], end_ns[:, None, :])
-    return (last_ns - first_ns > _MIN_GAP_NS).sum(axis=0), np.isfinite(last_ns).sum(axis=0)  # NaN compares as false
-
-
 def _rarely_meet(start_ns: _Floats, end_ns: _Floats) -> _Flags:
     """Mark each two ranks that share less than half of the instances of the time that both recorded."""
     is_there = np.isfinite(end_ns)
@@ -130,14 +130,6 @@ def _scatter(offset_ns: list[int], end_ns: _Floats) -> _Flags:
     usual_ns = np.maximum(nearest_ns[:, None], nearest_ns[None, :])
     is_wide = scatter_ns > np.maximum(_MIN_SCATTER * usual_ns, _MIN_SCATTER_NS)
     return np.asarray(has_enough & is_wide & (shift_ns > _MIN_SHIFT_NS))
-
-
-def _distance_ns(end_ns: _Floats) -> _Floats:
-    """Return the median distance of the ends of two ranks' calls, shape (ranks, ranks); infinity if none is common."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a median of nothing
-        median_ns = np.nanmedian(np.abs(end_ns[:, :, None] - end_ns[:, None, :]), axis=0)
-    return np.asarray(np.nan_to_num(median_ns, nan=np.inf))
 
 
 def _nearest_groups(is_apart: _Flags, distance_ns: _Floats) -> list[list[int]]:

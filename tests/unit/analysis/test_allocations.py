@@ -11,7 +11,7 @@ from scipy import stats
 import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import metrics, ops
-from tracekit.analysis.memory import allocations, growth
+from tracekit.analysis.memory import allocations, usage
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -240,7 +240,7 @@ def test_simulated_leaks_are_distinguished_from_healthy_runs():
         # Buffers that live for some steps make memory vary: they are freed in a later step.
         wander = rng.integers(-(1 << 20), 1 << 20, steps)
         leak = rng.integers(3 << 20, 9 << 20) if leaks else 0
-        (row,) = growth.growth(grown(np.diff(wander, prepend=0) + leak)).rows(named=True)
+        (row,) = usage.growth(grown(np.diff(wander, prepend=0) + leak)).rows(named=True)
         growing.append((leaks, row["low_bytes"] > 0))
     found = sum(said for leaks, said in growing if leaks)
     false = sum(said for leaks, said in growing if not leaks)
@@ -252,30 +252,30 @@ def test_steady_growth_is_detected_despite_an_outlier_step():
     more = np.full(12, 4096)
     more[5] = 1 << 24
     more[6] = 4096 * 2 - (1 << 24)
-    (row,) = growth.growth(grown(more)).rows(named=True)
+    (row,) = usage.growth(grown(more)).rows(named=True)
     assert (row["slope_bytes"], row["low_bytes"] > 0) == (4096, True)
     assert (row["source"], row["steps"], row["first_step"], row["last_step"]) == ("events", 12, 0, 11)
 
 
 def test_growth_needs_at_least_five_steps():
-    assert growth.growth(grown(np.full(4, 4096))).is_empty()
+    assert usage.growth(grown(np.full(4, 4096))).is_empty()
 
 
 def test_the_metrics_log_shows_growth_when_the_window_is_too_short():
     logged = metrics("allocated_bytes", *(1000 + 10 * step for step in range(40)))
-    (row,) = growth.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
+    (row,) = usage.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
     assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 39, 10, 10)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_our_healthy_recordings_do_not_grow(name):
     run = sample(name)
-    assert (run.table(growth.growth)["low_bytes"] <= 0).all()
+    assert (run.table(usage.growth)["low_bytes"] <= 0).all()
 
 
 def test_the_spread_of_steps_excludes_their_growth():
     wander = np.array([0, 9, 0, 9, 0, 9, 0, 9, 0, 9])
-    (row,) = growth.growth(grown(np.diff(wander, prepend=0) + 100)).rows(named=True)
+    (row,) = usage.growth(grown(np.diff(wander, prepend=0) + 100)).rows(named=True)
     assert row["slope_bytes"] == 100
     assert row["spread_bytes"] == 9
 
@@ -296,9 +296,9 @@ def host_steps(*, leak: int = 0, unseen: int = 0) -> Trace:
 
 
 def test_blocks_that_a_thread_without_a_profiler_frees_are_no_growth():
-    (unseen,) = growth.growth(host_steps(unseen=4_726_272)).rows(named=True)
+    (unseen,) = usage.growth(host_steps(unseen=4_726_272)).rows(named=True)
     assert (unseen["slope_bytes"], unseen["last_bytes"]) == (0, 0)
-    (both,) = growth.growth(host_steps(unseen=4_726_272, leak=1 << 20)).rows(named=True)
+    (both,) = usage.growth(host_steps(unseen=4_726_272, leak=1 << 20)).rows(named=True)
     assert (both["slope_bytes"], both["low_bytes"], both["last_bytes"]) == (1 << 20, 1 << 20, 8 << 20)
 
 
@@ -351,7 +351,7 @@ def test_empty_tables_have_all_columns():
         (allocations.at_peak, allocations.PEAK_COLUMNS),
         (allocations.churn, allocations.CHURN_COLUMNS),
         (double_buffering.alternating, double_buffering.COLUMNS),
-        (growth.growth, growth.COLUMNS),
+        (usage.growth, usage.GROWTH_COLUMNS),
     ):
         for trace in (empty, traced(COME_AND_GO)):
             assert dict(fact(trace).schema) == columns, fact.__name__
@@ -363,4 +363,4 @@ def test_the_slope_equals_scipys_theil_sen_slope():
         x = np.arange(count)
         y = 3.0 * x + random.normal(size=count)
         expected = stats.theilslopes(y, x, alpha=0.99)
-        assert growth.theil_sen(x, y) == pytest.approx((expected.slope, expected.low_slope, expected.high_slope))
+        assert usage.theil_sen(x, y) == pytest.approx((expected.slope, expected.low_slope, expected.high_slope))

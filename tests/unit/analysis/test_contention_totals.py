@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tests.unit.report.test_charts import HOSTILE
-from tracekit.analysis.compute import collective_contention, contention, contention_totals, kernels
+from tracekit.analysis.compute import collective_contention, contention, kernels
 from tracekit.analysis.host import ops
 from tracekit.report import charts
 
@@ -17,7 +17,11 @@ GIVING_WAY = rule_examples.give_way_run(rule_examples.GIVE_WAY)
 
 
 def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():
-    row = GIVING_WAY.table(contention_totals.costliest_calls).filter(pl.col("kind") == "preparation").row(0, named=True)
+    row = (
+        GIVING_WAY.table(collective_contention.costliest_calls)
+        .filter(pl.col("kind") == "preparation")
+        .row(0, named=True)
+    )
     assert (row["name"], row["concurrent_kind"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
 
@@ -25,7 +29,7 @@ def test_the_costliest_call_has_the_largest_excess_over_its_solo_duration():
 def test_overlapped_time_is_summed_by_phase_and_pair():
     # compute  a a a a a a a a .        overlaps p for 6 and x for 2
     # comm     p p p p p p x x x
-    rows = GIVING_WAY.table(contention_totals.by_phase)
+    rows = GIVING_WAY.table(collective_contention.contention_by_phase)
     together = {
         (kind, concurrent_kind): ns
         for kind, concurrent_kind, ns in rows.select("kind", "concurrent_kind", "overlapped_ns").iter_rows()

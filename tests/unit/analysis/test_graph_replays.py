@@ -3,7 +3,7 @@ import pytest
 
 from tests.support import drawn_kernels, drawn_traces
 from tests.support.drawn_kernels import Kernel
-from tracekit.analysis.compute import graph_replays, kernels
+from tracekit.analysis.compute import kernels
 from tracekit.model.trace import Trace
 
 LINEAR = Kernel("aten::addmm", 4, shapes=[[8], [4, 2], [2, 8]], name="gemm")
@@ -29,7 +29,7 @@ def as_graph(trace: Trace, first: int, last: int) -> Trace:
 
 
 def ops_of(trace: Trace, twin: Trace) -> list[str | None]:
-    found = graph_replays.EagerTwin(drawn_traces.run(twin)).op_columns(trace)
+    found = kernels.EagerTwin(drawn_traces.run(twin)).op_columns(trace)
     return pl.DataFrame(found)["op"].to_list()
 
 
@@ -38,10 +38,10 @@ def test_kernels_of_a_graph_have_the_ops_of_the_eager_twin():
     replayed = as_graph(eager, 0, 1)
     assert kernels.recorded_ops(replayed)[0].to_list() == [None, None, "aten::add"] * 2
     assert ops_of(replayed, eager) == ["aten::addmm", "aten::gelu", "aten::add"] * 2
-    run, twin = drawn_traces.run(replayed), graph_replays.EagerTwin(drawn_traces.run(eager))
+    run, twin = drawn_traces.run(replayed), kernels.EagerTwin(drawn_traces.run(eager))
     named = kernels.kernels(run, ("op", "shapes"), ops=twin.op_columns)
     assert named.rows() == kernels.kernels(twin.run, ("op", "shapes")).rows()
-    assert graph_replays.attribution(run, twin) == (4, 4)
+    assert kernels.replay_attribution(run, twin) == (4, 4)
 
 
 def test_what_places_of_the_twin_disagree_on_is_unknown():

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support import drawn_kernels, drawn_traces
 from tests.support.drawn_kernels import H100, Kernel
-from tracekit.analysis.compute import efficiency, flops, kernel_products, unknown_work
+from tracekit.analysis.compute import efficiency, flops, unknown_work
 from tracekit.conventions import devices
 
 _MAPS = "CUtensorMap_st, CUtensorMap_st, CUtensorMap_st"
@@ -51,15 +51,15 @@ WHOLE = BY_1D2D.replace("0u, 4096u, 1024u", "8192u, 4096u, 1024u", 1)
     ids=["dense", "1d2d", "older", "nothing", "prenorm", "whole"],
 )
 def test_names_state_the_dimensions_that_a_kernel_was_compiled_for(name, dims, dtype):
-    assert kernel_products.product(name) == kernel_products.Product(dims, dtype)
+    assert flops.product(name) == flops.Product(dims, dtype)
 
 
 def test_operations_are_known_where_the_name_has_the_whole_problem():
-    assert kernel_products.product(WHOLE).flops == 2 * 8192 * 4096 * 1024
-    assert kernel_products.unknown_part(WHOLE) is None
+    assert flops.product(WHOLE).flops == 2 * 8192 * 4096 * 1024
+    assert flops.unknown_part(WHOLE) is None
     grouped = WHOLE.replace("(deep_gemm::GemmType)0", "(deep_gemm::GemmType)2")
-    assert kernel_products.product(grouped).flops is None  # rows of each group are read when it runs
-    assert kernel_products.unknown_part(GROUPED) == "the kernel's name lacks M and the rows of its groups"
+    assert flops.product(grouped).flops is None  # rows of each group are read when it runs
+    assert flops.unknown_part(GROUPED) == "the kernel's name lacks M and the rows of its groups"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_operations_are_known_where_the_name_has_the_whole_problem():
     ],
 )
 def test_tiles_are_no_problems(name):
-    assert kernel_products.has_tile_only(name)
-    assert kernel_products.product(name) is None
+    assert flops.has_tile_only(name)
+    assert flops.product(name) is None
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_tiles_are_no_problems(name):
     ],
 )
 def test_other_names_state_nothing(name):
-    assert kernel_products.product(name) is None
-    assert not kernel_products.has_tile_only(name)
+    assert flops.product(name) is None
+    assert not flops.has_tile_only(name)
 
 
 def launched_by_no_operator(*names):
@@ -115,7 +115,7 @@ def test_whole_problems_count_and_the_rest_is_listed_with_what_the_name_lacks():
     unknown = unknown_work.by_operator(drawn_traces.run(trace))
     assert dict(unknown.select("name", "reason").rows()) == {
         DENSE: "the kernel's name lacks M",
-        "nvjet_tss_256x128_64x4_1x2_h_bz_coopA_TNT": kernel_products.TILE_ONLY,
+        "nvjet_tss_256x128_64x4_1x2_h_bz_coopA_TNT": flops.TILE_ONLY,
         "some_kernel": unknown_work.NO_OPERATOR,
     }
 

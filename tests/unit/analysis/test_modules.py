@@ -7,7 +7,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces, operator_traces
-from tracekit.analysis.compute import flops, kernels, module_paths
+from tracekit.analysis.compute import call_paths, flops, kernels
 from tracekit.analysis.host import module_tree, ops
 from tracekit.analysis.memory import allocations
 from tracekit.model.run import Run
@@ -20,7 +20,7 @@ FRAMES = {f"nn.Module: {name}" for name in ("Model_0", "Block_0", "Linear_0", "L
 
 def by_operator(trace: Trace) -> dict[str, str | None]:
     """Return the module of each operator that launches a kernel."""
-    own = trace.ops.with_columns(module_paths.op_modules(trace)).filter(pl.col("kind") == "cpu_op")
+    own = trace.ops.with_columns(call_paths.op_modules(trace)).filter(pl.col("kind") == "cpu_op")
     return dict(own.select("name", "module").iter_rows())
 
 
@@ -85,7 +85,7 @@ def test_without_marks_fsdp_units_are_the_modules():
     unit = pl.when(pl.col("name") == "aten::mm").then(pl.lit("layers.0")).otherwise(pl.lit("")).alias("unit")
     assert by_operator(trace.replace(ops=trace.ops.with_columns(unit))) == {
         "aten::mm": "layers.0",
-        "aten::add": module_paths.ROOT_UNIT,
+        "aten::add": call_paths.ROOT_UNIT,
     }
 
 
@@ -152,7 +152,7 @@ def conserved(run: Run) -> pl.DataFrame:
 
 def test_totals_of_a_recorded_fsdp_run_are_conserved():
     found = conserved(tracekit.load(ROOT / "sample_traces" / "demo-fsdp2", cache=False))
-    assert {"layers.0", "layers.3", module_paths.ROOT_UNIT} <= set(found["module"])
+    assert {"layers.0", "layers.3", call_paths.ROOT_UNIT} <= set(found["module"])
 
 
 @pytest.mark.parametrize(

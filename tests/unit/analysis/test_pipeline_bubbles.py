@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import drawn_pipelines, drawn_traces
-from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_schedule
+from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import pipeline_actions
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -199,9 +199,9 @@ def simulated(actions: list[tuple[int, int, int, str]], durations: list[int]) ->
 def test_the_ideal_schedule_is_that_of_a_simulation_in_time(ranks, micro_batches, seed):
     actions = one_f_one_b(ranks, micro_batches)
     durations = [random.Random(seed + at).randint(1, 6) for at in range(len(actions))]
-    schedule = pipeline_schedule.graph(tuple(actions))
+    schedule = pipeline_stages.schedule_graph(tuple(actions))
     assert schedule is not None
-    ends = pipeline_schedule.end_times(schedule, np.array(durations, np.float64)[:, None])
+    ends = pipeline_stages.end_times(schedule, np.array(durations, np.float64)[:, None])
     assert ends[:, 0].tolist() == simulated(actions, durations)
 
 
@@ -209,15 +209,15 @@ def test_the_ideal_schedule_is_that_of_a_simulation_in_time(ranks, micro_batches
 def test_equal_stages_under_1f1b_have_the_bubble_of_the_formula(ranks, micro_batches, times):
     actions = one_f_one_b(ranks, micro_batches)
     durations = np.array([[times[action[3] == "backward"]] for action in actions], np.float64)
-    schedule = pipeline_schedule.graph(tuple(actions))
+    schedule = pipeline_stages.schedule_graph(tuple(actions))
     assert schedule is not None
-    total = pipeline_schedule.end_times(schedule, durations).max()
+    total = pipeline_stages.end_times(schedule, durations).max()
     assert total == (micro_batches + ranks - 1) * sum(times)
 
 
 def test_an_order_in_which_actions_wait_in_a_circle_is_no_schedule():
     forwards = ((0, 0, 0, "backward"), (0, 0, 0, "forward"))
-    assert pipeline_schedule.graph(forwards) is None
+    assert pipeline_stages.schedule_graph(forwards) is None
 
 
 def test_by_stage_has_the_columns_of_the_contract():

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from tests.support.drawn_kernels import H100, Kernel, run
-from tracekit.analysis.host import rooflines
+from tracekit.analysis.host import ops
 from tracekit.report import charts
 
 BF16 = "c10::BFloat16"
@@ -16,7 +16,7 @@ UNKNOWN = Kernel("aten::mm", 500)
 
 
 def test_calls_are_ordered_by_their_time_above_the_roofline():
-    product, addition = rooflines.by_call(run(ADDITION, UNKNOWN, PRODUCT, device=H100)).to_dicts()
+    product, addition = ops.rooflines(run(ADDITION, UNKNOWN, PRODUCT, device=H100)).to_dicts()
     assert (product["name"], product["count"], product["work_ns"]) == ("aten::mm", 2, 2 * 278_000)
     assert product["flops_per_byte"] == pytest.approx(2 * 4096**3 / (3 * 4096**2 * 2))
     assert product["roofline_ratio"] == pytest.approx(0.5, abs=0.001)
@@ -27,13 +27,13 @@ def test_calls_are_ordered_by_their_time_above_the_roofline():
 
 def test_there_is_no_roofline_of_an_unknown_device():
     unknown = run(PRODUCT, device="a device")
-    assert rooflines.by_call(unknown).is_empty()
-    assert unknown.table(rooflines.roofs).is_empty()
+    assert ops.rooflines(unknown).is_empty()
+    assert unknown.table(ops.roofs).is_empty()
 
 
 def test_calls_are_drawn_at_their_intensity_and_rate_below_the_roofs():
     made = run(ADDITION, PRODUCT, device=H100)
-    figure = charts.roofline(rooflines.by_call(made), made.table(rooflines.roofs))
+    figure = charts.roofline(ops.rooflines(made), made.table(ops.roofs))
     markers = {trace.name: trace for trace in figure.data if trace.mode == "markers"}
     product, addition = markers["products"], markers["without products"]
     assert product.x[0] == pytest.approx(4096 / 3)
@@ -50,7 +50,7 @@ def test_calls_are_drawn_at_their_intensity_and_rate_below_the_roofs():
 
 def test_names_from_traces_are_escaped_in_the_figure():
     made = run(Kernel("aten::mm", 278, PRODUCT.shapes, BF16), device=H100)
-    rows = rooflines.by_call(made).to_dicts()
+    rows = ops.rooflines(made).to_dicts()
     rows[0]["name"] = "<img src=x onerror=alert(1)>"
-    figure = charts.roofline(pl.DataFrame(rows), made.table(rooflines.roofs))
+    figure = charts.roofline(pl.DataFrame(rows), made.table(ops.roofs))
     assert "<img" not in figure.to_json()

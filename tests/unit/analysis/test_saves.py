@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support import drawn_traces, rule_examples
 from tests.support.rule_examples import MS, metrics, save_log, save_run, writer_run
-from tracekit.analysis.checkpoint import restores, save_stages, stalls
+from tracekit.analysis.checkpoint import save_stages, stalls
 from tracekit.analysis.checkpoint import saves as analysis
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -223,13 +223,13 @@ def test_waited_ratio_is_time_neither_running_nor_runnable():
 
 def test_read_amplification_counts_each_rank_that_reads_a_file():
     (row,) = (
-        rule_examples.load_run(8, 8, whole_bytes=0, call="torch.load").table(restores.restores).iter_rows(named=True)
+        rule_examples.load_run(8, 8, whole_bytes=0, call="torch.load").table(save_stages.restores).iter_rows(named=True)
     )
     assert (row["unique_bytes"], row["amplification"]) == (8, 2.0)
 
 
 def test_without_metadata_unique_bytes_are_null():
-    (row,) = rule_examples.load_run(8, 8, whole_bytes=0).table(restores.restores).iter_rows(named=True)
+    (row,) = rule_examples.load_run(8, 8, whole_bytes=0).table(save_stages.restores).iter_rows(named=True)
     assert row["amplification"] is None
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support import drawn_traces, sample_baselines
 from tests.support.rule_examples import MS, metrics
 from tracekit.analysis.checkpoint import saves
-from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
+from tracekit.analysis.checkpoint.saves import planning_inputs
 from tracekit.analysis.compute import unit_work
 from tracekit.model import schema
 from tracekit.model.run import Run

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import EXAMPLES, overlap_run, queued_run
 from tracekit.analysis.communication import queueing
-from tracekit.analysis.compute import collective_contention, concurrency, contention, slowdown
+from tracekit.analysis.compute import collective_contention, concurrency, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
@@ -39,7 +39,7 @@ def quartile(values: list[float], quarter: int) -> float:
 def test_comparison_equals_a_reference(rows):
     key, step, dur = (np.array([row[i] for row in rows], np.int64) for i in range(3))
     alone, concurrent = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "concurrent"))
-    found = slowdown.compare_with_alone(key, step, dur, solo=alone, concurrent=concurrent)
+    found = concurrency.compare_with_alone(key, step, dur, solo=alone, concurrent=concurrent)
     for i, (k, s, ns, how) in enumerate(rows):
         same = [row for row in rows if row[0] == k]
         own = [row[2] for row in same if row[3] == "alone"]
@@ -48,7 +48,7 @@ def test_comparison_equals_a_reference(rows):
             of: statistics.median_low([r[2] for r in same if r[3] == "alone" and r[1] == of]) for of in of_alone(same)
         }
         ratios = [row[2] / steps[row[1]] for row in same if row[3] == "alone"]
-        alike = own and quartile(ratios, 3) - quartile(ratios, 1) <= slowdown.MAX_SPREAD
+        alike = own and quartile(ratios, 3) - quartile(ratios, 1) <= concurrency.MAX_SPREAD
         assert found.is_judged[i] == bool(alike)
         if not alike:
             assert (found.alone_ns[i], found.excess_ns[i]) == (0, 0)
@@ -64,7 +64,7 @@ def test_comparison_equals_a_reference(rows):
 def test_a_concurrent_outlier_is_clipped_to_the_fence():
     dur = np.array([10] * 5 + [20] * 8 + [2000])
     which = np.arange(14) < 5
-    found = slowdown.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, solo=which, concurrent=~which)
+    found = concurrency.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, solo=which, concurrent=~which)
     assert found.excess_ns.tolist() == [0] * 5 + [10] * 9
 
 
@@ -72,11 +72,11 @@ def test_the_slowdown_is_overlapped_time_over_solo_time_and_lies_in_its_interval
     random = np.random.default_rng(1)
     together = random.integers(50, 150, 40)
     excess = together * random.normal(0.5, 0.1, 40)
-    found, low, high = slowdown.pooled_slowdown(together, excess)
+    found, low, high = concurrency.pooled_slowdown(together, excess)
     assert found == together.sum() / (together.sum() - excess.sum())
     assert low < found < high
     assert high - low < 0.3
-    assert slowdown.pooled_slowdown(together[:5], excess[:5])[1:] == (None, None)
+    assert concurrency.pooled_slowdown(together[:5], excess[:5])[1:] == (None, None)
 
 
 def test_the_interval_covers_the_true_slowdown_at_its_nominal_rate():
@@ -85,7 +85,7 @@ def test_the_interval_covers_the_true_slowdown_at_its_nominal_rate():
     for _ in range(200):
         together = random.integers(50, 150, 20)
         alone = together / 1.5 * random.normal(1, 0.1, 20)
-        _, low, high = slowdown.pooled_slowdown(together, together - alone)
+        _, low, high = concurrency.pooled_slowdown(together, together - alone)
         delayed += low <= 1.5 <= high
     assert 0.85 <= delayed / 200 <= 1.0
 

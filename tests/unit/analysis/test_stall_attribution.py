@@ -5,7 +5,7 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.compute import stall_attribution
+from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.analysis.time import gaps
 from tracekit.report import charts, figures
@@ -20,18 +20,18 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
     for run in (MEETING, rule_examples.give_way_run(rule_examples.GIVE_WAY)):
-        sums = run.table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
+        sums = run.table(compute_gap_causes.stalls_by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
         totals = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
             idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
-            assert totals[trace.rank, stall_attribution.COMPUTE] == idle["dur_ns"].sum() > 0
-            assert totals.get((trace.rank, stall_attribution.COMMUNICATION), 0) == quiet["dur_ns"].sum()
+            assert totals[trace.rank, compute_gap_causes.COMPUTE] == idle["dur_ns"].sum() > 0
+            assert totals.get((trace.rank, compute_gap_causes.COMMUNICATION), 0) == quiet["dur_ns"].sum()
 
 
 def test_idle_compute_counts_for_the_late_rank_until_it_arrives_then_for_the_collective():
     # rank 0   a a x x x x x .      x waits 3 for rank 1, then moves for 2; twelve times
     # rank 1   a a a a a x x .
-    rows = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
+    rows = MEETING.table(compute_gap_causes.stalls_by_rank).filter(pl.col("gap_kind") == compute_gap_causes.COMPUTE)
     peer = rows.filter(pl.col("cause") == "peer")
     assert by(peer, "rank", "dur_ns") == [(0, 12 * 3 * UNIT)]
     moves = rows.filter(pl.col("cause") == "collective")
@@ -39,8 +39,8 @@ def test_idle_compute_counts_for_the_late_rank_until_it_arrives_then_for_the_col
 
 
 def test_idle_by_rank_equals_the_compute_part_of_by_rank():
-    whole = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
-    assert MEETING.table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
+    whole = MEETING.table(compute_gap_causes.stalls_by_rank).filter(pl.col("gap_kind") == compute_gap_causes.COMPUTE)
+    assert MEETING.table(compute_gap_causes.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
 
 
 def test_the_report_has_communication_charts_only_with_communication():
@@ -51,7 +51,7 @@ def test_the_report_has_communication_charts_only_with_communication():
 
 
 def test_the_bar_of_causes_is_as_long_as_the_gaps_with_a_colour_per_cause():
-    rows = MEETING.table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
+    rows = MEETING.table(compute_gap_causes.stalls_by_rank).filter(pl.col("gap_kind") == compute_gap_causes.COMPUTE)
     figure = charts.stall_causes(rows)
     label, colour = charts.CAUSES["peer"]
     waits = next(bar for bar in figure.data if bar.name == label)

@@ -1,6 +1,6 @@
 from tests.support import drawn_traces
 from tracekit.analysis.time import breakdown
-from tracekit.analysis.time.step_parts import step_parts
+from tracekit.analysis.time.gaps import step_parts
 
 
 def test_the_parts_of_a_step_sum_to_its_duration_by_name():

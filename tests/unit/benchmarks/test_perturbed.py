@@ -3,10 +3,13 @@
 import pytest
 
 from benchmarks import perturbed
-from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
+from tracekit.replay.graph.causes.host import LATE_LAUNCH
+from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
+from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules.rule import Finding, Severity
 
-STRAGGLER, LATE, SYNC = Removal("straggler", (1,)), Removal("late-launch"), Removal("blocking-sync")
+LATE_RANK, LATE, SYNC = Removal(STRAGGLER, (1,)), Removal(LATE_LAUNCH), Removal(BLOCKING_SYNC)
 
 
 def warning(code, *removals, severity=Severity.WARNING):
@@ -16,19 +19,19 @@ def warning(code, *removals, severity=Severity.WARNING):
 @pytest.mark.parametrize(
     ("second", "are_added"),
     [
-        (warning("HOST001", STRAGGLER, LATE), True),  # late launches besides the straggler
+        (warning("HOST001", LATE_RANK, LATE), True),  # late launches besides the straggler
         (warning("HOST001", LATE), False),  # all late launches: the straggler's are among them
         (warning("HOST002", SYNC), False),
-        (warning("HOST001", STRAGGLER, LATE, severity=Severity.INFO), False),
+        (warning("HOST001", LATE_RANK, LATE, severity=Severity.INFO), False),
         (warning("HOST001"), False),  # as its rule measured it
     ],
 )
 def test_costs_add_up_where_one_warning_is_priced_besides_the_other(second, are_added):
-    first = warning("RANK001", STRAGGLER)
+    first = warning("RANK001", LATE_RANK)
     assert perturbed._are_added(first, second) is are_added
     assert perturbed._are_added(second, first) is are_added
 
 
 def test_a_finding_is_not_added_to_itself():
-    straggler = warning("RANK001", SYNC, STRAGGLER)
+    straggler = warning("RANK001", SYNC, LATE_RANK)
     assert not perturbed._are_added(straggler, straggler)

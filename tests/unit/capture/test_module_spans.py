@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.modules import module as module_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from tracekit.analysis.compute import module_paths  # noqa: E402
+from tracekit.analysis.compute import call_paths  # noqa: E402
 from tracekit.analysis.host import module_tree  # noqa: E402
 from tracekit.capture.recorder import Recorder  # noqa: E402
 from tracekit.model.trace import Trace  # noqa: E402
@@ -69,7 +69,7 @@ def record(model: torch.nn.Module, out: Path, *, step: Callable[[torch.nn.Module
 
 
 def calls(trace: Trace) -> dict[str, int]:
-    return dict(module_paths.module_calls(trace).iter_rows())
+    return dict(call_paths.module_calls(trace).iter_rows())
 
 
 NAMES = ("Model", "Model.head", *(f"Model.layers.{i}{part}" for i in range(2) for part in ("", ".inner", ".act")))
@@ -78,7 +78,7 @@ NAMES = ("Model", "Model.head", *(f"Model.layers.{i}{part}" for i in range(2) fo
 def test_each_module_has_a_span_per_call_and_its_work_belongs_to_it(tmp_path: Path) -> None:
     trace = record(Model(), tmp_path)
     assert calls(trace) == dict.fromkeys([*NAMES, "MSELoss"], 2)
-    products = trace.ops.with_columns(module_paths.op_modules(trace)).filter(
+    products = trace.ops.with_columns(call_paths.op_modules(trace)).filter(
         pl.col("name").is_in(["aten::addmm", "aten::mm"])
     )
     counts = dict(products.group_by("module").len().iter_rows())

@@ -3,7 +3,7 @@
 import pytest
 
 from instrumented_trainers import parallelism
-from tracekit.analysis.parallelism import strategy as detection
+from tracekit.analysis.parallelism import workload
 from tracekit.conventions.strategies import (
     ALIASES,
     ALL_GATHER,
@@ -41,7 +41,7 @@ def test_who_implements_a_strategy_is_named_in_the_table() -> None:
     assert set(parallelism.STRATEGIES) == names("trained")
     assert set(SCHEDULES) == set(JOB_STRATEGIES) == names("simulated")
     assert set(what_if.NAMES) == names("replayed")
-    assert {detection.DDP, detection.FSDP1, detection.FSDP2, detection.YAFSDP} == names("span_prefix")
+    assert {workload.DDP, workload.FSDP1, workload.FSDP2, workload.YAFSDP} == names("span_prefix")
 
 
 def test_an_alias_names_one_strategy_and_is_no_name() -> None:

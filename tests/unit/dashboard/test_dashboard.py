@@ -18,8 +18,7 @@ from tests.support.dashboard_pages import TIMEOUT_S, component, html_of, page, t
 from tracekit.cli.commands.dashboard import server_command
 from tracekit.regression.change import Verdict
 from tracekit.regression.history import store
-from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import history_entry
+from tracekit.regression.history.entry import Commit, history_entry
 from tracekit.report import json as report_json
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")

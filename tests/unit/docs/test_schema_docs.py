@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tracekit.errors import InputError
-from tracekit.regression.history import tables
+from tracekit.regression.history import store
 from tracekit.report import schema_pages
 from tracekit.sql import run_tables, table_documents
 
@@ -37,7 +37,7 @@ def test_every_column_has_a_sentence_and_every_quantity_its_unit():
 
 
 def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
-    documents = [table.document for table in (tables.VERSION, *tables.RUN_TABLES)]
+    documents = [table.document for table in (store.VERSION, *store.RUN_TABLES)]
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
     assert page.endswith(schema_pages.tables_as_markdown(documents, heading="###"))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tracekit.regression.baseline import KnownFinding
-from tracekit.regression.finding_growth import StepGrowth
+from tracekit.regression.gate import StepGrowth
 from tracekit.rules.rule import Finding, Severity
 
 LEAST = 0.05

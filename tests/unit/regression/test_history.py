@@ -21,9 +21,8 @@ from tests.browser import recorded
 from tests.support import cli_runner, simulated_history
 from tests.support.cli_runner import tracekit
 from tracekit.errors import InputError
-from tracekit.regression.history import commits, store, trends
-from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import history_entry, median_interval
+from tracekit.regression.history import entry, store, trends
+from tracekit.regression.history.entry import Commit, history_entry, median_interval
 from tracekit.report import history as history_report
 from tracekit.report import json as report_json
 
@@ -311,17 +310,17 @@ def test_the_commit_comes_from_ci_else_from_git(tmp_path):
         author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
         subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    assert commits.known_commit({}, tmp_path) == Commit()
+    assert entry.known_commit({}, tmp_path) == Commit()
     git("init", "-b", "trunk")
     git("commit", "--allow-empty", "-m", "Make it fast\n\nBy magic.")
-    found = commits.known_commit({}, tmp_path)
+    found = entry.known_commit({}, tmp_path)
     assert (len(found.sha), found.text, found.branch) == (40, "Make it fast\n\nBy magic.", "trunk")
-    by_ci = commits.known_commit({"GITHUB_SHA": found.sha, "GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "pr"}, tmp_path)
+    by_ci = entry.known_commit({"GITHUB_SHA": found.sha, "GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "pr"}, tmp_path)
     assert by_ci == Commit(found.sha, found.text, "pr")
-    assert commits.known_commit({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit(
+    assert entry.known_commit({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit(
         "ab12", "x", None
     )
-    assert commits.known_commit({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
+    assert entry.known_commit({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
 
 
 def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):

@@ -11,7 +11,7 @@ from tests.support.operator_traces import Call
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.regression import call_matching, step_change, step_weights
+from tracekit.regression import call_matching, step_change
 from tracekit.regression.step_change import RunSteps, StepChange
 
 STEPS = 5
@@ -178,7 +178,7 @@ def test_weights_give_the_step_time_that_runs_are_compared_by(rows: list[tuple[i
     cells = pl.DataFrame(rows, schema=schema, orient="row").unique(["rank", "step"], maintain_order=True)
     cells = cells.with_columns(window=pl.lit(0, pl.Int64))
     step_ns = float(np.median(cells.group_by("step").agg(pl.col("duration_ns").max())["duration_ns"].to_numpy()))
-    found = step_weights.with_weights(cells, step_ns)
+    found = step_change.with_weights(cells, step_ns)
     assert found["weight"].sum() == pytest.approx(1)
     assert found["weight"].min() >= 0
     assert (found["weight"] * found["duration_ns"]).sum() == pytest.approx(step_ns, rel=1e-6)
@@ -191,7 +191,7 @@ def test_ranks_that_take_equally_long_weigh_equally_and_the_slowest_and_fastest_
     times = [10, 40, 20, 30, 22, 28, 24, 26]
     rows = [(0, rank, step, time) for step, time in enumerate(times) for rank in range(2)]
     cells = pl.DataFrame(rows, schema=["window", "rank", "step", "duration_ns"], orient="row")
-    weights = step_weights.with_weights(cells, 25.0)["weight"].round(3).to_list()
+    weights = step_change.with_weights(cells, 25.0)["weight"].round(3).to_list()
     assert weights == [0, 0, 0, 0, 0, 0, 0, 0, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125, 0.125]
 
 

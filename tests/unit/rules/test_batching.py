@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
-from tracekit.analysis.communication import collective_bursts, latency
+from tracekit.analysis.communication import latency
 from tracekit.analysis.time import backward_passes
 from tracekit.model import schema
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
@@ -26,7 +26,7 @@ def small(picture, manifest=None, **columns):
 def test_collectives_launched_without_compute_between_them_are_one_burst():
     # b is launched between the fourth and the fifth, and overlaps the fifth and the sixth.
     picture = "step 000000000000\ncompute aa....bbbc..\ncomm ..xyxy..xyx."
-    found = drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "c": 0})).table(collective_bursts.bursts)
+    found = drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "c": 0})).table(latency.bursts)
     assert found["count"].to_list() == [4, 4, 4, 4, 3, 3, 3]
     assert found["position"].to_list() == [0, 1, 2, 3, 0, 1, 2]
     assert found["exposed_ns"].to_list() == [CHARACTER_NS] * 4 + [0, 0, CHARACTER_NS]

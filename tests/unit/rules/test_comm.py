@@ -2,7 +2,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
-from tracekit.analysis.parallelism import strategy
+from tracekit.analysis.parallelism import workload
 from tracekit.rules import communication_fixes
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
@@ -162,7 +162,7 @@ def test_every_api_that_a_fix_names_exists_in_pytorch():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    assert set(strategy._PREFIXES) == {"ddp", "fsdp1", "fsdp2", "yafsdp"}
+    assert set(workload._PREFIXES) == {"ddp", "fsdp1", "fsdp2", "yafsdp"}
     for name in (
         *("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard"),
         *("set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"),

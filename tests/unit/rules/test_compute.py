@@ -7,7 +7,7 @@ import pytest
 import tracekit
 from tests.support import drawn_kernels
 from tests.support.drawn_kernels import FOREACH_ADAM, H100, V100, Kernel
-from tracekit.analysis.compute import elementwise_chains, optimizer_kernels, product_kernels, wave_quantization
+from tracekit.analysis.compute import avoidable_time, product_kernels
 from tracekit.replay.graph import savings
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.engine import check
@@ -141,13 +141,13 @@ class TestUnfusedOptimizer:
 
     def test_foreach_adam_of_a_public_trace_costs_nothing_while_the_step_is_launch_bound(self):
         run = others("merged_ddp_mi300_4ranks")
-        rows = run.table(optimizer_kernels.unfused_kernels)
+        rows = run.table(avoidable_time.unfused_optimizer_kernels)
         assert set(rows["optimizer"]) == {"Adam"}
-        assert set(rows["implementation"]) == {optimizer_kernels.FOREACH}
+        assert set(rows["implementation"]) == {avoidable_time.FOREACH}
         assert rows.filter(rows["rank"] == 0)["saved_ns"].sum() == pytest.approx(1.43e6, rel=0.01)
         assert savings.saving(run, "unfused-optimizer").saved_ns == 0
         assert findings(run, UnfusedOptimizer) == ()
-        assert others("hta_dlrm_a100").table(optimizer_kernels.unfused_kernels).is_empty()  # Apex' FusedAdam
+        assert others("hta_dlrm_a100").table(avoidable_time.unfused_optimizer_kernels).is_empty()  # Apex' FusedAdam
 
 
 class TestUnfusedKernels:
@@ -173,14 +173,14 @@ class TestUnfusedKernels:
         assert findings(run(), UnfusedKernels) == ()
 
     def test_chains_of_a_public_trace_are_its_residual_additions_and_activations(self):
-        rows = others("kineto_resnet_v100_memory").table(elementwise_chains.chains)
+        rows = others("kineto_resnet_v100_memory").table(avoidable_time.elementwise_chains)
         relu = rows.filter(rows["op"] == "aten::relu_")
         assert relu.height == 16 * 6  # residual blocks and steps
         assert relu["saved_ns"].sum() == pytest.approx(5e6, rel=0.1)
         assert findings(others("kineto_resnet_v100_memory"), UnfusedKernels) == ()
 
     def test_compiled_kernels_are_no_chains(self):
-        assert others("nanogpt_h100_8ranks").table(elementwise_chains.chains)["saved_ns"].sum() < 1e6
+        assert others("nanogpt_h100_8ranks").table(avoidable_time.elementwise_chains)["saved_ns"].sum() < 1e6
 
 
 class TestPartialWaves:
@@ -212,5 +212,5 @@ class TestPartialWaves:
     )
     def test_public_traces_lose_little_to_waves(self, name):
         run = others(name)
-        assert run.table(wave_quantization.partial_waves)["saved_ns"].sum() < 5e6
+        assert run.table(product_kernels.partial_waves)["saved_ns"].sum() < 5e6
         assert findings(run, PartialWaves) == ()

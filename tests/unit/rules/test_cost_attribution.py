@@ -17,7 +17,10 @@ from tests.unit.simulate.jobs import job, written
 from tracekit import rules
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
-from tracekit.replay.graph.savings import Removal
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.collectives import COMMUNICATION
+from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
+from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
@@ -39,6 +42,7 @@ def test_the_cost_is_what_the_mean_step_of_the_run_is_longer(tmp_path: Path) -> 
     run, known = simulated(tmp_path, "straggler-from-step:2:1:1.5")
     uncosted = uncosted_report(run, Straggler())
     (found,) = cost_attribution.attribute_costs(uncosted).findings
+    assert (found.is_priced, uncosted.findings[0].is_priced) == (True, False)
     assert found.steps == known.steps == (2, 3)
     assert found.cost_ns == pytest.approx(known.cost_ns * len(known.steps) / 4, rel=0.05)
     assert found.cost_ns == savings.saving(run, "straggler").saved_ns
@@ -50,7 +54,7 @@ def test_the_cost_is_what_the_mean_step_of_the_run_is_longer(tmp_path: Path) -> 
 def test_another_recording_of_the_job_says_what_the_same_removal_saves_there(tmp_path: Path) -> None:
     slow, _ = simulated(tmp_path / "slow", "straggler-from-step:2:1:1.5")
     (found,) = cost_attribution.attribute_costs(uncosted_report(slow, Straggler())).findings
-    assert found.removals == (Removal("straggler", found.ranks),)
+    assert found.removals == (Removal(STRAGGLER, found.ranks),)
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path / "healthy")
     healthy = Report(tracekit.load(str(tmp_path / "healthy"), cache=False), (), (), (), "")
     assert cost_attribution.saved_by(Report(slow, (found,), (), (), ""), found.removals) == found.cost_ns
@@ -76,7 +80,7 @@ def test_a_cause_whose_removal_saves_nothing_is_information(tmp_path: Path) -> N
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
     straggler = Finding(
-        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), what_if=WhatIf("straggler")
+        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), what_if=WhatIf(STRAGGLER)
     )
     costly = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
     first, second = cost_attribution.attribute_costs(Report(run, (straggler, costly), (), (), "")).findings
@@ -106,9 +110,9 @@ def test_findings_without_a_cause_are_unchanged() -> None:
 def test_information_that_saves_nothing_is_left_out(tmp_path: Path) -> None:
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    costly = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, what_if=WhatIf("straggler"))
-    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, what_if=WhatIf("straggler", 0.02))
-    confirmed = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, what_if=WhatIf("communication", 0.02))
+    costly = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, what_if=WhatIf(STRAGGLER))
+    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, what_if=WhatIf(STRAGGLER, 0.02))
+    confirmed = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, what_if=WhatIf(COMMUNICATION, 0.02))
     (found,) = cost_attribution.attribute_costs(Report(run, (costly, cheap, confirmed), (), (), "")).findings
     assert (found.code, found.severity) == ("C", Severity.WARNING)
     assert found.impact > 0.02
@@ -116,27 +120,31 @@ def test_information_that_saves_nothing_is_left_out(tmp_path: Path) -> None:
 
 def test_without_a_replay_the_measured_cost_counts() -> None:
     run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
-    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, what_if=WhatIf("straggler", 0.02))
+    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, what_if=WhatIf(STRAGGLER, 0.02))
     little = replace(enough, code="B", impact=0.019)
     assert cost_attribution.attribute_costs(Report(run, (enough, little), (), (), "")).findings == (enough,)
 
 
 def test_every_cause_of_a_rule_can_be_replayed() -> None:
     found = {
-        (code, cause)
+        (code, constant)
         for module in pkgutil.iter_modules(rules.__path__)
-        for code, cause in _causes_in(importlib.import_module(f"tracekit.rules.{module.name}"))
+        for code, constant in _causes_in(importlib.import_module(f"tracekit.rules.{module.name}"))
     }
-    assert {(cause.code, cause.name) for cause in CAUSES.values()} >= found
+    assert {(code, _constant(cause)) for cause in CAUSES for code in cause.codes} >= found
     assert len(found) >= 12
 
 
 def _causes_in(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Yield the code of each rule with a cause, and the cause."""
+    """Yield the code of each rule with a cause, and the constant of the cause."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         code = getattr(getattr(module, node.name), "code", None) if isinstance(node, ast.ClassDef) else None
         for each in ast.walk(node) if code else ():
             if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "WhatIf":
                 for name in ast.walk(each.args[0]):
-                    if isinstance(name, ast.Constant):
-                        yield code, name.value
+                    if isinstance(name, ast.Name) and name.id.isupper():
+                        yield code, name.id
+
+
+def _constant(cause: Cause) -> str:
+    return cause.name.replace("-", "_").upper()

@@ -8,7 +8,7 @@ import pytest
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import EXAMPLES, late_launch_run
 from tracekit.analysis.parallelism import workload
-from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.rules import collective_batching, communication_fixes

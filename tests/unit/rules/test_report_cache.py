@@ -20,14 +20,15 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache, loader
+from tracekit.ingest import disk_cache, file_states, loader
 from tracekit.model import environment
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.regression import samples
-from tracekit.replay.graph.savings import Removal
-from tracekit.replay.graph.transforms import HostSpan
+from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.causes.stalls import Removal
+from tracekit.replay.graph.nodes import HostSpan
 from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
@@ -261,12 +262,13 @@ FINDINGS = st.builds(
     confidence=st.floats(0, 1),
     ranks=st.lists(st.integers(0, 2**40)).map(tuple),
     steps=st.lists(st.integers(0, 2**40)).map(tuple),
+    is_priced=st.booleans(),
     subject=st.text(),
-    what_if=st.none() | st.builds(WhatIf, st.text(), st.floats(0, 1), st.booleans()),
+    what_if=st.none() | st.builds(WhatIf, st.sampled_from(CAUSES), st.floats(0, 1), st.booleans()),
     removals=st.lists(
         st.builds(
             Removal,
-            st.text(),
+            st.sampled_from(CAUSES),
             st.lists(st.integers(0, 2**40)).map(tuple),
             st.lists(st.builds(HostSpan, *[st.integers(0, 2**40)] * 4, st.text()), max_size=2).map(tuple),
         ),
@@ -487,6 +489,6 @@ def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
 
 def test_missing_paths_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
     assert keys.run_key(str(tmp_path / "missing")) is None
-    monkeypatch.setattr(keys, "MAX_FILES", 1)
+    monkeypatch.setattr(file_states, "MAX_FILES", 1)
     assert keys.run_key(str(run)) is None
     assert not _is_cached(report_cache.report(str(run)))

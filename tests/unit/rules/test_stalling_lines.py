@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support import drawn_hosts, drawn_traces
-from tracekit.analysis.host import stacks
+from tracekit.analysis.host import call_trees
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.host import DataStall, LateLaunch
@@ -33,7 +33,7 @@ def test_without_stacks_no_function_is_named():
 def test_a_function_that_has_ended_is_not_named():
     drawn = trace(("train.py(12): log", 1, 3), ("<built-in method sleep>", 5, 6), ("data.py(3): load", 9, 12))
     at_ns = np.array([0, 2, 4, 10, 13]) * drawn_hosts.UNIT_NS
-    named = stacks.locations_at(drawn, at_ns).to_list()
+    named = call_trees.locations_at(drawn, at_ns).to_list()
     assert named == [None, "train.py(12): log", None, "data.py(3): load", None]
 
 

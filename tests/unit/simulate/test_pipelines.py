@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.unit.simulate.jobs import pipelined
-from tracekit.analysis.parallelism import pipeline_actions, pipeline_schedule
+from tracekit.analysis.parallelism import pipeline_actions, pipeline_stages
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import (
     DUALPIPEV,
@@ -97,10 +97,12 @@ def test_the_bubble_of_a_v_shaped_schedule_is_that_of_its_actions_without_links(
     ]
     names = dict(zip("FBIW", pipeline_actions.COMPUTE_ACTIONS, strict=True))
     found = sorted(timed)
-    graph = pipeline_schedule.graph(tuple((rank, of.stage, of.micro_batch, names[of.kind]) for _, rank, of, _ in found))
+    graph = pipeline_stages.schedule_graph(
+        tuple((rank, of.stage, of.micro_batch, names[of.kind]) for _, rank, of, _ in found)
+    )
     assert graph is not None
     durations = np.array([[ns] for *_, ns in found], float)
-    whole_ns = pipeline_schedule.end_times(graph, durations).max()
+    whole_ns = pipeline_stages.end_times(graph, durations).max()
     for each in bubbles(job, recording):
         busy_ns = sum(ns for _, rank, _, ns in found if rank == each.rank)
         assert each.bubble_ratio == pytest.approx(1 - busy_ns / whole_ns, abs=EQUAL)

@@ -11,7 +11,7 @@ from tests.support import drawn_traces
 from tracekit.analysis.communication import collective_instances
 from tracekit.ingest.loader import load
 from tracekit.model.trace import Trace
-from tracekit.sync import collective_matching, message_clocks
+from tracekit.sync import clock_groups, collective_matching
 
 MS = 1_000_000
 SAMPLES = Path(__file__).parents[3] / "sample_traces" / "parallelism"
@@ -37,7 +37,7 @@ def both_ways(*delays: tuple[int, int]) -> list[tuple[int, int, int, int]]:
 def test_the_quickest_messages_of_both_directions_bound_the_offset():
     # Quickest there 4 ns, quickest back 10 ns: the offset lies within 10 ns below and 4 ns above the truth, 5000.
     rows = messages(*both_ways((4, 30), (9, 10), (7, 12)), behind={1: 5000})
-    assert message_clocks.links(rows) == [message_clocks.Link(0, 1, -5003, 7)]
+    assert clock_groups.links(rows) == [clock_groups.Link(0, 1, -5003, 7)]
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_the_quickest_messages_of_both_directions_bound_the_offset():
     ids=["one direction", "too few", "received before it was sent", "a send is missing"],
 )
 def test_clocks_are_not_linked_without_evidence_of_both_directions(rows):
-    assert message_clocks.links(rows) == []
+    assert clock_groups.links(rows) == []
 
 
 def test_a_step_in_which_a_message_is_missing_is_left_out():
     whole = messages(*both_ways((4, 10), (9, 10), (7, 12)), step=1)
     cut = messages(*both_ways((1, 1), (1, 1), (1, 1)), step=2)[1:]
     back = cut.filter(pl.col("members") == "1>0")
-    assert message_clocks.links(pl.concat([whole, cut])) == message_clocks.links(pl.concat([whole, back]))
+    assert clock_groups.links(pl.concat([whole, cut])) == clock_groups.links(pl.concat([whole, back]))
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,7 +67,7 @@ def test_a_step_in_which_a_message_is_missing_is_left_out():
     delays=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=3, max_size=20),
 )
 def test_the_true_offset_is_within_the_error(behind, delays):
-    (link,) = message_clocks.links(messages(*both_ways(*delays), behind={1: behind}))
+    (link,) = clock_groups.links(messages(*both_ways(*delays), behind={1: behind}))
     assert abs(link.offset_ns - -behind) <= link.error_ns
     assert link.error_ns <= max(max(pair) for pair in delays)
 

@@ -7,11 +7,12 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import save_names
+from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, schema
-from tracekit.model.fact import trace_fact
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 COLUMNS = (
@@ -24,6 +25,13 @@ SPAN_COLUMNS = schema.columns(
 
 _WRITE_FUNCTION = r"built-in method write of _?io\.|<built-in method write\b|BufferedWriter.*\bwrite\b"
 _FSYNC_FUNCTION = r"\bfsync\b"
+
+RESTORE_COLUMNS = schema.columns(
+    "checkpoint window rank step start_ns dur_ns ranks read_bytes unique_bytes amplification", amplification=pl.Float64
+)
+_FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
+
+COST_COLUMNS = schema.columns("window saves blocked_ns lost_ns window_ns steps reference_ns")
 
 
 @trace_fact
@@ -63,7 +71,7 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     and `pageable_bytes` of those into pageable memory) and idle time of the device, both null on a CPU run;
     collectives; and Python's write and fsync calls, null in traces without stacks. It never shows serialization.
     """
-    rows = np.flatnonzero(save_names.is_save(trace))
+    rows = np.flatnonzero(host_state.is_save(trace))
     if not len(rows):
         return schema.empty(SPAN_COLUMNS)
     slices = trace.ops[rows].filter(pl.col("dur_ns") > 0).sort("start_ns", "dur_ns", descending=[False, True])
@@ -73,6 +81,75 @@ def save_spans(trace: Trace) -> pl.DataFrame:
     first = np.searchsorted(slices["start_ns"].to_numpy(), merged[:, 0], side="left")
     dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
     return slices[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
+
+
+@run_fact
+def restores(run: Run) -> pl.DataFrame:
+    """Return the loads of a run, each over all its ranks; one row per load, in order of time. Columns RESTORE_COLUMNS.
+
+    `rank` is the slowest, `dur_ns` its time. `unique_bytes` is the size of the checkpoint: for a single file the most
+    that a rank reads of it, else the size in its metadata; null where neither is known. `amplification` is what all
+    ranks read over that.
+    """
+    lines = run.table(loads)
+    lines = lines.unique(lines.columns[1:], keep="first", maintain_order=True)
+    stage, size = pl.col("stage"), pl.col("bytes")
+    by_rank = lines.group_by("checkpoint", "path", "rank", maintain_order=True).agg(
+        pl.col("window", "step", "start_ns").min(),
+        pl.col("dur_ns").filter(stage == conventions.TOTAL).sum(),
+        size.filter(stage == conventions.READ).sum().alias("read_bytes"),
+        pl.col("whole_bytes").max(),
+        pl.col("call").is_in(_FILE_CALLS).any().alias("one_file"),
+    )
+    longest = by_rank.sort("dur_ns", "rank", descending=[True, False])
+    of_file = pl.when(pl.col("one_file").any()).then(pl.col("read_bytes").max())
+    read = pl.col("read_bytes").sum()
+    unique = of_file.otherwise(pl.col("whole_bytes").max()).alias("unique_bytes")
+    table = longest.group_by("checkpoint", "path", maintain_order=True).agg(
+        pl.col("window", "rank", "dur_ns").first(),
+        pl.col("step", "start_ns").min(),
+        pl.col("rank").n_unique().alias("ranks"),
+        read,
+        unique,
+    )
+    has_size = pl.col("unique_bytes") > 0
+    amplification = pl.when(has_size).then(pl.col("read_bytes") / pl.col("unique_bytes")).alias("amplification")
+    return table.with_columns(amplification).pipe(schema.select, RESTORE_COLUMNS).sort("start_ns", "checkpoint")
+
+
+@run_fact
+def save_costs(run: Run) -> pl.DataFrame:
+    """Costs of the saves of each window, by spans of the trace; use ``run.run_table``.
+
+    Columns COST_COLUMNS: saves and blocked_ns (of the rank that saves longest), lost_ns, window_ns and steps (of the
+    profiled steps; a window without marked steps is one), reference_ns (a step without a save: the median over ranks
+    and steps; null where unknown); one row per window with saves in its steps. On a device, lost_ns is what the steps
+    of saves and those after them take longer than the others, at least the device's idle time inside the spans and at
+    most blocked_ns: work that was queued runs on during a save. On a CPU run it is blocked_ns.
+    """
+    spans = run.table(save_spans)
+    rows = []
+    for (window,), of_window in spans.group_by("window", maintain_order=True):
+        # Duration of each marked step, or of the window (step null) that has none: the median over ranks.
+        steps = run.table(breakdown.by_step).filter(pl.col("window") == window, pl.col("duration_ns") > 0)
+        marked = steps.drop_nulls("step")
+        of_rank = (marked if marked.height else steps).group_by("rank", "step").agg(pl.col("duration_ns").max())
+        medians = of_rank.group_by("step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("step")
+        lengths = dict(medians.iter_rows())
+        in_steps = of_window.filter(pl.col("step").is_not_null() | (None in lengths))
+        if in_steps.is_empty() or not lengths:
+            continue
+        by_rank = in_steps.group_by("rank").agg(pl.len(), pl.col("dur_ns", "idle_ns").sum()).sort("dur_ns", "rank")
+        _, saves, blocked_ns, idle_ns = by_rank.row(-1)
+        saving = set(in_steps["step"].drop_nulls().to_list())
+        reference_ns = _reference_ns(lengths, saving)
+        lost_ns = blocked_ns
+        if in_steps["idle_ns"].is_not_null().any():
+            after = saving | {step + 1 for step in saving}
+            longer = (max(0, ns - (reference_ns or ns)) for step, ns in lengths.items() if step in after)
+            lost_ns = min(blocked_ns, max(sum(longer), idle_ns))
+        rows.append((window, saves, blocked_ns, lost_ns, sum(lengths.values()), len(lengths), reference_ns))
+    return pl.DataFrame(rows, schema=COST_COLUMNS, orient="row")
 
 
 def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
@@ -101,3 +178,13 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
 
 def _coverage_ns(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
     return intervals.coverage(spans, intervals.from_table(rows))
+
+
+def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:
+    """Return the median of the steps without saves, if possible without those after saves; never of the first step."""
+    marked = {step: ns for step, ns in lengths.items() if step is not None}
+    for left_out in (saving | {step + 1 for step in saving}, saving):
+        plain_ns = sorted(ns for step, ns in marked.items() if step not in left_out and step != min(marked))
+        if plain_ns:
+            return plain_ns[(len(plain_ns) - 1) // 2]
+    return None

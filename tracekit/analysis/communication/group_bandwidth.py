@@ -5,7 +5,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
-from tracekit.model import rank_lists
+from tracekit.model import rank_lists, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
@@ -18,6 +18,15 @@ _MEASURED = (
     "group_ranks",
 )  # fmt: skip
 _LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
+
+SPEED_COLUMNS = schema.columns(
+    "window step op group axis group_size bytes transfer_ns algorithm_bytes_per_s bus_bytes_per_s is_whole"
+)
+KIND_COLUMNS = schema.columns(
+    "op group axis group_size dtype bytes ranks calls total_ns p50_ns waited_ns exposed_ns algorithm_bytes_per_s "
+    "bus_bytes_per_s is_whole"
+)
+_PLACE = ["window", "rank", "activity_id"]
 
 
 @trace_fact
@@ -124,22 +133,16 @@ def group_comparison(run: Run) -> pl.DataFrame:
     at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
-    grouped = _of_known_groups(_large(run.table(transfers)))
+    # Transfers whose groups have peers: of unnamed groups those whose axis is known and that are complete. The ranks of
+    # an unnamed group are those whose calls were matched, which may be a part of it.
+    is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
+    is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
+    grouped = _large(run.table(transfers)).filter(~is_unnamed | is_complete)
     compared = grouped.with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
     usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
     return _sum_by(compared.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
-
-
-def _of_known_groups(transfer_rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the transfers whose groups have peers: of unnamed groups those whose axis is known and that are complete.
-
-    The ranks of an unnamed group are those whose calls were matched, which may be a part of it.
-    """
-    is_unnamed = (pl.col("group").is_null() & ~pl.col("members").str.contains(">", literal=True)).fill_null(value=True)
-    is_complete = pl.col("axis").is_not_null() & (pl.col("ranks").list.len() == pl.col("group_size"))
-    return transfer_rows.filter(~is_unnamed | is_complete)
 
 
 @run_fact
@@ -186,6 +189,74 @@ def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> i
         if slow[0] and before[-1] < bar and sum(slow) >= share * len(slow):
             return first
     return None
+
+
+@run_fact
+def speeds(run: Run) -> pl.DataFrame:
+    """Return the bandwidth of each message of known size; use ``run.run_table``.
+
+    Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace (is_whole), as
+    `collective_instances.instances`: size over the time from the last arrival to the end; transfers not longer than the
+    clocks' residual are left out. Where ranks are missing, the time on the rank that waited least gives a lower bound.
+    bus_bytes_per_s is nccl-tests' bus bandwidth.
+    """
+    instances = run.table(collective_instances.instances)
+    group = ["window", "group"]
+    axes = run.table(group_axes).select(*group, "axis").unique(group, keep="first")
+    complete = instances.drop_nulls("bus_bytes_per_s").join(axes, on=group, how="left", maintain_order="left")
+    transfer_rows = run.table(transfers).filter(pl.col("transfer_ns") > 0)
+    matched_groups = instances.select(group).unique()
+    lone = transfer_rows.join(matched_groups, on=group, how="anti", nulls_equal=True)
+    partly = transfer_rows.join(matched_groups, on=group, how="semi", nulls_equal=True)
+    partly = partly.filter(pl.col("ranks").list.len() < pl.col("group_size"))
+    rate = pl.col("bytes") * collective_instances.SECOND_NS / pl.col("transfer_ns")
+    lower_bounds = (
+        pl.concat([lone, partly])
+        .with_columns(rate.alias("algorithm_bytes_per_s"))
+        .with_columns((pl.col("algorithm_bytes_per_s") * collective_instances.bus_factor()).alias("bus_bytes_per_s"))
+        .drop_nulls("bus_bytes_per_s")
+    )
+    return pl.concat(
+        part.with_columns(is_whole=pl.lit(is_whole)).pipe(schema.select, SPEED_COLUMNS)
+        for part, is_whole in ((complete, True), (lower_bounds, False))
+    )
+
+
+@run_fact
+def by_kind(run: Run) -> pl.DataFrame:
+    """Return totals of collectives by op, group, element type and size, most time first; use ``run.run_table``.
+
+    Columns KIND_COLUMNS: ranks (with a trace of it), calls and total_ns (of all ranks), p50_ns (of one call), waited_ns
+    (until the last known arrival), exposed_ns (concurrent collectives each count it), and the medians of `speeds`.
+    """
+    waits = run.table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
+    axes = run.table(group_axes).select("group", "axis").unique("group", keep="first")
+    key = ["op", "group", "group_size", "dtype", "bytes"]
+    dur_ns = pl.col("end_ns") - pl.col("start_ns")
+    sums = (
+        run.table(collective_matching.calls)
+        .join(waits, on=_PLACE, how="left", maintain_order="left")
+        .join(run.table(exposed_times), on=_PLACE, how="left", maintain_order="left")
+        .group_by(key, maintain_order=True)
+        .agg(
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.len().alias("calls"),
+            dur_ns.sum().alias("total_ns"),
+            dur_ns.median().round().alias("p50_ns"),
+            pl.col("wait_ns").sum().alias("waited_ns"),
+            pl.col("exposed_ns").sum(),
+        )
+    )
+    kind = ["op", "group", "group_size", "bytes"]
+    rates = run.table(speeds).group_by(kind).agg(
+        pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
+    )  # fmt: skip
+    return (
+        sums.join(axes, on="group", how="left", maintain_order="left")
+        .join(rates, on=kind, how="left", nulls_equal=True, maintain_order="left")
+        .pipe(schema.select, KIND_COLUMNS)
+        .sort("total_ns", descending=True, maintain_order=True)
+    )
 
 
 def _large(rows: pl.DataFrame) -> pl.DataFrame:

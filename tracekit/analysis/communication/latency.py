@@ -6,16 +6,26 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.communication import collective_bursts, collective_instances
-from tracekit.model.fact import run_fact
+from tracekit import conventions
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
+from tracekit.model import columns, intervals, schema
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.trace import TraceFact
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace, TraceFact
+from tracekit.sync import collective_matching
+
+BURST_COLUMNS = schema.columns(
+    "step device phase unit lane op group group_size dtype bytes burst position count pool activity_id start_ns "
+    "dur_ns exposed_ns burst_exposed_ns"
+)
+_ALIKE = ("lane", "op", "group", "dtype")
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
     "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64, "overhead_ns": pl.Float64,
 }  # fmt: skip
-FACTS: tuple[TraceFact, ...] = (collective_bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 _MIN_SIZE_RATIO = 1.25  # sizes must differ by this factor to fit a latency
 _MAX_HOP_NS = 200_000.0  # no link in one data center takes longer: the fit is wrong
@@ -29,6 +39,32 @@ class RingModel(NamedTuple):
 
     hop_ns: float
     bytes_per_ns: float
+
+
+@trace_fact
+def bursts(trace: Trace) -> pl.DataFrame:
+    """Return the collectives of training, each with the burst and pool that it belongs to.
+
+    Columns BURST_COLUMNS: position and count in the burst, exposed_ns of the collective, burst_exposed_ns of the burst
+    from its first start to its last end; one row per collective. A burst: collectives of one lane, op, group and type
+    that the host launched without other compute or collectives in between, so that all data was ready at the first
+    launch. A pool: the gradient reductions of one backward pass, op, group and type, which a larger bucket would merge;
+    null for other collectives.
+    """
+    parts = [schema.empty(BURST_COLUMNS)]
+    pooled = _pools(trace)
+    for device in breakdown.devices(trace):
+        together = _launched_together(trace, device)
+        if together.is_empty():
+            continue
+        compute, _, _ = breakdown.busy(trace, device)
+        row = columns.rows_of(pooled["activity_id"].to_numpy(), together["activity_id"].to_numpy())
+        calls = together.hstack([columns.values_at(pooled["pool"], row)]).sort("start_ns", "activity_id")
+        parts.append(_with_exposed(calls, compute).pipe(schema.select, BURST_COLUMNS))
+    return pl.concat(parts)
+
+
+FACTS: tuple[TraceFact, ...] = (bursts,)
 
 
 @run_fact
@@ -93,12 +129,62 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
     return RingModel(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None
 
 
+def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
+    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    trains = ~trace_columns.as_flags(work["phase"] == conventions.CHECKPOINT)
+    at_ns = arrays.launched_or_start_ns
+    # Preparation on the collective's own lane is not compute that it waits for.
+    is_compute = arrays.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
+    rows = np.flatnonzero(arrays.communicates)
+    order = np.lexsort((arrays.id[rows], at_ns[rows]))
+    order = order[trains[rows[order]]]
+    calls = collective_matching.with_groups(trace, launches.collectives(trace, device)[order]).drop("members")
+    before = np.searchsorted(np.sort(at_ns[is_compute]), at_ns[rows[order]])
+    alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
+    burst = alike.to_series().to_numpy().astype(np.int64)
+    first, count = np.unique(burst, return_index=True, return_counts=True)[1:]
+    bursts = calls.rename({"id": "activity_id", "message_bytes": "bytes"}).hstack(
+        [
+            pl.Series("burst", burst),
+            pl.Series("position", np.arange(len(burst)) - first[burst]),
+            pl.Series("count", count[burst]),
+        ]
+    )
+    return columns.where(bursts, trace_columns.in_steps(trace, calls))
+
+
+def _pools(trace: Trace) -> pl.DataFrame:
+    reduced = backward_passes.gradient_reductions(trace)
+    key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
+    return reduced.select("activity_id", key.alias("pool"))
+
+
+def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
+    """Return the collectives with the exposed time of each, and of its burst."""
+    spans = intervals.from_table(calls)
+    _, burst = np.unique(calls["burst"].to_numpy(), return_inverse=True)
+    start, end = np.full(burst.max() + 1, np.iinfo(np.int64).max), np.full(burst.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(start, burst, spans[:, 0])
+    np.maximum.at(end, burst, spans[:, 1])
+    burst_spans = np.stack((start, end), axis=1)[burst]
+    return calls.hstack(
+        [
+            pl.Series("exposed_ns", _exposed_ns(spans, compute)),
+            pl.Series("burst_exposed_ns", _exposed_ns(burst_spans, compute)),
+        ]
+    )
+
+
+def _exposed_ns(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
+    return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)
+
+
 def _points(run: Run) -> pl.DataFrame:
     """Return the median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
     waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     place = ["window", "rank", "activity_id"]
     calls = (
-        run.table(collective_bursts.bursts)
+        run.table(bursts)
         .join(waits.unique(place), on=place, how="left")
         .with_columns(hops().alias("hops"), ring_bytes().alias("sent_bytes"))
     )

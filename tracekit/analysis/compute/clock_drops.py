@@ -6,8 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import concurrency, device_counters
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, DeviceWork
-from tracekit.analysis.compute.slowdown import Floats
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, DeviceWork, Floats
 from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
 from tracekit.model import columns, schema

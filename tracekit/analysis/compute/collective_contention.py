@@ -4,8 +4,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
-from tracekit.analysis.compute import compute_gap_causes, concurrency, contention, slowdown
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.analysis.compute import compute_gap_causes, concurrency, contention
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, PREPARATION
 from tracekit.analysis.time import launches
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -18,6 +18,12 @@ CALL_COLUMNS = schema.columns(
     "others chain waited_ns"
 )
 _MIXED = -1
+
+PHASE_COLUMNS = schema.columns("rank phase kind concurrent_kind calls overlapped_ns judged_ns lost_ns")
+COSTLY_COLUMNS = schema.columns(
+    "kind concurrent_kind lost_ns dur_ns alone_ns name unit phase step window rank start_ns"
+)
+MAX_CALLS = 100
 
 
 @trace_fact
@@ -93,9 +99,11 @@ def _compare_instances(calls: pl.DataFrame) -> pl.DataFrame:
     quiet = sized & (by <= concurrency.ALONE_RATIO * dur)
     concurrent = sized & (other_kinds != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
     solo, step = quiet & (other_kinds != _MIXED), calls["step"].fill_null(-1).to_numpy()
-    exact = slowdown.compare_with_alone(_same(calls, *_MESSAGE, "others"), step, dur, solo=solo, concurrent=concurrent)
+    exact = concurrency.compare_with_alone(
+        _same(calls, *_MESSAGE, "others"), step, dur, solo=solo, concurrent=concurrent
+    )
     # A concurrent collective can only have slowed the sample, so the excess is a lower bound.
-    lower_bound = slowdown.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
+    lower_bound = concurrency.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
     is_judged = exact.is_judged & sized & (other_kinds != _MIXED) & ~solo
     rest = lower_bound.is_judged & sized & (other_kinds == 0) & ~quiet & ~is_judged
     return calls.select(
@@ -196,6 +204,52 @@ def bandwidths(run: Run) -> pl.DataFrame:
         for n in _CASES
     ]
     return sums.with_columns(speed).sort("total_ns", descending=True).drop("total_ns")
+
+
+@run_fact
+def contention_by_phase(run: Run) -> pl.DataFrame:
+    """Time in which each kind of work of a rank overlapped another in each phase, and the loss.
+
+    Columns PHASE_COLUMNS, as `contention.by_step`, including collectives with concurrent compute; summed over steps,
+    units, devices and windows. Use ``run.run_table``.
+    """
+    key = ["rank", "phase", "kind", "concurrent_kind"]
+    both = pl.concat(
+        part.select(*key, "calls", "overlapped_ns", "judged_ns", "lost_ns")
+        for part in (run.table(contention.by_step), run.table(by_step))
+    )
+    summed = both.group_by(key).agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
+    return schema.select(summed, PHASE_COLUMNS).sort(key)
+
+
+@run_fact
+def costliest_calls(run: Run) -> pl.DataFrame:
+    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.run_table``.
+
+    Columns COSTLY_COLUMNS: kind and concurrent_kind (of `concurrency.KINDS`), lost_ns (duration less alone_ns, the solo
+    duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest
+    call counts; each preparation kernel counts; each collective counts once, on the rank that waited least.
+    """
+    prepared = run.table(contention.preparation).drop_nulls("alone_ns")
+    prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(
+        kind=pl.lit(PREPARATION), concurrent_kind=pl.lit(COMPUTE)
+    )
+    kernels = run.scan(contention.by_kernel).filter(pl.col("kind") == COMPUTE).collect()
+    calls = (
+        run.table(compared_calls)
+        .filter("judged")
+        .sort("dur_ns", "rank")
+        .unique(["window", "instance"], keep="first", maintain_order=True)
+        .with_columns(kind=pl.lit(COMMUNICATION), concurrent_kind=pl.lit(COMPUTE), lost_ns=pl.col("excess_ns"))
+    )
+    lost_ns = pl.col("dur_ns") - pl.col("alone_ns")
+    parts = (prepared.with_columns(lost_ns=lost_ns), kernels.with_columns(lost_ns=lost_ns), calls)
+    return (
+        pl.concat(schema.conform(part, COSTLY_COLUMNS) for part in parts)
+        .filter(pl.col("lost_ns") > 0)
+        .sort("lost_ns", "start_ns", descending=[True, False])
+        .head(MAX_CALLS)
+    )
 
 
 _CASES = ("alone", "concurrent")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.communication import communication_gap_causes as causes
 from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import columns, intervals, schema, sweep_line
@@ -27,6 +27,10 @@ CHAIN_COLUMNS = schema.columns(
 )
 
 _ORDER = ("window", "rank", "device", "start_ns")
+
+COMMUNICATION, COMPUTE = ("communication", "compute")
+STALL_COLUMNS = schema.columns("window rank device step phase gap_kind cause detail pieces dur_ns")
+_PLACE = ("device", "step", "phase", "cause", "detail")
 
 
 @trace_fact
@@ -125,6 +129,41 @@ def chains(trace: Trace) -> pl.DataFrame:
     sums["dur_ns"] = _sums(gap, dur_ns)
     table = by_cause[first].hstack([pl.Series(name, values) for name, values in sums.items()])
     return table.hstack([_waited_ns(trace, table)]).pipe(schema.select, CHAIN_COLUMNS)
+
+
+@trace_fact
+def communication_gap_time(trace: Trace) -> pl.DataFrame:
+    """Return communication gaps summed. Columns device, step, phase, cause, detail, pieces, dur_ns."""
+    pieces, count = communication_gap_causes.gap_causes(trace), pl.len().cast(pl.Int64).alias("pieces")
+    return pieces.group_by(_PLACE, maintain_order=True).agg(count, pl.col("dur_ns").sum())
+
+
+@run_fact
+def stalls_by_cause(run: Run) -> pl.DataFrame:
+    """Stall time of each rank in each step, by kind of gap and cause; use ``run.run_table``.
+
+    Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
+    `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
+    per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
+    """
+    place = ("window", "rank", *_PLACE)
+    quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
+    idle = sums_across(run, place).with_columns(gap_kind=pl.lit(COMPUTE))
+    both = pl.concat(schema.select(part, STALL_COLUMNS) for part in (quiet, idle))
+    return both.sort("gap_kind", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
+
+
+@run_fact
+def stalls_by_rank(run: Run) -> pl.DataFrame:
+    """Return `stalls_by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.run_table``."""
+    return _sum_by_rank(run.table(stalls_by_cause))
+
+
+@run_fact
+def idle_by_rank(run: Run) -> pl.DataFrame:
+    """Return the compute part of `stalls_by_rank`, which needs fewer facts; use ``run.run_table``."""
+    sums = sums_across(run, ("rank", "cause"))
+    return _sum_by_rank(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 
 
 _CHAIN_CAUSES = (
@@ -263,3 +302,8 @@ def _table(
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
     called = columns.rows_or_nulls(starts, columns.rows_of(calls.id, collective_id[first]))
     return schema.select(frame.hstack([*called, columns.with_nulls(gap[first], "communication_gap")]), COLUMNS)
+
+
+def _sum_by_rank(rows: pl.DataFrame) -> pl.DataFrame:
+    sums = rows.group_by("rank", "gap_kind", "cause").agg(pl.col("pieces", "dur_ns").sum())
+    return sums.sort("gap_kind", "rank", "cause")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
+from tracekit.analysis.compute import compute_gap_causes, concurrency
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import schema
@@ -126,9 +126,9 @@ def pool_pairs(steps: pl.DataFrame, *, min_slowdown: float = 0.0) -> pl.DataFram
     for *pair, together_ns, excess_ns in pairs_of_ranks.iter_rows():
         result: tuple[object, ...] = (None, None, None, NO_SAMPLE, ALONE)
         if together_ns:
-            if slowdown.mean_slowdown(together_ns, excess_ns) <= min_slowdown:
+            if concurrency.mean_slowdown(together_ns, excess_ns) <= min_slowdown:
                 continue
-            result = (*slowdown.pooled_slowdown(together_ns, excess_ns), None, None)
+            result = (*concurrency.pooled_slowdown(together_ns, excess_ns), None, None)
         rows.append((*pair, *result))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
@@ -161,7 +161,7 @@ class _PairRows:
         self.key: Ints = device.kernel_code[row] * (1 << len(other_kinds)) + pattern
         self.solo: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
-        self.comparison = slowdown.compare_with_alone(
+        self.comparison = concurrency.compare_with_alone(
             self.key, device.step[row], dur_ns, solo=self.solo, concurrent=self.concurrent
         )
         self.is_judged: Flags = self.comparison.is_judged & plain & ~self.solo

@@ -1,16 +1,43 @@
 """Floating-point operations and bytes moved, computed from the inputs of operators, and for how much of the time."""
 
+import functools
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import kernel_products, kernels, op_bytes, op_flops, op_inputs, recomputation
+from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
 from tracekit.analysis.time import trace_columns
+from tracekit.conventions import devices
 from tracekit.model import columns, nesting, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import distinct
 from tracekit.model.trace import Trace
+
+TILE_ONLY = "no operator recorded; the kernel's name has its tile, not the problem"
+_MISSING = "the kernel's name lacks {}"
+
+
+class Product(NamedTuple):
+    """The dimensions of a product by the kernel's name, None for what it lacks, and its element type (FP8 …)."""
+
+    dims: Mapping[str, int | None]
+    dtype: str | None
+
+    @property
+    def flops(self) -> float | None:
+        """Return the floating-point operations; None where a dimension is not known."""
+        flops = 2.0
+        for size in self.dims.values():
+            if size is None:
+                return None
+            flops *= size
+        return flops
+
 
 CALL_COLUMNS = {"name": pl.String, "calls": pl.Int64}
 PRODUCT_COLUMNS = {"name": pl.String, "shapes": pl.String, "flops": pl.Float64}
@@ -51,7 +78,7 @@ def each_product(trace: Trace) -> pl.DataFrame:
     """Return the products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
 
     Columns EACH_COLUMNS; one row per call of an operator, or per kernel outside of these whose name states its whole
-    problem (`kernel_products`): its name is the kernel's, its shapes are null.
+    problem (`product`): its name is the kernel's, its shapes are null.
     """
     described = trace.ops.select("id", "step", "phase", "name", "shapes")
     calls = _products(trace).join(described, on="id", maintain_order="left")
@@ -150,6 +177,44 @@ def counted_op_of_activities(trace: Trace, ids: pl.Series) -> nesting.Ints:
     return np.where(owner >= 0, around[np.maximum(owner, 0)], -1)
 
 
+@functools.lru_cache(maxsize=4096)
+def product(name: str) -> Product | None:
+    """Return the product that a kernel's name states, or a part of it; None for a name that states none.
+
+    >>> product("void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 128u, (deep_gemm::GemmType)0>(float*)").dims
+    {'M': None, 'N': 4096, 'K': 7168}
+    """
+    match = _KERNEL.match(name)
+    if match is None:
+        return None
+    kernel, arguments = match["kernel"], _arguments(name[match.end() :])
+    first = next((first for pattern, first in _FIRST if re.fullmatch(pattern, kernel)), None)
+    numbers = [int(number[1]) for text in arguments if (number := _NUMBER.fullmatch(text))]
+    if first is None or len(numbers) < len(first):
+        return None
+    stated = {dim: size or None for dim, size in zip(first, numbers, strict=False)}
+    dims = {dim: stated.get(dim) for dim in _DIMS}
+    if "S" in first or any(kind and kind[1] != _NORMAL for text in arguments if (kind := _GEMM_TYPE.fullmatch(text))):
+        dims[_GROUPS] = None
+    return Product(dims, next((dtype for mark, dtype in _DTYPES.items() if mark in kernel), None))
+
+
+def unknown_part(name: str) -> str | None:
+    """Return why the operations of a kernel that states a part of its product are not known; None for other kernels.
+
+    >>> unknown_part("void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 128u, (deep_gemm::GemmType)0>(float*)")
+    "the kernel's name lacks M"
+    """
+    stated = product(name)
+    missing = [dim for dim, size in stated.dims.items() if size is None] if stated else []
+    return _MISSING.format(" and ".join(missing)) if missing else None
+
+
+def has_tile_only(name: str) -> bool:
+    """Return whether a name is that of a library's matrix product, of which it states the tile only."""
+    return bool(_TILED.search(name)) and product(name) is None
+
+
 def _outermost(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the calls that are in no other of them."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -194,8 +259,12 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
         return schema.empty(_NAMED_COLUMNS)
     work = trace.activities.filter(_IS_COMPUTE)
     names = work["name"].unique().to_list()
-    products = [(name, product) for name in names if (product := kernel_products.product(name))]
-    rows = [(name, product.flops, product.dtype) for name, product in products if product.flops is not None]
+    products = [(name, kernel_product) for name in names if (kernel_product := product(name))]
+    rows = [
+        (name, kernel_product.flops, kernel_product.dtype)
+        for name, kernel_product in products
+        if kernel_product.flops is not None
+    ]
     if not rows:
         return schema.empty(_NAMED_COLUMNS)
     stated = pl.DataFrame(rows, pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}), orient="row")
@@ -279,3 +348,41 @@ def _enclosing(trace: Trace, ids: pl.Series) -> nesting.Flags:
         encloses[around] = True
         around = parent[around]
     return encloses
+
+
+_DIMS = ("M", "N", "K")
+_GROUPS = "the rows of its groups"
+_KERNEL = re.compile(r"(?:void )?deep_gemm::(?:\w+::)*(?P<kernel>\w+)<")
+_FIRST: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"fp8_gemm_kernel", ("N", "K")),
+    (r"fp8_wgrad_gemm_kernel", ("M", "N")),
+    (r"sm90_fp8_gemm_1d[12]d_impl|sm(90|100)_bf16_gemm_impl", ("M", "N", "K")),
+    (r"sm100_fp8_fp4_gemm_1d1d_impl", ("gran_a", "gran_b", "M", "N", "K")),
+    (r"sm(90|100)_bmn_bnk_mn_gemm_impl", ("M", "N", "K", "S")),
+    (r"sm(90|100)_tf32_hc_prenorm_gemm_impl", ("N", "K")),
+)
+"""Kernels by what their first integers among the template arguments are; S stands for a batch that is not stated."""
+_NUMBER = re.compile(r"(?:\(unsigned int\)\s*)?(\d{1,15})u?")
+_GEMM_TYPE = re.compile(r"\(deep_gemm::GemmType\)\s*(\d+)")
+_NORMAL = "0"
+_DTYPES = {"fp8": devices.FP8, "bf16": devices.BF16, "tf32": devices.TF32, "bmn_bnk": devices.BF16}
+_TILED = re.compile(
+    r"cutlass_\d+_\w*(?:gemm|tensorop|simt)\w*_\d+x\d+|nvjet_\w+?_\d+x\d+_|_tilesize\d+x\d+x\d+|Cijk_\w*_MT\d+x\d+|"
+    r"(?:volta|turing|ampere|sm\d\d)_\w*gemm\w*_\d+x\d+"
+)
+
+
+def _arguments(text: str) -> list[str]:
+    """Return the arguments of a template up to its closing bracket; what is nested in them stays text."""
+    arguments, depth, begun = [], 0, 0
+    for index, letter in enumerate(text):
+        if letter in "<(":
+            depth += 1
+        elif depth and letter in ">)":
+            depth -= 1
+        elif letter in ",>":
+            arguments.append(text[begun:index].strip())
+            begun = index + 1
+            if letter == ">":
+                break
+    return arguments

@@ -176,20 +176,16 @@ def _launched_by(op: str) -> TraceFact:
             .filter(pl.col("kernels").list.len() > 1)
             .join(trace.ops.select(call_id="id", op="name", op_ns="dur_ns"), on="call_id", maintain_order="left")
         )
-        return _count_sequences(calls)
+        sequences = calls.group_by("op", "kernels", maintain_order=True).agg(
+            pl.len().alias("count"),
+            pl.col("kernels").first().list.len().alias("length"),
+            pl.col("step").n_unique().alias("steps"),
+            pl.col("dur_ns").sum().alias("total_ns"),
+            pl.col("gap_ns", "op_ns").sum(),
+        )
+        return schema.select(sequences, _OF_CALLS)
 
     return fact
-
-
-def _count_sequences(calls: pl.DataFrame) -> pl.DataFrame:
-    sequences = calls.group_by("op", "kernels", maintain_order=True).agg(
-        pl.len().alias("count"),
-        pl.col("kernels").first().list.len().alias("length"),
-        pl.col("step").n_unique().alias("steps"),
-        pl.col("dur_ns").sum().alias("total_ns"),
-        pl.col("gap_ns", "op_ns").sum(),
-    )
-    return schema.select(sequences, _OF_CALLS)
 
 
 def _outermost_call(trace: Trace, op: str) -> pl.DataFrame:

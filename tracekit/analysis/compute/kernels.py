@@ -1,23 +1,59 @@
 """Device activities by name, launching op, shapes, unit and more; on a CPU run, the compute of its threads."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import module_paths, totals
+from tracekit.analysis.compute import call_paths
 from tracekit.analysis.time import breakdown, trace_columns
+from tracekit.errors import ConfigError
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
+from tracekit.model.nesting import Ints
 from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
+
+_DURATIONS = "durations_ns"
+MEASURES = ("count", "total_ns", "mean_ns", "p50_ns", "p95_ns", "max_ns", "spread_ratio", "most_rank")
 
 KEYS = ("name", "op", "shapes", "module", "unit", "phase", "span", "step", "device", "stream", "rank")
 """Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
 OpColumns: TypeAlias = Callable[[Trace], Sequence[pl.Series]]
 """What names the operator of each activity, and the shapes of its inputs: two columns of a trace's activities."""
+
+_GRAPH_LAUNCH = "GraphLaunch"  # cudaGraphLaunch, hipGraphLaunch, cuGraphLaunch
+REPLAY_COLUMNS = ("op", "shapes")
+
+
+@dataclass(frozen=True, eq=False)
+class EagerTwin:
+    """A run of the same program without CUDA graphs: the operators of its kernels, in the order of each stream."""
+
+    run: Run
+    _traces: dict[int, Trace] = field(default_factory=dict)
+
+    def op_columns(self, trace: Trace) -> list[pl.Series]:
+        """Return op and shapes of each activity as `recorded_ops`, of replayed ones by the twin where known."""
+        work = trace.activities.select(activity_id="id")
+        captured = captured_ops(trace, self.of_rank(trace.rank)).with_columns(is_known=pl.col("op").is_not_null())
+        joined = work.join(captured, on="activity_id", how="left", maintain_order="left")
+        recorded = joined.with_columns(
+            column.alias(f"recorded_{name}") for name, column in zip(REPLAY_COLUMNS, recorded_ops(trace), strict=True)
+        )
+        return recorded.select(
+            pl.when("is_known").then(name).otherwise(f"recorded_{name}").alias(name) for name in REPLAY_COLUMNS
+        ).get_columns()
+
+    def of_rank(self, rank: int) -> Trace:
+        """Return the twin's trace of a rank, or of its first rank where it has no such rank."""
+        twin_rank = rank if rank in self.run.ranks else self.run.ranks[0]
+        if twin_rank not in self._traces:
+            self._traces[twin_rank] = self.run.trace(twin_rank)
+        return self._traces[twin_rank]
 
 
 def recorded_ops(trace: Trace) -> list[pl.Series]:
@@ -34,17 +70,17 @@ def kernels(
 ) -> pl.DataFrame:
     """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
 
-    Columns by, kind, `totals.MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
+    Columns by, kind, `MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
     last. Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the
-    innermost op around the launch, `module` is as in `module_paths`. One row per combination; names are never cut or
+    innermost op around the launch, `module` is as in `call_paths`. One row per combination; names are never cut or
     merged. Raises ConfigError on an unknown key.
     """
-    totals.require_known("--by", by, KEYS)
+    require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _durations_fact(tuple(key for key in keys if key != "rank"), ops)
     run.measure((fact, breakdown.by_rank), on_progress)
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
-    table = totals.merge_durations(run.table(fact), keys, ranks=run.ranks)
+    table = merge_durations(run.table(fact), keys, ranks=run.ranks)
     time_ratio = pl.col("total_ns") / device_ns if device_ns else pl.lit(None, pl.Float64)
     return table.with_columns(time_ratio.alias("time_ratio"))
 
@@ -57,7 +93,7 @@ def with_launch_delays(
     on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
     """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
-    totals.require_known("--by", by, KEYS)
+    require_known("--by", by, KEYS)
     keys = tuple(key for key in dict.fromkeys((*by, "kind")) if key != "rank")
     run.measure(
         (_durations_fact(keys, ops), _delays(keys, ops), breakdown.by_rank), on_progress
@@ -77,7 +113,7 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = reco
     waited for the host, long ones that work was queued. One row per combination with a known launch; empty on a CPU
     run. Raises ConfigError on an unknown key.
     """
-    totals.require_known("--by", by, KEYS)
+    require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _delays(tuple(key for key in keys if key != "rank"), ops)
     ordered = pl.col("delay_ns").sort()
@@ -115,7 +151,7 @@ def _delays(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
 @functools.cache
 def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
-        return totals.collect_durations(_with_keys(trace, keys, ops), keys)
+        return collect_durations(_with_keys(trace, keys, ops), keys)
 
     return fact
 
@@ -130,7 +166,7 @@ def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFram
         op, shapes = ops(trace)
         work = work.with_columns(op=op, shapes=shapes)
     if "module" in keys:
-        work = work.with_columns(module_paths.activity_modules(trace))
+        work = work.with_columns(call_paths.activity_modules(trace))
     return work
 
 
@@ -150,3 +186,146 @@ def innermost_op(trace: Trace) -> nesting.Ints:
     of_slice = nesting.nearest(trace_columns.parent_ids(trace), trace_columns.is_kind(trace, "cpu_op"))
     is_known = (launch >= 0) & (launch < len(of_slice))
     return np.where(is_known, of_slice[np.where(is_known, launch, 0)], -1)
+
+
+def collect_durations(work: pl.DataFrame, keys: Sequence[str], sums: Sequence[str] = ()) -> pl.DataFrame:
+    """Return one trace's durations by `keys`: columns keys, durations_ns (a list) and the sum of each of `sums`.
+
+    `work` needs the keys, dur_ns and `sums`. One row per combination of keys that occurs, a null being a value too.
+    """
+    return work.group_by(*keys, maintain_order=True).agg(
+        pl.col("dur_ns").alias(_DURATIONS), *(pl.col(name).sum() for name in sums)
+    )
+
+
+def merge_durations(
+    parts: pl.DataFrame, keys: Sequence[str], *, ranks: Sequence[int], sums: Sequence[str] = ()
+) -> pl.DataFrame:
+    """Merge the tables that `collect_durations` returned: one row per combination of keys, most total time first.
+
+    `parts` has columns window and rank too; `rank` may be one of the keys. Columns keys, MEASURES and `sums`: count,
+    total_ns, mean_ns (rounded), p50_ns, p95_ns (the shortest recorded duration that at least 50 and 95% do not exceed),
+    max_ns, spread_ratio (largest less smallest total over ranks, over the mean of `ranks`; a rank without any counts as
+    0), most_rank (the rank with the largest total). The last two are null for a single rank.
+    """
+    ordered = pl.col("dur_ns").sort()
+    merged = (
+        parts.select(*keys, pl.col(_DURATIONS).alias("dur_ns"))
+        .explode("dur_ns")
+        .group_by(*keys)
+        .agg(
+            pl.len().cast(pl.Int64).alias("count"),
+            pl.col("dur_ns").sum().alias("total_ns"),
+            pl.col("dur_ns").mean().round().cast(pl.Int64).alias("mean_ns"),
+            *(ordered.get((pl.len() * share).ceil().cast(pl.Int64) - 1).alias(name) for name, share in _SHARES),
+            pl.col("dur_ns").max().alias("max_ns"),
+        )
+    )
+    summed = parts.group_by(*keys).agg(pl.col(name).sum() for name in sums)
+    return (
+        merged.join(_spread(parts, keys, ranks), on=keys, nulls_equal=True)
+        .join(summed, on=keys, nulls_equal=True)
+        .sort("total_ns", *keys, descending=[True, *(False for _ in keys)])
+        .select(*keys, *MEASURES, *sums)
+    )
+
+
+_SHARES = (("p50_ns", 0.5), ("p95_ns", 0.95))
+
+
+def require_known(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ConfigError where an option has no names, or one that is not `allowed`."""
+    unknown = next((name for name in names if name not in allowed), None)
+    if unknown is not None or not names:
+        raise ConfigError(f"{option} {unknown or ''}: expected some of {', '.join(allowed)}".replace(" :", ":"))
+
+
+def is_replayed(trace: Trace) -> pl.Series:
+    """Return, for each activity, whether the launch of a CUDA or HIP graph launched it."""
+    calls = trace.ops.filter(pl.col("name").str.contains(_GRAPH_LAUNCH, literal=True))["id"]
+    return trace.activities["launch_id"].is_in(calls.implode()).fill_null(value=False)
+
+
+def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
+    """Return the operators that launched the replayed kernels of a trace when they were captured.
+
+    The kernels that one graph launch puts on a stream are looked up in the twin: as a run of kernels of the same names
+    in the same order on one stream. Where several runs of the twin match, only what they agree on is taken. Columns
+    activity_id, op and shapes, null where unknown; one row per replayed activity.
+    """
+    work = trace.activities.filter(is_replayed(trace)).sort("launch_id", "lane", "start_ns", "id")
+    streams = _streams(twin)
+    ops_of_names: dict[tuple[str, ...], list[tuple[str | None, ...]]] = {}
+    rows: list[tuple[object, ...]] = []
+    for _, stream_work in work.group_by("launch_id", "lane", maintain_order=True):
+        names = tuple(stream_work["name"].to_list())
+        if names not in ops_of_names:
+            ops_of_names[names] = list(_look_up_ops(streams, names))
+        rows += [(number, *ops) for number, ops in zip(stream_work["id"], ops_of_names[names], strict=True)]
+    types = {"activity_id": pl.Int64, "op": pl.String, "shapes": pl.String}
+    return pl.DataFrame(rows, types, orient="row")
+
+
+@dataclass(frozen=True, eq=False)
+class _Streams:
+    """Kernels by stream and start: the code of each name, its stream, and columns op and shapes."""
+
+    codes: dict[str, int]
+    tokens: Ints
+    lanes: Ints
+    ops: pl.DataFrame
+
+    def places(self, names: tuple[str, ...]) -> Ints:
+        """Rows at which a run of kernels with these names begins."""
+        codes = [self.codes.get(name, -1) for name in names]
+        starts: Ints = np.flatnonzero(self.tokens[: len(self.tokens) - len(names) + 1] == codes[0])
+        starts = starts[self.lanes[starts] == self.lanes[starts + len(names) - 1]]
+        for offset, code in enumerate(codes):
+            starts = starts[self.tokens[starts + offset] == code]
+        return starts
+
+
+@memoize
+def _streams(twin: Trace) -> _Streams:
+    op, shapes = launching_op_columns(twin, ("name", "shapes"))
+    work = twin.activities.with_columns(op=op, shapes=shapes).filter(~is_replayed(twin))
+    work = work.sort("lane", "start_ns", "id")
+    names = work["name"].unique(maintain_order=True)
+    codes = {name: code for code, name in enumerate(names)}
+    tokens = work["name"].replace_strict(codes, return_dtype=pl.Int64).to_numpy()
+    return _Streams(codes, tokens, work["lane"].to_numpy(), work.select(REPLAY_COLUMNS))
+
+
+def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
+    """Yield op and shapes of each of these kernels in the twin, None where unknown or not the same everywhere."""
+    starts = streams.places(names)
+    for offset in range(len(names)):
+        same = streams.ops[starts + offset]
+        agreed = [same[name].unique() for name in REPLAY_COLUMNS]
+        yield tuple(values.item() if len(values) == 1 else None for values in agreed)
+
+
+def replay_attribution(run: Run, twin: EagerTwin) -> tuple[int, int]:
+    """Count the kernels that CUDA graphs replayed in a run, and those of which the twin names the operator."""
+    captured = [captured_ops(trace, twin.of_rank(trace.rank)) for trace in run.traces()]
+    return sum(ops.height for ops in captured), sum(ops["op"].count() for ops in captured)
+
+
+def _spread(parts: pl.DataFrame, keys: Sequence[str], ranks: Sequence[int]) -> pl.DataFrame:
+    if len(ranks) < 2 or "rank" in keys:
+        return parts.select(
+            *keys, pl.lit(None, pl.Float64).alias("spread_ratio"), pl.lit(None, pl.Int64).alias("most_rank")
+        ).unique(keys)
+    rank_total_ns = pl.col("rank_total_ns")
+    least_ns = pl.when(pl.len() < len(ranks)).then(0).otherwise(rank_total_ns.min())
+    spread_ns, mean_ns = rank_total_ns.max() - least_ns, rank_total_ns.sum() / len(ranks)
+    return (
+        parts.group_by(*keys, "rank")
+        .agg(pl.col(_DURATIONS).list.sum().sum().alias("rank_total_ns"))
+        .sort("rank")
+        .group_by(*keys)
+        .agg(
+            pl.when(mean_ns > 0).then(spread_ns / mean_ns).otherwise(0.0).alias("spread_ratio"),
+            pl.col("rank").get(rank_total_ns.arg_max()).alias("most_rank"),
+        )
+    )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import library_bytes, list_bytes, op_inputs
+from tracekit.analysis.compute import fused_op_bytes, op_inputs
 from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes, total_bytes
 
 _Formula: TypeAlias = Callable[[Inputs], "int | None"]
@@ -464,7 +464,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     "aten::cat": _concatenation,
     "aten::nll_loss_backward": _nll_loss_backward,
     **{
-        f"aten::_foreach_{name}{suffix}": list_bytes.for_each(lists)
+        f"aten::_foreach_{name}{suffix}": fused_op_bytes.for_each(lists)
         for names, lists in (
             ("neg sqrt reciprocal exp sign abs", 1),
             ("add sub mul div maximum clamp_min clamp_max pow", 2),
@@ -473,9 +473,9 @@ _FORMULAS: Mapping[str, _Formula] = {
         for name in names.split()
         for suffix in ("", "_")
     },
-    "aten::_foreach_norm": list_bytes.for_each(1, writes=False),
-    **{f"aten::_fused_{name}_": list_bytes.fused_optimizer(4, 5) for name in ("adam", "adamw")},
-    "aten::_fused_sgd_": list_bytes.fused_optimizer(2, 3),
+    "aten::_foreach_norm": fused_op_bytes.for_each(1, writes=False),
+    **{f"aten::_fused_{name}_": fused_op_bytes.fused_optimizer(4, 5) for name in ("adam", "adamw")},
+    "aten::_fused_sgd_": fused_op_bytes.fused_optimizer(2, 3),
 }
 
 
@@ -493,4 +493,4 @@ _OPERANDS = {
 def _formula(name: str) -> _Formula | None:
     if _TRITON.match(name):
         return None if _PARTIAL.search(name.partition("_fused")[2]) else _buffers
-    return _FORMULAS.get(name) or library_bytes.formula(name)
+    return _FORMULAS.get(name) or fused_op_bytes.formula(name)

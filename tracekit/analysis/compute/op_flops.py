@@ -5,7 +5,7 @@ addition are two operations, and a causal mask halves nothing. Operators outside
 limits; `has_no_products` says which are known to be such.
 
 Formulas: torch/utils/flop_counter.py of PyTorch 2.13, but the gradient of a grouped convolution's weights counts each
-group once, as its forward pass does; attention: `attention_flops`. Names of Inductor's kernels:
+group once, as its forward pass does; attention: `attention`. Names of Inductor's kernels:
 torch/_inductor/codegen/triton.py.
 """
 
@@ -18,8 +18,28 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import attention_flops, library_bytes, op_inputs
+from tracekit.analysis.compute import fused_op_bytes, op_inputs
 from tracekit.conventions import devices
+
+_Shape: TypeAlias = Sequence[int]
+
+
+class Attention(NamedTuple):
+    """The places of an operator's arguments: query (key and value follow it), bounds, longest lengths, mask.
+
+    Shapes are batch, heads, tokens, width; with `tokens_first` batch, tokens, heads, width. `bounds` are the first
+    tokens of packed sequences (cu_seqlens) of queries, then keys; `longest` likewise. `causal` comes before the two
+    numbers of `window`, how many keys each query sees before and after its own; negative or none for all.
+    """
+
+    query: int = 0
+    backward: bool = False
+    tokens_first: bool = True
+    bounds: int | None = None
+    longest: int | None = None
+    causal: int | None = None
+    window: int | None = None
+
 
 Shape: TypeAlias = Sequence[int]
 Shapes: TypeAlias = Sequence[Any]
@@ -35,7 +55,6 @@ class Work(NamedTuple):
 
 OutputShapes: TypeAlias = Mapping[tuple[str, str], Shape]
 """The output of a convolution by the shapes of its input and weight, as JSON."""
-
 
 _MAX_WORK = 1e24
 """Operations, or elements, of one call: a device would take 30 years."""
@@ -72,7 +91,7 @@ def has_no_products(name: str) -> bool:
     """Return whether an operator, or a kernel that Inductor made, is known to multiply no matrices."""
     if _INDUCTOR.match(name):
         return True
-    if library_bytes.formula(name) is not None:
+    if fused_op_bytes.formula(name) is not None:
         return True
     if has_formula(name) or not _MEMORY_BOUND.match(name):
         return False
@@ -131,8 +150,37 @@ def moved_bytes(done: Work, inputs: InputBytes) -> float | None:
     return inputs.total + element_bytes * done.output_elements
 
 
+def operations(name: str, dims: Sequence[Any], values: Sequence[str]) -> tuple[float, float] | None:
+    """Return the operations of a call and the elements it writes; None where its inputs do not determine them.
+
+    Raises ValueError, TypeError or IndexError for inputs that are not this operator's.
+    """
+    places = attention(name)
+    tensors = None if places is None else _tensors(places, dims, values)
+    if places is None or tensors is None:
+        return None
+    query, key, value = tensors
+    scores = 2.0 * math.prod(query[:3]) * min(key[2], _seen_keys(places, values))
+    width, value_width = query[3], value[3]
+    if places.backward:
+        return scores * (3 * width + 2 * value_width), float(sum(map(math.prod, tensors)))
+    return scores * (width + value_width), float(math.prod(query[:3]) * value_width)
+
+
+def attention(name: str) -> Attention | None:
+    """Return the places of the arguments of an attention operator; None for other operators."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if _SCALED_DOT_PRODUCT_BACKWARD.match(name):
+        return Attention(1, backward=True, tokens_first=False)
+    if template := _FLEX_TEMPLATE.match(name):
+        return Attention(0, backward=bool(template["backward"]), tokens_first=False)
+    return Attention(tokens_first=False) if _SCALED_DOT_PRODUCT.match(name) else None
+
+
 _LEAST_OUTPUT_BYTES = 2
 """Per element: products of 8-bit elements are written in 16."""
+
 
 # Matrix products -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +234,7 @@ def _template_product(dims: Shapes, values: Sequence[str]) -> Work | None:  # no
 
 
 _TEMPLATE_PRODUCT = re.compile(r"^triton_tem_fused_(\w*_)?(add|b|badd)?mm(_|$)")
+
 
 # Convolutions --------------------------------------------------------------------------------------------------------
 
@@ -287,11 +336,11 @@ def _formula(name: str) -> _Formula | None:
         return _FORMULAS[name]
     if _TEMPLATE_PRODUCT.match(name):
         return _template_product
-    return None if attention_flops.attention(name) is None else partial(_attention, name)
+    return None if attention(name) is None else partial(_attention, name)
 
 
 def _attention(name: str, dims: Shapes, values: Sequence[str]) -> Work | None:
-    counted = attention_flops.operations(name, dims, values)
+    counted = operations(name, dims, values)
     if counted is None:
         return None
     flops, output_elements = counted
@@ -300,7 +349,6 @@ def _attention(name: str, dims: Shapes, values: Sequence[str]) -> Work | None:
 
 _TEMPLATE = "triton_tem_"
 """Inductor's templates; a call of one states the buffers that it writes to, too."""
-
 
 # Work without products -----------------------------------------------------------------------------------------------
 
@@ -322,3 +370,60 @@ _MEMORY_BOUND_KERNEL = re.compile(
 _PRODUCT_KERNEL = re.compile(
     rf"gemm|mma|conv|attn|attention|flash|cutlass|bmm|matmul|nvjet|^{_TEMPLATE}", re.IGNORECASE
 )
+
+
+def _tensors(places: Attention, dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
+    """Return query, key and value as (batch, heads, tokens, width); None where the lengths are not known."""
+    tensors: list[_Shape] = list(dims[places.query : places.query + 3])
+    if places.bounds is not None and len(dims) > places.bounds and dims[places.bounds]:
+        unpacked = _unpack(places, tensors, dims, values)
+        if unpacked is None:
+            return None
+        tensors = unpacked
+    if any(len(shape) != 4 for shape in tensors):
+        return None
+    return [[shape[0], shape[2], shape[1], shape[3]] for shape in tensors] if places.tokens_first else tensors
+
+
+def _unpack(places: Attention, packed: list[_Shape], dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
+    """Return packed tensors (tokens, heads, width) as a batch of equal sequences; None where lengths differ."""
+    if places.bounds is None or places.longest is None or any(len(shape) != 3 for shape in packed):
+        return None
+    sequences = [dims[places.bounds + offset][0] - 1 for offset in (0, 1, 1)]
+    longest = [int(values[places.longest + offset]) for offset in (0, 1, 1)]
+    pairs = list(zip(packed, sequences, longest, strict=True))
+    if any(shape[0] != count * length for shape, count, length in pairs):
+        return None
+    return [[count, length, *shape[1:]] for shape, count, length in pairs]
+
+
+def _seen_keys(places: Attention, values: Sequence[str]) -> float:
+    """Return the most keys that a query is multiplied with: infinite without a window."""
+    if places.window is None or len(values) < places.window + 2:
+        return math.inf
+    before, after = (int(text) if text not in ("", "None") else -1 for text in values[places.window :][:2])
+    if before < 0:
+        return math.inf
+    if places.causal is not None and values[places.causal] == "True":
+        return before + 1.0
+    return before + 1.0 + after if after >= 0 else math.inf
+
+
+_BY_NAME: Mapping[str, Attention] = {
+    "aten::_flash_attention_forward": Attention(0, bounds=3, longest=5, causal=8, window=11),
+    "aten::_flash_attention_backward": Attention(1, backward=True, bounds=6, longest=8, causal=11, window=15),
+    "aten::_efficient_attention_forward": Attention(0, bounds=4, longest=6),
+    "aten::_efficient_attention_backward": Attention(1, backward=True, bounds=6, longest=8),
+    "flash_attn::_flash_attn_forward": Attention(0, causal=5, window=6),
+    "flash_attn::_flash_attn_backward": Attention(1, backward=True, causal=11, window=12),
+    "flash_attn::_flash_attn_varlen_forward": Attention(0, bounds=3, longest=5, causal=9, window=10),
+    "flash_attn::_flash_attn_varlen_backward": Attention(1, backward=True, bounds=9, longest=11, causal=15, window=16),
+    "flash_attn_3::fwd": Attention(0, bounds=7, longest=12, causal=24, window=25),
+    "flash_attn_3::bwd": Attention(1, backward=True, bounds=9, longest=13, causal=16, window=17),
+}
+_SCALED_DOT_PRODUCT = re.compile(
+    r"^aten::_scaled_dot_product_(?!attention_math)\w*attention(_for_cpu|_overrideable|_for_mps)?$"
+)
+_SCALED_DOT_PRODUCT_BACKWARD = re.compile(r"^aten::_scaled_dot_product_\w*attention\w*_backward$")
+_FLEX_TEMPLATE = re.compile(r"^triton_tem_fused_(\w*_)?flex_attention(?P<backward>_backward)?(_|$)")
+"""The templates of Inductor, whose buffers begin with query, key and value (torch/_inductor/kernel/flex/templates)."""

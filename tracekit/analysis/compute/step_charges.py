@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels, module_paths
+from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
@@ -47,19 +47,27 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     for device in breakdown.devices(trace):
         windows = _windows(trace, device)
         if windows.height:
+            # Activities that each step launched: columns step, id, order_ns, count, work_ns.
+            begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+            work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
+            order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
             rows = pl.concat(
-                [_charge_moments(trace, device, windows), _launched_activities(trace, device, windows)], how="diagonal"
+                [
+                    _charge_moments(trace, device, windows),
+                    work.select(
+                        "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
+                    ),
+                ],
+                how="diagonal",
             ).join(described, on="id", how="left", maintain_order="left")
-            parts.append(_sum_charges(rows.with_columns(pl.lit(device, pl.Int64).alias("device"))))
+            charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
+                pl.coalesce("part", "own_part").alias("part")
+            )
+            sums = charged.group_by(_PLACE, maintain_order=True).agg(
+                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
+            )
+            parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
-
-
-def _sum_charges(rows: pl.DataFrame) -> pl.DataFrame:
-    charged = rows.with_columns(pl.coalesce("part", "own_part").alias("part"))
-    sums = charged.group_by(_PLACE, maintain_order=True).agg(
-        pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
-    )
-    return schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True)
 
 
 def _activity_keys(trace: Trace) -> pl.DataFrame:
@@ -70,7 +78,7 @@ def _activity_keys(trace: Trace) -> pl.DataFrame:
         _part().alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
-        module_paths.activity_modules(trace),
+        call_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
@@ -151,14 +159,6 @@ def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
     parts = work.partition_by("part", "lane")
     lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
     return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
-
-
-def _launched_activities(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
-    """Return the activities that each step launched: columns step, id, order_ns, count, work_ns."""
-    begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
-    work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
-    order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
-    return work.select("step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns"))
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:

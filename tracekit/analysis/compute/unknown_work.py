@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import efficiency, flops, kernel_products, op_bytes, op_flops
+from tracekit.analysis.compute import efficiency, flops, op_bytes, op_flops
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.run import Run
@@ -102,13 +102,13 @@ def _reason(work: pl.DataFrame) -> pl.Expr:
     names = work["op"].drop_nulls().unique().to_list()
     with_formula = [name for name in names if op_flops.has_formula(name) or op_bytes.has_formula(name)]
     kernel_names = work["name"].unique().to_list()
-    lacks = {name: lacking for name in kernel_names if (lacking := kernel_products.unknown_part(name))}
-    tiled = [name for name in kernel_names if kernel_products.has_tile_only(name)]
+    lacks = {name: lacking for name in kernel_names if (lacking := flops.unknown_part(name))}
+    tiled = [name for name in kernel_names if flops.has_tile_only(name)]
     has_op_formula = pl.col("op").is_in(with_formula).fill_null(value=False)
     return (
         pl.when(pl.col("name").is_in(list(lacks)) & ~has_op_formula)
         .then(pl.col("name").replace_strict(lacks, default=None, return_dtype=pl.String))
-        .when(pl.col("op").is_null() & pl.col("name").is_in(tiled)).then(pl.lit(kernel_products.TILE_ONLY))
+        .when(pl.col("op").is_null() & pl.col("name").is_in(tiled)).then(pl.lit(flops.TILE_ONLY))
         .when(pl.col("op").is_null()).then(pl.lit(NO_OPERATOR))
         .when(pl.col("shapes").is_null()).then(pl.lit(NO_SHAPES))
         .when(~pl.col("op").is_in(with_formula)).then(pl.lit(NO_FORMULA))

@@ -4,12 +4,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tracekit.analysis.hangs import causes, communicators, desync, host
+from tracekit.analysis.hangs import causes, collectives, host
 from tracekit.analysis.hangs.causes import ADVICE, Culprit, Kind
-from tracekit.analysis.hangs.collectives import CallTable, sizes
-from tracekit.analysis.hangs.desync import Mismatch
-from tracekit.analysis.hangs.groups import Groups
-from tracekit.analysis.hangs.waits import Root, Wait, WaitGraph, graph
+from tracekit.analysis.hangs.collectives import CallTable, Groups, Mismatch, sizes
+from tracekit.analysis.hangs.waits import (
+    Root,
+    Wait,
+    WaitGraph,
+    creates_communicator,
+    describe_groups,
+    graph,
+    is_blocked,
+    with_inferred_calls,
+)
 from tracekit.model import units
 from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
 
@@ -55,11 +62,12 @@ class Diagnosis:
 
 def diagnose(dumps: HangDumps, *, min_wait_ns: int = DEFAULT_MIN_WAIT_NS) -> Diagnosis:
     """Return why a job hangs. A wait of less than `min_wait_ns` when the dumps were written is no hang."""
-    dumps = communicators.with_inferred_calls(dumps)
+    dumps = with_inferred_calls(dumps)
     groups = Groups(dumps)
     table = CallTable(dumps, groups)
     waiting = graph(dumps, groups, table)
-    case = _Case(dumps, table, waiting, _waited_ns(dumps, waiting.waits), groups.world_size)
+    written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
+    case = _Case(dumps, table, waiting, _longest_ns(waiting.waits, written_ns), groups.world_size)
     diagnosis = case.diagnosis(min_wait_ns)
     return _with_ranks(diagnosis, dumps, groups, waiting)
 
@@ -102,7 +110,7 @@ class _Case:
         if not any(dump.reason == "timeout" for dump in stalled) or not away:
             failed = [dump for dump in self.dumps.ranks.values() if dump.reason == "error"]
             return self._failure(failed) if failed else self._complete()
-        blocked = [dump for dump in stalled if communicators.is_blocked(dump)]
+        blocked = [dump for dump in stalled if is_blocked(dump)]
         if blocked:
             return self._without_communicator(blocked)
         culprits = tuple(causes.of_rank(rank, self.dumps) for rank in sorted(away))
@@ -115,7 +123,7 @@ class _Case:
     def _without_communicator(self, blocked: Sequence[RankDump]) -> Diagnosis:
         """Return the verdict where ranks are in calls that no flight recorder has; the other ranks are the cause."""
         absent = sorted(set(range(self.world_size)) - {dump.rank for dump in blocked})
-        names = communicators.describe_groups(blocked)
+        names = describe_groups(blocked)
         text = f"{_sentence(_calls_on_host(blocked))}, and no flight recorder has "
         text += "that call" if len(blocked) == 1 else "these calls"
         text += ": the host waits there for all ranks of the group, as NCCL creates a communicator in the first call"
@@ -142,7 +150,7 @@ class _Case:
     def _mismatches(self) -> list[tuple[Wait, Mismatch]]:
         mismatches: dict[object, tuple[Wait, Mismatch]] = {}
         for wait in self.graph.waits:
-            mismatch = desync.first_mismatch(self.table, wait.collective) if wait.collective else None
+            mismatch = collectives.first_mismatch(self.table, wait.collective) if wait.collective else None
             if mismatch is not None:
                 mismatches.setdefault((mismatch.group, mismatch.seq), (wait, mismatch))
         return sorted(mismatches.values(), key=lambda pair: (pair[0].first_call.created_ns or 0, pair[1].seq))
@@ -265,7 +273,7 @@ class _Case:
     def _on_communicators(self, waits: Iterable[Wait]) -> str:
         """Return a clause on the communicators that NCCL creates in these calls."""
         calls = [wait.first_call for wait in waits]
-        if not calls or not all(communicators.creates_communicator(x, self.dumps.ranks[x.rank]) for x in calls):
+        if not calls or not all(creates_communicator(x, self.dumps.ranks[x.rank]) for x in calls):
             return ""
         return (
             "; in these calls NCCL creates the communicators of the groups"
@@ -302,12 +310,6 @@ _ORDER = (Kind.ERROR, Kind.DIED, Kind.EXITED, Kind.HOST, Kind.NO_DUMP, Kind.UNKN
 
 def _no_hang(text: str) -> Diagnosis:
     return Diagnosis(Kind.NONE, text, "", None)
-
-
-def _waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
-    """Duration of the longest wait when the dumps were written; None if they do not say when."""
-    written_ns = max((dump.written_ns or 0 for dump in dumps.ranks.values()), default=0)
-    return _longest_ns(waits, written_ns)
 
 
 def _most_waited_ns(dumps: HangDumps, waits: Iterable[Wait]) -> int | None:
@@ -365,7 +367,7 @@ def _mismatch_clause(mismatch: Mismatch) -> str:
 
 
 def _what(call: Call, kind: str) -> str:
-    return call.op if kind == desync.OP else f"{call.op} {sizes(call)}"
+    return call.op if kind == collectives.OP else f"{call.op} {sizes(call)}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -88,7 +88,8 @@ def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 def _activity(thread: ThreadStack, path: str | None) -> Activity:
     frames, call = thread.frames, thread.system_call
-    if _is_communicating(frames):
+    operation = _operation(frames)
+    if operation and not operation.startswith(_QUERIES):
         return Activity.COMMUNICATION
     if _within(frames, _DATA):
         return Activity.DATA_LOADER
@@ -99,12 +100,6 @@ def _activity(thread: ThreadStack, path: str | None) -> Activity:
     if thread.cpu_ratio is not None and thread.cpu_ratio >= _BUSY_RATIO:
         return Activity.RUNNING
     return Activity.HOST
-
-
-def _is_communicating(frames: tuple[Frame, ...]) -> bool:
-    """Return whether a thread is in a call of torch.distributed other than one that only asks, such as get_rank."""
-    operation = _operation(frames)
-    return bool(operation) and not operation.startswith(_QUERIES)
 
 
 def _operation(frames: tuple[Frame, ...]) -> str:

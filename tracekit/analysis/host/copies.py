@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.compute import kernels
-from tracekit.analysis.memory import owners
+from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import trace_fact
@@ -52,7 +52,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
         pl.Series("exposed_ns", exposed_ns),
     ]
     located = activities.hstack(added).join(
-        owners.code_locations(trace, issuers), on="op_id", how="left", maintain_order="left"
+        allocations.code_locations(trace, issuers), on="op_id", how="left", maintain_order="left"
     )
     return schema.select(located.sort("start_ns", maintain_order=True), COLUMNS)
 

@@ -14,7 +14,7 @@ from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import trace_fact
-from tracekit.model.sweep_line import Flags
+from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
 PROFILER, COMPILE, AUTOTUNE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA, LAUNCH, SYNC, OTHER = (
@@ -57,6 +57,11 @@ _FREE = r"^(cuda|hip)Free$"
 _MALLOC = r"^(cuda|hip)Malloc$"
 _MIN_FREES = 2  # in a retry the allocator frees its whole cache
 
+SILENCE_COLUMNS = schema.columns("start_ns dur_ns name", name=pl.String)
+_MIN_SILENCE_NS = 500_000
+_MAX_SILENCES = 500
+_COMPUTES = r"^aten::"
+
 
 @trace_fact
 def host_stalls(trace: Trace) -> pl.DataFrame:
@@ -76,7 +81,9 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
-    during, ops = _during(trace, spans), trace_columns.spans(trace)
+    inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
+    during = inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
+    ops = trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
     covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
@@ -96,6 +103,25 @@ def is_first_use() -> pl.Expr:
     """Return whether a row of `host_stalls` shows a first use, or the long first launch of a kernel in its step."""
     first_launch = (pl.col("cause") == LAUNCH) & (pl.col("nth") == 0)
     return pl.col("cause").is_in(FIRST_USE) | first_launch
+
+
+@trace_fact
+def host_silences(trace: Trace) -> pl.DataFrame:
+    """Return the longest times in which no slice begins or ends on any thread of the process.
+
+    Columns SILENCE_COLUMNS: name (on a CPU run, of an op that computes all the time; null where there is none); one row
+    per silence of 0.5 ms or more, by start. A process whose threads all wait is silent, too.
+    """
+    at_ns = _edges(trace)
+    if len(at_ns) < 2:
+        return schema.empty(SILENCE_COLUMNS)
+    length_ns = np.diff(at_ns)
+    longest = np.argsort(-length_ns, kind="stable")[:_MAX_SILENCES]
+    silences = np.sort(longest[length_ns[longest] >= _MIN_SILENCE_NS])
+    start, end = at_ns[silences], at_ns[silences + 1]
+    return pl.DataFrame({"start_ns": start, "dur_ns": end - start}).with_columns(
+        pl.Series("name", _computing_ops(trace, start, end), pl.String)
+    ).pipe(schema.select, SILENCE_COLUMNS)  # fmt: skip
 
 
 def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
@@ -165,12 +191,6 @@ def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
     return pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
 
 
-def _during(trace: Trace, spans: intervals.Spans) -> Flags:
-    """Mark the ops that run during any of the spans, of threads that launch work and of the profiler; shape (ops,)."""
-    inside = intervals.coverage(trace_columns.spans(trace), intervals.union(spans)) > 0
-    return inside & (host_state.is_launching(trace) | trace_columns.is_kind(trace, "overhead"))
-
-
 def _shows(trace: Trace, cause: str) -> Flags:
     """Mark the ops that show a cause; shape (ops,)."""
     matching = trace_columns.is_named(trace, _PATTERNS[cause])
@@ -209,3 +229,28 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
         slice_names.append(names[int(long[covers.argmax()])] if covers.any() else None)
     return slice_names
+
+
+def _edges(trace: Trace) -> Ints:
+    """Times at which slices of the host begin or end, sorted, each time once."""
+    spans = [trace_columns.spans(trace)]
+    if not trace.on_device:
+        start = trace.activities["start_ns"].to_numpy()
+        spans.append(np.stack((start, start + trace.activities["dur_ns"].to_numpy()), axis=1))
+    return distinct(np.concatenate(spans))
+
+
+def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
+    """Return the innermost op that computes during each span; None where there is none, or the device computes."""
+    if trace.on_device:
+        return [None] * len(start_ns)
+    ops = trace_columns.spans(trace)
+    waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
+    computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
+    computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
+    first, past = ops[computes, 0], ops[computes, 1]
+    names: list[str | None] = []
+    for start, end in zip(start_ns.tolist(), end_ns.tolist(), strict=True):
+        around = np.flatnonzero((first <= start) & (past >= end))
+        names.append(trace.ops["name"][int(computes[around[0]])] if len(around) else None)
+    return names

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.host import stacks
+from tracekit.analysis.host import call_trees
 from tracekit.analysis.time import host_state, trace_columns
 from tracekit.model import columns, schema, sweep_line
 from tracekit.model.fact import trace_fact
@@ -49,7 +49,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     return schema.select(
         gaps.hstack([
             pl.Series("start_ns", start_ns), pl.Series("dur_ns", dur_ns), pl.Series("synced", synced),
-            stacks.locations_at(trace, start_ns + dur_ns // 2),
+            call_trees.locations_at(trace, start_ns + dur_ns // 2),
         ]),
         GAP_COLUMNS,
     )  # fmt: skip

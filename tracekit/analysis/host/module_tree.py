@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.compute import flops, module_paths
+from tracekit.analysis.compute import call_paths, flops
 from tracekit.analysis.host import ops
 from tracekit.analysis.memory import allocations
 from tracekit.model import schema
@@ -31,7 +31,7 @@ MODULES = schema.table(
     *(schema.column(f"total_{name}", "The same with all modules inside it.") for name in MEASURES),
 )
 _KINDS = {"compute": "compute_ns", "communication": "communication_ns", "memcpy": "copy_ns", "memset": "copy_ns"}
-_SEPARATOR = module_paths.SEPARATOR
+_SEPARATOR = call_paths.MODULE_SEPARATOR
 OUTSIDE = "outside modules"
 
 
@@ -46,7 +46,7 @@ def modules(trace: Trace) -> pl.DataFrame:
     sums = _own_measures(trace)
     paths = sums.select("module").drop_nulls()
     nested = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _max_depth(paths)))])
-    calls = module_paths.module_calls(trace)
+    calls = call_paths.module_calls(trace)
     rows = pl.concat([nested.drop_nulls().unique(), sums.filter(pl.col("module").is_null()).select("module").head(1)])
     module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
     parent = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
@@ -96,9 +96,9 @@ def tree(table: pl.DataFrame, measure: str) -> pl.DataFrame:
 
 def _own_measures(trace: Trace) -> pl.DataFrame:
     """Return the measures of each module without those inside it, null for outside: columns module and MEASURES."""
-    of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(module_paths.op_modules(trace))
+    of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(call_paths.op_modules(trace))
     of_activity = trace.activities.select(
-        pl.col("id").alias("activity_id"), module_paths.activity_modules(trace), "kind", "dur_ns"
+        pl.col("id").alias("activity_id"), call_paths.activity_modules(trace), "kind", "dur_ns"
     )
     in_training = trace.allocations.filter(allocations.of_training(trace), pl.col("delta_bytes") > 0)
     parts = [

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import efficiency, kernels, module_paths, totals
+from tracekit.analysis.compute import call_paths, efficiency, kernels
+from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
@@ -14,6 +15,15 @@ from tracekit.model.trace import Trace, TraceFact
 KEYS = ("name", "shapes", "module", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead", "os_call")
 _SUMS = ("self_ns", "device_ns", "flops", "bytes", "flops_ns", "bytes_ns", "ideal_ns", "rated_ns")
+
+ROOFLINE_COLUMNS = {
+    "name": pl.String, "shapes": pl.String, "count": pl.Int64, "work_ns": pl.Int64, "flops": pl.Float64,
+    "bytes": pl.Float64, "flops_per_byte": pl.Float64, "tflops_per_s": pl.Float64, "tbytes_per_s": pl.Float64,
+    "roofline_ratio": pl.Float64, "above_ns": pl.Int64,
+}  # fmt: skip
+ROOF_COLUMNS = {
+    "device": pl.String, "dtype": pl.String, "flops_per_s": pl.Float64, "memory_bytes_per_s": pl.Float64,
+}  # fmt: skip
 
 
 def ops(
@@ -25,7 +35,7 @@ def ops(
 ) -> pl.DataFrame:
     """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
-    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
+    Columns by, kind, `kernels.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
     roofline_ratio.
     self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
     nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
@@ -34,13 +44,13 @@ def ops(
     while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at least over the
     time that they took; null where not known. Raises ConfigError on an unknown key or kind.
     """
-    totals.require_known("--by", by, KEYS)
-    totals.require_known("--kind", kinds, KINDS)
+    kernels.require_known("--by", by, KEYS)
+    kernels.require_known("--kind", kinds, KINDS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _ops_fact(tuple(key for key in keys if key != "rank"), tuple(kinds))
     run.measure((fact, _trace_totals), on_progress)
     run_totals = run.table(_trace_totals)
-    rows = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
+    rows = kernels.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
     rates = {"tflops_per_s": "flops", "tbytes_per_s": "bytes"}
     return (
         rows.with_columns(
@@ -95,6 +105,36 @@ def device_times(trace: Trace) -> pl.Series:
     return pl.Series("device_ns", added_ns)
 
 
+def rooflines(run: Run) -> pl.DataFrame:
+    """Return the calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
+
+    Columns ROOFLINE_COLUMNS: work_ns (time of their kernels), flops_per_byte (null where memory bandwidth limits the
+    operator), roofline_ratio (of `ops`), above_ns (work_ns less what the roofline needs: the most that faster kernels
+    can save); one row per name and shapes, largest above_ns first. Empty where the device or the shapes are not known.
+    """
+    rows = ops(run, by=("name", "shapes")).filter(pl.col("roofline_ratio") > 0, pl.col("tbytes_per_s") > 0)
+    work_ns = pl.col("bytes") / pl.col("tbytes_per_s") / 1000
+    return (
+        rows.with_columns(
+            work_ns.round().cast(pl.Int64).alias("work_ns"),
+            (pl.col("flops") / pl.col("bytes")).alias("flops_per_byte"),
+            (work_ns * (1 - pl.col("roofline_ratio")).clip(0)).round().cast(pl.Int64).alias("above_ns"),
+        )
+        .pipe(schema.select, ROOFLINE_COLUMNS)
+        .sort("above_ns", "name", "shapes", descending=[True, False, False], nulls_last=True)
+    )
+
+
+@trace_fact
+def roofs(trace: Trace) -> pl.DataFrame:
+    """Return the peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
+    device = efficiency.device_of(trace.header)
+    if device is None:
+        return pl.DataFrame(schema=ROOF_COLUMNS)
+    rows = [(device.name, dtype, peak, device.memory_bytes_per_s) for dtype, peak in device.peaks.items()]
+    return pl.DataFrame(rows, ROOF_COLUMNS, orient="row")
+
+
 @functools.cache
 def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
     def fact(trace: Trace) -> pl.DataFrame:
@@ -102,11 +142,11 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
             efficiency.of_ops(trace), on="id", how="left", maintain_order="left"
         )
         if "module" in keys:
-            slices = slices.with_columns(module_paths.op_modules(trace))
+            slices = slices.with_columns(call_paths.op_modules(trace))
         slices = slices.filter(pl.col("kind").is_in(kinds))
         if "thread" in keys:
             slices = slices.join(trace.lanes.select("lane", pl.col("name").alias("thread")), on="lane", how="left")
-        return totals.collect_durations(slices, keys, _SUMS)
+        return kernels.collect_durations(slices, keys, _SUMS)
 
     return fact
 

@@ -8,13 +8,20 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.memory import owners
 from tracekit.analysis.time import trace_columns
-from tracekit.model import environment, intervals, schema
+from tracekit.model import columns, environment, intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Ints, distinct
 from tracekit.model.trace import Trace
+
+# Ops that allocate on behalf of another op, which is the owner.
+_FOR_ANOTHER = (
+    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+    "aten::resize_", "aten::zeros", "aten::zeros_like", "aten::ones_like", "aten::full", "aten::full_like",
+    "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
+)  # fmt: skip
+_MOST_CLIMBS = 6
 
 BLOCK_COLUMNS = schema.columns(
     "device address bytes start_ns end_ns lifetime_ns start_event end_event op step phase unit span op_id "
@@ -47,7 +54,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     matched = match_blocks(events)
-    matched = matched.join(owners.of_ops(trace, matched["op_id"]), on="op_id", how="left", maintain_order="left")
+    matched = matched.join(of_ops(trace, matched["op_id"]), on="op_id", how="left", maintain_order="left")
     return schema.select(matched, BLOCK_COLUMNS).sort("start_event", nulls_last=False, maintain_order=True)
 
 
@@ -203,21 +210,20 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
     parts = [requested.clear()]
     for (device,), of_device in requested.group_by("device", maintain_order=True):
         sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
-        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        # For each size in order, the first step with a size within `near_bytes` of it.
+        near_bytes = 0 if device is None else _UNSPLIT_BYTES
+        size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+        begin = np.searchsorted(size, size - near_bytes)
+        past = np.searchsorted(size, size + near_bytes, side="right")
+        near = sizes.with_columns(
+            first=pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
+        )
         dated = of_device.join(near, on="delta_bytes", maintain_order="left")
         parts.append(
             dated.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
         )
     new = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
     return schema.select(new, NEW_SIZE_COLUMNS)
-
-
-def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
-    """Return, for each size in order, the first step with a size within `near_bytes` of it."""
-    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
-    begin = np.searchsorted(size, size - near_bytes)
-    past = np.searchsorted(size, size + near_bytes, side="right")
-    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
@@ -232,6 +238,50 @@ def of_training(trace: Trace) -> pl.Expr:
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 
+def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops that allocated, the name of the requesting op: columns op_id, op."""
+    ids = distinct(op_ids.drop_nulls().to_numpy())
+    names, code = trace_columns.op_names(trace)
+    is_for_another = np.isin(names, _FOR_ANOTHER)[code]
+    # A step phase is not an owner; an op or an FSDP span is.
+    is_dispatched = trace_columns.is_named(trace, r"^\w+::") & ~trace_columns.is_named(trace, "^tracekit::")
+    row, above = columns.rows_of(trace.ops["id"].to_numpy(), ids), trace_columns.parent_rows(trace)
+    for _ in range(_MOST_CLIMBS):
+        climbing = np.flatnonzero((row >= 0) & is_for_another[row])
+        climbing = climbing[above[row[climbing]] >= 0]
+        climbing = climbing[is_dispatched[above[row[climbing]]]]
+        if not len(climbing):
+            break
+        row[climbing] = above[row[climbing]]
+    return pl.DataFrame([pl.Series("op_id", ids), columns.values_at(trace.ops["name"], row).alias("op")])
+
+
+def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops, the innermost module and code location around them: columns op_id, module, stack."""
+    table = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
+    if not trace_columns.is_kind(trace, "python").any():
+        return table.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    ops, python = trace.ops.sort("id"), pl.col("kind") == "python"
+    names = ops.filter(python)["name"].unique()
+    name = names.str
+    user = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
+    modules = names.filter(name.starts_with(conventions.MODULE_PREFIX))
+    marks = ops.select(
+        module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(user.implode())
+    )
+    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    rows = np.minimum(np.searchsorted(ids, table["op_id"].to_numpy()), len(ids) - 1)
+    forward = _row_of(ops, "forward_id")[rows]
+    locations = {}
+    for kind in ("module", "stack"):
+        marked = nesting.nearest(up, marks[kind].to_numpy())
+        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward))
+        row = np.where(around >= 0, around, before)
+        names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(conventions.MODULE_PREFIX)
+        locations[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
+    return table.with_columns(**locations)
+
+
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
     events = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
@@ -241,8 +291,8 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     # A block freed later and never seen before was allocated before the window.
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
-    owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")
-    owned = owned.join(owners.code_locations(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(of_ops(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(code_locations(trace, owned["op_id"]), on="op_id", how="left")
     by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:
@@ -255,3 +305,10 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     )  # fmt: skip
     ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return schema.select(ordered, PEAK_COLUMNS)
+
+
+def _row_of(ops: pl.DataFrame, column: str) -> Ints:
+    """Return, for each row of `ops`, the row of the op whose id a column holds; -1 for none. Sorted by id."""
+    ids, targets = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(ids, targets), max(len(ids) - 1, 0))
+    return np.where((targets >= 0) & (ids[row] == targets), row, -1) if len(ids) else row

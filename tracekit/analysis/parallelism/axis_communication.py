@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.parallelism import group_axes, mesh
-from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
+from tracekit.analysis.parallelism.group_axes import ACTIVATIONS, PARAMETERS
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.process_groups import DP, JOINT
 from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP

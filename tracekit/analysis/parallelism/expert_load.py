@@ -50,7 +50,10 @@ def expert_load(run: Run) -> pl.DataFrame:
     sizes = run.table(message_sizes)
     expert_calls = run.table(axis_communication.calls).filter(pl.col("axis") == EP)
     sized = expert_calls.join(sizes, on=["window", "rank", "activity_id"]).drop_nulls(["sent_bytes", "received_bytes"])
-    calls = _with_members(run, sized)
+    # Calls with the ranks of their groups, where the trace does not name the groups of calls (gloo).
+    members = {rank: ",".join(map(str, ranks)) for ranks in group_axes.listed_groups(run, EP) for rank in ranks}
+    stated = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
+    calls = sized.with_columns(pl.coalesce("members", stated).alias("members"))
     pairs = _pairs(calls)
     if pairs.is_empty():
         return schema.empty(COLUMNS)
@@ -99,13 +102,6 @@ def ranks_of_groups(run: Run, table: pl.DataFrame) -> pl.DataFrame:
         .with_columns(pl.coalesce("stated", "ranks").alias("ranks"))
         .drop("stated")
     )
-
-
-def _with_members(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return calls with the ranks of their groups, where the trace does not name the groups of calls (gloo)."""
-    members = {rank: ",".join(map(str, ranks)) for ranks in group_axes.listed_groups(run, EP) for rank in ranks}
-    stated = pl.col("rank").replace_strict(members, default=None, return_dtype=pl.String)
-    return calls.with_columns(pl.coalesce("members", stated).alias("members"))
 
 
 def _pairs(calls: pl.DataFrame) -> pl.DataFrame:

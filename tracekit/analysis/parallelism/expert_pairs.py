@@ -49,8 +49,13 @@ def expert_pairs(run: Run) -> pl.DataFrame:
     of_pass = matched.select(*_PAIR, "layer", "row_bytes", bytes="splits").explode("peer", "bytes")
     timed = of_pass.join(_transfers(run, loads), on=[*_PAIR, "layer"], how="left", nulls_equal=True)
     ratio = pl.col("bytes") / pl.col("bytes").mean().over("window", "step", "group", "members")
+    # Sum of transfers; null where their mean is within clock error.
+    total_ns = pl.col("transfer_ns").sum()
+    is_longer = total_ns > pl.col("residual_ns").max() * pl.col("calls").sum()
     table = timed.group_by(_PAIR).agg(
-        (pl.col("bytes") // pl.col("row_bytes")).sum().alias("tokens"), pl.col("bytes").sum(), _significant_transfer()
+        (pl.col("bytes") // pl.col("row_bytes")).sum().alias("tokens"),
+        pl.col("bytes").sum(),
+        pl.when(is_longer).then(total_ns).alias("transfer_ns"),
     )
     rated = table.with_columns(ratio.alias("load_ratio"), _rate())
     return PAIRS.conform(rated).sort("window", "step", "rank", "peer")
@@ -112,10 +117,3 @@ def _calls(run: Run, loads: pl.DataFrame) -> pl.DataFrame:
     ]
     timed = pl.concat(ways).join(times, on=["window", "rank", "activity_id"]).join(clocks, on=["window", "rank"])
     return alignment.on_run_clock(timed, run.offsets, ("start_ns", "end_ns"))
-
-
-def _significant_transfer() -> pl.Expr:
-    """Return the sum of transfers; null where their mean is within clock error."""
-    total_ns = pl.col("transfer_ns").sum()
-    is_longer = total_ns > pl.col("residual_ns").max() * pl.col("calls").sum()
-    return pl.when(is_longer).then(total_ns).alias("transfer_ns")

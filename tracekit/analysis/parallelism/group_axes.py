@@ -2,19 +2,30 @@
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import collective_purposes, mesh
-from tracekit.analysis.parallelism.collective_purposes import ACTIVATIONS, PARAMETERS
+from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.time import trace_columns
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
-from tracekit.model import rank_lists, schema
-from tracekit.model.fact import run_fact
+from tracekit.model import columns, nesting, rank_lists, schema
+from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.memoize import memoize
+from tracekit.model.nesting import Flags, Ints
 from tracekit.model.run import Run
-from tracekit.model.trace import TraceFact
+from tracekit.model.sweep_line import at, distinct
+from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 from tracekit.sync.collective_matching import EXPERT, PAIRED
+
+PARAMETERS, ACTIVATIONS, OTHER = "parameters", "activations", "other"
+PURPOSE_COLUMNS = schema.columns("activity_id purpose is_forward", purpose=pl.String, is_forward=pl.Boolean)
+_MODULE = "forward"
+"""FSDP1's span around the forward of the module itself; those in its other spans transfer parameters or gradients."""
+_ACCUMULATES = r"AccumulateGrad$"
 
 WORLD = "world"
 DESCRIPTION, MANIFEST, INFERRED = SOURCES = ("description", "manifest", "inferred")
@@ -42,13 +53,42 @@ _SURE_RATIO, _MIN_SURE_BYTES = 0.9, 4 << 10
 """Smaller all-reduces may be of activations too, where so many of them are known to be."""
 _MIN_FORWARD_CALLS = 2
 """All-reduces of one forward from which they may be of tensor parallelism, where no size is known: one a layer."""
+"""The facts that the run tables of this module read."""
+
+
+@trace_fact
+@memoize
+def purposes(trace: Trace) -> pl.DataFrame:
+    """Purpose of each collective. Columns activity_id, purpose, is_forward; one row per collective.
+
+    parameters: in a span of FSDP, or called while autograd accumulates a gradient, where the hooks of DDP, Megatron-LM
+    and DeepSpeed run. activations: between two ops of one forward, or in another node of autograd. other: outside of
+    both, such as gradients reduced after the backward. null: the trace links no backward op to its forward op, so where
+    forward ends is unknown, or it lacks the launch of a collective on a device, which may run long after its call.
+    """
+    host = _host_calls(trace)
+    if host.is_empty():
+        return schema.conform(host, PURPOSE_COLUMNS)
+    moves_parameters = pl.col("accumulates") | (pl.col("span") != _MODULE).fill_null(value=False)
+    in_backward = pl.col("phase") == conventions.BACKWARD
+    in_forward = (pl.col("phase") == conventions.FORWARD) | (pl.col("phase").is_null() & pl.col("between_forward_ops"))
+    purpose = (
+        pl.when(moves_parameters)
+        .then(pl.lit(PARAMETERS))
+        .when(in_forward | in_backward)
+        .then(pl.lit(ACTIVATIONS))
+        .when(pl.col("phase").is_not_null() | pl.col("between_forward_ops").is_not_null())
+        .then(pl.lit(OTHER))
+    )
+    table = host.with_columns(purpose.alias("purpose"), in_forward.fill_null(value=False).alias("is_forward"))
+    return schema.conform(table.select(*PURPOSE_COLUMNS), PURPOSE_COLUMNS)
+
 
 FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     group_bandwidth.group_axes,
-    collective_purposes.purposes,
+    purposes,
 )
-"""The facts that the run tables of this module read."""
 
 
 def described_groups(run: Run) -> pl.DataFrame:
@@ -100,15 +140,15 @@ def group_axes(run: Run) -> pl.DataFrame:
 def axis_of_calls(run: Run) -> pl.DataFrame:
     """Return the axis of each collective. Columns window, rank, activity_id, step, op, bytes, phase, axis.
 
-    Also its group and members, unit, start_ns and end_ns, and purpose (`collective_purposes`). Calls without a named
+    Also its group and members, unit, start_ns and end_ns, and purpose (of `purposes`). Calls without a named
     group may be of several: sends and receives are pp, all-to-alls are ep if most calls are such; the axis of the
     others is inferred from these.
     """
     calls = run.table(collective_matching.run_calls)
     axes = run.table(group_axes).select("group", "members", "axis")
     joined = calls.join(axes, on=["group", "members"], how="left", nulls_equal=True, maintain_order="left")
-    purposes = run.table(collective_purposes.purposes)
-    table = joined.join(purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    group_purposes = run.table(purposes)
+    table = joined.join(group_purposes, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
     table = table.with_columns(_axis_of_unnamed(run, calls).alias("axis"))
     return table.select(*_CALL, "group", "members", "axis", "purpose")
 
@@ -118,9 +158,11 @@ def _axis_of_unnamed(run: Run, calls: pl.DataFrame) -> pl.Expr:
     is_unnamed = pl.col("group").is_null() & pl.col("members").is_null()
     unnamed = calls.filter(is_unnamed)
     rest = unnamed.filter(~pl.col("op").is_in([PAIRED, *_SENDS, *_ALL_TO_ALLS]))
-    purposes = run.table(collective_purposes.purposes).select("window", "rank", "activity_id", "purpose")
+    group_purposes = run.table(purposes).select("window", "rank", "activity_id", "purpose")
     place = ["window", "rank", "activity_id"]
-    parts = [rest.join(purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")]
+    parts = [
+        rest.join(group_purposes.filter(pl.col("purpose") == PARAMETERS), on=place, how=how) for how in ("semi", "anti")
+    ]
     if max(part.height for part in parts) == unnamed.height:
         return pl.col("axis")  # calls of one kind, of which the axis of the whole group says more
     axes = [
@@ -159,6 +201,54 @@ def listed_groups(run: Run, axis: str) -> list[list[int]]:
     return listed
 
 
+def _host_calls(trace: Trace) -> pl.DataFrame:
+    """Return the collectives with phase, span, and where each was called.
+
+    Columns accumulates (while a gradient is accumulated) and between_forward_ops (null where no op is known to be of a
+    forward, or the launch is not recorded).
+    """
+    row = columns.rows_of(trace.activities["id"].to_numpy(), trace.collectives["activity_id"].to_numpy())
+    row = row[row >= 0]
+    calls = trace.activities[["id", "lane", "phase", "span"]][row]
+    call, start_ns = trace_columns.launch_rows(trace)[row], trace.activities["start_ns"].to_numpy()[row]
+    called_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
+    accumulates = pl.Series("accumulates", _accumulates(trace, trace_columns.launch_ids(trace)[row]))
+    device_lanes = trace.lanes["lane"].filter(trace.lanes["device"].is_not_null())
+    is_call_known = pl.Series(call >= 0) | ~calls["lane"].is_in(device_lanes.implode())
+    between = _between_forward_ops(trace, called_ns)
+    masked = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
+    return calls.hstack([accumulates, masked]).rename({"id": "activity_id"})
+
+
+def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
+    """Mask of the ops, by id, that run while autograd accumulates a gradient; false for -1."""
+    marked = trace_columns.is_named(trace, _ACCUMULATES)
+    if not marked.any():
+        return np.zeros(len(launch_ids), bool)
+    ids = trace.ops["id"].to_numpy()
+    parent, flags = np.full(ids.max() + 1, -1, np.int64), np.zeros(ids.max() + 1, bool)
+    parent[ids], flags[ids] = trace_columns.parent_ids(trace), marked
+    return np.asarray((launch_ids >= 0) & (nesting.nearest(parent, flags)[launch_ids] >= 0))
+
+
+def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
+    """Mask of the times between two ops of one forward: ops with a gradient, and no backward op between."""
+    name = "between_forward_ops"
+    with_gradient = columns.rows_of(trace.ops["id"].to_numpy(), distinct(columns.to_ints(trace.ops["forward_id"], -1)))
+    is_forward = np.zeros(trace.ops.height, np.bool_)
+    is_forward[with_gradient[with_gradient >= 0]] = True
+    is_backward = trace_columns.is_phase(trace, conventions.BACKWARD)
+    is_forward &= ~is_backward
+    if not is_forward.any():
+        return pl.Series(name, [None], pl.Boolean).new_from_index(0, len(called_ns))
+    rows = np.flatnonzero(is_forward | is_backward)
+    start_ns = trace.ops["start_ns"].to_numpy()[rows]
+    order = np.argsort(start_ns, kind="stable")
+    after = np.searchsorted(start_ns[order], called_ns, side="right")
+    forward = np.concatenate(([False], is_forward[rows[order]], [False]))
+    return pl.Series(name, forward[after] & forward[after + 1])
+
+
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:
     """Axis of the manifest along which two ranks send to each other, where it can be only one."""
     groups = mesh.groups_of(run.manifest)
@@ -176,7 +266,7 @@ def _usage(run: Run, calls: pl.DataFrame) -> pl.DataFrame:
     listed = run.table(group_bandwidth.group_axes).drop_nulls("group_ranks").select(*of_rank, "group_ranks")
     lister = listed.select(*of_rank, lister=pl.struct("window", "rank"))
     joined = calls.join(lister, on=of_rank, how="left", maintain_order="left").join(
-        run.table(collective_purposes.purposes),
+        run.table(purposes),
         on=["window", "rank", "activity_id"],
         how="left",
         maintain_order="left",
@@ -237,7 +327,9 @@ def _infer_axis(usage: dict[str, Any], world_size: int, has_mesh: bool) -> tuple
         return WORLD, 0.6
     if usage["all_gathers"] and usage["reduce_scatters"]:
         return DP_SHARD, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.6
-    are_of_data = usage["of_activations"] * 2 <= usage["calls"] and not _may_be_activations(usage)
+    are_of_data = usage["of_activations"] * 2 <= usage["calls"] and not (
+        usage["usual_bytes"] is None and usage["all_reduces_in_forward"] > usage["of_parameters"]
+    )
     if usage["all_reduces"] * 2 > usage["calls"] and are_of_data:
         return DP, 0.8 if usage["of_parameters"] * 2 > usage["calls"] else 0.5
     if usage["of_parameters"] and not usage["of_activations"]:
@@ -258,8 +350,3 @@ def _are_activations(usage: dict[str, Any]) -> bool:
         and usage["usual_bytes"] >= (_MIN_SURE_BYTES if is_sure else _MIN_ACTIVATION_BYTES)
         and outside_backward * 3 >= count
     )
-
-
-def _may_be_activations(usage: dict[str, Any]) -> bool:
-    """Return whether all-reduces of unknown size are of activations in forward too, but too few to be sure."""
-    return bool(usage["usual_bytes"] is None and usage["all_reduces_in_forward"] > usage["of_parameters"])

@@ -210,7 +210,13 @@ def _is_late_together(arrivals: pl.DataFrame, group: list[int]) -> bool:
     members = _late_members(arrivals, group)
     if not _is_every_rank_late(members, group):
         return False
-    return _lead_sum_ns(members) > _TOGETHER * _longest_alone_ns(arrivals)
+    # Time that the others wait for the single rank that they wait for longest.
+    ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
+    leads = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
+    sums = leads.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
+    most_ahead_ns = int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]
+    return _lead_sum_ns(members) > _TOGETHER * most_ahead_ns
 
 
 def _is_late_in_parallel(arrivals: pl.DataFrame, waits: dict[int, int], group: list[int]) -> bool:
@@ -249,12 +255,3 @@ def _is_not_waiting(waits: dict[int, int], group: list[int]) -> bool:
     """Return whether no rank of the group waits itself, as one does that another rank delays."""
     others_ns = statistics.median(ns for rank, ns in waits.items() if rank not in group)
     return max(waits[rank] for rank in group) < _MAX_OWN_WAIT * others_ns
-
-
-def _longest_alone_ns(arrivals: pl.DataFrame) -> int:
-    """Time that the others wait for the single rank that they wait for longest."""
-    ahead_ns = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
-    is_last = pl.int_range(pl.len()).over(_KEY) == pl.len().over(_KEY) - 1
-    leads = arrivals.select("rank", "residual_ns", is_last.alias("is_last"), ahead_ns.alias("ahead_ns"))
-    sums = leads.filter("is_last", pl.col("ahead_ns") > pl.col("residual_ns")).group_by("rank").agg(pl.sum("ahead_ns"))
-    return int(sums["ahead_ns"].max() or 0)  # type: ignore[arg-type]

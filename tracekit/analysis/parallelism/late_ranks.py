@@ -5,7 +5,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.parallelism import late_groups, pipeline_delays, rank_places
+from tracekit.analysis.parallelism import late_groups, rank_places
 from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -121,6 +121,50 @@ def extra_time(run: Run, members: tuple[int, ...]) -> pl.DataFrame:
     return medians.filter(pl.col("extra_ns") > 0).sort("extra_ns", "part", descending=[True, False])
 
 
+def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
+    """Extra waits of ranks for sends and receives, beyond the other ranks of their stage, and for whom.
+
+    `members` has columns rank and leader of a late group. Columns window, step, waiting, cause (the rank of the same
+    pipeline that waits least compared with its own stage; the leader if the group has a rank in that pipeline),
+    waited_ns; one row per step and rank that waits longer and belongs to no group. Empty without two pipelines.
+    """
+    stage_of = rank_places.stages(run)
+    waits = run.table(collective_instances.waits).filter(pl.col("op") == collective_matching.PAIRED)
+    if not stage_of or waits.is_empty():
+        return _EMPTY
+    stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64).alias("stage")
+    # Pipeline of each rank, by its lowest rank: ranks that send to each other, directly or not.
+    pairs = waits.group_by("window", "instance").agg(first=pl.col("rank").min(), last=pl.col("rank").max())
+    pipeline_of = {rank: rank for rank in waits["rank"].unique().sort()}
+    for first, last in pairs.select("first", "last").unique().sort("first", "last").iter_rows():
+        merged, into = sorted((pipeline_of[first], pipeline_of[last]), reverse=True)
+        pipeline_of = {rank: into if lowest == merged else lowest for rank, lowest in pipeline_of.items()}
+    pipeline = pl.col("rank").replace_strict(pipeline_of, return_dtype=pl.Int64).alias("pipeline")
+    rank_waits = waits.group_by(*_STEP, "rank").agg(pl.col("wait_ns").sum()).with_columns(stage, pipeline)
+    # Ranks of stages with several, with longer_ns: their wait less the median of the stage's others.
+    key = [*_STEP, "stage"]
+    ordered = (
+        rank_waits.drop_nulls("stage")
+        .sort(*key, "wait_ns", "rank")
+        .with_columns(
+            at=pl.int_range(pl.len()).over(key),
+            others=pl.len().over(key) - 1,
+            all_ns=pl.col("wait_ns").implode().over(key),
+        )
+    )
+    middle = ((pl.col("others") - 1) // 2, pl.col("others") // 2)
+    rows = (pl.when(index >= pl.col("at")).then(index + 1).otherwise(index) for index in middle)
+    low, high = (pl.col("all_ns").list.get(row, null_on_oob=True) for row in rows)
+    longer_ns = pl.col("wait_ns") - (low + high) // 2
+    compared = (
+        ordered.filter(pl.col("others") > 0)
+        .with_columns(longer_ns.alias("longer_ns"))
+        .drop("all_ns")
+        .join(members.select("rank", "leader"), "rank", how="left")
+    )
+    return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
+
+
 def _leader(column: str, members: pl.DataFrame) -> pl.Expr:
     """Return a rank as the leader of its group, if it belongs to one."""
     leaders = dict(members.select("rank", "leader").iter_rows())
@@ -137,7 +181,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
     )
     caused = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
     within = caused.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())
-    delays = pl.concat([within, pipeline_delays.delays(run, members).select(within.columns)])
+    delays = pl.concat([within, pipeline_delays(run, members).select(within.columns)])
     for _ in range(_MAX_HOPS):
         others_ns = pl.col("max_wait_ns").sum().over(*_STEP, "late_rank", "ranks")
         candidates = last.with_columns(others_ns.alias("others_ns")).join(
@@ -179,3 +223,17 @@ def _own_time(run: Run) -> pl.DataFrame:
     )
     compute = ranks.with_columns(part=pl.lit(COMPUTE))
     return pl.concat([compute.select(filled.columns), filled])
+
+
+_EMPTY = pl.DataFrame(schema=dict.fromkeys((*_STEP, "waiting", "cause", "waited_ns"), pl.Int64))
+
+
+def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:
+    """Return the ranks that wait longer, with the rank or group of their pipeline that the others wait for."""
+    of_pipeline = [*_STEP, "pipeline"]
+    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
+    cause = pl.coalesce(
+        pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)
+    ).over(of_pipeline)
+    table = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
+    return table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))

@@ -100,19 +100,17 @@ def _span_actions(trace: Trace) -> pl.DataFrame:
     for pattern in (_BY_LOOP, _FRAMEWORK):
         is_action = framework & trace_columns.is_named(trace, pattern)
         if is_action.any():
-            return _with_micro_batches(_outermost(_parse_names(_spans(trace, is_action), pattern)))
+            # Actions without those inside another of their kind: Megatron-LM's forward_step calls the user's own.
+            ordered = _parse_names(_spans(trace, is_action), pattern).sort(
+                "host_start_ns", "host_end_ns", descending=[False, True]
+            )
+            before_ns = pl.col("host_end_ns").cum_max().shift().over("step", "action")
+            return _with_micro_batches(ordered.filter((before_ns <= pl.col("host_start_ns")).fill_null(value=True)))
     return actions
 
 
 def _spans(trace: Trace, which: Flags) -> pl.DataFrame:
     return trace.ops.select("name", "step", "start_ns", "dur_ns").filter(pl.Series(which))
-
-
-def _outermost(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return actions without those inside another of their kind: Megatron-LM's forward_step calls the user's own."""
-    ordered = actions.sort("host_start_ns", "host_end_ns", descending=[False, True])
-    before_ns = pl.col("host_end_ns").cum_max().shift().over("step", "action")
-    return ordered.filter((before_ns <= pl.col("host_start_ns")).fill_null(value=True))
 
 
 def _of_torch(trace: Trace, ours: pl.DataFrame) -> pl.DataFrame:
@@ -246,7 +244,13 @@ def _with_device_times(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         return _without_waits(trace, on_host)
     computes = pl.col("action").is_in(COMPUTE_ACTIONS)
     spans = actions.filter(computes).sort("host_start_ns").with_row_index("number")
-    is_work = (pl.col("kind") == "compute") | pl.col("id").is_in(_within_layers(trace).implode())
+    # Ids of the collectives that layers need, by their groups' descriptions.
+    listed = trace.groups.select("group", "description").rows()
+    groups = [group for group, description in listed if axis_of_description(description) in (TP, CP, EP)]
+    is_within = pl.col("group").is_in(groups) & ~pl.col("op").is_in(POINT_TO_POINT)
+    is_work = (pl.col("kind") == "compute") | pl.col("id").is_in(
+        trace.collectives.filter(is_within)["activity_id"].implode()
+    )
     work = pl.concat(
         launches.work(trace, device).filter(is_work).drop_nulls("launched_ns")
         for device in breakdown.devices(trace)
@@ -255,14 +259,6 @@ def _with_device_times(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
     times = _extent(spans, work)
     computed = spans.join(times, on="number", maintain_order="left").drop("number")
     return pl.concat([computed, on_host.filter(~computes)], how="diagonal")
-
-
-def _within_layers(trace: Trace) -> pl.Series:
-    """Return the ids of the collectives that layers need, by their groups' descriptions."""
-    listed = trace.groups.select("group", "description").rows()
-    groups = [group for group, description in listed if axis_of_description(description) in (TP, CP, EP)]
-    is_within = pl.col("group").is_in(groups) & ~pl.col("op").is_in(POINT_TO_POINT)
-    return trace.collectives.filter(is_within)["activity_id"]
 
 
 def _extent(spans: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:

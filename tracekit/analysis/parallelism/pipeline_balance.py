@@ -16,13 +16,11 @@ from tracekit.analysis.parallelism import (
     late_ranks,
     mesh,
     pipeline_bubbles,
-    pipeline_schedule,
     pipeline_stages,
     sharded_micro_batches,
     stragglers,
 )
-from tracekit.analysis.parallelism.pipeline_schedule import Floats
-from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE, Floats
 from tracekit.model import intervals
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
@@ -292,10 +290,10 @@ def _saved_ns(actions: pl.DataFrame, scale: Sequence[float]) -> int:
     """Time saved in a pass if the actions of each stage take `scale` times as long."""
     place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
     order = tuple(actions.select(place, "stage", "micro_batch", "action").iter_rows())
-    schedule = pipeline_schedule.graph(order)
+    schedule = pipeline_stages.schedule_graph(order)
     if schedule is None:
         return 0
     means: Floats = actions.select(pl.col("own_ns").mean().over("stage", "action")).to_series().to_numpy()
     factors = np.array([scale[stage] for _, stage, _, _ in order])
-    ends = pipeline_schedule.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
+    ends = pipeline_stages.end_times(schedule, np.stack([means, means * factors], axis=1)).max(axis=0)
     return max(0, round(float(ends[0] - ends[1])))

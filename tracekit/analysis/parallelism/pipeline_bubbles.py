@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.parallelism import pipeline_schedule, pipeline_stages
+from tracekit.analysis.parallelism import pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import (
     BACKWARD,
     FORWARD,
@@ -14,8 +14,7 @@ from tracekit.analysis.parallelism.pipeline_actions import (
     POINT_TO_POINT,
     WEIGHT_GRADIENT,
 )
-from tracekit.analysis.parallelism.pipeline_schedule import Floats
-from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
+from tracekit.analysis.parallelism.pipeline_stages import PIPELINE, Floats
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -293,11 +292,11 @@ def _schedule_passes(actions: pl.DataFrame) -> Iterator[tuple[list[Any], list[li
         order = tuple(pass_actions.select(rank_index, "stage", "micro_batch", "action").iter_rows())
         by_order.setdefault(order, []).append((place, pass_actions["rank"].unique().sort().to_list(), pass_actions))
     for order, cases in by_order.items():
-        schedule = pipeline_schedule.graph(order)
+        schedule = pipeline_stages.schedule_graph(order)
         if schedule is None:
             continue
         durations = np.stack([_durations(pass_actions) for _, _, pass_actions in cases], axis=1).astype(np.float64)
-        ends = pipeline_schedule.end_times(schedule, durations)
+        ends = pipeline_stages.end_times(schedule, durations)
         rank_of = np.array([action[0] for action in order])
         total = ends.max(axis=0)
         busy = np.stack([durations[rank_of == rank].sum(axis=0) for rank in range(rank_of.max() + 1)])

@@ -3,14 +3,9 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.parallelism import (
-    axis_communication,
-    pipeline_bubbles,
-    pipeline_schedule,
-    pipeline_stages,
-    rank_places,
-)
+from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages, rank_places
+from tracekit.analysis.parallelism.pipeline_actions import POINT_TO_POINT
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact
@@ -28,6 +23,8 @@ _LARGE_BYTES = 1 << 20
 _BUSY_RATIO = 0.1
 """A rank that computes for more of a delay than this was not waiting."""
 FACTS: tuple[TraceFact, ...] = (*pipeline_bubbles.FACTS, *axis_communication.FACTS, *rank_places.FACTS)
+
+_OF = ("window", "rank", "device")
 
 
 @run_fact
@@ -106,6 +103,33 @@ def transfer_rates(run: Run) -> dict[bool, float]:
     return {is_inside: float(np.median(values)) for is_inside, values in rates.items()}
 
 
+@run_fact
+def exposed_transfers_by_step(run: Run) -> pl.DataFrame:
+    """Return `exposed_communication.exposed_by_step` with the sends and receives of a pipeline in waited_ns."""
+    steps = run.table(exposed_communication.exposed_by_step)
+    if not pipeline_stages.is_pipelined(run):
+        return steps
+    calls = run.table(exposed_communication.exposed_transfers)
+    sends = _spans_of(calls.filter(_is_send()))
+    other_spans = _spans_of(calls.filter(~_is_send()))
+    exposed = exposed_communication.exposed_on_devices(run)
+    parts = [steps.clear()]
+    for place, device_steps in steps.partition_by(_OF, as_dict=True, maintain_order=True).items():
+        only = intervals.subtract(sends.get(place, intervals.EMPTY), other_spans.get(place, intervals.EMPTY))
+        moved = intervals.intersect(only, exposed.get(place, intervals.EMPTY))
+        windows = intervals.from_columns(device_steps["start_ns"], device_steps["duration_ns"])
+        moved_ns = pl.Series(intervals.coverage(windows, moved), dtype=pl.Int64)
+        parts.append(device_steps.with_columns(pl.col("exposed_ns") - moved_ns, pl.col("waited_ns") + moved_ns))
+    return pl.concat(parts)
+
+
+@run_fact
+def exposed_transfers(run: Run) -> pl.DataFrame:
+    """Return `exposed_communication.exposed_transfers` without the sends and receives of a pipeline."""
+    calls = run.table(exposed_communication.exposed_transfers)
+    return calls.filter(~_is_send()) if pipeline_stages.is_pipelined(run) else calls
+
+
 def _with_usual(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     node_of = rank_places.node_of_rank(run)
     stage_of = dict(run.table(pipeline_stages.staged_actions).group_by("rank").agg(pl.col("stage").min()).iter_rows())
@@ -148,7 +172,7 @@ def _saved_ns(actions: pl.DataFrame, links_of: pl.DataFrame, pair: set[int]) -> 
     """Time saved in a pass if a link takes the usual time, and the pass with all links as measured."""
     place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
     order = tuple(actions.select(place, *_ACTION).iter_rows())
-    schedule = pipeline_schedule.graph(order)
+    schedule = pipeline_stages.schedule_graph(order)
     if schedule is None:
         return 0, 0
     ranks = actions["rank"].to_list()
@@ -161,5 +185,14 @@ def _saved_ns(actions: pl.DataFrame, links_of: pl.DataFrame, pair: set[int]) -> 
             usual_ns = min(link["delay_ns"], link["usual_ns"] or link["delay_ns"])
             delays[index] = link["delay_ns"], usual_ns if is_slow else link["delay_ns"]
     dur_ns = actions.select(pl.col("end_ns") - pl.col("start_ns")).to_series().to_numpy().astype(np.float64)
-    ends = pipeline_schedule.end_times(schedule, np.stack([dur_ns, dur_ns], axis=1), delays).max(axis=0)
+    ends = pipeline_stages.end_times(schedule, np.stack([dur_ns, dur_ns], axis=1), delays).max(axis=0)
     return max(0, round(ends[0] - ends[1])), round(ends[0])
+
+
+def _is_send() -> pl.Expr:
+    return pl.col("op").is_in(POINT_TO_POINT).fill_null(value=False)
+
+
+def _spans_of(calls: pl.DataFrame) -> dict[tuple[object, ...], intervals.Spans]:
+    by_place = calls.partition_by(_OF, as_dict=True)
+    return {place: intervals.union(exposed_communication.transfer_spans(rows)) for place, rows in by_place.items()}

@@ -1,13 +1,21 @@
 """The actions of all ranks of a pipeline on one clock: with the stage of each, and the pipeline that it belongs to."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.parallelism import interleaving, mesh
+from tracekit.analysis.parallelism import mesh
 from tracekit.analysis.parallelism.pipeline_actions import (
     BACKWARD,
     COMPUTE_ACTIONS,
     FORWARD,
     INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
     pipeline_actions,
 )
 from tracekit.model import schema
@@ -15,6 +23,8 @@ from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment
+
+_ACTIONS_OF = ["window", "rank", "step"]
 
 _STEP = ["window", "step", "iteration"]
 PIPELINE = [*_STEP, "pipeline"]
@@ -26,6 +36,21 @@ COLUMNS = schema.columns(
 )
 
 PEER_COLUMNS = schema.columns("peer is_sender")
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Action: TypeAlias = tuple[int, int, int, str]
+"""Place of the rank in the pipeline, stage, micro-batch, action (of pipeline_actions.COMPUTE_ACTIONS)."""
+_GRADIENTS = (BACKWARD, INPUT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class ScheduleGraph:
+    """Actions in an order in which each follows what it waits for: `order`, and `waits_for` of each action."""
+
+    order: tuple[int, ...]
+    waits_for: tuple[tuple[int, ...], ...]
+    sender: tuple[int | None, ...]
+    """The action of another rank that each action gets its input from; None for those without."""
 
 
 @trace_fact
@@ -69,13 +94,20 @@ def staged_actions(run: Run) -> pl.DataFrame:
     if actions["stage"].is_null().all():
         if not set(run.table(peers)["rank"]) <= set(staged["rank"]):
             return schema.empty(COLUMNS)  # ranks without actions: neither their stages nor the others' are known
-        staged = interleaving.with_virtual_stages(staged)
+        staged = with_virtual_stages(staged)
     repeated = pl.int_range(pl.len()).over(
         "window", "rank", "step", "stage", "micro_batch", "action", order_by="start_ns"
     )
     counted = staged.with_columns(repeated.cast(pl.Int64).alias("iteration"))
     on_own_clock = pl.col("start_ns").alias("trace_start_ns")
-    in_pipelines = counted.join(_pipelines(counted), on=["window", "rank"]).with_columns(on_own_clock).select(*COLUMNS)
+    # Pipeline of each rank: its place among the ranks of its first stage.
+    firsts = counted.group_by("window", "rank").agg(pl.col("stage").min())
+    place = (pl.col("rank").rank("ordinal").over("window", "stage") - 1).cast(pl.Int64)
+    in_pipelines = (
+        counted.join(firsts.select("window", "rank", place.alias("pipeline")), on=["window", "rank"])
+        .with_columns(on_own_clock)
+        .select(*COLUMNS)
+    )
     stages = pl.col("stage").max() - pl.col("stage").min() + 1
     in_pipelines = in_pipelines.filter((stages == pl.col("stage").n_unique()).over("window", "pipeline"))
     return _on_one_clock(run, in_pipelines).sort("window", "step", "iteration", "pipeline", "rank", "start_ns")
@@ -133,13 +165,6 @@ def _chain(neighbors: dict[int, set[int]], first: int) -> list[int]:
     return chain
 
 
-def _pipelines(actions: pl.DataFrame) -> pl.DataFrame:
-    """Return the pipeline of each rank: its place among the ranks of its first stage."""
-    firsts = actions.group_by("window", "rank").agg(pl.col("stage").min())
-    place = (pl.col("rank").rank("ordinal").over("window", "stage") - 1).cast(pl.Int64)
-    return firsts.select("window", "rank", place.alias("pipeline"))
-
-
 # One clock -----------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +200,83 @@ def dependencies(actions: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(parts).filter(pl.col("producer_rank") != pl.col("rank"))
 
 
+def with_virtual_stages(actions: pl.DataFrame) -> pl.DataFrame:
+    """Return actions with the stage and micro-batch of their chunk, where each rank has several; else as they are.
+
+    `actions` has columns window, rank, step, action, host_start_ns, stage (the place of the rank in the pipeline) and
+    micro_batch (which counts the forwards, and the backwards, of a step in their order).
+    """
+    ranks = int(actions["stage"].max() or 0) + 1  # type: ignore[arg-type]
+    # Forwards of each rank in a step, and those before its first backward: stage, forwards, first.
+    is_forward = pl.col("action") == FORWARD
+    begun_ns = pl.col("host_start_ns").filter(~is_forward).min()
+    chunks = _chunks(
+        actions.group_by(_ACTIONS_OF).agg(
+            pl.col("stage").first(),
+            is_forward.sum().cast(pl.Int64).alias("forwards"),
+            (is_forward & (pl.col("host_start_ns") < begun_ns)).sum().cast(pl.Int64).alias("first"),
+        ),
+        ranks,
+    )
+    if chunks == 1:
+        return actions
+    turn = pl.col("micro_batch") // ranks
+    in_forward = turn % chunks
+    chunk = pl.when(pl.col("action") == FORWARD).then(in_forward).otherwise(chunks - 1 - in_forward)
+    return actions.with_columns(
+        stage=chunk * ranks + pl.col("stage"),
+        micro_batch=turn // chunks * ranks + pl.col("micro_batch") % ranks,
+    )
+
+
+@lru_cache(maxsize=64)
+def schedule_graph(actions: tuple[Action, ...]) -> ScheduleGraph | None:
+    """Return the graph of actions, given in the order in which each rank runs its own.
+
+    An action follows the one before it on its rank. A forward needs that of the stage before, a backward (or input
+    gradient) that of the next stage and its own forward, a weight gradient its input gradient. None where actions wait
+    for each other in a circle: the order is none of a schedule.
+    """
+    index_of = {action[1:]: index for index, action in enumerate(actions)}
+    last_of: dict[int, int] = {}
+    waits_for, sender = [], []
+    for index, action in enumerate(actions):
+        needed = [index_of[key] for key in producers(*action[1:]) if key in index_of]
+        sender.append(next((other for other in needed if actions[other][0] != action[0]), None))
+        waits_for.append(tuple({*needed, *([last_of[action[0]]] if action[0] in last_of else [])}))
+        last_of[action[0]] = index
+    order = _topological(waits_for)
+    return None if order is None else ScheduleGraph(order, tuple(waits_for), tuple(sender))
+
+
+def producers(stage: int, micro_batch: int, action: str) -> list[tuple[int, int, str]]:
+    """Return the actions (stage, micro-batch, action) whose result an action may need.
+
+    >>> producers(1, 0, "forward")
+    [(0, 0, 'forward')]
+    """
+    if action == FORWARD:
+        return [(stage - 1, micro_batch, FORWARD)]
+    if action == WEIGHT_GRADIENT:
+        return [(stage, micro_batch, INPUT_GRADIENT)]
+    return [(stage, micro_batch, FORWARD), *((stage + 1, micro_batch, gradient) for gradient in _GRADIENTS)]
+
+
+def end_times(schedule: ScheduleGraph, durations: Floats, delays: Floats | None = None) -> Floats:
+    """End of each action if it starts as soon as it can, from 0; shape (actions, cases) like `durations`.
+
+    `delays` has the same shape: how long after the end of its sender the input of an action arrives; by default 0.
+    """
+    ends = np.zeros_like(durations)
+    for action in schedule.order:
+        needed, sender = schedule.waits_for[action], schedule.sender[action]
+        start = ends[list(needed)].max(axis=0) if needed else np.zeros(durations.shape[1:])
+        if delays is not None and sender is not None:
+            start = np.maximum(start, ends[sender] + delays[action])
+        ends[action] = start + durations[action]
+    return ends
+
+
 def _limits(actions: pl.DataFrame) -> pl.DataFrame:
     """Return for neighboring ranks how much may be added to the clock of the later: window, pipeline, rank, other, ….
 
@@ -208,3 +310,33 @@ def _shifts(limits: pl.DataFrame) -> pl.DataFrame:
         shifts[window, pipeline, other] = min(max(base, low), high)
     rows = [(*place, shift_ns) for place, shift_ns in shifts.items()]
     return pl.DataFrame(rows, schema=schema.columns("window pipeline rank shift_ns"), orient="row")
+
+
+def _chunks(warm_ups: pl.DataFrame, ranks: int) -> int:
+    """Number of chunks of each rank: 1 unless all ranks and steps agree with an interleaved schedule."""
+    ends = warm_ups.filter(pl.col("stage") == ranks - 1)["first"].unique()
+    chunks = (int(ends[0]) - 1) // ranks + 1 if len(ends) == 1 else 1
+    usual = 2 * (ranks - 1 - pl.col("stage")) + (chunks - 1) * ranks + 1
+    agrees = pl.col("first") == pl.min_horizontal(usual, "forwards")
+    is_whole = (pl.col("forwards") % (ranks * chunks) == 0) & (pl.col("first") < pl.col("forwards"))
+    is_last = pl.col("stage") == ranks - 1
+    fits = warm_ups.select((agrees & (is_whole | ~is_last)).all()).item()
+    return chunks if chunks > 1 and fits else 1
+
+
+def _topological(waits_for: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    remaining = [len(needed) for needed in waits_for]
+    followers: list[list[int]] = [[] for _ in waits_for]
+    for index, needed in enumerate(waits_for):
+        for other in needed:
+            followers[other].append(index)
+    ready = [index for index, count in enumerate(remaining) if not count]
+    order = []
+    while ready:
+        index = ready.pop()
+        order.append(index)
+        for follower in followers[index]:
+            remaining[follower] -= 1
+            if not remaining[follower]:
+                ready.append(follower)
+    return tuple(order) if len(order) == len(waits_for) else None

@@ -112,7 +112,11 @@ def stages(run: Run) -> dict[int, int]:
     """
     pipeline = run.manifest.get("pipeline")
     stage_of: dict[int, int] = {}
-    for stage, ranks in enumerate(_int_lists(pipeline.get("stage_ranks") if isinstance(pipeline, dict) else None)):
+    value = pipeline.get("stage_ranks") if isinstance(pipeline, dict) else None
+    lists = [entry for entry in value if isinstance(entry, list)] if isinstance(value, list) else []
+    for stage, ranks in enumerate(
+        [tuple(numbers) for numbers in lists if numbers and all(isinstance(number, int) for number in numbers)]
+    ):
         stage_of |= {rank: stage for rank in ranks if rank not in stage_of}
     if not stage_of:
         groups = (group for axis, group in axis_groups(run) if axis == strategies.PP)
@@ -206,9 +210,3 @@ def _group_places(run: Run) -> Iterator[Place]:
     rows = process_groups(run).unique("ranks", keep="last", maintain_order=True).sort("ranks")
     for description, ranks in rows.iter_rows():
         yield Place(f"process group {description}" if description else "one process group", tuple(sorted(ranks)))
-
-
-def _int_lists(value: object) -> list[tuple[int, ...]]:
-    """Return the lists of whole numbers in a list from run.json; others are left out."""
-    lists = [entry for entry in value if isinstance(entry, list)] if isinstance(value, list) else []
-    return [tuple(numbers) for numbers in lists if numbers and all(isinstance(number, int) for number in numbers)]

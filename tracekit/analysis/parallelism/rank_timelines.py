@@ -99,7 +99,7 @@ def awaited_times(run: Run) -> pl.DataFrame:
 
 @run_fact
 def spread(run: Run) -> pl.DataFrame:
-    """Exposed communication per step (`exposed_communication.spread`) with the time for which others wait for each rank.
+    """Exposed communication per step (`exposed_communication.spread`), with the time that others wait for each rank.
 
     More columns: awaited_ns and waiting_rank of `awaited_times` (0 and null where nobody waits), and awaited_ratio, the
     share of the median step of all ranks.

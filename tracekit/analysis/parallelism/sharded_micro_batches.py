@@ -7,12 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.parallelism import (
-    axis_communication,
-    pipeline_bubbles,
-    pipeline_schedule,
-    pipeline_stages,
-)
+from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import CP, EP, PP, TP
 from tracekit.model import intervals, schema
@@ -84,7 +79,7 @@ def passes(run: Run) -> pl.DataFrame:
     rows = []
     for (window, pipeline), actions in by_pipeline.items():
         place = (pl.col("rank").rank("dense") - 1).cast(pl.Int64)
-        schedule = pipeline_schedule.graph(tuple(actions.select(place, *_ACTION).iter_rows()))
+        schedule = pipeline_stages.schedule_graph(tuple(actions.select(place, *_ACTION).iter_rows()))
         if schedule is None:
             continue
         idle_ns = actions.join(delays, on=_KEY, how="left", nulls_equal=True, maintain_order="left")["idle_ns"]
@@ -92,7 +87,7 @@ def passes(run: Run) -> pl.DataFrame:
         own_ns = (actions["end_ns"] - actions["start_ns"]).to_numpy().astype(np.float64)
         one_ns = (before_ns + within_ns) / actions["micro_batch"].n_unique()
         cases = np.stack([own_ns + before_ns, own_ns, own_ns - within_ns + one_ns], axis=1)
-        with_ns, undelayed_ns, once_ns = pipeline_schedule.end_times(schedule, cases).max(axis=0)
+        with_ns, undelayed_ns, once_ns = pipeline_stages.end_times(schedule, cases).max(axis=0)
         step, lost_ns = actions["step"][0], round(max(0.0, with_ns - once_ns))
         rows.append((window, pipeline, step, lost_ns, round(with_ns - undelayed_ns), round(with_ns)))
     return pl.DataFrame(rows, schema=PASSES, orient="row")

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.host import host_silences
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.model import schema
 from tracekit.model.fact import run_fact
@@ -43,7 +43,7 @@ _JUDGED = (*collective_matching.SYNCHRONIZING, *collective_matching.ROOTED, *col
 _SILENT, _ALIVE = 0.9, 0.5
 _EXPLAINED = 0.5
 
-FACTS: tuple[TraceFact, ...] = (*group_bandwidth.FACTS, host_silences.host_silences)
+FACTS: tuple[TraceFact, ...] = (*group_bandwidth.FACTS, host_stalls.host_silences)
 """The facts that the run tables of this module read, in addition to those of `outlier_steps`."""
 
 
@@ -185,7 +185,7 @@ def _silent_hosts(run: Run, events: pl.DataFrame) -> pl.DataFrame:
     A host that waits is silent, too, so it shows nothing where all are silent: unless one is in an op that computes.
     """
     silences = alignment.on_run_clock(
-        run.table(host_silences.host_silences).with_columns(from_ns=pl.col("start_ns")), run.offsets, ("from_ns",)
+        run.table(host_stalls.host_silences).with_columns(from_ns=pl.col("start_ns")), run.offsets, ("from_ns",)
     ).select("window", "rank", "from_ns", "dur_ns", "name")
     pairs = events.select("event", "window", "start_ns", "end_ns", rank="ranks").explode("rank")
     until_ns = pl.min_horizontal("end_ns", pl.col("from_ns") + pl.col("dur_ns"))

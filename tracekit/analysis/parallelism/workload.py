@@ -1,10 +1,13 @@
 """Whether a run trains or infers, and whether it compiles and launches graphs, by its host ops and kernels."""
 
+import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import trace_columns
+from tracekit.conventions import strategies
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
@@ -15,11 +18,20 @@ _TRAINING = (
     r"native_dropout|bernoulli"
 )
 
-
 _COMPILED = (
     r"^triton_(poi|red|per|tem|mm|for|spl)_fused|^triton_(poi|red|per)_|^## Call CompiledFxGraph|^Torch-Compiled"
 )
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
+
+DDP, FSDP1, FSDP2, YAFSDP = (
+    strategy.name for strategy in (strategies.DDP, strategies.FSDP1, strategies.FSDP2, strategies.YAFSDP)
+)
+_PREFIXES = {
+    strategy.name: strategy.span_prefix
+    for strategy in tuple(strategies.STRATEGIES.values())[::-1]
+    if strategy.span_prefix
+}
+STRATEGY_COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
 
 
 @trace_fact
@@ -56,3 +68,28 @@ def is_inference(run: Run) -> bool:
     """Return whether a run infers: its host ops were recorded, and nothing in it belongs to training."""
     totals = run.table(marks).sum()
     return bool(not run.manifest and totals["host_ops"].item() and not totals["training_marks"].item())
+
+
+@trace_fact
+def strategy_marks(trace: Trace) -> pl.DataFrame:
+    """Number of annotations that each wrapper left in the trace.
+
+    Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
+    """
+    names, code = trace_columns.op_names(trace)
+    counts = np.bincount(code[trace_columns.is_kind(trace, "annotation")], minlength=len(names)).tolist()
+    rows = [
+        (strategy, sum(count for name, count in zip(names, counts, strict=True) if name.startswith(prefix)))
+        for strategy, prefix in _PREFIXES.items()
+    ]
+    return pl.DataFrame([row for row in rows if row[1]], schema=STRATEGY_COLUMNS, orient="row")
+
+
+def run_strategy(run: Run) -> str | None:
+    """Return the strategy in the manifest, else the one whose wrapper left most annotations; None where neither."""
+    stated = Manifest.of(run.manifest).strategy
+    if stated in _PREFIXES:
+        return str(stated)
+    totals = run.table(strategy_marks).group_by("strategy").agg(pl.col("marks").sum())
+    ranking = totals.sort("marks", "strategy", descending=[True, False])
+    return None if ranking.is_empty() else str(ranking["strategy"][0])

@@ -8,13 +8,23 @@ from typing import Any, TypeAlias
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.quality import cut_steps
-from tracekit.analysis.time import breakdown, operators, trace_columns
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
 from tracekit.model.sweep_line import Ints, at
 from tracekit.model.trace import Trace
+
+CUT_COLUMNS = schema.columns("step part missing_ratio duration_ns steps", part=pl.String)
+OPTIMIZER, TAIL = PARTS = ("optimizer", "tail")
+"""What is recorded of a cut step: only the optimizer, or what follows a part of its forward pass."""
+_BACKWARD = r"Backward\d*$"
+_MIN_OPTIMIZER_RATIO = 0.9
+"""Share of the launched device work above which a step without backward has nothing but the optimizer."""
+_MIN_MISSING_RATIO = 0.25
+"""Share of backward ops without a recorded forward op. Less is usual: pipelined trainers run a part of the forward
+pass, such as the lookup of embeddings, one step ahead."""
 
 _Row: TypeAlias = tuple[str, str, float]
 
@@ -63,6 +73,43 @@ def recorded_times(trace: Trace) -> pl.DataFrame:
     ).to_series()
     return pl.DataFrame(
         [(activities.height, int(times.to_numpy().sum(dtype=np.uint64)))], schema=TIMES_COLUMNS, orient="row"
+    )
+
+
+@trace_fact
+def cut_steps(trace: Trace) -> pl.DataFrame:
+    """Return the steps of which only a part was recorded.
+
+    Columns CUT_COLUMNS: part (of PARTS), missing_ratio (share of the step's backward ops whose forward op was not
+    recorded; 1 without any), duration_ns (of the step's device window, the longest), steps (how many the trace has);
+    one row per cut step, null for a window without marks. A step between marks of the profiler is whole unless it has
+    only the optimizer; the first one that ends at an optimizer step may have begun before the recording.
+    """
+    may_be_tail = _may_begin_before(trace)
+    if not may_be_tail and not _may_be_optimizer(trace):
+        return schema.empty(CUT_COLUMNS)
+    parts = _backward(trace).join(_optimizer(trace), on="step", how="full", nulls_equal=True, coalesce=True)
+    lengths = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
+    counted = lengths.with_columns(pl.len().cast(pl.Int64).alias("steps"))
+    table = counted.join(parts, on="step", how="left", nulls_equal=True).with_columns(
+        pl.col("backward_ops", "known_ops").fill_null(0), pl.col("optimizer_ratio").fill_null(0.0)
+    )
+    has_backward = bool(parts["backward_ops"].sum())
+    is_optimizer = (pl.col("optimizer_ratio") >= _MIN_OPTIMIZER_RATIO) & (pl.col("backward_ops") == 0)
+    missing_ratio = pl.when(pl.col("backward_ops") > 0).then(1 - pl.col("known_ops") / pl.col("backward_ops"))
+    is_tail = (pl.col("step") == pl.col("step").min()) & pl.lit(may_be_tail and has_backward)
+    return (
+        table.with_columns(missing_ratio.otherwise(1.0).alias("missing_ratio"))
+        .with_columns(
+            pl.when(is_optimizer)
+            .then(pl.lit(OPTIMIZER))
+            .when(is_tail & (pl.col("missing_ratio") >= _MIN_MISSING_RATIO))
+            .then(pl.lit(TAIL))
+            .alias("part")
+        )
+        .drop_nulls("part")
+        .pipe(schema.select, CUT_COLUMNS)
+        .sort("step")
     )
 
 
@@ -229,7 +276,12 @@ def _launch_calls(trace: Trace) -> pl.DataFrame:
 def _overlaps(trace: Trace) -> Iterator[_Row]:
     """Slices that overlap on one stream, which runs one thing at a time."""
     lanes = columns.where(trace.lanes[["lane"]], columns.to_ints(trace.lanes["device"], -1) >= 0)
-    if not _overlap_on_lane(trace.activities, lanes["lane"].to_numpy()):
+    # Whether any work begins before the one before it on its lane has ended, on one of these lanes.
+    lane, start = trace.activities["lane"].to_numpy(), trace.activities["start_ns"].to_numpy()
+    order = np.lexsort((trace.activities["id"].to_numpy(), start, lane))
+    lane, start, end = lane[order], start[order], (start + trace.activities["dur_ns"].to_numpy())[order]
+    overlaps = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
+    if not np.isin(lane[1:][overlaps], lanes["lane"].to_numpy()).any():
         return
     work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -246,15 +298,6 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
             "their durations count that twice.",
             share,
         )
-
-
-def _overlap_on_lane(work: pl.DataFrame, lanes: Ints) -> bool:
-    """Return whether any work begins before the one before it on its lane has ended, on one of these lanes."""
-    lane, start = work["lane"].to_numpy(), work["start_ns"].to_numpy()
-    order = np.lexsort((work["id"].to_numpy(), start, lane))
-    lane, start, end = lane[order], start[order], (start + work["dur_ns"].to_numpy())[order]
-    overlaps = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
-    return bool(np.isin(lane[1:][overlaps], lanes).any())
 
 
 def _dropped_records(trace: Trace) -> Iterator[_Row]:
@@ -292,20 +335,20 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
 
 def _has_more_work(trace: Trace, step: int) -> bool:
     """Return whether a step runs far more operators than the others: an evaluation is no warm-up."""
-    counts = dict(operators.by_step(trace).iter_rows())
+    counts = dict(breakdown.ops_by_step(trace).iter_rows())
     other_counts = [count for other, count in counts.items() if other != step]
     return bool(other_counts) and counts.get(step, 0) >= MORE_OPS_RATIO * statistics.median(other_counts)
 
 
 def _cut(trace: Trace) -> Iterator[_Row]:
     """Steps that were recorded in part."""
-    cut = cut_steps.cut_steps(trace)
+    cut = cut_steps(trace)
     total_ns = max(int(breakdown.by_step(trace)["duration_ns"].sum()), 1)
     for row in cut.iter_rows(named=True):
         which = "The window" if row["step"] is None else f"Step {row['step']}"
         what = (
             f"{which} has only the optimizer: its forward and backward pass were not recorded."
-            if row["part"] == cut_steps.OPTIMIZER
+            if row["part"] == OPTIMIZER
             else f"{which} began before the recording: the forward ops of {units.share(row['missing_ratio'])} of its "
             "backward ops were not recorded."
         )
@@ -317,3 +360,37 @@ _FEWEST_OTHERS = 2
 
 def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _may_begin_before(trace: Trace) -> bool:
+    """Return whether the first step begins with the recording, and forward ops are known by sequence numbers.
+
+    In a sampled trace most forward ops are missing everywhere.
+    """
+    has_forward_ids, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
+    return has_forward_ids and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
+
+
+def _may_be_optimizer(trace: Trace) -> bool:
+    """Return whether the optimizer launched nearly all work of any step, work without a launch excluded."""
+    step = trace_columns.activity_steps(trace)
+    of_optimizer = trace_columns.as_flags(trace.activities["phase"] == conventions.OPTIMIZER)
+    launched_ns = np.where(trace_columns.launch_ids(trace) >= 0, trace.activities["dur_ns"].to_numpy(), 0)
+    _, code = np.unique(step, return_inverse=True)
+    optimizer_ns, total_ns = np.bincount(code, launched_ns * of_optimizer), np.bincount(code, launched_ns)
+    return bool((optimizer_ns >= _MIN_OPTIMIZER_RATIO * total_ns)[total_ns > 0].any())
+
+
+def _backward(trace: Trace) -> pl.DataFrame:
+    """Return the backward ops of each step. Columns step, backward_ops, known_ops (with a recorded forward op)."""
+    backward = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, _BACKWARD)
+    ops = trace.ops.select("step", "forward_id").filter(pl.Series(backward))
+    known_ops = pl.col("forward_id").is_not_null().sum().cast(pl.Int64)
+    return ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("backward_ops"), known_ops.alias("known_ops"))
+
+
+def _optimizer(trace: Trace) -> pl.DataFrame:
+    """Return the share of each step's launched work that the optimizer launched. Columns step, optimizer_ratio."""
+    work = trace.activities.filter(pl.col("launch_id").is_not_null(), pl.col("dur_ns") > 0)
+    of_optimizer = pl.col("dur_ns").filter(pl.col("phase").eq_missing(conventions.OPTIMIZER)).sum()
+    return work.group_by("step").agg((of_optimizer / pl.col("dur_ns").sum()).alias("optimizer_ratio"))

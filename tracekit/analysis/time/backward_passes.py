@@ -80,22 +80,18 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     row = _rows_of_passes(starts, gradients, at_ns)
     key, of_gradients = _places(starts, gradients)
     counts = np.bincount(key, minlength=int(of_gradients.max(initial=-1)) + 1)[of_gradients]
-    reduced = gradients.hstack([
-        columns.with_nulls(sweep_line.at(starts["backward"].to_numpy(), row, -1), "backward"),
-        pl.Series("backward_count", counts, pl.Int64),
-        pl.Series("updates", _updates_before(trace, at_ns), pl.Int64),
-    ])[np.flatnonzero(row >= 0)].sort("start_ns")  # fmt: skip
-    return breakdown.with_exposure(trace, reduced).pipe(schema.select, REDUCTION_COLUMNS)
-
-
-def _updates_before(trace: Trace, at_ns: Ints) -> Ints:
-    """Number of optimizers' compute activities launched before each time, shape (n,)."""
+    # Number of optimizers' compute activities launched before each time, shape (n,).
     parts = []
     for device in breakdown.devices(trace):
         work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
         updates = arrays.computes & trace_columns.as_flags(work["phase"] == conventions.OPTIMIZER)
         parts.append(arrays.launched_or_start_ns[updates])
-    return np.searchsorted(np.sort(np.concatenate(parts)), at_ns).astype(np.int64)
+    reduced = gradients.hstack([
+        columns.with_nulls(sweep_line.at(starts["backward"].to_numpy(), row, -1), "backward"),
+        pl.Series("backward_count", counts, pl.Int64),
+        pl.Series("updates", np.searchsorted(np.sort(np.concatenate(parts)), at_ns).astype(np.int64), pl.Int64),
+    ])[np.flatnonzero(row >= 0)].sort("start_ns")  # fmt: skip
+    return breakdown.with_exposure(trace, reduced).pipe(schema.select, REDUCTION_COLUMNS)
 
 
 def with_passes(rows: pl.DataFrame, trace: Trace, at_ns: str) -> pl.DataFrame:

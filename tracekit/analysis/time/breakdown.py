@@ -143,6 +143,13 @@ def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     return work[rows].hstack([pl.Series("exposed_ns", exposed_ns[rows])])
 
 
+@trace_fact
+def ops_by_step(trace: Trace) -> pl.DataFrame:
+    """Operators that the host runs in each marked step. Columns step, ops; one row per step with some."""
+    cpu_ops = trace.ops.filter(pl.col("kind") == "cpu_op").drop_nulls("step")
+    return cpu_ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("ops")).sort("step")
+
+
 _NO_DEVICE = -1
 """Stands for the device of a CPU run."""
 

@@ -95,23 +95,20 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
     launched = np.minimum(start, called)
     order = np.lexsort((ref, start, lane))
     order = order[device[order] >= 0]
+    # Latest of the times so far on each lane; rows are sorted by lane.
+    times = launched[order]
+    bounds = starts_of_groups(lane[order])
+    parts = [np.maximum.accumulate(times[first:until]) for first, until in itertools.pairwise(bounds.tolist())]
     new_columns = {
         "device": device[order],
         "launched_ns": launched[order],
-        "launched_reach_ns": _reach(launched[order], lane[order]),
+        "launched_reach_ns": np.concatenate(parts) if parts else times,
         "end_ns": (start + activities["dur_ns"].to_numpy())[order],
         "ref": ref[order],
         "is_wait": np.zeros(len(order), np.bool_),
     }
     items = activities[[name for name in activities.columns if name in ITEM_COLUMNS]][order]
     return pl.DataFrame([*items.get_columns(), *(pl.Series(name, values) for name, values in new_columns.items())])
-
-
-def _reach(times: Ints, lane: Ints) -> Ints:
-    """Return the latest of the times so far on each lane; rows are sorted by lane."""
-    bounds = starts_of_groups(lane)
-    parts = [np.maximum.accumulate(times[first:until]) for first, until in itertools.pairwise(bounds.tolist())]
-    return np.concatenate(parts) if parts else times
 
 
 @memoize

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, kernel_ids, launches, trace_columns
+from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import intervals, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -177,7 +177,7 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_has_other_cause(trace, work, spans, since)
     if not is_long.any():
         return _NONE
-    unusual = _is_unusual(_codes(kernel_ids.places(work)), row[is_long])
+    unusual = _is_unusual(_codes(launches.kernel_places(work)), row[is_long])
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
     is_whole = queued[row] <= idle[:, 0]
     return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, in_graph)
@@ -238,7 +238,11 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
     Another device of the process is busy, the profiler itself works, or kernels were launched between the work before
     and the work after that were not recorded: they may have run then.
     """
-    other_work = _other_device_spans(trace, work["device"][0])
+    device = work["device"][0]
+    other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
+    other_work = np.concatenate(
+        [intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)]
+    )
     profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
     in_profiler = intervals.coverage(spans, profiler) > _MOSTLY * lengths
@@ -247,12 +251,6 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
     lost = np.sort(trace_columns.spans(trace)[calls[~launched], 0])
     some = np.searchsorted(lost, spans[:, 1]) > np.searchsorted(lost, since_ns)
     return np.asarray((intervals.coverage(spans, other_work) > 0) | in_profiler | some, np.bool_)
-
-
-def _other_device_spans(trace: Trace, device: int) -> Spans:
-    """Spans of work on the other devices of the process."""
-    other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
-    return np.concatenate([intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)])
 
 
 def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
@@ -264,8 +262,8 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     work = launches.work_columns(trace, device)
     compute = np.flatnonzero(work.computes)
     start, dur = work.spans[compute, 0], (work.spans[:, 1] - work.spans[:, 0])[compute]
-    code = _codes(kernel_ids.kernel_ids_anywhere(trace, device)[compute])
-    place = _codes(kernel_ids.kernel_ids(trace, device)[compute])
+    code = _codes(launches.kernel_ids_anywhere(trace, device)[compute])
+    place = _codes(launches.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
     # A kernel that always takes longer at this place of the program has more to do there.
     place_low_ns = _quartiles(place, dur)[0]

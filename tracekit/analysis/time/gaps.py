@@ -8,11 +8,13 @@ from tracekit.analysis.time import breakdown, launches, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 COMMUNICATION_COLUMNS = schema.columns("gap device step phase unit lane collective_id name op start_ns dur_ns")
 COMPUTE_COLUMNS = schema.columns("gap device step phase unit lane activity_id name start_ns dur_ns")
+
+PART_COLUMNS = schema.columns("step device part name dur_ns", part=pl.String)
+COMPUTE, GAP = "compute", "gap"
 
 
 @memoize
@@ -41,6 +43,25 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     return _number_gaps([schema.empty(COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
 
 
+def step_parts(trace: Trace) -> pl.DataFrame:
+    """Return the time of each step in compute of each name, and in the gaps without compute before each name.
+
+    Columns PART_COLUMNS; one row per step, device, part (compute or gap) and name, '' for a gap that no compute ends. A
+    gap holds the exposed communication, the copies and the idle time before the compute that ends it.
+    """
+    compute = trace.activities.filter(pl.col("kind") == "compute").join(
+        trace.lanes.select("lane", "device"), on="lane", maintain_order="left"
+    )
+    columns = ("step", "device", "name", "dur_ns")
+    rows = pl.concat(
+        table.select(*columns, pl.lit(part).alias("part"))
+        for part, table in ((COMPUTE, compute), (GAP, compute_gaps(trace)))
+    )
+    step_rows = rows.filter(pl.col("step").is_not_null()).with_columns(pl.col("name").fill_null(""))
+    sums = step_rows.group_by("step", "device", "part", "name").agg(pl.col("dur_ns").sum())
+    return schema.select(sums, PART_COLUMNS).sort("step", "device", "part", "name")
+
+
 def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return each collective that ends a span without one since its phase began, with the span's times."""
     work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
@@ -58,13 +79,8 @@ def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     is_save = trace_columns.as_flags(calls["phase"] == conventions.CHECKPOINT)
     closing = np.flatnonzero((start > since) & ~is_save)
     times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
-    return calls[closing].hstack([_ops(trace, arrays.id[rows[closing]]), *times])
-
-
-def _ops(trace: Trace, ids: Ints) -> pl.Series:
-    """Return the op of each collective; null where not known."""
-    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), ids)
-    return columns.rows_or_nulls(trace.collectives.select("op"), row)["op"]
+    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), arrays.id[rows[closing]])
+    return calls[closing].hstack([columns.rows_or_nulls(trace.collectives.select("op"), row)["op"], *times])
 
 
 def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.time import breakdown, trace_columns
@@ -18,6 +19,9 @@ _NO_PREPARATION = "copy_out"
 _KEY = ("step", "phase", "span", "unit")
 _FOUND = schema.columns("collective_id evidence")
 _ADDED = schema.columns("collective_id evidence message_bytes overlapped_ns alone_ns sample", sample=pl.String)
+
+_NEIGHBOURS = (1, 2, -1, -2)
+_ODD = 0x9E3779B97F4A7C15
 
 
 @memoize
@@ -125,6 +129,41 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
 
 
 @memoize
+def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
+    """Return an id for each row of a device's `work`, shape (n,); equal for the same work.
+
+    Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
+    kernels on its lane, two on either side.
+    """
+    plain, has_shapes = _plain_ids(trace, device)
+    return np.where(has_shapes, plain, _in_context(plain, work(trace, device)))
+
+
+def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
+    """Return `kernel_ids` that do not depend on the neighbouring kernels, even without recorded shapes."""
+    return _plain_ids(trace, device)[0]
+
+
+@memoize
+def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Return an id for each row of the work, from shapes where the launching op has them, and where it has."""
+    device_work = work(trace, device)
+    plain = device_work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
+    if trace.ops["shapes"].null_count() == trace.ops.height:
+        return plain, np.zeros(len(plain), np.bool_)
+    parent = sweep_line.at(trace_columns.parent_ids(trace), work_columns(trace, device).call, -1)
+    row = columns.rows_of(trace.ops["id"].to_numpy(), parent)
+    shapes = columns.rows_or_nulls(trace.ops.select("shapes"), row)["shapes"]
+    has_shapes = shapes.is_not_null().to_numpy()
+    return np.where(has_shapes, plain ^ shapes.hash(seed=0).to_numpy(), plain), has_shapes
+
+
+def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
+    """Return an id for each row's place in the program, shape (n,): its name and those of its neighbours."""
+    return _in_context(work.select(pl.col("name").hash(seed=0)).to_series().to_numpy(), work)
+
+
+@memoize
 def _all_preparation(trace: Trace) -> pl.DataFrame:
     all_work = _all_work(trace)
     sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
@@ -144,7 +183,13 @@ def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
         return work.clear().hstack(schema.empty(_ADDED))
     prepared = pl.concat([by_span, by_lane]).sort("start_ns", "id")
     prepared = prepared.join(sizes, on="collective_id", how="left", maintain_order="left")
-    return _with_alone(prepared.with_columns(_overlap_ns(prepared, work)))
+    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
+    by = intervals.union(intervals.from_table(work)[computes])
+    return _with_alone(
+        prepared.with_columns(
+            pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
+        )
+    )
 
 
 def _under_span(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -180,12 +225,6 @@ def _on_lane(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     return matched.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
 
 
-def _overlap_ns(prepared: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
-    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
-    by = intervals.union(intervals.from_table(work)[computes])
-    return pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
-
-
 def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
     sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
     grids = prepared.select("grid").drop_nulls().unique()
@@ -211,3 +250,18 @@ def _with_alone(prepared: pl.DataFrame) -> pl.DataFrame:
 ALONE_RATIO = 0.05
 """Work counts as alone if other work overlaps at most this share of its time."""
 _MANY_BLOCKS = 1024  # several per SM: such a copy or cast is memory-bound, so its time scales with size
+
+
+def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArray[np.uint64]:
+    """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
+    lane = work["lane"].to_numpy()
+    order = np.argsort(lane, kind="stable")
+    hashes, on = plain[order], lane[order]
+    mixed = hashes.copy()
+    for distance in _NEIGHBOURS:
+        near = np.where(np.roll(on, distance) == on, np.roll(hashes, distance), np.uint64(0))
+        near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
+        mixed = mixed * np.uint64(_ODD) + near
+    ids = np.empty_like(mixed)
+    ids[order] = mixed
+    return ids

@@ -7,7 +7,7 @@ steps do not show how long it usually takes. The other ranks run the same kernel
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, device_stalls, kernel_ids, launches
+from tracekit.analysis.time import breakdown, device_stalls, launches
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize
@@ -99,7 +99,7 @@ def _kernels(trace: Trace) -> pl.DataFrame:
         work = launches.work(trace, device).select(
             "device", "name", "step", "lane", "start_ns", "dur_ns", activity_id="id"
         )
-        kernel = kernel_ids.kernel_ids(trace, device)[rows]
+        kernel = launches.kernel_ids(trace, device)[rows]
         is_long = work["dur_ns"].to_numpy()[rows] >= _LEAST_NS
         long = np.flatnonzero(np.isin(kernel, kernel[is_long]))  # others have no row in any table here
         compute = work[rows[long]].hstack([pl.Series("kernel", kernel[long])])

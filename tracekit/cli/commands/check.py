@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output, run_loading
+from tracekit.cli import output, question, run_loading
 from tracekit.cli.formats import ReportOptions
 from tracekit.cli.options import BaselineOptions, ExecutorOptions, SettingsOptions, UseCache, expand_options
 from tracekit.errors import InputError
@@ -58,6 +58,7 @@ def check(
     if history is not None:
         from tracekit.regression.history import store
 
+        question.current().withdraw()
         store.check(history)
 
     with executor.open([*paths, *repeats]) as opened:

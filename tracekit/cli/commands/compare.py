@@ -74,11 +74,11 @@ def compare(
 
 
 def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cache: bool) -> "StepChange":
-    from tracekit.analysis.compute import totals
+    from tracekit.analysis.compute import kernels
     from tracekit.regression import step_change
 
     keys = output.split_names(by)
-    totals.require_known("--by", keys, step_change.KEYS)
+    kernels.require_known("--by", keys, step_change.KEYS)
     runs = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
     a, b = (step_change.RunSteps.of(run) for run in runs)
     return step_change.step_change(a, b, keys, allow_different=allow_different)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tracekit.regression.gate import CheckResult
-    from tracekit.regression.history.commits import Commit
-    from tracekit.regression.history.entry import HistoryEntry
+    from tracekit.regression.history.entry import Commit, HistoryEntry
     from tracekit.regression.history.store import AddedRuns
 
 history = typer.Typer(no_args_is_help=True, help="Store the results of checked runs; show trends and changes.")
@@ -45,7 +44,7 @@ def add(
     A run that the history already has is not added again.
     """
     from tracekit.regression.history import store
-    from tracekit.regression.history.commits import Commit
+    from tracekit.regression.history.entry import Commit
     from tracekit.report import json
 
     store.check(db)
@@ -88,9 +87,9 @@ def show(
 
 def _trained_commit(commit: str | None = None, branch: str | None = None) -> "Commit":
     """Return the commit of the training: as given, else from CI or git."""
-    from tracekit.regression.history import commits
+    from tracekit.regression.history import entry
 
-    return commits.known_commit(os.environ, Path.cwd(), sha=commit, branch=branch)
+    return entry.known_commit(os.environ, Path.cwd(), sha=commit, branch=branch)
 
 
 def _entries(results: "Sequence[CheckResult]", commit: "Commit") -> "list[HistoryEntry]":

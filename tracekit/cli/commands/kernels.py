@@ -73,9 +73,9 @@ def kernels(
 
 def _graph_ops(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":
     """Return the op columns of kernels in CUDA graphs by their twin; report the number of kernels that have one."""
-    from tracekit.analysis.compute import graph_replays
+    from tracekit.analysis.compute import kernels as analysis
 
-    eager = graph_replays.EagerTwin(run_loading.open_run(twin, cache=cache))
-    replayed, matched = graph_replays.attribution(run, eager)
+    eager = analysis.EagerTwin(run_loading.open_run(twin, cache=cache))
+    replayed, matched = analysis.replay_attribution(run, eager)
     output.notify(f"{matched:,} of {replayed:,} kernels in CUDA graphs have the op of the same kernels in {twin}")
     return eager.op_columns

@@ -15,7 +15,7 @@ from tracekit.errors import ConfigError
 from tracekit.model import units
 
 if TYPE_CHECKING:
-    from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs
+    from tracekit.analysis.checkpoint.saves import PlanningInputs
     from tracekit.plan.checkpoint import Layout
     from tracekit.plan.models import Model
 
@@ -116,7 +116,7 @@ def checkpoint(
 
     Restore time needs --read-bandwidth, the best interval needs --mtbf, goodput needs both; otherwise they are null.
     """
-    from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
+    from tracekit.analysis.checkpoint.saves import planning_inputs
     from tracekit.plan import checkpoint as planned
 
     recorded = None if measured is None else planning_inputs(run_loading.open_run(measured, cache=cache))

@@ -2,18 +2,37 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tracekit.conventions import git
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
-from tracekit.regression.history.commits import Commit
 from tracekit.regression.samples import Values, job_samples, without_parts
+
+MAX_TEXT = 4000
+
+_SHAS = ("GITHUB_SHA", "CI_COMMIT_SHA", "GIT_COMMIT")  # GitHub, GitLab, Jenkins
+_BRANCHES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME", "BRANCH_NAME", "GIT_BRANCH")
+_TEXTS = ("CI_COMMIT_MESSAGE",)
+_NAME = re.compile(r"[\w./@+][\w./@+-]*")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit by its name, its message and the branch it was trained on; None where not known."""
+
+    sha: str | None = None
+    text: str | None = None
+    branch: str | None = None
+
 
 RECORDED_FACTS = ("arguments", "versions")
 
@@ -154,6 +173,22 @@ def median_interval(values: Values) -> tuple[float | None, float | None]:
     return float(ordered[below]), float(ordered[count - 1 - below])
 
 
+def known_commit(
+    environment: Mapping[str, str], folder: Path, *, sha: str | None = None, branch: str | None = None
+) -> Commit:
+    """Return the commit that is trained: as given, else from CI's environment, else from the checkout `folder`."""
+    in_checkout = git.is_checkout(folder)
+    stated_sha = sha or _first(environment, _SHAS)
+    sha = stated_sha or (git.head(folder) if in_checkout else None)
+    branch = branch or _first(environment, _BRANCHES)
+    if branch is None and stated_sha is None and in_checkout:
+        branch = git.output(folder, "symbolic-ref", "--quiet", "--short", "HEAD") or None
+    text = _first(environment, _TEXTS)
+    if text is None and in_checkout and sha and _NAME.fullmatch(sha):
+        text = git.output(folder, "show", "--no-patch", "--format=%B", "--end-of-options", sha + "^{commit}", "--")
+    return Commit(sha, text[:MAX_TEXT] if text else None, branch)
+
+
 def _metric_summary(metric: str, values: Values) -> MetricSummary:
     low, high = median_interval(values)
     return MetricSummary(metric, float(np.median(values)), low, high, len(values))
@@ -193,3 +228,7 @@ def _short(value: object) -> str:
 
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((environment[name] for name in names if environment.get(name)), None)

@@ -24,9 +24,67 @@ import polars as pl
 from tracekit import conventions
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.regression.history import tables
-from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import HistoryEntry, with_known_commit
+from tracekit.regression.history.entry import Commit, HistoryEntry, with_known_commit
+
+_TEXT, _FLOAT, _BOOL = pl.String(), pl.Float64(), pl.Boolean()
+_RUN = schema.column("run", "Name of the run by its content: the same files are the same run.", _TEXT)
+
+VERSION = schema.table(
+    "tracekit_history",
+    "history file: there is one",
+    schema.column("schema", "Version of these tables; a reader of an earlier one refuses a later one."),
+)
+RUNS = schema.table(
+    "runs",
+    "checked run",
+    _RUN,
+    schema.column(
+        "digest", "Hash of all that is stored of the run: it differs where another check of it differs.", _TEXT
+    ),
+    schema.column("name", "Name of the run's folder.", _TEXT),
+    schema.column("at_ns", "Unix time at which it was recorded, else at which it was added: their order."),
+    schema.column("added_ns", "Unix time at which it was added."),
+    schema.column("commit", "Commit that was trained; null where not known.", _TEXT),
+    schema.column("commit_text", "Message of that commit; null where not known.", _TEXT),
+    schema.column("branch", "Branch that was trained; null where not known.", _TEXT),
+    schema.column("fingerprint", "Hash of what must agree for runs to be in one series.", _TEXT),
+    schema.column("tool_version", "Version of tracekit that checked it.", _TEXT),
+    schema.column("passed", "Whether the check passed; null where it was not checked.", _BOOL),
+    schema.column("failures", "What failed the check: ids of findings, metrics, budgets.", pl.List(_TEXT)),
+)
+FACTS = schema.table(
+    "facts",
+    "run and fact of its manifest",
+    _RUN,
+    schema.column("field", "Name of the fact, such as model.name or versions.torch.", _TEXT),
+    schema.column("value", "What the manifest says, as text.", _TEXT),
+    schema.column("is_identity", "Whether it is part of the fingerprint.", _BOOL),
+)
+METRICS = schema.table(
+    "metrics",
+    "run and metric",
+    _RUN,
+    schema.column("metric", "Name of the metric, as tracekit compare has it; its ending is its unit.", _TEXT),
+    schema.column("median", "Median over steps: of times the worst rank's, of all else the mean over ranks.", _FLOAT),
+    schema.column("low", "Lower end of the median's 95% interval; null below 6 samples.", _FLOAT),
+    schema.column("high", "Upper end of it.", _FLOAT),
+    schema.column("samples", "Steps that it rests on."),
+)
+FINDINGS = schema.table(
+    "findings",
+    "run and finding",
+    _RUN,
+    schema.column("finding", "Id of the finding, the same from run to run.", _TEXT),
+    schema.column("code", "Code of its rule.", _TEXT),
+    schema.column("name", "Name of its rule.", _TEXT),
+    schema.column("severity", "info, warning or error.", _TEXT),
+    schema.Column("impact_ratio", _FLOAT, "ratio", "Share of step time lost; in findings on saves, of training time."),
+    schema.column("cost_ns", "Time lost per step on the worst rank."),
+    schema.column("cost_bytes", "Memory that it takes."),
+    schema.column("message", "What it says.", _TEXT),
+)
+RUN_TABLES = (RUNS, FACTS, METRICS, FINDINGS)
+"""The tables with what is known of runs."""
 
 SCHEMA = 1
 FILE = "history.duckdb"
@@ -108,7 +166,7 @@ def read(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> History:
         raise InputError(f"{path}: there is no such file; tracekit history add RUN --db {path} makes one")
     with _open(path, read_only=True, timeout_s=timeout_s) as connection:
         _refuse_other_databases(connection, path)
-        runs, facts, metrics, findings = (_frame(connection, table) for table in tables.RUN_TABLES)
+        runs, facts, metrics, findings = (_frame(connection, table) for table in RUN_TABLES)
     return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
 
 
@@ -203,10 +261,10 @@ def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked_connection(partial) as connection:
-            for table in (tables.VERSION, *tables.RUN_TABLES):
+            for table in (VERSION, *RUN_TABLES):
                 columns = ", ".join(f'"{column.name}" {_TYPES[str(column.dtype)]}' for column in table.columns)
                 connection.execute(f"CREATE TABLE {table.name} ({columns})")
-            connection.execute(f"INSERT INTO {tables.VERSION.name} VALUES (?)", [SCHEMA])  # noqa: S608 a name of ours
+            connection.execute(f"INSERT INTO {VERSION.name} VALUES (?)", [SCHEMA])  # noqa: S608 a name of ours
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)  # unlike a renaming, never over a file that is there
     except (OSError, duckdb.Error) as error:
@@ -222,15 +280,15 @@ def _refuse_other_databases(connection: duckdb.DuckDBPyConnection, path: Path) -
     table_names = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     columns = connection.execute("SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal").fetchall()
     present = {(name, column) for name, column in columns if name in table_names}
-    if not any(name == tables.VERSION.name for name, _ in present):
+    if not any(name == VERSION.name for name, _ in present):
         raise InputError(f"{path}: is a database, but not a history of tracekit; name another file")
-    row = connection.execute(f'SELECT max("schema") FROM {tables.VERSION.name}').fetchone()  # noqa: S608
+    row = connection.execute(f'SELECT max("schema") FROM {VERSION.name}').fetchone()  # noqa: S608
     version = row[0] if row else None
     if isinstance(version, int) and version > SCHEMA:
         raise InputError(
             f"{path}: was written by a later tracekit (history {version}, this one knows {SCHEMA}): upgrade tracekit"
         )
-    missing = [f"{t.name}.{c.name}" for t in tables.RUN_TABLES for c in t.columns if (t.name, c.name) not in present]
+    missing = [f"{t.name}.{c.name}" for t in RUN_TABLES for c in t.columns if (t.name, c.name) not in present]
     if version != SCHEMA or missing:
         raise InputError(f"{path}: is not a complete history: it lacks {missing[0] if missing else 'its version'}")
 
@@ -244,7 +302,7 @@ def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, stated: Com
         entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), stated)
         if entry.digest == old[3]:
             return "same"
-        for table in tables.RUN_TABLES:
+        for table in RUN_TABLES:
             connection.execute(f"DELETE FROM {table.name} WHERE run = ?", [entry.run])  # noqa: S608 a name of ours
     added_ns = time.time_ns() if old is None else old[4]
     for table, rows in _rows(entry, added_ns).items():
@@ -276,10 +334,10 @@ def _rows(entry: HistoryEntry, added_ns: int) -> dict[schema.Table, list[list[An
         for field, value in fields.items()
     ]
     tables_of_run: dict[schema.Table, Iterable[dict[str, Any]]] = {
-        tables.RUNS: [run],
-        tables.FACTS: facts,
-        tables.METRICS: [vars(summary) for summary in entry.metrics],
-        tables.FINDINGS: [vars(summary) for summary in entry.findings],
+        RUNS: [run],
+        FACTS: facts,
+        METRICS: [vars(summary) for summary in entry.metrics],
+        FINDINGS: [vars(summary) for summary in entry.findings],
     }
     return {
         table: [[_as_text({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]

@@ -130,7 +130,14 @@ def _series(
     for shift in trend.shifts:
         last, first = int(measured[shift.index - 1]), int(measured[shift.index])
         is_worse = metric.is_worse(shift.after - shift.before)
-        appeared, disappeared = _findings_changed(runs, findings, first)
+        # Ids of findings that came and that went with a change, each in order.
+        before, after = (
+            _shares(findings, runs["run"].slice(begin, count))
+            for begin, count in ((max(0, first - _NEIGHBOURS), min(first, _NEIGHBOURS)), (first, _NEIGHBOURS))
+        )
+        came = sorted(finding for finding in after if after[finding] - before.get(finding, 0.0) > _OFTEN)
+        went = sorted(finding for finding in before if before[finding] - after.get(finding, 0.0) > _OFTEN)
+        appeared, disappeared = tuple(came), tuple(went)
         changed = _facts_changed(facts, str(runs["run"][last]), str(runs["run"][first]))
         shifts.append(
             MetricShift(metric.key, last, first, shift.before, shift.after, is_worse, appeared, disappeared, changed)
@@ -148,19 +155,6 @@ def _least_change(metric: Metric, values: Values, total: float | None) -> float:
         return MIN_CHANGE_RATIO
     min_change = MIN_CHANGE_RATIO * abs(float(np.median(values))) if len(values) else 0.0
     return max(min_change, MIN_CONTAINER_SHARE * total) if total else min_change
-
-
-def _findings_changed(
-    runs: pl.DataFrame, findings: pl.DataFrame, first: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the ids of findings that came and that went with a change, each in order."""
-    before, after = (
-        _shares(findings, runs["run"].slice(begin, count))
-        for begin, count in ((max(0, first - _NEIGHBOURS), min(first, _NEIGHBOURS)), (first, _NEIGHBOURS))
-    )
-    came = sorted(finding for finding in after if after[finding] - before.get(finding, 0.0) > _OFTEN)
-    went = sorted(finding for finding in before if before[finding] - after.get(finding, 0.0) > _OFTEN)
-    return tuple(came), tuple(went)
 
 
 def _shares(findings: pl.DataFrame, runs: pl.Series) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import polars as pl
 
-from tracekit.analysis.memory import allocations, growth, steady_state
+from tracekit.analysis.memory import allocations, steady_state, usage
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
@@ -20,7 +20,7 @@ from tracekit.replay.allocator.playback import History, ReplayResult
 
 FACTS: tuple[TraceFact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
-    growth.growth, steady_state.stalls,
+    usage.growth, steady_state.stalls,
 )  # fmt: skip
 AS_RECORDED = "default"
 UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
@@ -78,7 +78,7 @@ def of_run(run: Run) -> MemoryUsage:
         "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
         .filter(is_shown)
         .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": _growth_per_step(tables[growth.growth]),
+        "Growth per step": _growth_per_step(tables[usage.growth]),
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)

@@ -20,7 +20,7 @@ from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
-from tracekit.replay.graph.nodes import WORK, NodeTable
+from tracekit.replay.graph.nodes import WORK, HostSpan, NodeTable
 from tracekit.sync import alignment, collective_matching
 
 START_ORDER, COLLECTIVE, RELEASE, QUEUE = "start_order", "collective", "release", "queue"
@@ -45,7 +45,8 @@ class Graph:
     `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
     collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
     preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most,
-    `expert_loads` the window's rows of `expert_load.expert_load`, `devices` those that kernels fill, if any.
+    `expert_loads` the window's rows of `expert_load.expert_load`, `devices` those that kernels fill, if any, `stalls`
+    those of the finding whose cause is removed.
     """
 
     window: int
@@ -65,6 +66,7 @@ class Graph:
     late_ranks: tuple[int, ...] = ()
     expert_loads: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=expert_load.COLUMNS))
     devices: filled_devices.Devices | None = field(default=None, repr=False)
+    stalls: tuple[HostSpan, ...] = ()
 
     @property
     def count(self) -> int:

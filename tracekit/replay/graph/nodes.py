@@ -27,6 +27,17 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
 EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 
 
+class HostSpan(NamedTuple):
+    """A span of time on the host of a rank, on the run's clock."""
+
+    window: int
+    rank: int
+    start_ns: int
+    end_ns: int
+    stall: str = ""
+    """The stall that the span is a part of: the same text in other recordings of the same job."""
+
+
 class TraceGraph(NamedTuple):
     """Nodes and edges of a trace."""
 

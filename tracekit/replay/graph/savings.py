@@ -1,8 +1,7 @@
 """Potential savings: the time saved without a cause, which rules report as the cost of their findings."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,26 +11,12 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.replay.graph import (
-    causes,
-    contention_update,
-    dependency_graph,
-    representative_ranks,
-    slow_ranks,
-    steps,
-)
+from tracekit.replay.graph import causes, dependency_graph, representative_ranks, steps
+from tracekit.replay.graph.causes import contention, slow_ranks
+from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
+from tracekit.replay.graph.causes.host import CHECKPOINT
+from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
-from tracekit.replay.graph.transforms import (
-    BEFORE_WINDOW,
-    CONTENTION_TRANSFORMS,
-    TRANSFORMS,
-    HostSpan,
-    in_order,
-    on_ranks,
-    outside_stalls,
-    without_excess,
-    without_stalls,
-)
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -66,34 +51,11 @@ class Saving:
     before_steps_ns: int = 0
 
 
-@dataclass(frozen=True)
-class Removal:
-    """A cause to remove from a replay: on these ranks; without ranks, on all. The host time in `stalls` stays.
-
-    Of a cause of `causes.OF_FINDINGS`, `stalls` are what is removed.
-
-    Of `straggler` the ranks are those that nobody shall wait for: without ranks, those that the others wait for most.
-    """
-
-    cause: str
-    ranks: tuple[int, ...] = ()
-    stalls: tuple[HostSpan, ...] = ()
-
-    def union(self, other: "Removal | None") -> "Removal":
-        """Return the removal of a cause on the ranks of both; the stalls that stay are those of both."""
-        if other is None:
-            return self
-        stalls = tuple(stall for stall in self.stalls if stall in other.stalls)
-        ranks = tuple(sorted({*self.ranks, *other.ranks})) if self.ranks and other.ranks else ()
-        return Removal(self.cause, ranks, stalls)
-
-
 def saving(run: Run, cause: str) -> Saving:
-    """Return the potential saving of a run without a cause, from a replay of its dependency graph.
+    """Potential saving of a run without a cause, from a replay of its dependency graph.
 
-    `cause` is a name in `tracekit.replay.graph.causes.CAUSES`, which lists each with its rule. The graph of a run is
-    built once and cached with the run; a replay takes some hundredths of a second. Raises InputError for any other
-    name.
+    `cause` is the name of one of `causes.all_causes`. The graph of a run is built once and cached with the run; a
+    replay takes some hundredths of a second. Raises InputError for any other name.
     """
     return combined_saving(run, (cause,))
 
@@ -103,28 +65,22 @@ def combined_saving(run: Run, names: Iterable[str]) -> Saving:
 
     Where one of them has no answer, neither have all together.
     """
-    return saving_of(run, (Removal(name) for name in names))
+    return saving_of(run, (Removal(causes.find(name)) for name in names))
 
 
 def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
     """Return the potential saving without several causes at once, each on all ranks or on some of them.
 
-    Raises InputError for an unknown name. Where one of the causes has no answer, neither have all together.
+    Where one of the causes has no answer, neither have all together.
     """
-    by_name: dict[str, Removal] = {}
+    by_cause: dict[Cause, Removal] = {}
     for removal in removals:
-        name = causes.find(removal.cause).name
-        by_name[name] = replace(removal, cause=name).union(by_name.get(name))
-    combined = tuple(by_name[name] for name in in_order(by_name))
+        by_cause[removal.cause] = removal.union(by_cause.get(removal.cause))
+    combined = tuple(by_cause[cause] for cause in causes.in_order(by_cause))
     cache = _SAVINGS.setdefault(run, {})
     if combined not in cache:
         cache[combined] = _saving(run, combined)
     return cache[combined]
-
-
-def stall_saving(run: Run, stalls: Removal) -> Saving:
-    """Return the potential saving without the single stalls of hosts or collectives of one finding."""
-    return _saving(run, (stalls,))
 
 
 @memoize
@@ -163,14 +119,14 @@ def waiting_ns(run: Run, removals: Iterable[Removal] = ()) -> int:
 
 
 @memoize
-def host_time(run: Run, cause: str) -> pl.DataFrame:
+def host_time(run: Run, cause: Cause) -> pl.DataFrame:
     """Host time of each rank that a cause takes: columns rank, removed_ns; one row per rank.
 
     That is the time of its nodes and between them that the replay removes, without waits.
     """
     parts = []
     for graph in graphs_of(run):
-        changed = TRANSFORMS[cause](graph)
+        changed = cause.transform(graph)
         before_ns = np.maximum(graph.chain_ns - changed.chain_ns, graph.launch_ns - changed.launch_ns)
         removed_ns = graph.own_ns - changed.own_ns + before_ns
         parts.append(graph.frame.select("rank", pl.Series("removed_ns", removed_ns[: graph.count], pl.Int64)))
@@ -184,7 +140,6 @@ def infers_waits(run: Run) -> bool:
 
 _SAVINGS: WeakKeyDictionary[Run, dict[tuple[Removal, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
-_STRAGGLER, _CHECKPOINT = "straggler", "checkpoint"
 _INFERRED = 0.8
 _GUESSED = 0.5
 _UNSEEN = "preparation would overlap compute, which this recording never shows: the saving is smaller if that slows it"
@@ -192,24 +147,23 @@ _KEY = ["window", "rank", "step", "device"]
 
 
 def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
-    names = tuple(removal.cause for removal in removals)
-    cause = AND.join(names)
+    removed = [removal.cause for removal in removals]
+    names = AND.join(cause.name for cause in removed)
     before = replayed_steps(run)
     if before.is_empty():
-        return _unknown(cause, "no step of the run has work that can be replayed")
+        return _unknown(names, "no step of the run has work that can be replayed")
     try:
         played = [(graph, *_without(graph, removals)) for graph in graphs_of(run)]
     except InsufficientDataError as error:
-        return _unknown(cause, str(error))
-    without = pl.concat(
-        [_durations(graph, changed, then, from_before=BEFORE_WINDOW in names) for graph, changed, then in played]
-    )
+        return _unknown(names, str(error))
+    from_before = any(cause.is_before_window for cause in removed)
+    without = pl.concat([_durations(graph, changed, then, from_before=from_before) for graph, changed, then in played])
     table = (
         before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
         .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
-    for late in (removal for removal in removals if removal.cause == _STRAGGLER):
+    for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
         for graph in graphs_of(run):
             table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
@@ -217,15 +171,15 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
     before_steps_ns = (replayed_ns - steps.total_ns(before, "replayed_ns")) // per
     step_ns = recorded_ns // per
-    unseen = any(contention_update.extrapolates(graph, then) for graph, _, then in played)
-    confidence = min(causes.find(name).confidence for name in names)
+    unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
+    confidence = min(cause.confidence for cause in removed)
     sure = confidence * _confidence(run, table) * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if _CHECKPOINT in names and saved_ns else ""]
+    notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if CHECKPOINT in removed and saved_ns else ""]
     note = "; ".join(text for text in notes if text)
     by_step = table.select(*STEP_COLUMNS)
     return Saving(
-        cause, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
+        names, saved_ns, ratio, step_ns, round(sure, 2), by_step, caveat=note, before_steps_ns=before_steps_ns
     )
 
 
@@ -269,32 +223,22 @@ def _confidence(run: Run, table: pl.DataFrame) -> float:
 
 
 def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:
-    names = tuple(removal.cause for removal in removals)
     changed = graph
     for removal in removals:
         try:
-            changed = _remove_cause(changed, removal)
+            changed = removal.changed(changed)
         except InsufficientDataError as error:
-            raise InsufficientDataError(f"{removal.cause}: {error}" if len(names) > 1 else str(error)) from error
-    if CONTENTION_TRANSFORMS.issuperset(names):
+            where = f"{removal.cause.name}: " if len(removals) > 1 else ""
+            raise InsufficientDataError(f"{where}{error}") from error
+    removed = {removal.cause.removed_contention for removal in removals}
+    if None not in removed:  # the transforms set contention themselves
         return changed, changed.replayed
-    crawling = not {"preparation", "give-way"} & set(names)
-    return contention_update.apply_contention(
-        graph, changed, slow_preparation=crawling, slow_compute="slowed-compute" not in names
+    return contention.apply_contention(
+        graph,
+        changed,
+        slow_preparation=Contention.PREPARATION not in removed,
+        slow_compute=Contention.COMPUTE not in removed,
     )
-
-
-def _remove_cause(graph: Graph, removal: Removal) -> Graph:
-    if removal.cause == causes.SINGLE_STALL.name:
-        return without_stalls(graph, removal.stalls)
-    if removal.cause == causes.STALLED_COLLECTIVE.name:
-        return without_excess(graph, removal.stalls)
-    transform = TRANSFORMS[removal.cause]
-    if removal.ranks and removal.cause == _STRAGGLER:
-        graph = replace(graph, late_ranks=removal.ranks)
-    elif removal.ranks:
-        transform = partial(on_ranks, ranks=removal.ranks, transform=transform)
-    return outside_stalls(graph, removal.stalls, transform) if removal.stalls else transform(graph)
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

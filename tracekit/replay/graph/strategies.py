@@ -13,17 +13,8 @@ from tracekit.conventions import strategies as table
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import (
-    contention_free,
-    contention_update,
-    earlier_collectives,
-    hsdp,
-    redundant_work,
-    savings,
-    slow_transfers,
-    steps,
-    transforms,
-)
+from tracekit.replay.graph import hsdp, savings, steps
+from tracekit.replay.graph.causes import collectives, contention, host, order, redundant_work
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.hsdp import NodeSpec
 
@@ -172,7 +163,7 @@ def _predict(
         raise InputError(f"{run.path}: no step can be replayed")
     try:
         changed = [
-            contention_update.apply_contention(graph, change(graph), slow_preparation=slow_preparation)
+            contention.apply_contention(graph, change(graph), slow_preparation=slow_preparation)
             for graph in savings.graphs_of(run)
         ]
     except InsufficientDataError as error:
@@ -185,16 +176,16 @@ def _predict(
 
 
 def _fsdp2(graph: Graph) -> Graph:
-    unlimited = transforms.rate_limiter(graph)
+    unlimited = host.rate_limiter(graph)
     with suppress(InsufficientDataError):
-        return contention_free.without_give_way(unlimited)
+        return contention.without_give_way(unlimited)
     return unlimited
 
 
 def _yafsdp(graph: Graph) -> Graph:
     copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
     without_copies = graph.with_durations(np.flatnonzero(copies & graph.matches("kind", "compute")), 0)
-    return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(without_copies)))
+    return order.all_gathers_first(host.allocator(_fsdp2(without_copies)))
 
 
 def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.DataFrame | None = None) -> Graph:
@@ -206,13 +197,13 @@ def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.Dat
     """
     if not graph.matches("kind", "communication").any():
         raise InsufficientDataError("the traces contain no collective")
-    calls = slow_transfers.transfers(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
+    calls = collectives.transfers(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     fixed_ns = np.zeros(len(graph.own_ns))
     latencies = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()
     fixed_ns[calls["done"].to_numpy()] = np.minimum(latencies.to_numpy(), calls["took_ns"].to_numpy())
-    moves = transforms.is_transfer(graph)
+    moves = collectives.is_transfer(graph)
     if groups is not None:
-        affected = slow_transfers.transfers(graph).join(groups, on=["group", "members"], how="semi", nulls_equal=True)
+        affected = collectives.transfers(graph).join(groups, on=["group", "members"], how="semi", nulls_equal=True)
         is_chosen = np.zeros(len(graph.own_ns), bool)
         is_chosen[affected["done"].to_numpy()] = True
         moves = moves & is_chosen

@@ -9,9 +9,8 @@ from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, steps
-from tracekit.replay.graph.causes import Cause
+from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.savings import Saving
-from tracekit.replay.graph.transforms import in_order
 from tracekit.sync import collective_matching
 
 MIN_SAVED_RATIO = 0.001
@@ -21,22 +20,41 @@ _HOURS = 24.0
 
 @dataclass(frozen=True)
 class Answer:
-    """The cost of one cause: per step in ns and as a share, and per day of training in GPU-hours and money.
+    """The cost of one cause, or of several together: per step in ns and as a share, per day in GPU-hours and money.
 
-    `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` is from 0 to 1; `basis`
-    says what the answer rests on, `caveat` what limits it, `unavailable_reason` why there is none.
+    `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` is from 0 to 1; `caveat`
+    says what limits the answer, `unavailable_reason` why there is none.
     """
 
-    cause: Cause
+    causes: tuple[Cause, ...]
     saved_ns: int
     saved_ratio: float
     step_ns: int
     gpu_hours_per_day: float | None
     per_day: float | None
     confidence: float
-    basis: str
     caveat: str = ""
     unavailable_reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the cause, or those of all."""
+        return savings.AND.join(cause.name for cause in self.causes)
+
+    @property
+    def code(self) -> str:
+        """Code of the rule that speaks of the cause; '' for several."""
+        return self.causes[0].code() if len(self.causes) == 1 else ""
+
+    @property
+    def summary(self) -> str:
+        """What the replay removes."""
+        return "; ".join(cause.summary for cause in self.causes)
+
+    @property
+    def basis(self) -> str:
+        """What the answer rests on."""
+        return "; ".join(cause.basis for cause in self.causes)
 
     @property
     def without_ns(self) -> int:
@@ -81,7 +99,7 @@ def answer(
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
-    requested = [causes.find(name) for name in names or causes.CAUSES] if with_causes else []
+    requested = ([causes.find(name) for name in names] or causes.of_runs()) if with_causes else ()
     replay = savings.replayed_steps(run)
     if replay.is_empty():
         raise InputError(
@@ -89,7 +107,7 @@ def answer(
             "record with activities=[CPU, CUDA]"
         )
     gpus = gpus_of(run)
-    all_answers = [_answer(cause, savings.saving(run, cause.name), gpus, gpu_hour_price) for cause in requested]
+    all_answers = [_answer((cause,), savings.saving(run, cause.name), gpus, gpu_hour_price) for cause in requested]
     available = [candidate for candidate in all_answers if not candidate.unavailable_reason]
     answers = [candidate for candidate in available if names or candidate.saved_ratio >= MIN_SAVED_RATIO]
     per = replay.select("window", "step").n_unique()
@@ -111,17 +129,10 @@ def answer_combined(run: Run, names: tuple[str, ...], *, gpu_hour_price: float |
     Where one of them has no answer, `unavailable_reason` says so. Raises InputError for an unknown cause, and for fewer
     than two.
     """
-    several = [causes.find(name) for name in in_order(causes.find(name).name for name in names)]
+    several = causes.in_order(causes.find(name) for name in names)
     if len(several) < 2:
         raise InputError("--together needs two or more causes, each given by --without")
-    both = Cause(
-        savings.AND.join(cause.name for cause in several),
-        "",
-        "; ".join(cause.summary for cause in several),
-        "; ".join(cause.basis for cause in several),
-        min(cause.confidence for cause in several),
-    )
-    return _answer(both, savings.combined_saving(run, names), gpus_of(run), gpu_hour_price)
+    return _answer(several, savings.combined_saving(run, names), gpus_of(run), gpu_hour_price)
 
 
 def gpus_of(run: Run) -> int:
@@ -142,17 +153,16 @@ def hours_per_day(saved_ratio: float, gpus: int) -> float | None:
     return gpus * _HOURS * saved_ratio if gpus else None
 
 
-def _answer(cause: Cause, saving: Saving, gpus: int, price: float | None) -> Answer:
+def _answer(removed: tuple[Cause, ...], saving: Saving, gpus: int, price: float | None) -> Answer:
     hours = hours_per_day(saving.saved_ratio, gpus)
     return Answer(
-        cause,
+        removed,
         saving.saved_ns,
         saving.saved_ratio,
         saving.step_ns,
         hours,
         None if price is None or hours is None else hours * price,
         saving.confidence,
-        cause.basis,
         saving.caveat,
         saving.unavailable_reason,
     )

@@ -6,20 +6,18 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
+from tracekit.replay.graph import causes
+from tracekit.replay.graph.causes.cause import Kind
 from tracekit.report.charts import style
 from tracekit.report.charts.style import CAUSES, COLOURS
 
-_KINDS = {
-    "COMM": ("communication", COLOURS["communication"]),
-    "RANK": ("stragglers", COLOURS["waiting"]),
-    "STREAM": ("contention", CAUSES["contention"][1]),
-    "HOST": ("host", CAUSES["host"][1]),
-    "CKPT": ("host", CAUSES["host"][1]),
-    "MEM001": ("host", CAUSES["host"][1]),
-    "MEM": ("compute", COLOURS["compute"]),
-    "COMP": ("compute", COLOURS["compute"]),
+_COLOURS = {
+    Kind.COMMUNICATION: COLOURS["communication"],
+    Kind.STRAGGLERS: COLOURS["waiting"],
+    Kind.CONTENTION: CAUSES["contention"][1],
+    Kind.HOST: CAUSES["host"][1],
+    Kind.COMPUTE: COLOURS["compute"],
 }
-"""What a cause is about and its colour, by how the code of the rule that speaks of it begins."""
 _TEXT_PX = 116
 _WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
 _SEVERAL = ("several causes", COLOURS["evidence"])
@@ -32,8 +30,8 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     """
     rows = list(ranked.iter_rows(named=True))
     figure = go.Figure()
-    for label, colour in dict.fromkeys(map(_kind, ranked["code"])):
-        own_rows = [(position, row) for position, row in enumerate(rows) if _kind(row["code"])[0] == label]
+    for label, colour in dict.fromkeys(map(_kind, ranked["cause"])):
+        own_rows = [(position, row) for position, row in enumerate(rows) if _kind(row["cause"])[0] == label]
         style.add_bars(
             figure,
             [position for position, _ in own_rows],
@@ -57,18 +55,18 @@ def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     return figure.update_layout(margin_r=_TEXT_PX)  # the text behind the longest bar, however narrow the figure is
 
 
-def savings_by_rank(by_rank: pl.DataFrame, code: str, labels: Mapping[int, str] | None = None) -> go.Figure:
+def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str] | None = None) -> go.Figure:
     """Replayed step time of each rank: the remaining time without a cause and the saving, stacked.
 
-    `by_rank` is that of one saving in `savings.by_rank`, `code` is that of the rule of its cause; ''
-    for several causes. `labels` are the ranks to draw, each with a text for its label; by default all.
+    `by_rank` is that of one saving in `savings.by_rank`, `cause` the name of its cause, or of several. `labels` are the
+    ranks to draw, each with a text for its label; by default all.
     """
     if labels is not None:
         by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
         "remaining": (left_ns, COLOURS["idle"]),
-        "saved": (by_rank["saved_ns"].clip(0), _kind(code)[1]),
+        "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1]),
     }
     figure = go.Figure()
     for label, (times_ns, colour) in parts.items():
@@ -85,8 +83,9 @@ def savings_by_rank(by_rank: pl.DataFrame, code: str, labels: Mapping[int, str] 
     return style.with_labelled_rows(figure, style.rank_names(by_rank["rank"], labels), edge_px=150)
 
 
-def _kind(code: str) -> tuple[str, str]:
-    return next((kind for start, kind in _KINDS.items() if code.startswith(start)), _SEVERAL)
+def _kind(name: str) -> tuple[str, str]:
+    kind = next((cause.kind for cause in causes.all_causes() if cause.name == name), None)
+    return _SEVERAL if kind is None else (kind.value, _COLOURS[kind])
 
 
 def _hover(row: dict[str, object]) -> str:

@@ -7,7 +7,6 @@ stacks, it is the training script that run.json names, or the trace if the scrip
 import ast
 import functools
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,7 +15,8 @@ from typing import NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.host import stacks
+from tracekit.analysis.host import call_trees
+from tracekit.ingest.file_states import MAX_FILES, walk_visible
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
@@ -31,9 +31,9 @@ _ANONYMOUS: Mapping[type[ast.expr], str] = {
     ast.DictComp: "<dictcomp>",
     ast.SetComp: "<setcomp>",
 }
-_MAX_FILES = _MAX_FOLDERS = 20_000  # the working directory may be no repository but the root of a file system
 _MAX_SOURCE_BYTES = 4 << 20
-_SKIPPED_FOLDERS = ("site-packages", "node_modules", "__pycache__")
+SUFFIX = ".py"
+SKIPPED_FOLDERS = ("site-packages", "node_modules", "__pycache__")
 _MAX_EVIDENCE_ROWS = 1000
 
 
@@ -68,8 +68,13 @@ class Checkout:
 
     def __init__(self, root: Path) -> None:
         """Take the repository at `root`; its files are listed at first use."""
-        self._root = root.resolve()
+        self.root = root.resolve()
         self._located: dict[tuple[Run, Finding | None], Location] = {}
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether a location depended on the files of the repository."""
+        return "_files" in vars(self)
 
     def locate(self, run: Run, finding: Finding | None = None) -> Location:
         """Location of a finding, or without one, of the run. Results are cached."""
@@ -87,7 +92,7 @@ class Checkout:
             return None
         rank, window, rows = evidence
         try:
-            ran = stacks.functions(run.trace(rank, window), rows)
+            ran = call_trees.functions(run.trace(rank, window), rows)
         except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
             return None
         calls = [
@@ -112,8 +117,8 @@ class Checkout:
         source = next((s for s in run.sources if s.rank in ranks), None) or next(iter(run.sources), None)
         name = source.path if source else run.path
         path = Path(name)
-        if "://" not in name and path.resolve().is_relative_to(self._root):
-            return Location(LocationKind.TRACE, path.resolve().relative_to(self._root).as_posix())
+        if "://" not in name and path.resolve().is_relative_to(self.root):
+            return Location(LocationKind.TRACE, path.resolve().relative_to(self.root).as_posix())
         return Location(LocationKind.TRACE, f"{run.name}/{path.name}")
 
     def _function_location(self, name: str, line: int, function: str) -> Location | None:
@@ -126,12 +131,12 @@ class Checkout:
     def _location(self, kind: LocationKind, path: Path, line: int, function: str = "") -> Location:
         text = (_lines(path)[line - 1 : line] or [""])[0]
         start = len(text) - len(text.lstrip()) + 1
-        name = path.relative_to(self._root).as_posix()
+        name = path.relative_to(self.root).as_posix()
         return Location(kind, name, line, start, max(start, len(text.rstrip()) + 1), function)
 
     def _file(self, name: str) -> Path | None:
         """Return the only file of the repository that a name can mean: a full path, or the end of one."""
-        path = self._root / name  # the name itself where that is absolute
+        path = self.root / name  # the name itself where that is absolute
         if path in self._files:
             return path
         parts = PurePosixPath(name).parts
@@ -146,7 +151,9 @@ class Checkout:
 
     @functools.cached_property
     def _files(self) -> frozenset[Path]:
-        return frozenset(path for _, path in zip(range(_MAX_FILES), _python_files(self._root), strict=False))
+        walk = walk_visible(str(self.root), SKIPPED_FOLDERS)
+        paths = (Path(folder, name) for folder, names in walk for name in names if name.endswith(SUFFIX))
+        return frozenset(itertools.islice(paths, MAX_FILES))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[Path]]:
@@ -177,15 +184,6 @@ def _scripts(command: Sequence[object]) -> Iterator[str]:
         module = words[words.index("-m") + 1].replace(".", "/")
         yield from (f"{module}/__main__.py", f"{module}.py")
     yield from (word for word in words[:2] if word.endswith(".py"))
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
-        if "pyvenv.cfg" in files and folder != str(root):  # a virtual environment in the checkout
-            folders.clear()
-            continue
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
-        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
+from tracekit.ingest.file_states import FileStates
 from tracekit.model.fact import Fact
 from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
@@ -70,7 +71,7 @@ def report(
     return new_report
 
 
-def summary(path: str, state: keys.FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
+def summary(path: str, state: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
     """Return the summary of a run; None if it was not checked, or changed since.
 
     `state` is the state of its files, if the caller has it already.

@@ -22,7 +22,18 @@ from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
-from tracekit.rules.rule import Finding, Input, Report, Severity, costliest, doubtful_data_issue, is_data_quality
+from tracekit.replay.graph import causes
+from tracekit.replay.graph.causes.stalls import Removal
+from tracekit.rules.rule import (
+    Finding,
+    Input,
+    Report,
+    Severity,
+    WhatIf,
+    costliest,
+    doubtful_data_issue,
+    is_data_quality,
+)
 from tracekit.sync import alignment
 
 MAX_BYTES = 64 << 20
@@ -189,12 +200,23 @@ def _fact(number: int) -> str:
 def _as_dict(finding: Finding) -> dict[str, Any]:
     fields = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
     del fields["evidence"]
-    fields["removals"] = [dataclasses.asdict(removal) for removal in finding.removals]
-    return fields | {"what_if": finding.what_if and dataclasses.asdict(finding.what_if)}
+    fields["removals"] = [_with_name(removal) for removal in finding.removals]
+    return fields | {"what_if": finding.what_if and _with_name(finding.what_if)}
 
 
-def _finding(fields: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
-    return msgspec.convert({**fields, "evidence": evidence}, Finding, dec_hook=lambda _, table: table)
+def _finding(fields: dict[str, Any], evidence: pl.DataFrame) -> Finding:
+    removals = [_with_cause(removal) for removal in fields["removals"]]
+    what_if = fields["what_if"] and _with_cause(fields["what_if"])
+    objects = {"evidence": evidence, "removals": removals, "what_if": what_if}
+    return msgspec.convert(fields | objects, Finding, dec_hook=lambda _, table: table)
+
+
+def _with_name(priced: WhatIf | Removal) -> dict[str, Any]:
+    return vars(priced) | {"cause": priced.cause.name}
+
+
+def _with_cause(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"cause": causes.find(fields["cause"])}
 
 
 def _pack(table: pl.DataFrame) -> memoryview:

@@ -9,6 +9,8 @@ import pytest
 import tracekit
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit.replay.graph import representative_ranks, what_if
+from tracekit.replay.graph.causes.host import DATA_LOADING
+from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
 from tracekit.report import what_if as report
 from tracekit.rules import cost_attribution, engine
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf
@@ -55,8 +57,8 @@ def test_a_finding_on_other_ranks_keeps_its_measured_cost(tmp_path: Path) -> Non
     written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
     shared = {"severity": Severity.WARNING, "fix": "", "impact": 0.1, "cost_ns": 1_000_000}
-    late = [Finding("RANK001", message="late", ranks=(n,), what_if=WhatIf("straggler"), **shared) for n in range(8)]
-    own = Finding("HOST003", message="measured", ranks=(11,), what_if=WhatIf("data-loading"), **shared)
+    late = [Finding("RANK001", message="late", ranks=(n,), what_if=WhatIf(STRAGGLER), **shared) for n in range(8)]
+    own = Finding("HOST003", message="measured", ranks=(11,), what_if=WhatIf(DATA_LOADING), **shared)
     attributed = cost_attribution.attribute_costs(Report(run, (*late, own), (), (), ""))
     (kept,) = [each for each in attributed.findings if each.code == "HOST003"]
     assert (kept.cost_ns, kept.message, kept.severity) == (1_000_000, "measured", Severity.WARNING)

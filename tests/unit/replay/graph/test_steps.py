@@ -3,7 +3,8 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph import savings, slow_ranks, steps
+from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph.causes import slow_ranks
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
 
@@ -71,7 +72,7 @@ def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():
 
 
 def test_remaining_and_saved_time_sum_to_the_replayed_step():
-    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
+    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "communication")
     left, saved = figure.data
     assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import module_paths
+from tracekit.analysis.compute import call_paths
 from tracekit.analysis.time import host_state
 from tracekit.model import nesting, schema, sweep_line
 from tracekit.model.intervals import Spans
@@ -43,7 +43,7 @@ def host_pieces(trace: Trace, spans: Spans, lane: Ints, other_lane: Ints) -> pl.
     return table.with_columns(
         _gather_rows(ops["name"], row).fill_null(PYTHON).alias("name"),
         _gather_rows(ops["name"], operator).alias("operator"),
-        _gather_rows(module_paths.op_modules(trace), row).alias("module"),
+        _gather_rows(call_paths.op_modules(trace), row).alias("module"),
         *(_gather_rows(ops[name], row).alias(name) for name in _COLUMNS),
         states.gather(host_state.state_at(trace, pieces.start_ns)).alias("state"),
         _gather_rows(ops["lane"], row).fill_null(pl.Series(lane[pieces.span])).alias("lane"),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import kernels, module_paths
+from tracekit.analysis.compute import call_paths, kernels
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
@@ -115,7 +115,7 @@ def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Int
 def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
     """Return spans of work with the innermost op around the launch of each, and its module."""
     (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
-    activities = trace.activities.select(ref="id", operator=operator, module=module_paths.activity_modules(trace))
+    activities = trace.activities.select(ref="id", operator=operator, module=call_paths.activity_modules(trace))
     return work.join(activities, on="ref", how="left", maintain_order="left")
 
 
@@ -125,7 +125,7 @@ def activity_modules(run: Run, window: int, ranks: Iterable[int]) -> pl.DataFram
     parts = [pl.DataFrame(schema=columns)]
     for rank in ranks:
         trace = run.trace(rank, window)
-        modules = trace.activities.select(ref="id", module=module_paths.activity_modules(trace)).drop_nulls("module")
+        modules = trace.activities.select(ref="id", module=call_paths.activity_modules(trace)).drop_nulls("module")
         parts.append(
             modules.select(pl.lit(rank, pl.Int64).alias("rank"), "ref", is_activity=pl.lit(True), module="module")
         )

@@ -1,19 +1,45 @@
-"""Bytes that fused norms, softmax and activations of other libraries move at least: Apex, Megatron-LM, Liger.
-
-They are autograd functions, whose calls record the tensors that they are applied to; a backward call records the
-gradient alone, and also reads what the forward call saved. Signatures: apex/normalization/fused_layer_norm.py and
-apex/contrib/layer_norm of https://github.com/NVIDIA/apex, megatron/core/fusions/fused_softmax.py of
-https://github.com/NVIDIA/Megatron-LM, src/liger_kernel/ops of https://github.com/linkedin/Liger-Kernel.
-"""
+"""Bytes that fused operators move: `_foreach_*`, fused optimizers, and the fused norms of other libraries."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from tracekit.analysis.compute.op_inputs import Inputs
+from tracekit.analysis.compute.op_inputs import Inputs, total_bytes
 
 _Formula: TypeAlias = Callable[[Inputs], int]
 _STATISTIC_BYTES = 4
 """Norms keep the mean and the inverse deviation of a row in 32 bits."""
+
+
+def for_each(lists: int, *, writes: bool = True) -> _Formula:
+    """Return the formula of an operator on lists of tensors, elementwise: it writes as much as the first list.
+
+    The formula raises ValueError for lists whose shapes are not known.
+    """
+
+    def formula(inputs: Inputs) -> int:
+        first, other_lists = inputs.tensor_list(0), inputs.lists(1, lists)
+        if any(len(tensors) != len(first) for tensors in other_lists):
+            raise ValueError("lists whose shapes are not known")
+        return total_bytes(first) * (2 if writes else 1) + sum(map(total_bytes, other_lists))
+
+    return formula
+
+
+def fused_optimizer(needed: int, lists: int) -> _Formula:
+    """Return the formula of an optimizer's kernel: parameters, gradients, then states, of `lists` lists at most.
+
+    It reads all lists and writes all but the gradients. The first `needed` lists cannot be empty. The formula raises
+    ValueError for lists whose shapes are not known.
+    """
+
+    def formula(inputs: Inputs) -> int:
+        tensor_lists = inputs.lists(0, lists)
+        if any(len(tensors) != len(tensor_lists[0]) for tensors in tensor_lists[:needed]) or not tensor_lists[0]:
+            raise ValueError("lists whose shapes are not known")
+        sizes = [total_bytes(tensors) for tensors in tensor_lists]
+        return 2 * sum(sizes) - sizes[1]
+
+    return formula
 
 
 def formula(name: str) -> _Formula | None:

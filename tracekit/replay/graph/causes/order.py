@@ -1,4 +1,4 @@
-"""Earlier collectives: all-gathers prefetched one unit earlier, and independent order on communicators."""
+"""Order of work as a cause: late all-gathers, and streams that share a launch queue or a communicator."""
 
 from dataclasses import replace
 
@@ -6,18 +6,25 @@ import numpy as np
 import polars as pl
 
 from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph.causes.cause import REORDERS, Cause, Kind
+from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH
 from tracekit.replay.graph.dependency_graph import (
     COLLECTIVE,
+    START_ORDER,
     Graph,
     InsufficientDataError,
     edges,
     sort_topologically,
 )
 from tracekit.replay.graph.nodes import WAIT
-from tracekit.replay.graph.redundant_work import MICRO_BATCH
 
 COMMUNICATOR, EVENT = "communicator", "event"
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+
+def independent_streams(graph: Graph) -> Graph:
+    """Remove the start order between streams that share a launch queue."""
+    return replace(graph, edges=graph.edges.select(graph.edges.kind != START_ORDER))
 
 
 def independent_collectives(graph: Graph) -> Graph:
@@ -50,6 +57,37 @@ def all_gathers_first(graph: Graph) -> Graph:
     """Return the graph with each all-gather moved before the reduce-scatter that directly precedes it."""
     calls = _in_order(graph)
     return _in_turn(graph, _swap_calls(calls.with_columns(delayed=pl.lit(True), after=pl.lit(None, pl.Int64))))
+
+
+SHARED_QUEUE = Cause(
+    name="shared-queue",
+    codes=("STREAM002",),
+    summary="work on a stream does not wait until earlier-launched work on other streams has started",
+    basis="the start order, where it never differs from the launch order",
+    kind=Kind.CONTENTION,
+    transform=independent_streams,
+    place=REORDERS,
+)
+SHARED_COMMUNICATOR = Cause(
+    name="shared-communicator",
+    codes=("STREAM002",),
+    summary="collectives of one group on different streams overlap",
+    basis="the order of collectives in a group, where they never overlap",
+    kind=Kind.CONTENTION,
+    transform=independent_collectives,
+    place=REORDERS,
+    confidence=0.4,
+)
+LATE_GATHERS = Cause(
+    name="late-gathers",
+    codes=("COMM001",),
+    summary="each all-gather may start one unit earlier (prefetch)",
+    basis="an all-gather waits for the compute that the previous one waited for",
+    kind=Kind.COMMUNICATION,
+    transform=prefetch_all_gathers,
+    place=REORDERS,
+    confidence=0.7,
+)
 
 
 def _in_order(graph: Graph) -> pl.DataFrame:

@@ -1,0 +1,92 @@
+"""CAUSES: every cause of lost time that a replay can remove, and those of plug-ins.
+
+A cause stands in one module with its transform. What-if answers, prices, single stalls, pages and docs iterate the
+registry; its order is that of answers with equal savings.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+from tracekit.errors import InputError
+from tracekit.model import plugins
+from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.collectives import (
+    COMMUNICATION,
+    SLOW_LINK,
+    SMALL_COLLECTIVES,
+    UNBALANCED_EXPERTS,
+)
+from tracekit.replay.graph.causes.contention import GIVE_WAY, PREPARATION, SLOWED_COLLECTIVES, SLOWED_COMPUTE
+from tracekit.replay.graph.causes.host import ALLOCATOR, CHECKPOINT, DATA_LOADING, LATE_LAUNCH, RATE_LIMITER
+from tracekit.replay.graph.causes.order import LATE_GATHERS, SHARED_COMMUNICATOR, SHARED_QUEUE
+from tracekit.replay.graph.causes.redundant_work import (
+    IDLE_TENSOR_CORES,
+    MICRO_BATCH_REDUCTIONS,
+    MISALIGNED_PRODUCTS,
+    PARTIAL_WAVES,
+    RECOMPUTATION,
+    UNFUSED_KERNELS,
+    UNFUSED_OPTIMIZER,
+)
+from tracekit.replay.graph.causes.slow_ranks import CLOCK_DROP, DEVICE_STALL, STRAGGLER
+from tracekit.replay.graph.causes.stalls import SINGLE_STALL, STALLED_COLLECTIVE
+
+CAUSES: tuple[Cause, ...] = (
+    LATE_LAUNCH,
+    BLOCKING_SYNC,
+    RATE_LIMITER,
+    DATA_LOADING,
+    ALLOCATOR,
+    CHECKPOINT,
+    DEVICE_STALL,
+    CLOCK_DROP,
+    MISALIGNED_PRODUCTS,
+    IDLE_TENSOR_CORES,
+    UNFUSED_OPTIMIZER,
+    UNFUSED_KERNELS,
+    PARTIAL_WAVES,
+    PREPARATION,
+    GIVE_WAY,
+    SLOWED_COMPUTE,
+    SLOWED_COLLECTIVES,
+    SHARED_QUEUE,
+    SHARED_COMMUNICATOR,
+    STRAGGLER,
+    SLOW_LINK,
+    UNBALANCED_EXPERTS,
+    COMMUNICATION,
+    LATE_GATHERS,
+    SMALL_COLLECTIVES,
+    MICRO_BATCH_REDUCTIONS,
+    RECOMPUTATION,
+    SINGLE_STALL,
+    STALLED_COLLECTIVE,
+)
+
+
+def all_causes() -> tuple[Cause, ...]:
+    """Our causes and those that other distributions add by the entry point group ``tracekit.causes``."""
+    return CAUSES + tuple(point.load() for point in plugins.entry_points(group="tracekit.causes"))
+
+
+def of_runs() -> tuple[Cause, ...]:
+    """The causes that can be removed from a run as it is, without the stalls of a finding."""
+    return tuple(cause for cause in all_causes() if not cause.is_of_finding)
+
+
+def find(name: str) -> Cause:
+    """Cause with this name. Raises InputError with the nearest name for any other."""
+    by_name = {cause.name: cause for cause in all_causes()}
+    if name in by_name:
+        return by_name[name]
+    names = [cause.name for cause in of_runs()]
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise InputError(f"{name!r} is not a known cause; {guess}known causes: {', '.join(names)}")
+
+
+def in_order(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Causes in the order in which they are removed, each once."""
+    positions = {cause: position for position, cause in enumerate(all_causes())}
+    return tuple(sorted(set(causes), key=lambda cause: (cause.place, positions.get(cause, len(positions)), cause.name)))
