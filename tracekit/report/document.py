@@ -41,6 +41,7 @@ class Table:
     rows: pl.DataFrame
     headings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     drop_order: tuple[str, ...] = ()
+    longest_text: int = 60
 
 
 @dataclass(frozen=True)

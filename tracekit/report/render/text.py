@@ -24,7 +24,7 @@ def _part(part: Part, width: int) -> RenderableType:
         return _line(part)
     if isinstance(part, Table):
         columns = text_layout.fit_columns(part.rows, part.headings, part.drop_order, width=width)
-        return text_layout.frame(columns, part.headings, gap=text_layout.gap(width))
+        return text_layout.frame(columns, part.headings, gap=text_layout.gap(width), longest=part.longest_text)
     shown = _cells(part) if isinstance(part, Cells) else _definitions(part)
     return text_layout.indent(shown) if part.is_indented else shown
 
