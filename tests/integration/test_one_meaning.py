@@ -117,8 +117,8 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
     opened = open_run(name)
-    by_rank = json.loads(summary_tables.as_json(summary.by_rank(opened.run)))
-    by_step = json.loads(summary_tables.as_json(summary.by_step(opened.run)))
+    by_rank = json.loads(render_json.render(summary_tables.document(summary.by_rank(opened.run))))
+    by_step = json.loads(render_json.render(summary_tables.document(summary.by_step(opened.run))))
     assert [row for row in document(name)["summary"] if row["step"] is None] == by_rank
     assert [row for row in document(name)["summary"] if row["step"] is not None] == by_step
     for table, rows in ((tables.BREAKDOWN_BY_RANK, by_rank), (tables.BREAKDOWN_BY_STEP, by_step)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.models import ArgumentInfo
@@ -99,16 +99,6 @@ class ExecutorKind(StrEnum):
     THREADS = "threads"
     PROCESSES = "processes"
     DASK = "dask"
-
-
-class Renderer(Protocol):
-    """A module of `tracekit.report` that writes one kind of value."""
-
-    def as_json(self, value: Any, /) -> str:
-        """Return a value for programs."""
-
-    def as_text(self, value: Any, /, *, width: int, color: bool) -> str:
-        """Return a value for people, at most `width` columns wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +198,9 @@ class TableOptions(OutputOptions):
         """Return whether the result is for a program."""
         return self.table_format is Format.JSON
 
-    def write_document(self, document: "Document") -> None:
+    def write(self, document: "Document") -> None:
         """Write a document in the format."""
         (self.write_json if self.is_json else self.write_text)(document)
-
-    def write(self, renderer: Renderer, value: Any) -> None:
-        """Write a value by a module that has as_json(value) and as_text(value, width=, color=)."""
-        self.emit(renderer.as_json(value) if self.is_json else renderer.as_text(value, **self.style))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,10 @@ class Emphasis(Enum):
 
     STRONG = auto()
     FAINT = auto()
+    GOOD = auto()
+    BETTER = auto()
+    WORSE = auto()
+    DOUBTFUL = auto()
 
 
 Words = str | tuple[str, Emphasis]
@@ -63,7 +67,27 @@ class Definitions:
     is_indented: bool = False
 
 
-Part = Line | Table | Cells | Definitions
+@dataclass(frozen=True)
+class Trend:
+    """A quantity over runs: its first and latest value, the interval of that, all values, and the verdict."""
+
+    name: str
+    first: str
+    latest: str
+    interval: str
+    values: tuple[float, ...]
+    verdict: str
+    emphasis: Emphasis
+
+
+@dataclass(frozen=True)
+class Trends:
+    """Quantities over runs, each drawn as a line of bars that takes the room there is."""
+
+    rows: tuple[Trend, ...]
+
+
+Part = Line | Table | Cells | Definitions | Trends
 Section = Sequence[Part]
 
 

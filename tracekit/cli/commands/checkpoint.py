@@ -42,7 +42,7 @@ def verify(
     from tracekit.ingest import checkpoint_files
 
     verified = checkpoint_files.verify(path)
-    table.write_document(_document(verified))
+    table.write(_document(verified))
     statuses = {ckpt.status for ckpt in verified}
     if statuses != {checkpoint_files.WHOLE}:
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)

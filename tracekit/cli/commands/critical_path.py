@@ -31,4 +31,4 @@ def critical_path(
 
     run = source.measure(path.FACTS)
     critical = path.critical_path(run, step)
-    table.write_document(report.document(critical, run=run.name, top=top))
+    table.write(report.document(critical, run=run.name, top=top))

@@ -78,7 +78,7 @@ def memory(
         usage = replace(usage, against=_usage(against, ReplayOptions(device=options.device), cache=cache))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
-    table.write_document(report.document(usage))
+    table.write(report.document(usage))
 
 
 def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":

@@ -13,7 +13,7 @@ def rules(*, table: TableOptions) -> None:
     from tracekit.report import rule_catalog
     from tracekit.rules import documents
 
-    table.write_document(rule_catalog.document(documents.all_documents()))
+    table.write(rule_catalog.document(documents.all_documents()))
 
 
 @expand_options

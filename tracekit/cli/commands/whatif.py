@@ -135,4 +135,4 @@ def whatif(
     savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
-    table.write_document(document)
+    table.write(document)

@@ -4,9 +4,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tracekit.report import text_layout
-from tracekit.report.document import Cells, Definitions, Document, Emphasis, Line, Part, Table, items
+from tracekit.report.document import Cells, Definitions, Document, Emphasis, Line, Part, Table, Trends, items
+from tracekit.report.render import trends
 
-_STYLES = {Emphasis.STRONG: text_layout.BOLD, Emphasis.FAINT: text_layout.DIM}
+_STYLES = {
+    Emphasis.STRONG: text_layout.BOLD,
+    Emphasis.FAINT: text_layout.DIM,
+    Emphasis.GOOD: text_layout.GOOD,
+    Emphasis.BETTER: "bold green",
+    Emphasis.WORSE: "bold red",
+    Emphasis.DOUBTFUL: "yellow",
+}
 
 
 def render(document: Document, *, width: int, color: bool = False) -> str:
@@ -25,6 +33,8 @@ def _part(part: Part, width: int) -> RenderableType:
     if isinstance(part, Table):
         columns = text_layout.fit_columns(part.rows, part.headings, part.drop_order, width=width)
         return text_layout.frame(columns, part.headings, gap=text_layout.gap(width), longest=part.longest_text)
+    if isinstance(part, Trends):
+        return trends.table(part, [_STYLES[row.emphasis] for row in part.rows], width)
     shown = _cells(part) if isinstance(part, Cells) else _definitions(part)
     return text_layout.indent(shown) if part.is_indented else shown
 
