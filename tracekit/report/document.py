@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import polars as pl
+if TYPE_CHECKING:
+    import polars as pl
 
 
 class Emphasis(Enum):
@@ -42,7 +44,7 @@ class Table:
     Columns without any value are left out, and where there is little room those of `drop_order`, first to last.
     """
 
-    rows: pl.DataFrame
+    rows: "pl.DataFrame"
     headings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     drop_order: tuple[str, ...] = ()
     longest_text: int = 60

@@ -15,7 +15,7 @@ from tracekit.regression.metrics import metric_of
 from tracekit.report import phrases
 from tracekit.report.comparison import label
 from tracekit.report.document import Document, Emphasis, Line, Section, Trend, Trends, Words, faint, heading, line
-from tracekit.report.json_values import to_json_value
+from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.history/1"
 MAX_CHANGES = 12

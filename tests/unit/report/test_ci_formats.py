@@ -26,10 +26,11 @@ from tracekit.regression.gate import CheckResult, result_of_findings
 from tracekit.regression.history import entry as history_entries
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
-from tracekit.report import html, html_fragments, markdown_escaping
+from tracekit.report import html, html_fragments
 from tracekit.report import json as report_json
 from tracekit.report.ci import codequality, comment, github, junit, sarif, text_charts
 from tracekit.report.ci.code_locations import Checkout
+from tracekit.report.render import markdown
 from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
@@ -388,15 +389,15 @@ def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], chec
 
 def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown_escaping.escape(HOSTILE)))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown.escape(HOSTILE)))
     shown = page.prose.replace("\u200b", "").strip()
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
 
 
 @pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
-@pytest.mark.parametrize("written", [markdown_escaping.escape, markdown_escaping.code], ids=["text", "code"])
+@pytest.mark.parametrize("written", [markdown.escape, markdown.code], ids=["text", "code"])
 def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
-    shown = markdown_escaping.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
+    shown = markdown.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
     cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(shown))
     assert cells[1::2] == ["x", "y", "z"]
 
@@ -404,9 +405,9 @@ def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
 @pytest.mark.parametrize("text", ["- a", "1. a", "# a", "+ a", "---", "=== "])
 def test_no_name_begins_a_list_or_a_heading(text: str) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown_escaping.escape(text)}"))
+    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown.escape(text)}"))
     assert page.tags == ["p"]
-    assert markdown_escaping.escape("+8.1%") == "+8.1%"
+    assert markdown.escape("+8.1%") == "+8.1%"
 
 
 @pytest.mark.parametrize("runs", [1, 10, 400])

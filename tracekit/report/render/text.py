@@ -3,14 +3,13 @@
 from rich.console import RenderableType
 from rich.text import Text
 
-from tracekit.report import text_layout
 from tracekit.report.document import Cells, Definitions, Document, Emphasis, Line, Part, Table, Trends, items
-from tracekit.report.render import trends
+from tracekit.report.render import layout, trends
 
 _STYLES = {
-    Emphasis.STRONG: text_layout.BOLD,
-    Emphasis.FAINT: text_layout.DIM,
-    Emphasis.GOOD: text_layout.GOOD,
+    Emphasis.STRONG: layout.BOLD,
+    Emphasis.FAINT: layout.DIM,
+    Emphasis.GOOD: layout.GOOD,
     Emphasis.BETTER: "bold green",
     Emphasis.WORSE: "bold red",
     Emphasis.DOUBTFUL: "yellow",
@@ -24,19 +23,19 @@ def render(document: Document, *, width: int, color: bool = False) -> str:
     for number, section in enumerate(sections):
         parts += [""] if number else []
         parts += [_part(part, width) for part in section]
-    return text_layout.print_to_string(parts, width=width, color=color)
+    return layout.print_to_string(parts, width=width, color=color)
 
 
 def _part(part: Part, width: int) -> RenderableType:
     if isinstance(part, Line):
         return _line(part)
     if isinstance(part, Table):
-        columns = text_layout.fit_columns(part.rows, part.headings, part.drop_order, width=width)
-        return text_layout.frame(columns, part.headings, gap=text_layout.gap(width), longest=part.longest_text)
+        columns = layout.fit_columns(part.rows, part.headings, part.drop_order, width=width)
+        return layout.frame(columns, part.headings, gap=layout.gap(width), longest=part.longest_text)
     if isinstance(part, Trends):
         return trends.table(part, [_STYLES[row.emphasis] for row in part.rows], width)
     shown = _cells(part) if isinstance(part, Cells) else _definitions(part)
-    return text_layout.indent(shown) if part.is_indented else shown
+    return layout.indent(shown) if part.is_indented else shown
 
 
 def _line(line: Line) -> RenderableType:
@@ -44,17 +43,17 @@ def _line(line: Line) -> RenderableType:
     if not line.wraps:
         words.no_wrap, words.overflow = True, "ignore"
     if line.mark:
-        return text_layout.hanging(line.mark, words)
-    return text_layout.indent(words) if line.is_indented else words
+        return layout.hanging(line.mark, words)
+    return layout.indent(words) if line.is_indented else words
 
 
 def _words(line: Line) -> Text:
-    return text_layout.line(*(word if isinstance(word, str) else (word[0], _STYLES[word[1]]) for word in line.words))
+    return layout.line(*(word if isinstance(word, str) else (word[0], _STYLES[word[1]]) for word in line.words))
 
 
 def _cells(cells: Cells) -> RenderableType:
-    return text_layout.table(cells.header, cells.rows, right=[name in cells.numbers for name in cells.header])
+    return layout.table(cells.header, cells.rows, right=[name in cells.numbers for name in cells.header])
 
 
 def _definitions(part: Definitions) -> RenderableType:
-    return text_layout.grid([[_words(line) for line in row] for row in part.rows])
+    return layout.grid([[_words(line) for line in row] for row in part.rows])

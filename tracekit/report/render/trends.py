@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tracekit.report import text_layout
 from tracekit.report.document import Trend, Trends
+from tracekit.report.render import layout
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS, _LEAST_BARS = 40, 10
@@ -20,7 +20,7 @@ def table(trends: Trends, styles: Sequence[str], width: int) -> Table:
     rows = [_row(trend, bar_count, is_wide=is_wide) for trend in trends.rows]
     header = ["", "first", "latest", *(["95% interval"] if is_wide else []), "runs", ""]
     right = [False, True, True, *([True] if is_wide else []), False, False]
-    drawn = text_layout.table(header, rows, right=right, last_styles=styles)
+    drawn = layout.table(header, rows, right=right, last_styles=styles)
     for column in (0, -2):
         drawn.columns[column].no_wrap = True
         drawn.columns[column].min_width = max(len(row[column]) for row in rows)
