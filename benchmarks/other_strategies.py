@@ -18,8 +18,7 @@ import tracekit
 from tracekit.plan import hardware, models
 from tracekit.plan.hardware import Hardware
 from tracekit.replay.graph import strategies
-from tracekit.replay.graph.hsdp import NodeSpec
-from tracekit.replay.graph.strategies import Prediction
+from tracekit.replay.graph.strategies import NodeSpec, Prediction
 from tracekit.simulate import run
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 

@@ -7,11 +7,11 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.closed_form import Setting
 from benchmarks.published_fit import Row
 from tracekit.plan import hardware
 from tracekit.plan.hardware import Hardware
 from tracekit.simulate import engine
-from tracekit.simulate.closed_form import Setting
 from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import RankRecord

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import published_baselines, published_events, published_report
+from benchmarks.closed_form import Setting
 from benchmarks.published_events import Layer
 from benchmarks.published_fit import GIVE_WAY, Floats, Row, fit, predict
 from tracekit.plan import models
-from tracekit.simulate.closed_form import Setting
 from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
 

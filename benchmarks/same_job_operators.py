@@ -28,8 +28,8 @@ from benchmarks import false_alarms, perturbation_graph
 from benchmarks.documents import put_between
 from tracekit.plan import hardware, models
 from tracekit.regression import step_change, step_separation
-from tracekit.regression.change import Verdict
 from tracekit.regression.step_change import RunSteps
+from tracekit.regression.thresholds import Verdict
 from tracekit.simulate import faults, run
 from tracekit.simulate import job as jobs
 

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(run, options.ranks, options.events)
         read = _alone(_read, run)
         print(f"{read['events']:,} events on {options.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
-        timeline.scene_cache().clear()
+        disk_cache.DiskCache.of_user("timelines").clear()
         built = _alone(_build, run)
         print(f"laid out by {built['cpu_s']:.1f} s of CPU, {built['peak_mib']:.0f} MiB at most; file of "
               f"{built['size_mib']:.0f} MiB")  # fmt: skip
@@ -91,18 +91,19 @@ def _read(path: str) -> dict[str, Any]:
 
 def _build(path: str) -> dict[str, Any]:
     import tracekit
-    from tracekit.report import timeline
 
     run = tracekit.load(path)
     _ = run.offsets
     began = time.process_time()
     timeline.open_scene(run)
-    return {"cpu_s": time.process_time() - began, "size_mib": timeline.scene_cache().size_bytes() / 2**20}
+    return {
+        "cpu_s": time.process_time() - began,
+        "size_mib": disk_cache.DiskCache.of_user("timelines").size_bytes() / 2**20,
+    }
 
 
 def _see(path: str) -> dict[str, Any]:
     import tracekit
-    from tracekit.report import timeline
 
     run = tracekit.load(path)
     began = time.process_time()

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tracekit import conventions
 
 if TYPE_CHECKING:
-    from tracekit.ingest.loader import load
-    from tracekit.model.run import Run
+    from tracekit.library.report import check
+    from tracekit.library.run import Run, load
     from tracekit.model.trace import Trace
-    from tracekit.rules.engine import check
     from tracekit.rules.registry import RULES
     from tracekit.rules.rule import Finding, Rule
     from tracekit.sql.run_query import query
@@ -22,10 +21,10 @@ __version__ = conventions.VERSION
 __all__ = ["RULES", "Finding", "Rule", "Run", "Trace", "check", "load", "query"]
 
 _HOMES = {
-    "load": "tracekit.ingest.loader",
-    "check": "tracekit.rules.engine",
+    "load": "tracekit.library.run",
+    "check": "tracekit.library.report",
     "query": "tracekit.sql.run_query",
-    "Run": "tracekit.model.run",
+    "Run": "tracekit.library.run",
     "Trace": "tracekit.model.trace",
     "Finding": "tracekit.rules.rule",
     "Rule": "tracekit.rules.rule",

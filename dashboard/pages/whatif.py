@@ -115,7 +115,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
             "Each change by itself. Savings may overlap, so do not add them up: choose several changes together below."
         )
         widgets.chart(charts.potential_savings(table), key="whatif-savings")
-        widgets.html(_table(answers))
+        widgets.html(answer_text.as_html(answers))
         step_ns = pl.lit(answers.step_ns).alias("step_ns")
         downloads.table(table.select("cause", step_ns, pl.exclude("cause")), key="whatif")
         for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):
@@ -127,21 +127,6 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
                 by_rank = by_rank.pivot("rank", index="cause", values="saved_ns")
             widgets.frame(by_rank, key="whatif-by-rank")
     _others(answers)
-
-
-def _table(answers: WhatIf) -> str:
-    header = ["without", "meaning", "mean step", "saved", "of the step", "confidence", *_worth(answers.answers[0])]
-    rows = []
-    for answer in answers.answers:
-        numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
-        cause = (answer.name, answer.summary)
-        rows.append([*cause, *numbers, f"{answer.confidence:.0%}", *_worth(answer).values()])
-    return escaping.html_table(header, rows, right=[column > 1 for column in range(len(header))])
-
-
-def _worth(answer: Answer) -> dict[str, str]:
-    values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
-    return {label: f"{value:,.{row + 1}f}" for row, (label, value) in enumerate(values.items()) if value is not None}
 
 
 def _others(answers: WhatIf) -> None:
@@ -174,7 +159,7 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
             widgets.plain(f"The step time without {answer.name} cannot be computed: {answer.unavailable_reason}.")
         )
         return
-    widgets.numbers(_numbers(answer) | _worth(answer))
+    widgets.numbers(_numbers(answer) | answer_text.worth(answer))
     if causes[1:]:
         saved = ", ".join(f"{units.duration(answer.saved_ns)} without {answer.name}" for answer in singly.answers)
         widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))

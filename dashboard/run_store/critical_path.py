@@ -3,10 +3,8 @@
 import polars as pl
 
 from dashboard.run_store import OpenRun
-from tracekit.model.run import Run
 from tracekit.replay.graph.critical_path import path
 from tracekit.replay.graph.critical_path.path import CriticalPath
-from tracekit.sync import alignment
 
 __all__ = ["CriticalPath"]
 
@@ -18,9 +16,4 @@ def explain(run: OpenRun, step: int | None = None) -> CriticalPath:
 
 def placed_parts(run: OpenRun, result: CriticalPath) -> pl.DataFrame:
     """Return the compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
-
-    def place(run: Run) -> pl.DataFrame:
-        rows = result.compact.with_columns(window=pl.lit(result.window, pl.Int64), trace_start_ns="start_ns")
-        return alignment.on_trace_clock(rows, run.offsets, ("trace_start_ns",))
-
-    return run.compute(place)
+    return run.compute(lambda run: path.placed_parts(run, result))

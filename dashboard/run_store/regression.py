@@ -15,13 +15,13 @@ from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import comparison, gate, step_change
-from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.trends import Group, Series
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.step_change import RunSteps, StepChange
+from tracekit.regression.thresholds import Change
 
 __all__ = ["Change", "Comparison", "Group", "Series", "StepChange"]
 CALL_TREE_KINDS = call_trees.KINDS

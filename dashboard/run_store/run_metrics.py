@@ -13,8 +13,7 @@ from tracekit.analysis.compute import efficiency
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
-from tracekit.regression.metrics import STEP_TIME, Scope, compared_metrics, metric_of
-from tracekit.regression.quantities import Unit
+from tracekit.regression.metrics import STEP_TIME, Scope, Unit, compared_metrics, metric_of
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import keys
 

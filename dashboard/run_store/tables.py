@@ -22,9 +22,9 @@ from tracekit.analysis.parallelism import (
     expert_load,
     expert_pairs,
     group_axes,
-    mesh,
     pipeline_bubbles,
     pipeline_stages,
+    rank_places,
     rank_timelines,
 )
 from tracekit.analysis.quality import contents, trace_quality
@@ -74,7 +74,7 @@ GAPS_BY_RANK, GAPS_BY_CAUSE = _across(compute_gap_causes.stalls_by_rank), _acros
 COMMUNICATION_GAPS, COMPUTE_GAPS = compute_gap_causes.COMMUNICATION, compute_gap_causes.COMPUTE
 
 GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
-MESH_GROUPS = _across(mesh.mesh_table)
+MESH_GROUPS = _across(rank_places.mesh_table)
 COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
 EXPERT_LOAD = _across(expert_load.expert_load, *expert_load.FACTS)
 EXPERT_PAIRS = _across(expert_pairs.expert_pairs, *expert_load.FACTS)
@@ -86,7 +86,10 @@ PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 DEVICE_COUNTERS = _per_trace(device_counters.device_counters)
 DEVICES = _per_trace(contention.device_count)
 ROOFS = _per_trace(ops.roofs)
-CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *collective_contention.FACTS)
+CONTENTION_PAIRS = _across(
+    collective_contention.all_pairs, contention.device_count,
+    contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
+)  # fmt: skip
 CONTENTION_BY_PHASE = _across(collective_contention.contention_by_phase)
 MOST_DELAYED_CALLS = _across(collective_contention.costliest_calls)
 PREPARATION = _per_trace(contention.preparation)
@@ -107,7 +110,7 @@ KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
 call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
 by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
 module_shares, OUTSIDE_MODULES = module_tree.tree, module_tree.OUTSIDE
-mesh_coordinates, mesh_groups = mesh.coordinates, mesh.groups_of
+mesh_coordinates, mesh_groups = rank_places.coordinates, rank_places.groups_of
 operators = ops.ops
 rooflines_by_call = ops.rooflines
 kernels = kernel_totals.with_launch_delays

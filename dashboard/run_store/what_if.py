@@ -11,8 +11,7 @@ from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, steps, strategies, what_if
 from tracekit.replay.graph.causes.cause import Cause
-from tracekit.replay.graph.hsdp import NodeSpec
-from tracekit.replay.graph.strategies import Prediction
+from tracekit.replay.graph.strategies import NodeSpec, Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
 
 __all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+import tracekit
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, settle
 from tracekit.ingest import loader
@@ -40,6 +41,17 @@ def offline(chromium):
     assert said == []
     assert [url for url in requested if not url.startswith("file:")] == []
     context.close()
+
+
+def test_a_cell_of_a_notebook_shows_the_timeline_in_its_own_frame(offline, tmp_path):
+    shown = tracekit.load(SAMPLE).timeline(max_bytes=100_000)._repr_html_()
+    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><p>a notebook</p>{shown}")
+    offline.goto((tmp_path / "cell.html").as_uri())
+    frame = offline.frame_locator("iframe")
+    expect(frame.get_by_role("heading", name="demo-yafsdp")).to_be_visible()
+    expect(frame.get_by_role("button", name="Fit steps")).to_be_visible()
+    drawn = "() => Boolean(document.getElementById('timeline').shadowRoot.querySelector('canvas'))"
+    assert offline.frames[1].evaluate(drawn)
 
 
 def _download(page, folder):

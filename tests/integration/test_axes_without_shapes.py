@@ -10,7 +10,7 @@ from tracekit.analysis.parallelism.group_axes import ACTIVATIONS, PARAMETERS
 from tracekit.model import intervals
 from tracekit.model.run import Run
 from tracekit.rules.engine import check
-from tracekit.rules.tensor_parallel import ExposedTensorParallel
+from tracekit.rules.model_parallel import ExposedTensorParallel
 
 LAYERS = 2
 

@@ -22,23 +22,24 @@ def test_a_command_caches_parsed_traces_unless_disabled(command, run, tmp_path):
     without = tracekit(name, *[run] * runs, "--no-cache", **own)
     assert list(tmp_path.iterdir()) == []
     first = tracekit(name, *[run] * runs, **own)
-    cached = {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()}
+    cached = {entry.name: entry.read_bytes() for entry in (tmp_path / "store").iterdir()}
     assert cached
     again = tracekit(name, *[run] * runs, **own)
-    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()} == cached
+    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "store").iterdir()} == cached
     assert (without.stdout, without.returncode) == (first.stdout, first.returncode) == (again.stdout, again.returncode)
     assert without.stderr == first.stderr == again.stderr
 
 
 def test_the_cache_command_shows_location_and_contents_and_clears_it(run, tmp_path):
     own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
-    others = "timelines 0 B; reports 0 B; tables 0 B"
-    assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces; {others}\n"
+    assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/store\n"
     tracekit("summary", run, **own)
-    assert tracekit("cache", "path", **own).stdout == f"{tmp_path}/traces\n"
-    assert " KiB of 10 GiB in " in tracekit("cache", "size", **own).stdout
+    assert tracekit("cache", "path", **own).stdout == f"{tmp_path}/store\n"
+    shown = tracekit("cache", "size", **own).stdout
+    assert " KiB of 10 GiB in " in shown
+    assert f"{tmp_path}/store: traces " in shown
     assert "freed " in tracekit("cache", "clear", **own).stdout
-    assert list((tmp_path / "traces").glob("[!.]*")) == []
+    assert list((tmp_path / "store").glob("[!.]*")) == []
 
 
 def test_an_unwritable_cache_only_causes_a_debug_message(run, tmp_path):

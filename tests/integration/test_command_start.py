@@ -54,6 +54,13 @@ def tables_in_the_cache():
     imported("query", RUN, SQL)
 
 
+@pytest.mark.parametrize("command", [["check", RUN, "--fail-on", "never", "--format", "json"], ["summary", RUN]])
+def test_a_stored_answer_needs_neither_tables_nor_rules(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path))
+    assert imported(*command) >= {"polars"}
+    assert not imported(*command) & (TABLES | JUDGING | {"rich", "tracekit.ingest.readers"})
+
+
 @pytest.mark.parametrize(("command", "forbidden"), FORBIDDEN, ids=[command[0] for command, _ in FORBIDDEN])
 def test_a_command_imports_nothing_that_it_does_not_need(command, forbidden):
     assert not imported(*command) & forbidden

@@ -13,7 +13,7 @@ import pytest
 import tracekit
 from tests.support import cli_runner
 from tests.support.cli_runner import ROOT
-from tracekit.analysis.host import io_calls, launch_delay
+from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.rules import engine
@@ -78,7 +78,7 @@ def test_a_rank_has_the_calls_of_its_own_process():
 
 def test_calls_belong_to_the_step_in_which_they_begin():
     run = load(RECORDED)
-    found = run.table(io_calls.of_run)
+    found = run.table(host_stalls.io_calls_of_run)
     assert found.height == sum(run.trace(rank).io_calls.height for rank in run.ranks)
     spans = {rank: run.trace(rank).steps.select("step", "host_start_ns", "host_end_ns").rows() for rank in run.ranks}
     for row in found.iter_rows(named=True):
@@ -89,7 +89,7 @@ def test_calls_belong_to_the_step_in_which_they_begin():
 
 def test_sums_by_file_are_those_of_a_mask():
     run = load(RECORDED)
-    found, sums = run.table(io_calls.of_run), io_calls.by_file(run)
+    found, sums = run.table(host_stalls.io_calls_of_run), host_stalls.io_by_file(run)
     assert sums["calls"].sum() == found.height
     for row in sums.head(12).iter_rows(named=True):
         own = found.filter(
@@ -209,7 +209,9 @@ def test_a_damaged_log_never_loses_the_trace(tmp_path):
     path = tmp_path / "run" / LOGS[0].name
     path.write_bytes(path.read_bytes()[:4000])
     expected, run = load(RECORDED), load(tmp_path / "run")
-    assert 0 < sum(run.trace(rank).io_calls.height for rank in (0, 1)) < expected.table(io_calls.of_run).height
+    assert (
+        0 < sum(run.trace(rank).io_calls.height for rank in (0, 1)) < expected.table(host_stalls.io_calls_of_run).height
+    )
     assert all(run.trace(rank).ops.equals(expected.trace(rank).ops) for rank in (0, 1))
 
 
@@ -234,7 +236,7 @@ def test_the_summary_by_file():
     ended = cli_runner.tracekit("summary", RECORDED, "--by", "file", "--format", "json")
     assert ended.returncode == 0
     rows = json.loads(ended.stdout)
-    assert len(rows["rows"] if isinstance(rows, dict) else rows) == io_calls.by_file(load(RECORDED)).height
+    assert len(rows["rows"] if isinstance(rows, dict) else rows) == host_stalls.io_by_file(load(RECORDED)).height
 
 
 def test_a_run_without_an_io_log_says_what_is_missing() -> None:

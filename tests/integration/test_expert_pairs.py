@@ -12,7 +12,7 @@ import tracekit
 from tests.support.cli_runner import tracekit as tracekit_command
 from tracekit.analysis.parallelism import expert_load, expert_pairs, pipeline_balance
 from tracekit.ingest.loader import load
-from tracekit.rules.expert_parallel import OverloadedExperts
+from tracekit.rules.model_parallel import OverloadedExperts
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "parallelism" / "moe-ep2"
 

@@ -16,7 +16,7 @@ from tracekit.analysis.memory import allocations
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.replay.allocator import Settings, playback
 from tracekit.replay.allocator.facts import snapshot_facts
-from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
+from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 import tracekit
 from tests.support.cli_runner import ROOT
 from tests.support.cli_runner import tracekit as command
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.nsight import os_calls
@@ -73,7 +73,7 @@ def test_os_calls_are_ops_of_their_own_kind(exported):
 
 def test_calls_that_only_files_have_are_io_calls_without_file_and_bytes(exported):
     path, _ = exported
-    found = of_processes(load(path), io_calls.calls)
+    found = of_processes(load(path), host_stalls.io_calls)
     names = "'open', 'open64', 'openat', 'openat64', 'creat', 'fopen', 'fopen64', 'pread', 'pread64', 'pwrite', "
     names += "'pwrite64', 'fsync', 'fdatasync', 'ftruncate', 'msync', 'flock'"
     rows = calls_by_sql(path, f"AND value IN ({names})")

@@ -13,7 +13,7 @@ import pytest
 from tests.support import cli_runner
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.replay.allocator import Settings, playback
-from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts, step_growth
+from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts
 from tracekit.report import memory as report
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
@@ -107,7 +107,7 @@ def test_a_leak_needs_marks_of_steps(tmp_path):
     snapshot = reader.read(folder / "rank00000.memory.pickle")
     history = playback.from_snapshot(snapshot, 0)
     unmarked = dataclasses.replace(snapshot, annotations=snapshot.annotations.clear())
-    assert step_growth.of_snapshot(unmarked, history, playback.replay_as_recorded(history)).is_empty()
+    assert out_of_memory.step_growth(unmarked, history, playback.replay_as_recorded(history)).is_empty()
 
 
 def test_memory_from_before_the_first_mark_is_of_no_step(tmp_path):
@@ -117,7 +117,7 @@ def test_memory_from_before_the_first_mark_is_of_no_step(tmp_path):
     played = playback.replay_as_recorded(history)
     marks = snapshot.annotations.filter(pl.col("name").str.starts_with("Optimizer.step"), stage="START")
     late = dataclasses.replace(snapshot, annotations=marks.sort("at_ns").tail(20))
-    (row,) = step_growth.of_snapshot(late, history, played).iter_rows(named=True)
+    (row,) = out_of_memory.step_growth(late, history, played).iter_rows(named=True)
     # Of the 20 steps, the last two are open.
     assert (row["steps"], row["bytes"], row["step_bytes"]) == (18, 18 << 24, 1 << 24)
 

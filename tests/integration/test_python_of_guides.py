@@ -18,7 +18,9 @@ def _paths_of_guides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_paths_of_guides")
-@pytest.mark.parametrize(("page", "printed"), [("query.md", "COMM001 "), ("critical_path.md", "shape: (5, ")])
+@pytest.mark.parametrize(
+    ("page", "printed"), [("query.md", "COMM001 "), ("critical_path.md", "shape: (5, "), ("notebook.md", "")]
+)
 def test_the_python_of_a_guide_runs_as_it_is(page: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = _BLOCKS.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     assert blocks

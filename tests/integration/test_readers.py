@@ -78,7 +78,7 @@ def test_a_plug_in_shares_the_metrics_log_and_the_cache(tmp_path, monkeypatch):
     (folder / "rank00001.metrics.jsonl").write_text('{"step": 0, "loss": 2.5}\n')
     for _ in range(2):
         assert tracekit.load(folder).trace(1).metrics["value"].to_list() == [2.5]
-    assert list((tmp_path / "cache" / "traces").glob("*.trace"))
+    assert list((tmp_path / "cache" / "store").glob("*.trace"))
 
 
 @pytest.mark.usefixtures("plug_in")

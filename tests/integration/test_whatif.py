@@ -16,8 +16,8 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.plan import hardware, models
 from tracekit.replay.graph import savings, strategies, trace_graph
-from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.strategies import NodeSpec
 from tracekit.rules.engine import check
 from tracekit.simulate import faults, run
 from tracekit.simulate.job import Job

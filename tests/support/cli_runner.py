@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tracekit.cli import application
+from tracekit.cli.question import Question
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
@@ -50,14 +51,18 @@ def in_a_process(*arguments: object, cwd: Path | None = None, **extra: str) -> "
 
 
 def tracekit(
-    *arguments: object, cwd: Path | None = None, stdin: str = "", **extra: str
+    *arguments: object, cwd: Path | None = None, stdin: str = "", stored_answers: bool = False, **extra: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command in this process, by default in another folder: settings are searched upwards from it."""
+    """Run a command in this process, by default in another folder: settings are searched upwards from it.
+
+    Without `stored_answers`, it does its work even if an equal command did it before: tests replace its functions.
+    """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode(errors="surrogateescape"))
         given.seek(0)
         with _as_descriptors(given.fileno(), out.fileno(), err.fileno()):
-            code = _run([str(each) for each in arguments], cwd or Path("/"), environment(**extra))
+            words = [str(each) for each in arguments]
+            code = _run(words, cwd or Path("/"), environment(**extra), stored_answers=stored_answers)
         outputs = []
         for file in (out, err):
             file.seek(0)
@@ -65,14 +70,15 @@ def tracekit(
     return subprocess.CompletedProcess(command(*arguments), code, *outputs)
 
 
-def on_a_terminal(*arguments: object, **extra: str) -> tuple[int, str]:
+def on_a_terminal(*arguments: object, stored_answers: bool = False, **extra: str) -> tuple[int, str]:
     """Return a command's exit code and all that it shows on a terminal, its stdout and stderr."""
     ours, theirs = pty.openpty()
     with ThreadPoolExecutor(1) as reader:
         shown = reader.submit(read_all, ours)
         with _as_descriptors(theirs, theirs, theirs):
             os.close(theirs)
-            code = _run([str(each) for each in arguments], Path("/"), environment(**{"TERM": "xterm"} | extra))
+            words, variables = [str(each) for each in arguments], environment(**{"TERM": "xterm"} | extra)
+            code = _run(words, Path("/"), variables, stored_answers=stored_answers)
     data = shown.result()
     os.close(ours)
     return code, data.decode()
@@ -98,10 +104,10 @@ def only_line(done: "subprocess.CompletedProcess[str]") -> str:
     return lines[0]
 
 
-def _run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> int:
+def _run(arguments: list[str], folder: Path, variables: Mapping[str, str], *, stored_answers: bool) -> int:
     with _environment(folder, variables), _streams(), _fresh_interpreter(["tracekit", *arguments]):
         try:
-            application.run()  # without stored answers: tests replace functions
+            application.run(Question(arguments) if stored_answers else None)
         except SystemExit as leaving:
             return int(leaving.code or 0)
     return 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes
+from tracekit.replay.graph.critical_path.walk import RecordedTimes
 
 
 def ends(times: RecordedTimes, own_ns: np.ndarray, later_ns: np.ndarray | None = None) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.support import sample_report
 from tracekit.regression import gate
-from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import (
     BudgetOutcome,
@@ -22,6 +21,7 @@ from tracekit.regression.gate import (
 )
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.significance import compare_recordings
+from tracekit.regression.thresholds import Change
 from tracekit.rules.rule import Finding, IgnoredFinding, Report, Severity
 
 HOSTILE = (

@@ -26,6 +26,7 @@ from tracekit.ingest.disk_cache import DiskCache, plugin_source
 from tracekit.ingest.file_states import FileStates
 from tracekit.model import plugins as distributions
 
+_PACKAGE = Path(conventions.__file__).parents[1]
 _SETTINGS_FILES, _REPOSITORY = ("tracekit.toml", "pyproject.toml"), ".git"
 _VARIABLES = (
     "TRACEKIT_",
@@ -44,15 +45,13 @@ _VARIABLES = (
 )
 """How the names of variables begin that shape output."""
 _DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth")
-_GROUPS = ("tracekit.rules", "tracekit.readers", "tracekit.metrics")
+_GROUPS = ("tracekit.rules", "tracekit.readers", "tracekit.metrics", "tracekit.causes")
 _NO_SOURCES = ("__pycache__",)
-_SHARE_OF_CACHE, _SUFFIX = 0.05, ".answer"
 
 
 def find(context: State) -> Answer | None:
     """Answer that was given in this context; None if there is none, or it was made of other input."""
-    cache = user_cache()
-    entry = None if cache is None else cache.get(_key(context), _read)
+    entry = DiskCache.of_user("answers").get(_key(context), _read)
     if entry is None:
         return None
     answer, stamps = entry
@@ -62,13 +61,7 @@ def find(context: State) -> Answer | None:
 
 def store(context: State, answer: Answer, inputs: Mapping[Input, State]) -> None:
     """Store an answer that was made of `inputs`."""
-    if (cache := user_cache()) is not None:
-        cache.put(_key(context), partial(_write, answer, inputs))
-
-
-def user_cache() -> DiskCache | None:
-    """The cache of answers; None for a user without a home directory."""
-    return DiskCache.of_user("answers", _SUFFIX, share=_SHARE_OF_CACHE)
+    DiskCache.of_user("answers").put(_key(context), partial(_write, answer, inputs))
 
 
 def state_of(source: Input) -> State | None:
@@ -95,7 +88,7 @@ def context(words: Sequence[str]) -> State | None:
     places = (folder, *folder.parents)
     repositories = [str(place) for place in places if (place / _REPOSITORY).exists()]
     settings = [str(place / name) for place in places for name in _SETTINGS_FILES]
-    package = file_states.of_tree(str(Path(conventions.__file__).parents[1]), left_out=_NO_SOURCES)
+    package = file_states.of_tree(str(_PACKAGE), left_out=_NO_SOURCES)
     if package is None:
         return None
     files = FileStates((*package.files, *file_states.of_files([*settings, *_installed()]).files))

@@ -29,7 +29,8 @@ class Question:
         self._context: State | None = None
         self._inputs: dict[Input, State] = {}
         self._texts: list[tuple[int, str]] = []
-        if words and words[0] in ANSWERED and None not in (sys.stdout, sys.stderr):
+        is_help = not {"--help", "-h"}.isdisjoint(words)
+        if words and words[0] in ANSWERED and not is_help and None not in (sys.stdout, sys.stderr):
             from tracekit.cli import answer_files
 
             self._context = answer_files.context(self._words)

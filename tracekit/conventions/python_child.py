@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
+_NEEDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ", "LANG", "LC_ALL")
 _ROOT = str(Path(__file__).parents[2])
 # Python 3.10, in which the recorder works too, has no -P: there the program below removes the current folder itself.
 _SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
@@ -43,6 +44,11 @@ def script_command(script: os.PathLike[str], *words: str) -> list[str]:
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of a child: `variables` (default: those of this process), and the safe path for its own children."""
     return {**(os.environ if variables is None else variables), SAFE_PATH_VARIABLE: "1"}
+
+
+def bare_environment() -> dict[str, str]:
+    """Environment of a child that reads what others wrote: what the interpreter needs, nothing private."""
+    return environment({name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ})
 
 
 @contextlib.contextmanager

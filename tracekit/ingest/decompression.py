@@ -93,7 +93,7 @@ class Unpacked:
         self._blocks = iter(Blocks(self._path))
         self._rest = b""
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Return the next `size` bytes, less at the end. Raises BadTraceError beyond `max_bytes`."""
         parts, length = [self._rest], len(self._rest)
         while length < size and (block := next(self._blocks, b"")):

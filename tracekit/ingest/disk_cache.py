@@ -1,4 +1,4 @@
-"""The disk cache: a folder with a size limit in the user's cache directory, for parsed traces, timelines and reports.
+"""The disk cache: a folder with a size limit in the user's cache directory, for entries of several kinds.
 
 An entry is written to a temporary name, then renamed, so readers need no lock. Renaming and eviction of the least
 recently used entries happen under an exclusive lock on the folder's lock file; a writer also locks its temporary file,
@@ -29,6 +29,17 @@ from tracekit import conventions
 DIRECTORY_VARIABLE = "TRACEKIT_CACHE_DIR"
 MAX_BYTES_VARIABLE = "TRACEKIT_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 10 << 30
+KINDS = {
+    "traces": ".trace",
+    "timelines": ".tiles",
+    "reports": ".report",
+    "tables": ".table",
+    "answers": ".answer",
+    "downloads": ".copy",
+    "remote facts": ".json",
+}
+"""What is stored, and how the names of its entries end. All kinds share the limit: the entries used last stay."""
+NOWHERE = Path(os.devnull)
 _ABANDONED_S = 3600  # no writer takes that long: an older temporary file belongs to a process that died
 _LOCK_FILE = ".lock"
 _LOCK_WAIT_S = 1.0
@@ -49,22 +60,19 @@ class DiskCache:
     max_bytes: int
 
     @classmethod
-    def of_user(
-        cls, name: str, suffix: str, *, share: float = 1.0, environment: Mapping[str, str] = os.environ
-    ) -> "DiskCache | None":
-        """Return a cache in the folder `name` of the cache directory, with a share of its size limit.
+    def of_user(cls, kind: str, environment: Mapping[str, str] = os.environ) -> "DiskCache":
+        """Entries of one of `KINDS` in the cache directory; a user without a home directory has a cache of 0 bytes.
 
-        The environment states both; None for a user without a home directory.
+        The environment states the directory and the limit, which all kinds share.
         """
         stated = environment.get(MAX_BYTES_VARIABLE, "")
-        max_bytes = int((int(stated) if stated.isdecimal() else DEFAULT_MAX_BYTES) * share)
-        if directory := environment.get(DIRECTORY_VARIABLE):
-            return cls(Path(directory) / name, suffix, max_bytes)
+        max_bytes = int(stated) if stated.isdecimal() else DEFAULT_MAX_BYTES
         try:
-            usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracekit"
         except RuntimeError:
-            return None
-        return cls(usual / "tracekit" / name, suffix, max_bytes)
+            usual = None
+        directory = Path(environment[DIRECTORY_VARIABLE]) if environment.get(DIRECTORY_VARIABLE) else usual
+        return cls(NOWHERE, KINDS[kind], 0) if directory is None else cls(directory / "store", KINDS[kind], max_bytes)
 
     def get(self, key: str, read: Callable[[BinaryIO], T]) -> T | None:
         """The entry as `read` returns it; None if there is none. One that cannot be trusted is removed."""
@@ -122,13 +130,14 @@ class DiskCache:
             partial_path.unlink(missing_ok=True)
 
     def size_bytes(self) -> int:
-        """Return the total size of the entries."""
-        return sum(size for _, size, _ in self._files())
+        """Total size of the entries of this kind."""
+        return sum(size for _, size, _ in self._files(self.suffix))
 
     def clear(self) -> int:
-        """Remove every entry and return how much that freed, in bytes. What is being written stays."""
+        """Remove every entry of this kind and return how much that freed, in bytes. What is being written stays."""
         with self._lock_folder():
-            return sum(size for _, size, path in self._files() if not _is_being_written(path) and _remove(path))
+            files = self._files(self.suffix, conventions.PARTIAL_SUFFIX)
+            return sum(size for _, size, path in files if not _is_being_written(path) and _remove(path))
 
     def path(self, key: str) -> Path:
         """Return the path of the entry of a key."""
@@ -139,10 +148,10 @@ class DiskCache:
         if not isinstance(error, FileNotFoundError):
             _log_once(f"{self.folder}: {getattr(error, 'strerror', None) or error}")
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield time of last use in ns, size in bytes and path of each file in the folder."""
+    def _files(self, *suffixes: str) -> Iterator[tuple[int, int, Path]]:
+        """Yield time of last use in ns, size in bytes and path of each file in the folder whose name ends so."""
         try:
-            files = [file for file in self.folder.iterdir() if file.suffix in (self.suffix, conventions.PARTIAL_SUFFIX)]
+            files = [file for file in self.folder.iterdir() if file.suffix in suffixes]
         except OSError:
             return
         for file in files:
@@ -170,10 +179,10 @@ class DiskCache:
 
     def _evict(self) -> None:
         abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
-        files = sorted(self._files())
+        files = sorted(self._files(*KINDS.values(), conventions.PARTIAL_SUFFIX))
         total_bytes = sum(size for _, size, _ in files)
         for used_ns, size, path in files:
-            if path.suffix == self.suffix:
+            if path.suffix != conventions.PARTIAL_SUFFIX:
                 is_surplus = total_bytes > self.max_bytes
             else:
                 is_surplus = used_ns < abandoned_ns and not _is_being_written(path)

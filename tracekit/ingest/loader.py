@@ -37,6 +37,7 @@ def load(
     cache: bool = True,
     devices: Sequence[DeviceOverride] = (),
     executor: Executor | None = None,
+    run_class: type[Run] = Run,
 ) -> Run:
     """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
 
@@ -48,6 +49,7 @@ def load(
         cache: Whether parsed tables are stored in the user's cache, and read from there.
         devices: Peaks and bandwidths that replace those of the table of devices.
         executor: What measures the traces; by default threads of this process.
+        run_class: The class of the run: that of the library has more methods.
 
     Returns:
         The run. Its times are in ns, sizes in bytes. `Run.data_quality` lists what is missing, guessed or left out.
@@ -76,7 +78,7 @@ def load(
     issues += discovery.missing_ranks(traces, stated.world_size, unreadable_ranks, listed_windows=listed)
     issues += discovery.partial_traces(scan.partial)
     issues += _stated_issues(traces, issues)
-    run = Run(
+    run = run_class(
         scan.root, sources, manifest=fields, data_quality=_table(issues), align=alignment.offsets, executor=executor
     )
     run.cache_traces(read_traces)

@@ -24,7 +24,6 @@ _CHECKSUMS = ("etag", "ETag", "generation", "md5Hash", "Content-MD5")
 _TIMES = ("LastModified", "Last-Modified", "updated", "mtime", "modified", "created")
 _READ_BYTES = 1 << 20
 _PLAIN = {"Accept-Encoding": "identity"}  # else a server may compress, and sizes say nothing
-_FACTS_SHARE, _COPIES_SHARE = 0.02, 0.2
 _HASH = "sha256"
 _CHANGED = "changed"
 _MAX_REPLACED = 3
@@ -143,7 +142,7 @@ def fetch(file: RemoteFile, copy: Path, *, cache: bool, keep: bool = False) -> N
 
     Raises DownloadError if it cannot be downloaded, or is not the version that was listed.
     """
-    stored = _copies() if cache and file.version is not None else None
+    stored = DiskCache.of_user("downloads") if cache and file.version is not None else None
     key = _key(file, "copy")
     if stored is not None and stored.get(key, lambda source: _copy_to(source, copy)):
         return
@@ -167,14 +166,13 @@ def sha256(file: RemoteFile, *, cache: bool = True) -> str:
 
 def recall(file: RemoteFile, what: str) -> Any:
     """The entry of the user's cache for this version of a file; None if it has nothing."""
-    facts = _facts() if file.version is not None else None
-    return None if facts is None else facts.get(_key(file, what), json.load)
+    return None if file.version is None else DiskCache.of_user("remote facts").get(_key(file, what), json.load)
 
 
 def remember(file: RemoteFile, what: str, value: Any) -> None:
     """Store a JSON value about this version of a file in the user's cache."""
-    facts = _facts() if file.version is not None else None
-    if facts is not None:
+    if file.version is not None:
+        facts = DiskCache.of_user("remote facts")
         facts.put(_key(file, what), lambda target: cast("None", target.write(json.dumps(value).encode())))
 
 
@@ -253,14 +251,6 @@ def _parse_time(text: str) -> datetime | None:
 def _key(file: RemoteFile, what: str) -> str:
     text = json.dumps([what, file.url, file.size_bytes, file.version])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _facts() -> DiskCache | None:
-    return DiskCache.of_user("remote-facts", ".json", share=_FACTS_SHARE)
-
-
-def _copies() -> DiskCache | None:
-    return DiskCache.of_user("remote-copies", ".copy", share=_COPIES_SHARE)
 
 
 def _copy_to(source: BinaryIO, copy: Path) -> bool:

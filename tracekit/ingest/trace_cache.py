@@ -31,7 +31,6 @@ from tracekit.model import schema
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
-_SUFFIX = ".trace"
 _EDGE_BYTES = 1 << 20
 _FIELDS = "fields.json"
 _READING_CODE = ("ingest/*.py", "ingest/readers/**/*.py", "model/*.py", "conventions/*.py")
@@ -49,9 +48,8 @@ def cached_source(source: Source) -> Source:
 
 def store(source: Source, trace: Trace) -> None:
     """Store the trace of a source that was read already."""
-    key, cache = key_of(source), TraceCache.of_user()
-    if key is not None and cache is not None:
-        cache.put(key, trace)
+    if (key := key_of(source)) is not None:
+        TraceCache.of_user().put(key, trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +59,9 @@ class TraceCache:
     disk: DiskCache
 
     @classmethod
-    def of_user(cls, environment: Mapping[str, str] = os.environ) -> "TraceCache | None":
-        """Return the user's cache of traces; None for a user without a home directory."""
-        disk = DiskCache.of_user("traces", _SUFFIX, environment=environment)
-        return None if disk is None else cls(disk)
+    def of_user(cls) -> "TraceCache":
+        """The user's cache of traces."""
+        return cls(DiskCache.of_user("traces"))
 
     def get(self, key: str, read_again: Read) -> Trace | None:
         """Return the trace stored under `key`; None if there is none.
@@ -124,7 +121,7 @@ class StoredTrace(Trace):
 
 def _read(source: Source) -> Trace:
     key, cache = key_of(source), TraceCache.of_user()
-    if key is None or cache is None:
+    if key is None:
         return source.read()
     return cache.get(key, partial(_read_again, source, key)) or _read_and_store(source, cache, key)
 

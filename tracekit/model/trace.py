@@ -12,18 +12,6 @@ TraceFact: TypeAlias = Callable[["Trace"], pl.DataFrame]
 """A measurement of one trace: a pure function to a table. `Run.table` maps it over all traces of a run."""
 
 
-@dataclass(frozen=True)
-class TraceTable:
-    """A table of the trace itself as a fact, so that an executor reads it as it measures others."""
-
-    name: str
-
-    def __call__(self, trace: "Trace") -> pl.DataFrame:
-        """Return the table of this name."""
-        table: pl.DataFrame = getattr(trace, self.name)
-        return table
-
-
 @dataclass(frozen=True, eq=False)
 class Trace:
     """One rank in one profiled window, on the clock of its own file (Unix time in ns if the file states it).

@@ -8,17 +8,18 @@ from typing import TypeAlias
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import comparability, cpu_starvation, metrics, step_separation
+from tracekit.regression import comparability, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
-from tracekit.regression.change import Change, Verdict
-from tracekit.regression.metrics import Metric, Scope
-from tracekit.regression.quantities import BYTES, COUNT, FLOP
+from tracekit.regression.metrics import BYTES, COUNT, FLOP, NS, Metric, Scope, metric_of
 from tracekit.regression.samples import Values, job_series, run_samples
 from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
-from tracekit.regression.thresholds import CONFIDENCE, Thresholds
+from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
+
+_COMPUTE = "compute_ns"
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
@@ -139,9 +140,56 @@ def compare_groups(
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
     starved: tuple[str, ...] = ()
     if on_host:
-        changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables, thresholds)
+        changes, starved = without_starved(changes, a_tables, b_tables, thresholds)
     remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated, *starved)
     return Comparison(a_name, b_name, changes, remarks, thresholds.confidence, rank_notes=tuple(rank_notes))
+
+
+def stretch(samples: pl.DataFrame) -> float | None:
+    """Return the time in which a step computes over its CPU time, the median over ranks and steps.
+
+    Other threads of the process run too, so that it is mostly below 1. None where the recording does not have both.
+    """
+    metric, value = pl.col("metric"), pl.col("value")
+    # The log of the CPU time has no windows.
+    per_step = samples.lazy().filter(metric.is_in([_COMPUTE, conventions.CPU_TIME_METRIC])).group_by("rank", "step")
+    compute, cpu = (value.filter(metric == name).median() for name in (_COMPUTE, conventions.CPU_TIME_METRIC))
+    ratios = per_step.agg(compute.alias("compute"), cpu.alias("cpu")).filter(pl.col("cpu") > 0)
+    median = ratios.select((pl.col("compute") / pl.col("cpu")).median()).collect().item()
+    return None if median is None else float(median)
+
+
+def without_starved(
+    changes: tuple[Change, ...],
+    reference: Sequence[pl.DataFrame],
+    candidate: Sequence[pl.DataFrame],
+    thresholds: Thresholds,
+) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """Return the changes, where times that grew no more than computing is stretched are inconclusive, and a note on it.
+
+    The least stretched recording of the candidate is compared with the most stretched of the reference.
+    """
+    before, after = (_stretches(side) for side in (reference, candidate))
+    if _is_unknown(len(reference), (*before, *after), thresholds):
+        return _without_times(changes, thresholds)
+    if not before or not after or not max(before) or min(after) <= thresholds.max_cpu_stretch * max(before):
+        return changes, ()
+    factor = min(after) / max(before)
+    explained = {change.metric for change in changes if _is_explained(change, factor)}
+    if not explained:
+        return changes, ()
+    note = (
+        f"compute takes {factor:.1f} times as long by the clock for the same CPU time as in the reference: "
+        "another program used the processors, or compute runs on fewer threads; times that grew by no more are "
+        "inconclusive, so record again on a machine as free as the reference's"
+    )
+    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in explained else c for c in changes)
+    return tuple(revised), (note,)
+
+
+def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], thresholds: Thresholds) -> bool:
+    """Return whether a recording was starved, and too few of the reference show how much such recordings differ."""
+    return _is_unknown(len(reference), _stretches((*reference, *candidate)), thresholds)
 
 
 def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:
@@ -244,3 +292,35 @@ def _common_ranks(
 
 def _ranks(samples: pl.DataFrame) -> set[int]:
     return set(samples["rank"].unique().to_list())
+
+
+def _is_unknown(references: int, stretches: Sequence[float], thresholds: Thresholds) -> bool:
+    return references < thresholds.min_cpu_recordings and max(stretches, default=0.0) > thresholds.max_cpu_stretch
+
+
+def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:
+    return [ratio for ratio in map(stretch, recordings) if ratio is not None]
+
+
+def _without_times(changes: tuple[Change, ...], thresholds: Thresholds) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """Return the changes, where times that are worse or better are inconclusive, and a note on it."""
+    changed = [c.metric for c in changes if c.verdict in (Verdict.WORSE, Verdict.BETTER)]
+    timed = {metric for metric in changed if metric_of(metric).unit.is_time}
+    if not timed:
+        return changes, ()
+    note = (
+        f"compute takes more than {thresholds.max_cpu_stretch:g} times its CPU time, so other programs used the "
+        f"processors; fewer than {thresholds.min_cpu_recordings} recordings in the reference do not show how much "
+        "times differ then, and those that are changed are inconclusive"
+    )
+    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in timed else c for c in changes)
+    return tuple(revised), (note,)
+
+
+def _is_explained(change: Change, factor: float) -> bool:
+    """Return whether a time is worse by the clock, but not significantly by more than a factor."""
+    metric = metric_of(change.metric)
+    is_timed = metric.unit.is_time and not metric.is_cpu_time
+    if not is_timed or change.verdict is not Verdict.WORSE or change.low is None or change.high is None:
+        return False
+    return 1 + change.low <= factor if metric.unit is NS else (1 + change.high) * factor >= 1

@@ -13,16 +13,15 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparability, cpu_starvation, root_cause, significance
+from tracekit.regression import comparability, comparison, root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
 from tracekit.regression.samples import Values, job_samples
-from tracekit.regression.thresholds import CONFIDENCE, Thresholds
+from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 from tracekit.rules.rule import Finding, Report, Severity
 
 MIN_WORSE_GROWTH = 0.25
@@ -296,7 +295,7 @@ def _is_certain_growth(
 ) -> Callable[[Finding], bool]:
     """Return a predicate: a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
-    is_unknown = _is_on_host(baseline) and cpu_starvation.is_unknown(before, after, thresholds)
+    is_unknown = _is_on_host(baseline) and comparison.is_unknown(before, after, thresholds)
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
     known_findings, min_ratio = baseline.known_findings, thresholds.min_new_cost_ratio
     return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known_findings, min_ratio)

@@ -16,9 +16,9 @@ import polars as pl
 from tracekit.analysis.compute import unit_work
 from tracekit.model import units
 from tracekit.regression.baseline import Recording
-from tracekit.regression.change import Change
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.samples import Values
+from tracekit.regression.thresholds import Change
 
 NAMES = ("compute", "communication", "checkpointing", "memory", "host")
 COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES

@@ -35,10 +35,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import Metric
 from tracekit.regression.samples import Values
-from tracekit.regression.thresholds import Thresholds
+from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 MIN_SAMPLES = 5
 """With fewer samples a bootstrap says nothing of their median: a normal distribution is assumed."""
@@ -54,7 +53,7 @@ MAX_MORE_RECORDINGS = 100
 _MAX_LOGARITHM = 50.0  # changes beyond are cut here: intervals stay finite
 SCATTER_SHARE = 0.5
 """Recordings of a training differ by about this share of what the steps within one scatter by."""
-_MAD_OF_NORMAL = 1.4826
+_MAD_OF_NORMAL = 1.4826  # deviation of a normal distribution over its median absolute deviation
 _MAD_OF_FEW = {2: 1.77, 3: 2.2, 4: 2.0}
 """What few normal samples' median deviation is multiplied by on average: the nearest deviation of three is small."""
 PRIOR_DEGREES = 3.0

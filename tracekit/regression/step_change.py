@@ -13,11 +13,10 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import call_matching, comparability, comparison, significance, step_separation
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, samples
-from tracekit.regression.thresholds import Thresholds
+from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 WEIGHT_KEY = ("window", "rank", "step")
 _MAX_TILT = 1e9

@@ -27,12 +27,11 @@ import polars as pl
 from tracekit.analysis.time.gaps import GAP
 from tracekit.model import escaping, units
 from tracekit.regression import significance
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
 from tracekit.regression.significance import Observations
-from tracekit.regression.thresholds import Thresholds
+from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 MIN_STEPS = 3
 _MIN_FACTOR_RATIO = 0.002

@@ -6,17 +6,62 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tracekit.errors import ConfigError
-from tracekit.regression import metrics, quantities
-from tracekit.regression.change import Change
-from tracekit.regression.metrics import metric_of
+from tracekit.regression import metrics
+from tracekit.regression.metrics import all_metrics, metric_of
 
-CONFIDENCE = 0.99
+
+class Verdict(StrEnum):
+    """The result of comparing one metric, from the candidate's point of view."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    SAME = "same"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one metric differs between the reference and the candidate.
+
+    Medians are over steps, their mean over recordings, in the metric's own unit. `change` and its interval `low` to
+    `high` are relative to the reference, or in points (0.01 = one) for a share; they are null where the reference is
+    0, and the interval also where there are too few samples.
+    """
+
+    metric: str
+    reference: float
+    candidate: float
+    reference_samples: int
+    candidate_samples: int
+    change: float | None
+    low: float | None
+    high: float | None
+    is_certain: bool
+    """Whether the interval excludes no change at all."""
+    verdict: Verdict
+    more_samples: int = 0
+    """About how many more samples a side would decide, where the verdict is inconclusive."""
+    more_recordings: int = 0
+    """The same of recordings, where recordings differ too much and not the steps within each."""
+
+    @property
+    def difference(self) -> float:
+        """Return candidate minus reference, in the metric's own unit."""
+        return self.candidate - self.reference
+
+    @property
+    def is_worsening(self) -> bool:
+        """Whether the candidate's median is on the bad side of the reference's."""
+        return metric_of(self.metric).is_worse(self.difference)
+
+
+CONFIDENCE = 0.99  # several metrics are judged at once, and each may raise a false alarm
 MIN_CHANGE_RATIO = 0.03
 MIN_NEW_COST_RATIO = 0.05
 MAX_CPU_STRETCH = 1.1
-MIN_CPU_RECORDINGS = 3
+MIN_CPU_RECORDINGS = 3  # with fewer, 14 of 76 pairs of three equal steps failed on shared processors
 
-_LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
+_LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{metrics.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
 
 
 def failing_metrics() -> tuple[str, ...]:
@@ -25,7 +70,7 @@ def failing_metrics() -> tuple[str, ...]:
     They are what somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time consists of:
     compute and idle time shift from one to the other at no cost.
     """
-    return tuple(metric.key for metric in metrics.all_metrics().values() if metric.fails_check)
+    return tuple(metric.key for metric in all_metrics().values() if metric.fails_check)
 
 
 @dataclass(frozen=True)
@@ -131,11 +176,11 @@ def parse_limit(text: str) -> Limit:
     except ConfigError as error:
         raise ConfigError(f"--fail-if {text!r}: {error}") from None
     number, unit = float(match["number"]), match["unit"]
-    if unit == quantities.PERCENT:
+    if unit == metrics.PERCENT:
         return Limit(metric.key, number / 100, Bound.RELATIVE_CHANGE, text)
     suffixes = metric.unit.suffixes
     if unit not in suffixes:
-        units = ", ".join(name or "no unit" for name in (quantities.PERCENT, *suffixes))
+        units = ", ".join(name or "no unit" for name in (metrics.PERCENT, *suffixes))
         stated = f"the unit {unit}" if unit else "a bare number"
         raise ConfigError(f"--fail-if {text!r}: {stated} is ambiguous or unknown for {metric.key}: use {units}")
     return Limit(metric.key, number * suffixes[unit], Bound.CHANGE, text)

@@ -10,11 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tracekit.model import escaping
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
-from tracekit.regression.thresholds import Limit
+from tracekit.regression.thresholds import Change, Limit, Verdict
 from tracekit.report import query_rows
 from tracekit.report.render import layout, markdown
 from tracekit.report.render.json import to_json_value

@@ -1,25 +1,44 @@
-"""The figures of a report, each with its heading and caption."""
+"""The figures of a run by name, each with its heading and caption: the HTML report and the library draw them.
 
-from collections.abc import Iterator, Mapping
+A figure is a function of a run; it returns None where the run has no such data. `FIGURES` lists them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.analysis.checkpoint import saves, steps_without_saves
-from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.communication import exposed_communication, group_bandwidth
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, kernels
+from tracekit.analysis.host import module_tree, ops
 from tracekit.analysis.memory import allocations, snapshot_files, usage
-from tracekit.analysis.parallelism import rank_timelines
+from tracekit.analysis.parallelism import (
+    axis_communication,
+    expert_load,
+    group_axes,
+    pipeline_bubbles,
+    pipeline_stages,
+    rank_places,
+    rank_timelines,
+)
 from tracekit.analysis.time import breakdown
-from tracekit.errors import TracekitError
+from tracekit.errors import InputError, TracekitError, did_you_mean
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.model import escaping
+from tracekit.model import escaping, units
+from tracekit.model.memoize import memoize
+from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.facts import categories, snapshot_facts
+from tracekit.replay.graph import what_if
+from tracekit.replay.graph.critical_path import path as critical_path_walk
 from tracekit.report import charts, rank_rows, trace_tracks
-from tracekit.rules.rule import Report
+from tracekit.report import what_if as what_if_report
+from tracekit.rules.rule import Finding, Report
 
 _MIN_MEMORY_EVENTS = 50
 _BREAKDOWN_COLUMNS = (
@@ -29,161 +48,436 @@ _BREAKDOWN_COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class ReportFigure:
-    """A figure with its name, heading and caption, and the table of its numbers as HTML, or ''."""
+class RunFigure:
+    """A figure of a run with its heading and caption, and the table of its numbers as HTML, or ''."""
 
-    name: str
     heading: str
     caption: str
     figure: go.Figure
     table: str = ""
 
 
-def of_report(report: Report, run: Run) -> Iterator[ReportFigure]:
-    """Yield all figures of a report: time, communication, memory, checkpoints; none where there is no data."""
-    yield from _time(report, run)
-    yield from communication(run)
-    yield from memory(run)
-    yield from checkpoints(run)
+Draw: TypeAlias = Callable[[Run], RunFigure | None]
 
 
-def communication(run: Run) -> Iterator[ReportFigure]:
-    """Yield figures of overlap, of idle compute and of waits for late ranks; none where there is no data."""
-    by_rank, (labels, more) = run.table(exposed_communication.by_rank), _drawn_ranks(run)
-    if int(by_rank["communication_ns"].sum()):
-        yield ReportFigure(
-            "communication",
-            "Hidden and exposed communication",
-            "Communication time of each rank in all steps: overlapped with compute, exposed transfer, exposed "
-            "while the rank waits for a late rank." + more,
-            charts.communication_parts(by_rank, labels),
-        )
-    idle = run.table(compute_gap_causes.idle_by_rank)
-    if idle.height:
-        yield ReportFigure(
-            "standing",
-            "Why compute is idle",
-            "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more,
-            charts.stall_causes(idle, labels),
-        )
-    waited = run.table(rank_timelines.wait_times)
-    if waited.filter(pl.col("peer_rank").is_not_null()).height:
-        yield ReportFigure(
-            "waits",
-            "Which rank waits for which",
-            "Time in all steps in which a rank runs no compute and waits in a collective for a late rank."
-            + (" The ranks with the longest waits are drawn." if len(run.ranks) > charts.MAX_MATRIX_RANKS else ""),
-            charts.wait_matrix(waited, run.ranks),
-        )
+def draw(run: Run, name: str) -> RunFigure:
+    """Figure of a run by its name in FIGURES. Raises InputError for another name, or where the run has no such data."""
+    if name not in FIGURES:
+        raise InputError(f"{name}: no such figure{did_you_mean(name, FIGURES)}; the figures are {', '.join(FIGURES)}")
+    drawn = FIGURES[name](run)
+    if drawn is None:
+        raise InputError(f"{run.name}: nothing to draw in the figure {name}: the run has no such data")
+    return drawn
 
 
-def memory(run: Run) -> Iterator[ReportFigure]:
-    """Yield memory over time and block lifetimes, and history, categories and segments of the first memory snapshot.
-
-    A snapshot larger than what is read by default is left out.
-    """
-    yield from _allocations(run)
-    for file in snapshot_files.first_files(run)[:1]:
-        try:
-            yield from _snapshot(file)
-        except TracekitError:
-            return  # `tracekit memory` shows the reason; this report is about the run
+def of_report(report: Report, run: Run) -> Iterator[tuple[str, RunFigure]]:
+    """Figures of a report, by name, with the evidence of its findings: those of REPORTED that the run has data for."""
+    for name in REPORTED:
+        draw_figure = partial(timeline, findings=report.findings) if name == "timeline" else FIGURES[name]
+        drawn = draw_figure(run)
+        if drawn is not None:
+            yield name, drawn
 
 
-def checkpoints(run: Run) -> Iterator[ReportFigure]:
-    """Yield the saves of a run, the stages of the longest, and the write rate; none without a checkpoint log."""
-    each_save = run.table(saves.by_save)
-    if each_save.is_empty():
-        return
-    if each_save.height > 1:
-        caption = "Time that training was blocked and time until all data was written, of the slowest rank."
-        yield ReportFigure("saves", "Checkpoints", caption, charts.save_clocks(each_save))
-    longest = each_save.sort("written_ns", "start_ns", descending=[True, False])["save"][0]
-    caption = (
-        f"Save {longest}, one bar per rank and worker. Stages alternate tensor by tensor; a bar shows the total "
-        "time of each stage, in the order in which the stages were first entered."
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def breakdown_by_rank(run: Run) -> RunFigure | None:
+    """Time of each rank: compute, exposed communication, exposed copies, idle."""
+    by_rank, (labels, more) = run.table(breakdown.by_rank), _drawn_ranks(run)
+    if by_rank.is_empty():
+        return None
+    caption = "Time of each rank from its first activity to its last." + more
+    numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
+    return RunFigure("Where the time goes", caption, charts.breakdown(by_rank, labels), numbers)
+
+
+def steps(run: Run) -> RunFigure | None:
+    """Duration of each step, one line per rank."""
+    by_step, (labels, more) = run.table(breakdown.by_step), _drawn_ranks(run)
+    if by_step.height <= run.table(breakdown.by_rank).height:
+        return None
+    return RunFigure(
+        "Step time", "Duration of each step, one line per rank." + more, charts.step_times(by_step, labels)
     )
-    stages = run.table(saves.stages).filter(pl.col("save") == longest)
-    yield ReportFigure("save-stages", "Stages of the longest save", caption, charts.save_stages(stages))
-    clocks = run.table(saves.by_rank)
-    if clocks["storage_bytes_per_s"].drop_nulls().len() > 1:
-        caption = "Bytes divided by the time spent in write and fsync, one point per rank and save."
-        yield ReportFigure("save-bandwidth", "Durable write rate of each rank", caption, charts.save_bandwidth(clocks))
 
 
-def _drawn_ranks(run: Run) -> tuple[Mapping[int, str], str]:
-    """Return the ranks that figures by rank draw, and the end of their captions."""
-    note = rank_rows.selection_note(run)
-    return rank_rows.drawn_ranks(run), f" {note}" if note else ""
-
-
-def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
+def timeline(run: Run, findings: Sequence[Finding] = ()) -> RunFigure | None:
+    """A step of median duration on the slowest rank: phases, work on the device, host."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
-    labels, more = _drawn_ranks(run)
-    if by_rank.height:
-        caption = "Time of each rank from its first activity to its last." + more
-        numbers = escaping.frame(by_rank.select(_BREAKDOWN_COLUMNS))
-        yield ReportFigure("breakdown", "Where the time goes", caption, charts.breakdown(by_rank, labels), numbers)
-    if by_step.height > by_rank.height:
-        caption = "Duration of each step, one line per rank." + more
-        yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step, labels))
     row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
-    if row:
-        rank, window, start_ns, duration_ns = (
-            int(row[name] or 0) for name in ("rank", "window", "start_ns", "duration_ns")
-        )
-        evidence = trace_tracks.evidence_spans(report.findings, rank=rank, window=window)
-        step = "The whole window" if row["step"] is None else f"Step {row['step']}"
-        caption = (
-            f"{step} of rank {rank}, the slowest rank; this step is the nearest to the rank's median. "
-            "Drag to zoom, double-click to reset, hover for details."
-        )
-        figure = charts.timeline(run.trace(rank, window), (start_ns, start_ns + duration_ns), evidence=evidence)
-        yield ReportFigure("timeline", "A step of median duration", caption, figure)
+    if not row:
+        return None
+    rank, window, start_ns, duration_ns = (
+        int(row[name] or 0) for name in ("rank", "window", "start_ns", "duration_ns")
+    )
+    evidence = trace_tracks.evidence_spans(findings, rank=rank, window=window)
+    step = "The whole window" if row["step"] is None else f"Step {row['step']}"
+    caption = (
+        f"{step} of rank {rank}, the slowest rank; this step is the nearest to the rank's median. "
+        "Drag to zoom, double-click to reset, hover for details."
+    )
+    figure = charts.timeline(run.trace(rank, window), (start_ns, start_ns + duration_ns), evidence=evidence)
+    return RunFigure("A step of median duration", caption, figure)
 
 
-def _allocations(run: Run) -> Iterator[ReportFigure]:
+def ranks(run: Run) -> RunFigure | None:
+    """Ranks against steps: which rank is slower than the others, and when."""
+    spread = run.table(rank_timelines.spread)
+    if spread.is_empty():
+        return None
+    caption = "The device window of each step against the median of the ranks; first profiled window."
+    spread = spread.filter(pl.col("window") == pl.col("window").min())
+    return RunFigure("Ranks and steps", caption, charts.step_heatmap(spread))
+
+
+def critical_path(run: Run) -> RunFigure | None:
+    """Critical path of the representative step: whose time the step waits for, first to last."""
+    try:
+        step_path = critical_path_walk.critical_path(run)
+    except TracekitError:
+        return None
+    parts = critical_path_walk.placed_parts(run, step_path)
+    caption = f"Step of {units.duration(step_path.step_ns)}; each bar is in the row of the rank that owns the time."
+    return RunFigure("Critical path", caption, charts.critical_path(parts, step_path.start_ns))
+
+
+def potential_savings(run: Run) -> RunFigure | None:
+    """Estimated saving per step without each cause of lost time, by replay."""
+    try:
+        savings = what_if_report.as_table(what_if.answer(run))
+    except TracekitError:
+        return None
+    if savings.is_empty():
+        return None
+    caption = "Estimated saving per step without each cause, by replay. Savings may overlap: do not add them up."
+    return RunFigure("Potential savings", caption, charts.potential_savings(savings))
+
+
+# Work ----------------------------------------------------------------------------------------------------------------
+
+
+def longest_kernels(run: Run) -> RunFigure | None:
+    """Kernels and copies with the most time, over all ranks and steps."""
+    rows = kernels.kernels(run, ("name",))
+    if rows.is_empty():
+        return None
+    return RunFigure(
+        "Kernels", "Time of kernels and copies, over all ranks and steps.", charts.top_bars(rows, ("name",))
+    )
+
+
+def modules(run: Run) -> RunFigure | None:
+    """Device time of each module of the model, with the modules inside it."""
+    table = module_tree.by_module(run)
+    if not table["module"].count():
+        return None
+    caption = "Each module is as wide as its compute time with the modules inside it, backward included."
+    return RunFigure("Modules", caption, charts.icicle(module_tree.tree(table, "compute_ns"), "compute time"))
+
+
+def roofline(run: Run) -> RunFigure | None:
+    """Operators against the peaks of the device: operations per byte, and rate."""
+    roofs = run.table(ops.roofs)
+    if roofs["device"].n_unique() != 1:
+        return None
+    rows = ops.rooflines(run)
+    if rows.is_empty():
+        return None
+    caption = (
+        f"Each marker is an operator with inputs of the same shapes; the lines are the peaks of {roofs['device'][0]}."
+    )
+    return RunFigure("Roofline", caption, charts.roofline(rows, roofs))
+
+
+def concurrent_slowdowns(run: Run) -> RunFigure | None:
+    """Slowdown of each kind of work by concurrent work on the device."""
+    pairs = run.table(collective_contention.all_pairs)
+    if not pairs["slowdown"].is_not_null().any():
+        return None
+    caption = "Work that runs concurrently with other work against the same work alone; 95% confidence intervals."
+    return RunFigure("Slowdown by concurrent work", caption, charts.slowdowns(pairs))
+
+
+# Communication -------------------------------------------------------------------------------------------------------
+
+
+def communication(run: Run) -> RunFigure | None:
+    """Communication of each rank: overlapped with compute, exposed transfer, waiting for late ranks."""
+    by_rank, (labels, more) = run.table(exposed_communication.by_rank), _drawn_ranks(run)
+    if not int(by_rank["communication_ns"].sum()):
+        return None
+    caption = (
+        "Communication time of each rank in all steps: overlapped with compute, exposed transfer, exposed "
+        "while the rank waits for a late rank." + more
+    )
+    return RunFigure("Hidden and exposed communication", caption, charts.communication_parts(by_rank, labels))
+
+
+def idle_causes(run: Run) -> RunFigure | None:
+    """Time of each rank in which no compute runs, by cause."""
+    idle, (labels, more) = run.table(compute_gap_causes.idle_by_rank), _drawn_ranks(run)
+    if idle.is_empty():
+        return None
+    caption = "Time of each rank in all steps in which no compute runs, split by cause. The parts sum to it." + more
+    return RunFigure("Why compute is idle", caption, charts.stall_causes(idle, labels))
+
+
+def waits(run: Run) -> RunFigure | None:
+    """Which rank waits for which: time in collectives until a late rank arrives."""
+    waited = run.table(rank_timelines.wait_times)
+    if waited.filter(pl.col("peer_rank").is_not_null()).is_empty():
+        return None
+    caption = "Time in all steps in which a rank runs no compute and waits in a collective for a late rank." + (
+        " The ranks with the longest waits are drawn." if len(run.ranks) > charts.MAX_MATRIX_RANKS else ""
+    )
+    return RunFigure("Which rank waits for which", caption, charts.wait_matrix(waited, run.ranks))
+
+
+def bandwidth(run: Run) -> RunFigure | None:
+    """Bus bandwidth of each collective by message size."""
+    speeds = run.table(group_bandwidth.speeds)
+    if speeds.is_empty():
+        return None
+    caption = "Each mark is one collective; its bus bandwidth is that of nccl-tests, from the last arrival to the end."
+    return RunFigure("Bandwidth by message size", caption, charts.bandwidth(speeds, charts.BUS))
+
+
+def axes(run: Run) -> RunFigure | None:
+    """Communication per step along each axis of the mesh."""
+    by_axis = run.table(axis_communication.by_axis)
+    if by_axis.is_empty():
+        return None
+    caption = "Mean over ranks, per step. Exposed: the rank computes nothing while it communicates."
+    return RunFigure("Communication by axis", caption, charts.axis_communication(by_axis))
+
+
+# Parallelism ---------------------------------------------------------------------------------------------------------
+
+
+def mesh_map(run: Run) -> RunFigure | None:
+    """Mesh of the ranks: their process groups along each axis."""
+    groups = pl.concat([run.table(group_axes.group_axes), run.table(rank_places.mesh_table)], how="diagonal")
+    figure = charts.mesh_map(groups)
+    if not figure.data:
+        return None
+    caption = "Each row is an axis, each column a rank; ranks with the same number form one process group."
+    return RunFigure("Mesh", caption, figure)
+
+
+def pipeline(run: Run) -> RunFigure | None:
+    """One step of the pipeline: the micro-batches of each rank, and its bubbles."""
+    bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
+    if bubbles.is_empty():
+        return None
+    place = bubbles.row((bubbles.height - 1) // 2, named=True)
+    is_drawn = [pl.col(name).eq_missing(pl.lit(place[name])) for name in ("window", "step", "iteration", "pipeline")]
+    actions, gaps = (
+        run.table(fact).filter(is_drawn) for fact in (pipeline_stages.staged_actions, pipeline_bubbles.idle_gaps)
+    )
+    caption = (
+        f"Step {place['step']}. Numbers are micro-batches; hatched is bubble: the rank runs no action of its stages."
+    )
+    return RunFigure(f"Pipeline, step {place['step']}", caption, charts.pipeline_step(actions, gaps))
+
+
+def stages(run: Run) -> RunFigure | None:
+    """Forward and backward time of each stage of the pipeline, mean of all steps."""
+    bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
+    if bubbles.is_empty():
+        return None
+    caption = "A stage with more forward and backward time than the others makes all of them wait."
+    return RunFigure("Stages, mean of all steps", caption, charts.stage_balance(bubbles))
+
+
+def experts(run: Run) -> RunFigure | None:
+    """Tokens of each rank's experts, by layer."""
+    load = run.table(expert_load.expert_load)
+    if load.is_empty():
+        return None
+    caption = "Bytes that the first all-to-all of a layer brings a rank, over the mean of its group; mean of steps."
+    return RunFigure("Tokens of each rank's experts", caption, charts.expert_heatmap(load))
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def memory(run: Run) -> RunFigure | None:
+    """Allocated memory over time, by the FSDP unit or phase that allocated it."""
+    peak = _highest_peak(run)
+    if peak is None:
+        return None
+    rank, window, device, owner = peak
+    table = usage.over_time(run.trace(rank, window)).filter(_is_on(device), pl.col("owner_kind") == owner)
+    place = "the host" if device is None else f"device {device}"
+    owners = "FSDP unit" if owner == "unit" else "phase"
+    caption = f"Memory of {place} on rank {rank}, the rank with the highest peak, by the {owners} that allocated it."
+    return RunFigure("Allocated memory over time", caption, charts.memory_over_time(table))
+
+
+def lifetimes(run: Run) -> RunFigure | None:
+    """Blocks of memory by size and lifetime."""
+    peak = _highest_peak(run)
+    if peak is None:
+        return None
+    rank, window, device, _ = peak
+    caption = "Each cell holds the blocks of one size and lifetime; a stronger blue means more bytes in them."
+    blocks = usage.lifetimes(run.trace(rank, window)).filter(_is_on(device))
+    return RunFigure("Block sizes and lifetimes", caption, charts.block_lifetimes(blocks))
+
+
+def _highest_peak(run: Run) -> tuple[int, int, int | None, str] | None:
+    """Rank, window and device with the highest peak, and what owns memory there; None without enough allocations."""
     peaks = run.table(allocations.peaks)
     on_device = bool(peaks["device"].is_not_null().any())
     peaks = peaks.filter(pl.col("device").is_not_null() if on_device else pl.col("device").is_null())
     if peaks.is_empty():
-        return
+        return None
     top = peaks.sort("peak_allocated_bytes", "rank", descending=[True, False]).row(0, named=True)
     trace = run.trace(top["rank"], top["window"])
-    on_same_device = pl.col("device").eq_missing(pl.lit(top["device"], pl.Int64))
-    if trace.allocations.filter(on_same_device).height < _MIN_MEMORY_EVENTS:
-        return
+    if trace.allocations.filter(_is_on(top["device"])).height < _MIN_MEMORY_EVENTS:
+        return None
     owner = "unit" if trace.allocations["unit"].is_not_null().any() else "phase"
-    table = usage.over_time(trace).filter(on_same_device, pl.col("owner_kind") == owner)
-    device = f"device {top['device']}" if on_device else "the host"
-    owners = "FSDP unit" if owner == "unit" else "phase"
-    caption = (
-        f"Memory of {device} on rank {top['rank']}, the rank with the highest peak, by the {owners} that allocated it."
-    )
-    yield ReportFigure("memory", "Allocated memory over time", caption, charts.memory_over_time(table))
-    caption = "Each cell holds the blocks of one size and lifetime; a stronger blue means more bytes in them."
-    blocks = usage.lifetimes(trace).filter(on_same_device)
-    yield ReportFigure("lifetimes", "Block sizes and lifetimes", caption, charts.block_lifetimes(blocks))
+    return top["rank"], top["window"], top["device"], owner
 
 
-def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
-    snapshot = reader.read(file.path)
-    events = snapshot.events["device"]
-    device = max(snapshot.devices, default=0, key=lambda device: int((events == device).sum()))
-    history, outcome = memory_usage.play_history(playback.from_snapshot(snapshot, device))
-    over_time = snapshot_facts.over_time(snapshot, history, outcome)
-    if over_time.height:
-        caption = f"Memory of device {device} on rank {file.rank}, by the op and source line that allocated it."
-        figure = charts.memory_over_time(over_time)
-        yield ReportFigure("snapshot", "Allocated memory in the snapshot's history", caption, figure)
-    at_peak = categories.at_peak(snapshot, history, outcome)
-    if categories.are_known(at_peak):
-        caption = f"What memory of device {device} on rank {file.rank} is for, at the peak of the snapshot's history."
-        figure = charts.memory_categories(at_peak)
-        yield ReportFigure("memory-categories", "Categories of memory at the peak", caption, figure)
+def _is_on(device: int | None) -> pl.Expr:
+    return pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+
+
+def snapshot(run: Run) -> RunFigure | None:
+    """Memory over the history of the first memory snapshot, by op and source line."""
+    shown = _first_snapshot(run)
+    if shown is None or shown.over_time.is_empty():
+        return None
+    caption = f"Memory of device {shown.device} on rank {shown.rank}, by the op and source line that allocated it."
+    return RunFigure("Allocated memory in the snapshot's history", caption, charts.memory_over_time(shown.over_time))
+
+
+def memory_categories(run: Run) -> RunFigure | None:
+    """What memory is for at the peak of the first memory snapshot: parameters, gradients, activations, …."""
+    shown = _first_snapshot(run)
+    if shown is None or not categories.are_known(shown.at_peak):
+        return None
     caption = (
-        f"Memory that the allocator of rank {file.rank} has reserved on device {device} at the snapshot, in address "
-        "order. Each pool starts on its own line; a tick marks the end of a segment."
+        f"What memory of device {shown.device} on rank {shown.rank} is for, at the peak of the snapshot's history."
     )
-    figure = charts.segment_map(snapshot_facts.segment_map(snapshot, device))
-    yield ReportFigure("segments", "Device memory at the snapshot", caption, figure)
+    return RunFigure("Categories of memory at the peak", caption, charts.memory_categories(shown.at_peak))
+
+
+def segments(run: Run) -> RunFigure | None:
+    """Memory that the allocator has reserved at the first memory snapshot, in address order."""
+    shown = _first_snapshot(run)
+    if shown is None:
+        return None
+    caption = (
+        f"Memory that the allocator of rank {shown.rank} has reserved on device {shown.device} at the snapshot, in "
+        "address order. Each pool starts on its own line; a tick marks the end of a segment."
+    )
+    return RunFigure("Device memory at the snapshot", caption, charts.segment_map(shown.segments))
+
+
+@dataclass(frozen=True, eq=False)
+class _ShownSnapshot:
+    rank: int
+    device: int
+    over_time: pl.DataFrame
+    at_peak: pl.DataFrame
+    segments: pl.DataFrame
+
+
+@memoize
+def _first_snapshot(run: Run) -> _ShownSnapshot | None:
+    """Tables of the first memory snapshot. None without one, or if it is larger than what is read by default."""
+    for file in snapshot_files.first_files(run)[:1]:
+        try:
+            return _played_snapshot(reader.read(file.path), file.rank)
+        except TracekitError:
+            return None  # `tracekit memory` shows the reason; these figures are about the run
+    return None
+
+
+def _played_snapshot(read: MemorySnapshot, rank: int) -> _ShownSnapshot:
+    events = read.events["device"]
+    device = max(read.devices, default=0, key=lambda device: int((events == device).sum()))
+    history, outcome = memory_usage.play_history(playback.from_snapshot(read, device))
+    over_time = snapshot_facts.over_time(read, history, outcome)
+    at_peak = categories.at_peak(read, history, outcome)
+    return _ShownSnapshot(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def save_times(run: Run) -> RunFigure | None:
+    """How long each save blocks training, and how long until its data is written."""
+    by_save = run.table(saves.by_save)
+    if by_save.height < 2:
+        return None
+    caption = "Time that training was blocked and time until all data was written, of the slowest rank."
+    return RunFigure("Checkpoints", caption, charts.save_clocks(by_save))
+
+
+def save_stages(run: Run) -> RunFigure | None:
+    """Stages of the longest save, one bar per rank and worker."""
+    by_save = run.table(saves.by_save)
+    if by_save.is_empty():
+        return None
+    longest = by_save.sort("written_ns", "start_ns", descending=[True, False])["save"][0]
+    caption = (
+        f"Save {longest}, one bar per rank and worker. Stages alternate tensor by tensor; a bar shows the total "
+        "time of each stage, in the order in which the stages were first entered."
+    )
+    rows = run.table(saves.stages).filter(pl.col("save") == longest)
+    return RunFigure("Stages of the longest save", caption, charts.save_stages(rows))
+
+
+def save_bandwidth(run: Run) -> RunFigure | None:
+    """Durable write rate of each rank and save."""
+    clocks = run.table(saves.by_rank)
+    if clocks["storage_bytes_per_s"].drop_nulls().len() < 2:
+        return None
+    caption = "Bytes divided by the time spent in write and fsync, one point per rank and save."
+    return RunFigure("Durable write rate of each rank", caption, charts.save_bandwidth(clocks))
+
+
+def _drawn_ranks(run: Run) -> tuple[Mapping[int, str], str]:
+    """Ranks that figures by rank draw, and the end of their captions."""
+    note = rank_rows.selection_note(run)
+    return rank_rows.drawn_ranks(run), f" {note}" if note else ""
+
+
+REPORTED: Mapping[str, Draw] = {
+    "breakdown": breakdown_by_rank,
+    "steps": steps,
+    "timeline": timeline,
+    "communication": communication,
+    "idle_causes": idle_causes,
+    "waits": waits,
+    "memory": memory,
+    "lifetimes": lifetimes,
+    "snapshot": snapshot,
+    "memory_categories": memory_categories,
+    "segments": segments,
+    "saves": save_times,
+    "save_stages": save_stages,
+    "save_bandwidth": save_bandwidth,
+}
+"""The figures of the HTML report, in its order."""
+FIGURES: Mapping[str, Draw] = {
+    **REPORTED,
+    "ranks": ranks,
+    "critical_path": critical_path,
+    "potential_savings": potential_savings,
+    "kernels": longest_kernels,
+    "modules": modules,
+    "roofline": roofline,
+    "contention": concurrent_slowdowns,
+    "bandwidth": bandwidth,
+    "axes": axes,
+    "mesh": mesh_map,
+    "pipeline": pipeline,
+    "stages": stages,
+    "experts": experts,
+}
+"""Every figure that ``run.plot`` draws, by name."""

@@ -1,6 +1,6 @@
 """Report -> one HTML page with its scripts and figures inside, so that it can be mailed or archived."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -11,7 +11,7 @@ from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
 from tracekit.report import charts, figures, html_fragments, html_page, phrases
 from tracekit.report.ci import results
-from tracekit.report.figures import ReportFigure
+from tracekit.report.figures import RunFigure
 from tracekit.rules.rule import Report
 
 
@@ -30,31 +30,40 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
     """
     several = len(reports) > 1
     sections = [
-        _section(report, run, f"run{number}-" if several else "", gates[number] if gates else None)
+        {
+            "prefix": f"run{number}-" if several else "",
+            "figures": dict(figures.of_report(report, run)),
+            **_section(report, run, gates[number] if gates else None),
+        }
         for number, (report, run) in enumerate(reports)
     ]
     names = results.unique_names([run.name for _, run in reports])
     return _page(
         title=", ".join(run.name for _, run in reports),
         links=[(f"run{number}-top", name) for number, name in enumerate(names)] if several else [],
-        top_figures=_mean_steps(names, [run for _, run in reports]) if several else [],
+        top_figures=_mean_steps(names, [run for _, run in reports]) if several else {},
         sections=sections,
         version=reports[0][0].tool_version,
     )
 
 
+def as_fragment(report: Report, run: Run) -> str:
+    """Return the report without its figures as a piece of HTML, for a notebook."""
+    return escaping.fragment("report", _section(report, run))
+
+
 def render_figure(figure: go.Figure, title: str) -> str:
     """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
     figure = figure if figure.layout.title.text else charts.with_title(figure, title)
-    return _page(title=title, links=[], top_figures=[ReportFigure("only", title, "", figure)], sections=[], version="")
+    return _page(title=title, links=[], top_figures={"only": RunFigure(title, "", figure)}, sections=[], version="")
 
 
-def _page(*, title: str, top_figures: list[ReportFigure], sections: list[dict[str, Any]], **values: Any) -> str:
-    figures_by_id = {top_figure.name: top_figure.figure for top_figure in top_figures}
+def _page(*, title: str, top_figures: Mapping[str, RunFigure], sections: list[dict[str, Any]], **values: Any) -> str:
+    figures_by_id = {name: top_figure.figure for name, top_figure in top_figures.items()}
     for section in sections:
-        for section_figure in section["figures"]:
+        for name, section_figure in section["figures"].items():
             figure = charts.with_title(section_figure.figure, f"{section['name']} · {section_figure.heading}")
-            figures_by_id[f"{section['prefix']}{section_figure.name}"] = figure
+            figures_by_id[f"{section['prefix']}{name}"] = figure
     return html_page.render(
         "page.html.j2",
         title=f"{title} · tracekit report",
@@ -65,20 +74,19 @@ def _page(*, title: str, top_figures: list[ReportFigure], sections: list[dict[st
     )
 
 
-def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> list[ReportFigure]:
+def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> Mapping[str, RunFigure]:
     steps = {name: run.table(breakdown.by_step) for name, run in zip(names, runs, strict=True)}
     tables = {name: table for name, table in steps.items() if table.height}
     caption = "Mean time of a step over all ranks and steps of a run, in ms."
     figure = charts.with_title(charts.comparison(tables), f"{', '.join(tables)} · Mean step")
-    return [ReportFigure("comparison", "Mean step", caption, figure)] if len(tables) > 1 else []
+    return {"comparison": RunFigure("Mean step", caption, figure)} if len(tables) > 1 else {}
 
 
-def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) -> dict[str, Any]:
-    """Values of one run for page.html.j2; its ids begin with `prefix`."""
+def _section(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
+    """Values of one run for the macro `report` and page.html.j2, without figures."""
     clock = summary.run_clock(run) if report.findings else schema.empty(summary.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
-        "prefix": prefix,
         "name": run.name,
         "subtitle": phrases.subtitle(run),
         "gate_verdict": html_fragments.gate_verdict(gate) if gate else "",
@@ -86,7 +94,6 @@ def _section(report: Report, run: Run, prefix: str, gate: CheckResult | None) ->
         "numbers": html_fragments.numbers(html_fragments.headline_numbers(run)),
         "gate_tables": html_fragments.gate_tables(gate) if gate else "",
         "findings": [(f, html_fragments.finding(f), html_fragments.evidence(f, clock)) for f in report.findings],
-        "figures": list(figures.of_report(report, run)),
         "notes": report.notes,
         "inputs": escaping.html_table(("file", "size", "SHA-256"), inputs, right=(False, True, False)),
     }

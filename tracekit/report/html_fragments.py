@@ -7,10 +7,10 @@ import polars as pl
 from tracekit.analysis.time import breakdown, summary
 from tracekit.model import escaping, units
 from tracekit.model.run import Run
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import charts, comparison, gate_text, phrases
 from tracekit.rules.rule import Finding, Severity
 

@@ -9,9 +9,8 @@ from tracekit.model import escaping, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
-from tracekit.rules import found_iterations
 from tracekit.rules.registry import all_rules
-from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_data_issue
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, doubtful_data_issue, has_found_iterations
 from tracekit.sync import alignment
 
 _MAX_WORD = 60
@@ -89,7 +88,7 @@ def time_noun(finding: Finding) -> str:
 
 def step_note(run: Run) -> str | None:
     """Note for a page that draws steps that they are iterations found by repetition; None where they are not."""
-    if not found_iterations.has_found_iterations(run):
+    if not has_found_iterations(run):
         return None
     return "No steps are marked in the traces: steps are iterations that were found by repetition."
 

@@ -16,8 +16,12 @@ from tracekit.rules.rule import Report
 PAGE = "Timeline"
 
 
-def view(report: Report, run: Run, parameters: Mapping[str, str]) -> SharedView:
+def view(
+    report: Report, run: Run, parameters: Mapping[str, str], max_bytes: int = shared_view.MAX_TIMELINE_BYTES
+) -> SharedView:
     """Return the timeline of a checked run with the findings of its report; `parameters` are those of a link.
+
+    Short slices are merged until the compressed slices take at most `max_bytes`.
 
     Raises InputError if the run has no traces of the link's window.
     """
@@ -38,7 +42,9 @@ def view(report: Report, run: Run, parameters: Mapping[str, str]) -> SharedView:
         )
 
     marks = message.findings(scene, number, by_key)
-    timeline_part = embed_scene(scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of)
+    timeline_part = embed_scene(
+        scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of, max_bytes=max_bytes
+    )
     note = rank_rows.selection_note(run)
     return SharedView(run.name, PAGE, phrases.subtitle(run), [*parts, timeline_part], [note] if note else [])
 
@@ -53,6 +59,7 @@ def embed_scene(
     header: Mapping[str, Any] | None = None,
     initial_part: Window | None = None,
     prefix: str = "",
+    max_bytes: int = shared_view.MAX_TIMELINE_BYTES,
 ) -> Embedded:
     """Return a scene as the page that has these parameters in its address shows it.
 
@@ -66,7 +73,7 @@ def embed_scene(
     part = link.part or (_around(evidence, end_ns - origin_ns) if evidence else initial)
     totals = totals_of((origin_ns + link.range[0], origin_ns + link.range[1])) if link.range else None
     page_state = PageState(part, link.address, marks, finding, header, totals)
-    return embedding.embed(scene, page_state, shared_view.MAX_TIMELINE_BYTES)
+    return embedding.embed(scene, page_state, max_bytes)
 
 
 def _around(evidence: Sequence[Mapping[str, Any]], span_ns: int) -> Window:

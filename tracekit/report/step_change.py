@@ -6,8 +6,8 @@ import polars as pl
 from rich.console import RenderableType
 
 from tracekit.model import escaping, units
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.step_change import SAME, StepChange
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, query_rows
 from tracekit.report.render import layout, markdown
 from tracekit.report.render.json import to_json_value

@@ -11,8 +11,7 @@ from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows
 from tracekit.report.render import layout
-from tracekit.rules import found_iterations
-from tracekit.rules.rule import Finding, Report, cost_order, costliest
+from tracekit.rules.rule import Finding, Report, cost_order, costliest, has_found_iterations
 
 WIDTH = 100
 MAX_RANKS = 16
@@ -111,7 +110,7 @@ def _steps(run: Run) -> str:
     if step_ns is None:
         return "  no steps in the traces"
     steps = units.ranges(summary.by_step(run)["step"].drop_nulls().to_list())
-    if found_iterations.has_found_iterations(run):
+    if has_found_iterations(run):
         return f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
     return f"  median step {units.duration(step_ns)}, steps {steps}"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from tracekit.model import units
+from tracekit.model import escaping, units
 from tracekit.replay.graph import savings, what_if
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
@@ -47,6 +47,25 @@ def document(
 def as_table(answers: WhatIf) -> pl.DataFrame:
     """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
     return pl.DataFrame([_as_object(answer) for answer in answers.answers], schema=COLUMNS)
+
+
+def as_html(answers: WhatIf) -> str:
+    """Return the answers as an HTML table; '' where no cause has one."""
+    if not answers.answers:
+        return ""
+    header = ["without", "meaning", "mean step", "saved", "of the step", "confidence", *worth(answers.answers[0])]
+    rows = []
+    for answer in answers.answers:
+        numbers = (units.duration(answer.without_ns), units.duration(answer.saved_ns), units.share(answer.saved_ratio))
+        cause = (answer.name, answer.summary)
+        rows.append([*cause, *numbers, f"{answer.confidence:.0%}", *worth(answer).values()])
+    return escaping.html_table(header, rows, right=[column > 1 for column in range(len(header))])
+
+
+def worth(answer: Answer) -> dict[str, str]:
+    """Return what a saving is worth per day of training, by label; {} on CPUs."""
+    values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
+    return {label: f"{value:,.{row + 1}f}" for row, (label, value) in enumerate(values.items()) if value is not None}
 
 
 def caveat(answers: WhatIf) -> str:

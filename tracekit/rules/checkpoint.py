@@ -8,13 +8,13 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import CHECKPOINT
-from tracekit.rules import io_evidence
+from tracekit.rules import recorded_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
 _EVIDENCE_ROWS = 60
@@ -65,7 +65,7 @@ class BlockingCheckpoint(Rule):
         save_stages.step_times,
         save_stages.save_spans,
         breakdown.by_step,
-        io_calls.calls,
+        host_stalls.io_calls,
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
@@ -138,7 +138,7 @@ class BlockingCheckpoint(Rule):
             f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{_inside_spans(rank_spans)}"
             + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")
-            + io_evidence.sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
+            + recorded_evidence.sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,
@@ -215,7 +215,7 @@ def _slowest_stage(critical: dict[str, Any], stages: pl.DataFrame) -> str:
 def _io(run: Run, rank: int, stages: pl.DataFrame) -> str:
     """Return a sentence on the file system calls of a rank during its save, where they were logged."""
     totals = stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
-    return io_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
+    return recorded_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
 
 
 def _evidence(

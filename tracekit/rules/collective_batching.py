@@ -15,8 +15,8 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SMALL_COLLECTIVES
-from tracekit.replay.graph.causes.redundant_work import MICRO_BATCH_REDUCTIONS
-from tracekit.rules import quoted_step, step_losses
+from tracekit.replay.graph.causes.device_time import MICRO_BATCH_REDUCTIONS
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
 
@@ -65,7 +65,7 @@ class SmallCollectives(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         small = self._lost(run)
-        loss = step_losses.worst(steps_without_saves.losses(run, small, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, small, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         step_calls = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
@@ -198,7 +198,7 @@ class ReducedEveryMicroBatch(Rule):
         """Return why micro-batches cannot be distinguished from steps where no steps are marked."""
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions))
         losses = steps_without_saves.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
-        if step_losses.worst(losses, self.min_lost_ratio) is None:
+        if quoted_step.worst_loss(losses, self.min_lost_ratio) is None:
             return None
         return (
             "the trace marks no steps, so it does not show whether its backward passes are micro-batches of one step; "
@@ -210,7 +210,7 @@ class ReducedEveryMicroBatch(Rule):
         if workload.run_strategy(run) == YAFSDP:
             return
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
-        loss = step_losses.worst(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
         if loss is None:
             return
         step_rows = loss.rows(repeated)

@@ -13,7 +13,7 @@ from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.parallelism import (
     group_axes,
     pipeline_actions,
-    pipeline_links,
+    pipeline_communication,
     pipeline_stages,
     rank_places,
     tensor_parallel,
@@ -26,7 +26,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.rules import communication_fixes, quoted_step, step_losses
+from tracekit.rules import communication_fixes, quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
@@ -172,7 +172,7 @@ class PreparationGap(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         chains = _preparation_chains(run)
-        loss = step_losses.worst(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
@@ -211,7 +211,7 @@ def _exposed_steps(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
-        run, run.table(pipeline_links.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
+        run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
@@ -219,7 +219,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
     steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
-        run.table(pipeline_links.exposed_transfers)
+        run.table(pipeline_communication.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(steps, on=steps.columns, how="semi", nulls_equal=True)

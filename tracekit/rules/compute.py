@@ -12,14 +12,14 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.redundant_work import (
+from tracekit.replay.graph.causes.device_time import (
     IDLE_TENSOR_CORES,
     MISALIGNED_PRODUCTS,
     PARTIAL_WAVES,
     UNFUSED_KERNELS,
     UNFUSED_OPTIMIZER,
 )
-from tracekit.rules import quoted_step, step_losses
+from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
@@ -60,7 +60,7 @@ class MisalignedProducts(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
         rows = run.table(product_kernels.misaligned_kernels)
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             yield from self._without_price(run, rows)
             return
@@ -79,7 +79,7 @@ class MisalignedProducts(Rule):
         )
 
     def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
         if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
             return
         kernel = largest_first(loss.rows(rows), "dur_ns", "start_ns")["name"][0]
@@ -128,7 +128,7 @@ class IdleTensorCores(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(product_kernels.without_tensor_cores)
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         calls = loss.rows(rows)
@@ -177,7 +177,7 @@ class UnfusedOptimizer(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(avoidable_time.unfused_optimizer_kernels)
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         kernels = loss.rows(rows)
@@ -231,7 +231,7 @@ class UnfusedKernels(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(avoidable_time.elementwise_chains)
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         kernels = loss.rows(rows)
@@ -286,7 +286,7 @@ class PartialWaves(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(product_kernels.partial_waves)
-        loss = step_losses.worst(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         calls = loss.rows(rows)
@@ -320,11 +320,11 @@ def _duration(rows: pl.DataFrame) -> str:
     return units.duration(int(rows["dur_ns"].sum()))
 
 
-def _severity(loss: step_losses.StepLoss, max_ratio: float) -> Severity:
+def _severity(loss: quoted_step.StepLoss, max_ratio: float) -> Severity:
     return Severity.WARNING if loss.row["lost_ratio"] >= max_ratio else Severity.INFO
 
 
-def _evidence(rows: pl.DataFrame, loss: step_losses.StepLoss) -> pl.DataFrame:
+def _evidence(rows: pl.DataFrame, loss: quoted_step.StepLoss) -> pl.DataFrame:
     evidence = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
     first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
     return evidence.select(*first, *(name for name in ("shapes", "padding") if name in evidence.columns))

@@ -13,9 +13,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.contention import SLOWED_COLLECTIVES, SLOWED_COMPUTE
-from tracekit.rules import quoted_step, step_losses
+from tracekit.rules import quoted_step
+from tracekit.rules.quoted_step import StepLoss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
-from tracekit.rules.step_losses import StepLoss
 from tracekit.sync.collective_matching import calls
 
 _MIN_OVERLAP_RATIO = 0.2  # share of a step from which an unknown slowdown is reported as a blind spot
@@ -72,8 +72,8 @@ class ContendedCompute(Rule):
         slow_compute = _compute(run).join(slow, on=["rank", "device"])
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
         lost = slow_compute.select(*quoted_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
-        steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
-        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        steps = quoted_step.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
+        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
         slowdown = _slowdown_on(slow, loss)
@@ -146,8 +146,8 @@ class StarvedCollectives(Rule):
         lost = by_step.join(slow, on=["rank", "device"]).select(
             *quoted_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
-        steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
-        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        steps = quoted_step.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
+        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
         slowdown = _slowdown_on(slow, loss)
@@ -246,8 +246,8 @@ def _bandwidth(run: Run) -> str:
 def _why_unjudged(run: Run, by_step: pl.DataFrame, what: str) -> str | None:
     unknown = by_step.filter((pl.col("judged_ns").sum() == 0).over("rank", "device"))
     unknown = unknown.with_columns(pl.col("overlapped_ns").alias("lost_ns"))
-    steps = step_losses.by_step(run, unknown.select(*quoted_step.KEY, "lost_ns"))
-    loss = step_losses.worst(steps, _MIN_OVERLAP_RATIO)
+    steps = quoted_step.by_step(run, unknown.select(*quoted_step.KEY, "lost_ns"))
+    loss = quoted_step.worst_loss(steps, _MIN_OVERLAP_RATIO)
     if loss is None:
         return None
     return (

@@ -12,8 +12,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.occasional_stragglers import OccasionalStraggler
+from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.rules.late_groups import OccasionalStraggler
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
@@ -186,7 +186,7 @@ class DoubtfulTrace(Rule):
             _copied_ranks(run.table(trace_quality.recorded_times)),
             undecided_kernels.data_quality(run),
             _unequal_iterations(run),
-            run_snapshots.data_quality(run),
+            snapshot_facts.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):

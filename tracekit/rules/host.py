@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
-from tracekit.analysis.host import host_stalls, io_calls, launch_delay
+from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
@@ -16,7 +16,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
-from tracekit.rules import io_evidence, quoted_step, step_losses
+from tracekit.rules import quoted_step, recorded_evidence
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -76,7 +76,7 @@ class LateLaunch(Rule):
         on_device = _on_device(run)
         late = run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE)).collect()
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
-        loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
         if loss is None:
             return
         # Without steps, a place that recurs on the host of a CPU run may be a coincidence.
@@ -103,7 +103,7 @@ class LateLaunch(Rule):
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
         )
 
-    def _first_use_ns(self, run: Run, loss: step_losses.StepLoss) -> int:
+    def _first_use_ns(self, run: Run, loss: quoted_step.StepLoss) -> int:
         """Return the time of the quoted step in first uses, if that is most of the loss and the window has no other."""
         stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
         first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
@@ -176,7 +176,7 @@ class BlockingSync(Rule):
             .filter(pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE]))
             .collect()
         )
-        loss = step_losses.worst(steps_without_saves.losses(run, late, "dur_ns"), self.min_idle_ratio)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, late, "dur_ns"), self.min_idle_ratio)
         if loss is None:
             return
         yield loss.finding(
@@ -247,14 +247,14 @@ class DataStall(Rule):
     """
 
     code: ClassVar[str] = "HOST003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*_FACTS, launch_delay.data_waits, host_stalls.io_calls)
     min_stall_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         late = run.scan(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA).collect()
-        loss = step_losses.worst(_all_but_last(run, late), self.min_stall_ratio)
+        loss = quoted_step.worst_loss(_all_but_last(run, late), self.min_stall_ratio)
         if loss is None:
             yield from self._hidden_stall(run)
             return
@@ -272,7 +272,7 @@ class DataStall(Rule):
     def _hidden_stall(self, run: Run) -> Iterator[Finding]:
         """Yield a finding if the host loads data while the device works on queued kernels: a replay sets its cost."""
         waits = run.table(launch_delay.data_waits)
-        loss = step_losses.worst(_all_but_last(run, waits), self.min_saved_ratio)
+        loss = quoted_step.worst_loss(_all_but_last(run, waits), self.min_saved_ratio)
         if loss is None or not _on_device(run):
             return
         evidence = quoted_step.evidence(waits, loss.row, "dur_ns")
@@ -319,9 +319,9 @@ def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
 
 
-def _io(run: Run, loss: step_losses.StepLoss, waits: pl.DataFrame) -> str:
+def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
     """Return a sentence on the file system calls during these waits of the quoted step, where they were logged."""
-    return io_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
+    return recorded_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
 
 
 def _line(rows: pl.DataFrame) -> str:
@@ -333,6 +333,6 @@ def _line(rows: pl.DataFrame) -> str:
     return f" {units.duration(dur_ns)} of it is at {stack}."
 
 
-def _evidence(loss: step_losses.StepLoss, late: pl.DataFrame) -> pl.DataFrame:
+def _evidence(loss: quoted_step.StepLoss, late: pl.DataFrame) -> pl.DataFrame:
     rows = quoted_step.evidence(late, loss.row, "dur_ns")
     return rows.select("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")

@@ -9,12 +9,10 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import (
     late_ranks,
-    mesh,
     pipeline_balance,
     pipeline_bubbles,
-    pipeline_links,
+    pipeline_communication,
     rank_places,
-    sharded_micro_batches,
     tensor_parallel,
 )
 from tracekit.analysis.parallelism.pipeline_balance import Balance
@@ -30,7 +28,7 @@ _EVIDENCE_ROWS = 40
 FACTS: tuple[TraceFact, ...] = (
     *pipeline_bubbles.FACTS,
     *rank_places.FACTS,
-    *sharded_micro_batches.FACTS,
+    *pipeline_communication.MICRO_BATCH_FACTS,
     *late_ranks.FACTS,
     tensor_parallel.links,
 )
@@ -76,8 +74,8 @@ class PipelineBubble(Rule):
         passes = _passes(run)
         if passes.is_empty():
             return
-        links_ns = int(run.table(pipeline_links.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
-        gathers_ns = int(run.table(sharded_micro_batches.passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
+        links_ns = int(run.table(pipeline_communication.links)["saved_ns"].max() or 0)  # type: ignore[arg-type]
+        gathers_ns = int(run.table(pipeline_communication.micro_batch_passes)["delayed_ns"].max() or 0)  # type: ignore[arg-type]
         worst = median_row(passes, "lost_ratio", "duration_ns")
         lost_ns = max(0, worst["lost_ns"] - links_ns - gathers_ns)
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
@@ -107,7 +105,7 @@ class PipelineBubble(Rule):
 
     def _slow_rate(self, run: Run) -> float | None:
         """Return the bandwidth of transfers between stages where it is slow for such links, in bytes/s; else None."""
-        rates = pipeline_links.transfer_rates(run)
+        rates = pipeline_communication.transfer_rates(run)
         min_rates = {False: self.slow_network_bytes_per_ns * 1e9}
         if link := tensor_parallel.link_bandwidth(run, 2):
             min_rates[True] = self.min_link_ratio * link
@@ -374,7 +372,7 @@ def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> 
         return f"{check}{rest}"
     moved = [b - n for b, n in zip(balance.better_layers, balance.layers, strict=True)]
     to = [number for number, count in enumerate(moved) if count > 0]
-    listed = mesh.pipeline_of(run.manifest).stage_layers
+    listed = rank_places.pipeline_of(run.manifest).stage_layers
     last = [
         layers[count:] if number < max(to) else layers[:-count]
         for number, layers in enumerate(listed)

@@ -6,11 +6,7 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.parallelism import (
-    pipeline_bubbles,
-    pipeline_links,
-    sharded_micro_batches,
-)
+from tracekit.analysis.parallelism import pipeline_bubbles, pipeline_communication
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -45,17 +41,17 @@ class ShardedMicroBatches(Rule):
     """
 
     code: ClassVar[str] = "PIPE004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (*sharded_micro_batches.FACTS,)
+    facts: ClassVar[tuple[TraceFact, ...]] = (*pipeline_communication.MICRO_BATCH_FACTS,)
     min_micro_batches: int = 3
     min_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if collectives recur with the micro-batches."""
-        rows = run.table(sharded_micro_batches.sharded_micro_batches)
+        rows = run.table(pipeline_communication.sharded_micro_batches)
         often = rows.filter(
             pl.col("with_calls") >= self.min_micro_batches, pl.col("with_calls") * 2 >= pl.col("micro_batches")
         )
-        passes = run.table(sharded_micro_batches.passes)
+        passes = run.table(pipeline_communication.micro_batch_passes)
         if often.is_empty() or passes.is_empty():
             return
         ops = often.group_by("rank", "step", "axis").agg(
@@ -112,7 +108,7 @@ class SlowPipelineLink(Rule):
     """
 
     code: ClassVar[str] = "PIPE005"
-    facts: ClassVar[tuple[TraceFact, ...]] = pipeline_links.FACTS
+    facts: ClassVar[tuple[TraceFact, ...]] = pipeline_communication.FACTS
     min_slowdown: float = 3.0
     min_lost_ratio: float = 0.002
     warning_lost_ratio: float = 0.01
@@ -121,7 +117,7 @@ class SlowPipelineLink(Rule):
         """Yield one finding per pair of stages with a slow link."""
         if run.table(pipeline_bubbles.pipeline_bubbles).is_empty():
             return
-        links = _with_clock_errors(run, run.table(pipeline_links.links).drop_nulls("usual_ns"))
+        links = _with_clock_errors(run, run.table(pipeline_communication.links).drop_nulls("usual_ns"))
         slow = links.filter(
             pl.col("low_ns") >= self.min_slowdown * pl.col("usual_ns"),
             pl.col("low_ns") - pl.col("usual_ns") > pl.col("clock_error_ns"),

@@ -4,6 +4,7 @@ It is a real step, whose numbers can be looked up in the trace. It need not be t
 (`steps_without_saves.representative_step`), which pages show first.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -11,7 +12,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.rules.rule import largest_first
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 DEVICE = ("window", "rank", "device")
 KEY = ("window", "rank", "step", "device")
@@ -71,6 +72,94 @@ def evidence(table: pl.DataFrame, row: dict[str, Any], by: str, count: int = 40)
     """Return the rows of the step `row`, then those of other steps, the largest `by` first, at most `count` of each."""
     ordered, is_quoted = largest_first(table, by, "start_ns"), _is_in_step(table, row)
     return pl.concat([ordered.filter(is_quoted).head(count), ordered.filter(~is_quoted).head(count)])
+
+
+def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) -> pl.DataFrame:
+    """Return every step with the time lost in it (0 where none), and its share of the step (lost_ratio).
+
+    `lost` has columns window, rank, step, device, lost_ns and others that end in _ns; these are summed. `max_loss`, an
+    expression of the breakdown's columns, bounds the loss of a step: the most that the step can save.
+    """
+    names = [name for name in lost.columns if name.endswith("_ns") and name != "start_ns"]
+    sums = lost.group_by(KEY).agg(pl.col(names).sum())
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    bound = pl.col("duration_ns") if max_loss is None else max_loss
+    return (
+        steps.with_columns(bound.clip(0).alias("_max_loss_ns"))
+        .join(sums, on=KEY, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col(names).fill_null(0))
+        .with_columns(pl.min_horizontal(pl.col("lost_ns").clip(0), "_max_loss_ns").alias("lost_ns"))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+        .drop("_max_loss_ns")
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StepLoss:
+    """The loss that a finding quotes: that of the median step of the worst device."""
+
+    row: dict[str, Any]
+    """The step, with columns KEY, duration_ns, lost_ns and lost_ratio."""
+    steps: pl.DataFrame
+    """All steps that lose enough for the finding."""
+
+    def __str__(self) -> str:
+        return f"{describe_loss(self.row)} in {describe(self.row)}"
+
+    def rows(self, table: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of a table in the quoted step."""
+        return rows_of(table, self.row)
+
+    def finding(
+        self,
+        rule: Rule,
+        severity: Severity,
+        message: str,
+        fix: str,
+        *,
+        confidence: float,
+        evidence: pl.DataFrame,
+        what_if: WhatIf | None = None,
+        subject: str = "",
+        is_upper_bound: bool = False,
+    ) -> Finding:
+        """Return a finding with the impact and cost of the quoted step, and the ranks and steps that lose enough."""
+        return Finding(
+            rule.code,
+            severity,
+            message,
+            fix,
+            impact=min(1.0, self.row["lost_ratio"]),
+            cost_ns=self.row["lost_ns"],
+            confidence=confidence,
+            ranks=distinct(self.steps, "rank"),
+            steps=distinct(self.steps, "step"),
+            evidence=evidence,
+            what_if=what_if,
+            subject=subject,
+            is_of_window=self.row["step"] is None,
+            is_upper_bound=is_upper_bound,
+        )
+
+
+def worst_loss(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
+    """Return the loss of the worst device; None if its median step loses less than `min_lost_ratio`.
+
+    `steps` is a table of `by_step` or `steps_without_saves.losses`.
+    """
+    row = worst(steps, "lost_ratio")
+    if row is None or row["lost_ratio"] < min_lost_ratio:
+        return None
+    return StepLoss(row, steps.filter(pl.col("lost_ratio") >= min_lost_ratio))
+
+
+def worst_for_replay(steps: pl.DataFrame, min_cost_ratio: float) -> StepLoss | None:
+    """Return the loss of the worst device if it is enough for a replay, with the steps that lose half as much."""
+    loss = worst_loss(steps, min_cost_ratio * _REPLAY_FROM)
+    return loss and StepLoss(loss.row, steps.filter(pl.col("lost_ratio") >= loss.row["lost_ratio"] / 2))
+
+
+_REPLAY_FROM = 0.25  # facts can underestimate a loss where delays propagate
 
 
 def _is_in_step(table: pl.DataFrame, row: dict[str, Any]) -> pl.Expr:

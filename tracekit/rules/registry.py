@@ -1,7 +1,6 @@
 """RULES: every rule of tracekit, and those of plug-ins."""
 
 from tracekit.model import plugins
-from tracekit.rules.allocation_churn import ChangingSizes, ReallocatedBuffers
 from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.background_save import BlockingBackgroundSave, CpuStarvation, GilContention
 from tracekit.rules.checkpoint import BlockingCheckpoint
@@ -12,25 +11,22 @@ from tracekit.rules.checkpoint_policy import (
     SuboptimalInterval,
     UnverifiedShards,
 )
-from tracekit.rules.clock_drops import ClockDrop
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.communication import ExposedCommunication, PreparationGap
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
-from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.data_quality import DoubtfulTrace
-from tracekit.rules.device_stalls import DeviceStall
-from tracekit.rules.expert_parallel import OverloadedExperts
+from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
-from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.late_groups import LateGroup, OccasionalStraggler
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
-from tracekit.rules.occasional_stragglers import OccasionalStraggler
+from tracekit.rules.memory_reuse import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
+from tracekit.rules.model_parallel import ExposedTensorParallel, OverloadedExperts, TensorParallelAcrossNodes
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
 from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
-from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Rule
 from tracekit.rules.save_stalls import (
     CrowdedSave,
@@ -44,75 +40,20 @@ from tracekit.rules.save_stalls import (
 )
 from tracekit.rules.stalled_collectives import StalledCollective
 from tracekit.rules.stragglers import Straggler, UnevenRanks
-from tracekit.rules.streams import GiveWay, SerializedStreams
-from tracekit.rules.tensor_parallel import ExposedTensorParallel, TensorParallelAcrossNodes
+from tracekit.rules.streams import ExposedCopy, GiveWay, SerializedStreams
 
 RULES: tuple[type[Rule], ...] = (
-    ExposedCommunication,
-    SmallCollectives,
-    ReducedEveryMicroBatch,
-    PreparationGap,
-    GiveWay,
-    SerializedStreams,
-    ContendedCompute,
-    StarvedCollectives,
-    DeviceStall,
-    Straggler,
-    SlowLink,
-    UnevenRanks,
-    LateGroup,
-    OccasionalStraggler,
-    PipelineBubble,
-    UnbalancedStages,
-    FewMicroBatches,
-    ShardedMicroBatches,
-    SlowPipelineLink,
-    TensorParallelAcrossNodes,
-    ExposedTensorParallel,
-    OverloadedExperts,
-    LateLaunch,
-    BlockingSync,
-    DataStall,
-    ExposedCopy,
-    MisalignedProducts,
-    IdleTensorCores,
-    UnfusedOptimizer,
-    UnfusedKernels,
-    PartialWaves,
-    OutlierStep,
-    ColdStart,
-    ClockDrop,
-    StalledCollective,
-    SteadyDeviceAllocation,
-    NeedlessRecomputation,
-    GrowingMemory,
-    LittleHeadroom,
-    IdleReserve,
-    PeakOwner,
-    AllocatorRetry,
-    FragmentedMemory,
-    CrossStreamSlack,
-    ChangingSizes,
-    ReallocatedBuffers,
-    BlockingCheckpoint,
-    SerializedSave,
-    StagedSave,
-    SlowStorage,
-    SlowSync,
-    StragglingWriter,
-    PlannedSave,
-    GlobalSync,
-    GilContention,
-    CpuStarvation,
-    BlockingBackgroundSave,
-    AmplifiedRestore,
-    SuboptimalInterval,
-    LostOnPowerFailure,
-    UnverifiedShards,
-    CrowdedSave,
-    SeveralWriters,
-    DoubtfulTrace,
-)
+    ExposedCommunication, SmallCollectives, ReducedEveryMicroBatch, PreparationGap, GiveWay, SerializedStreams,
+    ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup, OccasionalStraggler,
+    PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink, TensorParallelAcrossNodes,
+    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, ExposedCopy, MisalignedProducts,
+    IdleTensorCores, UnfusedOptimizer, UnfusedKernels, PartialWaves, OutlierStep, ColdStart, ClockDrop,
+    StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom, IdleReserve,
+    PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers,
+    BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync,
+    GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
+    UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
+)  # fmt: skip
 
 
 def all_rules() -> tuple[type[Rule], ...]:

@@ -1,20 +1,27 @@
 """Rule, Finding and Report. Rules read tables of facts and yield findings; they never measure."""
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from enum import IntEnum
 from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit.analysis.quality import trace_quality
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import Removal
+
+_NUMBERED = re.compile(r"\bstep \((\d+)\)")
+_STEP = re.compile(r"(?<![\w.])([Ss])tep(s?)\b(?!\()")
+
+_KIND = "steps_from_repetition"
 
 
 class Severity(IntEnum):
@@ -147,13 +154,6 @@ def doubtful_data_issue(findings: Iterable[Finding]) -> Finding | None:
 _MOST_DATA = 0.5
 
 
-def _is_of_most_data(issue: Finding) -> bool:
-    if issue.severity is Severity.ERROR:
-        return True
-    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
-    return float(str(ratios.max() or 0.0)) > _MOST_DATA
-
-
 TIMED_FAMILIES = ("COMM", "HOST", "COMP", "RANK", "STREAM", "PIPE", "TP", "EP")
 """The families of rules on the time of steps: communication, host, compute, ranks, streams, and axes of the mesh."""
 
@@ -192,13 +192,6 @@ def median_name(count: int) -> str:
 
 
 _MAX_EVIDENCE_ROWS = 10
-
-
-def _with_relative_time(evidence: pl.DataFrame) -> pl.DataFrame:
-    # A Unix time in ns is unreadable.
-    start_ns = pl.col("start_ns")
-    after_first = (start_ns - start_ns.min()).alias("after_first_ns")
-    return evidence.select(after_first if name == "start_ns" else name for name in evidence.columns)
 
 
 @dataclass(frozen=True)
@@ -268,3 +261,40 @@ class Report:
         judging = timed or [code for code in self.rules if family(code) != "DATA"]
         reasons = [self.blind_spots[code] for code in judging if code in self.blind_spots]
         return reasons[0] if reasons and len(reasons) == len(judging) else None
+
+
+def has_found_iterations(run: Run) -> bool:
+    """Return whether steps of the run are iterations that were found by repetition."""
+    return _KIND in run.table(trace_quality.data_quality)["kind"]
+
+
+def name_iterations(report: Report) -> Report:
+    """Return the report with findings that speak of iterations, where its steps are iterations that were found."""
+    if not has_found_iterations(report.run):
+        return report
+    return replace(report, findings=tuple(map(_name_iteration, report.findings)))
+
+
+def _is_of_most_data(issue: Finding) -> bool:
+    if issue.severity is Severity.ERROR:
+        return True
+    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
+    return float(str(ratios.max() or 0.0)) > _MOST_DATA
+
+
+def _with_relative_time(evidence: pl.DataFrame) -> pl.DataFrame:
+    # A Unix time in ns is unreadable.
+    start_ns = pl.col("start_ns")
+    after_first = (start_ns - start_ns.min()).alias("after_first_ns")
+    return evidence.select(after_first if name == "start_ns" else name for name in evidence.columns)
+
+
+def _name_iteration(finding: Finding) -> Finding:
+    if finding.is_of_window or finding.subject == _KIND:
+        return finding
+    message = _NUMBERED.sub(r"iteration (\1, found by repetition)", finding.message)
+    return replace(finding, message=_STEP.sub(_iteration, message), is_of_iterations=True)
+
+
+def _iteration(match: re.Match[str]) -> str:
+    return ("Iteration" if match[1] == "S" else "iteration") + match[2]

@@ -8,11 +8,11 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
-from tracekit.analysis.host import io_calls
+from tracekit.analysis.host import host_stalls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.rules import io_evidence
+from tracekit.rules import recorded_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
@@ -34,7 +34,7 @@ class StalledSave(Rule):
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
-    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times, io_calls.calls)
+    facts: ClassVar[tuple[TraceFact, ...]] = (save_stages.saves, save_stages.step_times, host_stalls.io_calls)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
 
@@ -87,7 +87,7 @@ def _io(run: Run, row: dict[str, Any]) -> str:
     of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
     totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
     kinds = _IO_KINDS.get(row["stage"], ())
-    return io_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
+    return recorded_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:

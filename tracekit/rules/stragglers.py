@@ -10,11 +10,11 @@ from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_pl
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
+from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.rules import quoted_step
-from tracekit.rules.device_evidence import DeviceEvidence
-from tracekit.rules.expert_parallel import OverloadedExperts, overloaded_ranks
+from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
+from tracekit.rules.recorded_evidence import DeviceEvidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40

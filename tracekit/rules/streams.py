@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import contention
+from tracekit.analysis.host import launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -15,11 +17,13 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.contention import GIVE_WAY
 from tracekit.replay.graph.causes.order import SHARED_COMMUNICATOR, SHARED_QUEUE
-from tracekit.rules import quoted_step, step_losses
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
-from tracekit.rules.step_losses import StepLoss
+from tracekit.rules import quoted_step
+from tracekit.rules.quoted_step import KEY, StepLoss
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _GAP = ("window", "rank", "communication_gap")
+_OWNER = ["op", "stack", "direction", "memory"]
+_LARGE_BYTES = 1 << 20  # smaller copies measure latency, not bandwidth
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class GiveWay(Rule):
         unknown = run.table(contention.preparation).filter(
             pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
         )
-        steps = step_losses.by_step(run, unknown.select(*quoted_step.KEY, pl.col("dur_ns").alias("lost_ns")))
-        loss = step_losses.worst(steps, self.min_cost_ratio)
+        steps = quoted_step.by_step(run, unknown.select(*quoted_step.KEY, pl.col("dur_ns").alias("lost_ns")))
+        loss = quoted_step.worst_loss(steps, self.min_cost_ratio)
         if loss is None:
             return None
         return (
@@ -80,8 +84,8 @@ class GiveWay(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if compute waits for slowed preparation."""
         chains = self._chains(quoted_step.in_steps(run, run.table(contention.preparation)))
-        steps = step_losses.by_step(run, chains.select(*quoted_step.KEY, "lost_ns", "delay_ns"))
-        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        steps = quoted_step.by_step(run, chains.select(*quoted_step.KEY, "lost_ns", "delay_ns"))
+        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
         quoted_chains = loss.rows(chains)
@@ -157,13 +161,13 @@ class SerializedStreams(Rule):
         order = self._in_launch_order(quoted_step.in_steps(run, run.table(queueing.launch_order)))
         delayed = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
         upper_bound = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
-        steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
+        steps = quoted_step.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
         queued = delayed.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
         yield from self._finding(run, steps, queued.filter(pl.col("reason") == queueing.ORDER), order)
         waits = delayed.filter(pl.col("reason") == queueing.COMMUNICATOR).join(
             queued, on=["rank", "device"], how="anti"
         )
-        shared = step_losses.by_step(
+        shared = quoted_step.by_step(
             run, waits.select(*quoted_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
         yield from self._finding(run, shared, waits, None)
@@ -180,7 +184,7 @@ class SerializedStreams(Rule):
     def _finding(
         self, run: Run, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None
     ) -> Iterator[Finding]:
-        loss = step_losses.worst_for_replay(steps, self.min_cost_ratio)
+        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         # A finding that is information at most is not worth a replay below the threshold.
         if loss is None or (order is None and loss.row["lost_ratio"] < self.min_cost_ratio):
             return
@@ -202,19 +206,29 @@ _QUEUE_FIX = (
     "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1, every stream waits for earlier launches on all "
     "other streams."
 )
+
+
 _COMMUNICATOR_FIX = (
     "Use separate communicators for collectives that need not wait for each other: {}another process group "
     "(dist.new_group). They still share the links."
 )
+
+
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
+
+
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
     "before a collective."
 )
+
+
 _PREPARE_IN_BUFFERS = (
     "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid casts and "
     "divides before the reduce-scatter ({}.reduce_dtype)."
 )
+
+
 _PREPARE_EARLIER = {
     workload.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
     "avoid casts before the all-reduce.",
@@ -222,6 +236,74 @@ _PREPARE_EARLIER = {
     workload.FSDP2: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
     workload.YAFSDP: _PREPARE_IN_BUFFERS.format("MixedPrecisionPolicy"),
 }
+
+
+@dataclass(frozen=True)
+class ExposedCopy(Rule):
+    """Copies between host and device during which the device computes nothing.
+
+    What it does: reports runs in which copies from or to the host take more than `info_exposed_ratio` of the step while
+    neither compute nor a collective runs; a warning from `max_exposed_ratio`. It names the op with most of that time,
+    and its line where stacks were recorded.
+
+    Why it costs: the device is idle during the copy. Each small copy takes some microseconds however few bytes it
+    moves, and a copy from or to pageable memory also blocks the host and is staged through a pinned buffer.
+
+    How it is measured: per copy, its time without concurrent compute and collectives on the device; copies of saves are
+    left out. Together they cost at most the step's exposed copy time. Bandwidth is stated for copies of 1 MiB or more,
+    and called slow below `slow_bytes_per_ns` GB/s: PCIe 3.0 x16 moves 12 GB/s. Steps that save are left out; the
+    message quotes the median step of the worst device.
+
+    How to fix: to the device: DataLoader(pin_memory=True) and .to(device, non_blocking=True) one batch ahead on a
+    stream of its own, one large tensor instead of many small ones, or creation on the device. To the host: keep values
+    on the device, stack them, and copy them once every N steps with non_blocking=True into pinned memory.
+
+    Blind spots: the time for which the host waits for such a copy belongs to HOST002. Copies by kernels that read host
+    memory (UVA, managed memory) look like compute. Copies between devices are not judged.
+    """
+
+    code: ClassVar[str] = "HOST004"
+    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *steps_without_saves.FACTS)
+    info_exposed_ratio: float = 0.02
+    max_exposed_ratio: float = 0.05
+    slow_bytes_per_ns: float = 2.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's median step exceeds the threshold."""
+        exposed = run.table(launch_delay.exposed_copies)
+        lost = exposed.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
+        steps = quoted_step.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))
+        loss = quoted_step.worst_loss(steps_without_saves.without_saves(run, steps), self.info_exposed_ratio)
+        if loss is None:
+            return
+        rows = loss.rows(exposed)
+        sums = rows.group_by(_OWNER).agg(pl.len().alias("count"), pl.col("bytes", "dur_ns", "exposed_ns").sum())
+        largest = largest_first(sums, "exposed_ns", *_OWNER).row(0, named=True)
+        yield loss.finding(
+            self,
+            Severity.WARNING if loss.row["lost_ratio"] >= self.max_exposed_ratio else Severity.INFO,
+            f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
+            f"{self._describe(largest)}",
+            _fix(largest),
+            confidence=0.8,
+            evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
+        )
+
+    def _describe(self, largest: dict[str, Any]) -> str:
+        """Return a sentence on the op with most of the exposed time: how many copies, how large, how fast, where."""
+        count, moved = largest["count"], largest["bytes"] or 0
+        memory = f", {largest['memory']} memory" if largest["memory"] else ""
+        where = f" at {largest['stack']}" if largest["stack"] else ""
+        speed = f", {units.size(moved)} in total" if moved else ""
+        if moved >= _LARGE_BYTES * count and largest["dur_ns"]:
+            per_ns = moved / largest["dur_ns"]
+            slow = ", far below the bandwidth of any PCIe link" if per_ns < self.slow_bytes_per_ns else ""
+            speed += f" at {per_ns:.1f} GB/s{slow}"
+        return (
+            f"{units.duration(largest['exposed_ns'])} of that is {_count_text(count)} ({largest['direction']}) by "
+            f"{largest['op'] or 'an unknown op'}{where} ({units.duration(largest['dur_ns'] // count)} each"
+            f"{memory}{speed})."
+        )
 
 
 def _give_way_message(loss: StepLoss, chains: pl.DataFrame) -> str:
@@ -250,4 +332,21 @@ def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
     return (
         f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one of the same "
         f"process group on another stream. Up to {loss} is exposed."
+    )
+
+
+def _count_text(count: int) -> str:
+    return f"{count:,} {'copy' if count == 1 else 'copies'}"
+
+
+def _fix(largest: dict[str, Any]) -> str:
+    pinned = " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
+    if largest["direction"] == launch_delay.TO_HOST:
+        return (
+            "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps "
+            f"with non_blocking=True into pinned memory.{pinned}"
+        )
+    return (
+        "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, non_blocking=True). "
+        f"Merge many small tensors into one, or create them on the device.{pinned}"
     )

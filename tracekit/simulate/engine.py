@@ -9,10 +9,9 @@ import numpy as np
 
 from tracekit.conventions.gc_pause import gc_paused
 from tracekit.conventions.strategies import STRATEGIES
-from tracekit.simulate import groups, hybrid_program
+from tracekit.simulate import hybrid_program, topology
 from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
-from tracekit.simulate.fsdp1 import Ddp, Fsdp1
-from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
+from tracekit.simulate.fsdp import Ddp, Fsdp1, Fsdp2, Hsdp
 from tracekit.simulate.hosts import SPACE_NS, HostState
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction, Kernel, timed_program
@@ -64,7 +63,7 @@ class Engine:
         self, job: Job, program: list[Instruction] | Mapping[int, list[Instruction]], *, is_recorded: bool = True
     ) -> None:
         self.job, self.is_recorded = job, is_recorded
-        self.world = groups.world(job)
+        self.world = topology.world(job)
         programs = program if isinstance(program, Mapping) else dict.fromkeys(job.simulated_ranks, program)
         if not is_recorded:
             programs = _timed_programs(job, programs)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from tracekit.errors import InputError
-from tracekit.simulate import engine, fault_arguments, hybrid_faults, memory
+from tracekit.simulate import engine, fault_registry, hybrid_faults, memory
 from tracekit.simulate.fault_registry import Fault, FaultRequest, impair, on_hardware, register, switch
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Impairments, Job
 
@@ -99,7 +99,7 @@ def _stall_ns(job: Job) -> int:
     hybrid=True,
 )
 def _slow_rank(job: Job, args: Sequence[str]) -> Job:
-    rank, factor = fault_arguments.rank(job, args, 0), fault_arguments.factor(args, 1, 1.3)
+    rank, factor = fault_registry.rank(job, args, 0), fault_registry.factor(args, 1, 1.3)
     return impair(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
 
 
@@ -114,7 +114,7 @@ def _slow_rank(job: Job, args: Sequence[str]) -> Job:
     traces_of="slow-rank",
 )
 def _throttled_gpu(job: Job, args: Sequence[str]) -> Job:
-    slow, rank = _slow_rank(job, args), fault_arguments.rank(job, args, 0)
+    slow, rank = _slow_rank(job, args), fault_registry.rank(job, args, 0)
     return impair(slow, throttled_ranks=(*job.impairments.throttled_ranks, rank))
 
 
@@ -127,8 +127,8 @@ def _throttled_gpu(job: Job, args: Sequence[str]) -> Job:
     ranks=lambda job: tuple(job.impairments.slow_ranks),
 )
 def _straggler_from_step(job: Job, args: Sequence[str]) -> Job:
-    since = fault_arguments.step(job, args, 0, job.steps // 2)
-    rank, factor = fault_arguments.rank(job, args, 1), fault_arguments.factor(args, 2, 1.3)
+    since = fault_registry.step(job, args, 0, job.steps // 2)
+    rank, factor = fault_registry.rank(job, args, 1), fault_registry.factor(args, 2, 1.3)
     return impair(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
 
 
@@ -144,9 +144,9 @@ def _straggler_from_step(job: Job, args: Sequence[str]) -> Job:
 def _slow_link(job: Job, args: Sequence[str]) -> Job:
     usual = 0 if job.strategy == HSDP else job.steps // 2
     rank, factor, since = (
-        fault_arguments.rank(job, args, 0),
-        fault_arguments.factor(args, 1, 2.5),
-        fault_arguments.step(job, args, 2, usual),
+        fault_registry.rank(job, args, 0),
+        fault_registry.factor(args, 1, 2.5),
+        fault_registry.step(job, args, 2, usual),
     )
     return impair(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
 
@@ -160,7 +160,7 @@ def _slow_link(job: Job, args: Sequence[str]) -> Job:
 )
 def _late_launch(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return impair(job, launch_delay_ns=fault_arguments.duration(args, lambda: round(_STALL * _step_ns(job) / passes)))
+    return impair(job, launch_delay_ns=fault_registry.duration(args, lambda: round(_STALL * _step_ns(job) / passes)))
 
 
 @_fault(
@@ -172,7 +172,7 @@ def _late_launch(job: Job, args: Sequence[str]) -> Job:
 )
 def _host_sync(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
-    return impair(job, host_read_ns=fault_arguments.duration(args, lambda: _step_ns(job) // (10 * passes)))
+    return impair(job, host_read_ns=fault_registry.duration(args, lambda: _step_ns(job) // (10 * passes)))
 
 
 @_fault(
@@ -184,7 +184,7 @@ def _host_sync(job: Job, args: Sequence[str]) -> Job:
     hybrid=True,
 )
 def _dataloader_stall(job: Job, args: Sequence[str]) -> Job:
-    return impair(job, data_stall_ns=fault_arguments.duration(args, lambda: round(_STALL * _step_ns(job))))
+    return impair(job, data_stall_ns=fault_registry.duration(args, lambda: round(_STALL * _step_ns(job))))
 
 
 @_fault(
@@ -197,8 +197,8 @@ def _dataloader_stall(job: Job, args: Sequence[str]) -> Job:
     ranks=lambda job: tuple(job.impairments.host_stalls),
 )
 def _host_stall(job: Job, args: Sequence[str]) -> Job:
-    rank, step = fault_arguments.rank(job, args, 0), fault_arguments.step(job, args, 2, job.steps // 2)
-    took_ns = fault_arguments.duration(args[1:], lambda: (step + 1) * _stall_ns(job))
+    rank, step = fault_registry.rank(job, args, 0), fault_registry.step(job, args, 2, job.steps // 2)
+    took_ns = fault_registry.duration(args[1:], lambda: (step + 1) * _stall_ns(job))
     return impair(job, host_stalls={**job.impairments.host_stalls, rank: (step, took_ns)})
 
 
@@ -213,8 +213,8 @@ def _host_stall(job: Job, args: Sequence[str]) -> Job:
 def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: other steps show how long the collective usually takes")
-    took_ns = fault_arguments.duration(args, lambda: _stall_ns(job))
-    return impair(job, stalled_collective=(fault_arguments.step(job, args, 1, job.steps // 2), took_ns))
+    took_ns = fault_registry.duration(args, lambda: _stall_ns(job))
+    return impair(job, stalled_collective=(fault_registry.step(job, args, 1, job.steps // 2), took_ns))
 
 
 @_fault(
@@ -227,8 +227,8 @@ def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
 def _checkpoint_stall(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: a save lies between two steps")
-    took_ns = fault_arguments.duration(args, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
-    return impair(job, save_ns=took_ns, save_step=fault_arguments.step(job, args, 1, (job.steps - 1) // 2))
+    took_ns = fault_registry.duration(args, lambda: max(_LEAST_SAVE_NS, _step_ns(job)))
+    return impair(job, save_ns=took_ns, save_step=fault_registry.step(job, args, 1, (job.steps - 1) // 2))
 
 
 @_fault(
@@ -242,7 +242,7 @@ def _checkpoint_stall(job: Job, args: Sequence[str]) -> Job:
 def _allocator_retry(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
-    calls = fault_arguments.count(args, lambda: max(8, _step_ns(job) // 10_000_000))
+    calls = fault_registry.count(args, lambda: max(8, _step_ns(job) // 10_000_000))
     return impair(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
 
 
@@ -272,12 +272,12 @@ _fault(
     remove=lambda job: on_hardware(job, collective_slows_compute=0.0),
 )
 def _sm_contention(job: Job, args: Sequence[str]) -> Job:
-    return on_hardware(job, collective_slows_compute=fault_arguments.factor(args, 0, 1.6) - 1)
+    return on_hardware(job, collective_slows_compute=fault_registry.factor(args, 0, 1.6) - 1)
 
 
 @_fault("starved-collectives", "STREAM004", "[:FACTOR]", "collectives take FACTOR times as long (2) while compute runs")
 def _starved_collectives(job: Job, args: Sequence[str]) -> Job:
-    return on_hardware(job, compute_slows_collective=fault_arguments.factor(args, 0, 2.0) - 1)
+    return on_hardware(job, compute_slows_collective=fault_registry.factor(args, 0, 2.0) - 1)
 
 
 _fault(
@@ -291,14 +291,14 @@ _fault(
 
 @_fault("slow-network", "COMM001", "[:FACTOR]", "all links have 1/FACTOR of their bandwidth (4)")
 def _slow_network(job: Job, args: Sequence[str]) -> Job:
-    factor, hardware = fault_arguments.factor(args, 0, 4.0), job.hardware
+    factor, hardware = fault_registry.factor(args, 0, 4.0), job.hardware
     node, network = hardware.node_bytes_per_s / factor, hardware.network_bytes_per_s / factor
     return on_hardware(job, node_bytes_per_s=node, network_bytes_per_s=network)
 
 
 @_fault("small-collectives", "COMM002", "[:COUNT]", "each unit is gathered and reduced in COUNT collectives (32)")
 def _small_collectives(job: Job, args: Sequence[str]) -> Job:
-    return impair(job, collectives_per_unit=fault_arguments.count(args, lambda: 32))
+    return impair(job, collectives_per_unit=fault_registry.count(args, lambda: 32))
 
 
 _fault(
@@ -323,7 +323,7 @@ def _needless_recomputation(job: Job, args: Sequence[str]) -> Job:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
     if memory.peak_bytes(job) > job.hardware.memory_bytes:
         raise ValueError("the activations do not fit into memory, so recomputation would not be needless")
-    return impair(job, extra_checkpointed_layers=min(max_layers, fault_arguments.count(args, lambda: max_layers)))
+    return impair(job, extra_checkpointed_layers=min(max_layers, fault_registry.count(args, lambda: max_layers)))
 
 
 FAULTS |= hybrid_faults.FAULTS

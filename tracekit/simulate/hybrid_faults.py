@@ -6,9 +6,8 @@ from functools import partial
 
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
-from tracekit.simulate import engine, fault_arguments, hybrid
+from tracekit.simulate import engine, fault_registry, hybrid
 from tracekit.simulate.fault_registry import Fault, impair, on_hardware, register
-from tracekit.simulate.hybrid import Hybrid
 from tracekit.simulate.job import Impairments, Job
 
 FAULTS: dict[str, Fault] = {}
@@ -20,11 +19,11 @@ def _slow_ranks(job: Job) -> tuple[int, ...]:
 
 
 def _slow_stages(job: Job) -> tuple[int, ...]:
-    return _layout(job).stages_of(_slow_ranks(job)[0])
+    return job.mesh.stages_of(_slow_ranks(job)[0])
 
 
 def _largest_stage(job: Job) -> tuple[int, ...]:
-    layers = _layout(job).stage_layers
+    layers = job.mesh.stage_layers
     return (max(range(len(layers)), key=lambda stage: layers[stage]),)
 
 
@@ -38,8 +37,8 @@ def _largest_stage(job: Job) -> tuple[int, ...]:
     stages=_slow_stages,
 )
 def _slow_stage(job: Job, args: Sequence[str]) -> Job:
-    ranks = _layout(job).ranks_of(_stage(job, args, 1))
-    return _slow_down(job, ranks, fault_arguments.factor(args, 1, 1.5))
+    ranks = job.mesh.ranks_of(_stage(job, args, 1))
+    return _slow_down(job, ranks, fault_registry.factor(args, 1, 1.5))
 
 
 @_fault(
@@ -48,12 +47,12 @@ def _slow_stage(job: Job, args: Sequence[str]) -> Job:
     "[:STAGE[:LAYERS]]",
     "a stage (the second) has LAYERS more layers (1), taken from the others",
     axis=PP,
-    ranks=lambda job: tuple(_layout(job).ranks_of(_largest_stage(job)[0])),
+    ranks=lambda job: tuple(job.mesh.ranks_of(_largest_stage(job)[0])),
     stages=_largest_stage,
 )
 def _unbalanced_stages(job: Job, args: Sequence[str]) -> Job:
-    layers = int(fault_arguments.argument(args, 1, 1))
-    return replace(job, hybrid=hybrid.move_layers(_layout(job), stage=_stage(job, args, 1), layers=layers))
+    layers = int(fault_registry.argument(args, 1, 1))
+    return replace(job, hybrid=hybrid.move_layers(job.mesh, stage=_stage(job, args, 1), layers=layers))
 
 
 @_fault(
@@ -64,7 +63,7 @@ def _unbalanced_stages(job: Job, args: Sequence[str]) -> Job:
     axis=PP,
 )
 def _few_micro_batches(job: Job, args: Sequence[str]) -> Job:
-    count = fault_arguments.count(args, lambda: _layout(job).layout.pp)
+    count = fault_registry.count(args, lambda: job.mesh.layout.pp)
     _require_pipeline(job)
     if count >= job.micro_batches or job.micro_batches % count:
         raise ValueError(f"{count} is not a smaller number that divides --micro-batches {job.micro_batches}")
@@ -98,9 +97,9 @@ def _sharded_micro_batches(job: Job, args: Sequence[str]) -> Job:
 )
 def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
     stage = _stage(job, args, 0)
-    if stage >= _layout(job).layout.pp - 1:
+    if stage >= job.mesh.layout.pp - 1:
         raise ValueError(f"{stage} is not a stage with a next one on other ranks")
-    return impair(job, slow_boundaries={stage: fault_arguments.factor(args, 1, 20.0)})
+    return impair(job, slow_boundaries={stage: fault_registry.factor(args, 1, 20.0)})
 
 
 @_fault(
@@ -112,8 +111,8 @@ def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
 )
 def _slow_pipeline_links(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
-    factor = fault_arguments.factor(args, 0, 20.0)
-    return impair(job, slow_boundaries=dict.fromkeys(range(_layout(job).layout.pp), factor))
+    factor = fault_registry.factor(args, 0, 20.0)
+    return impair(job, slow_boundaries=dict.fromkeys(range(job.mesh.layout.pp), factor))
 
 
 @_fault(
@@ -126,7 +125,7 @@ def _slow_pipeline_links(job: Job, args: Sequence[str]) -> Job:
 )
 def _read_each_action(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
-    return impair(job, action_read_ns=fault_arguments.duration(args, lambda: _mean_action_ns(job) // 4))
+    return impair(job, action_read_ns=fault_registry.duration(args, lambda: _mean_action_ns(job) // 4))
 
 
 @_fault(
@@ -137,15 +136,15 @@ def _read_each_action(job: Job, args: Sequence[str]) -> Job:
     axis=TP,
 )
 def _slow_tensor_link(job: Job, args: Sequence[str]) -> Job:
-    _require_ranks(_layout(job).layout.tp, "--tp")
-    return impair(job, slow_axes={TP: fault_arguments.factor(args, 0, 6.0)})
+    _require_ranks(job.mesh.layout.tp, "--tp")
+    return impair(job, slow_axes={TP: fault_registry.factor(args, 0, 6.0)})
 
 
 @_fault("tp-across-nodes", "TP001", "", "nodes have half as many GPUs as --tp, so its groups span two nodes", axis=TP)
 def _tp_across_nodes(job: Job, args: Sequence[str]) -> Job:
     if args:
         raise ValueError("it takes no arguments")
-    ranks = _layout(job).layout.tp
+    ranks = job.mesh.layout.tp
     _require_ranks(ranks, "--tp")
     if ranks > job.hardware.gpus_per_node:
         raise ValueError("--tp spans nodes already")
@@ -163,12 +162,12 @@ def _tp_across_nodes(job: Job, args: Sequence[str]) -> Job:
     ranks=lambda job: _ranks_of_hot_expert(job),
 )
 def _hot_expert(job: Job, args: Sequence[str]) -> Job:
-    _require_ranks(_layout(job).layout.ep, "--ep")
+    _require_ranks(job.mesh.layout.ep, "--ep")
     assert job.model.experts is not None
-    expert = int(fault_arguments.argument(args, 0, 0))
+    expert = int(fault_registry.argument(args, 0, 0))
     if not 0 <= expert < job.model.experts.count:
         raise ValueError(f"{expert} is not one of {job.model.experts.count} experts")
-    return impair(job, hot_expert=(expert, fault_arguments.factor(args, 1, 4.0)))
+    return impair(job, hot_expert=(expert, fault_registry.factor(args, 1, 4.0)))
 
 
 @_fault(
@@ -182,7 +181,7 @@ def _late_node(job: Job, args: Sequence[str]) -> Job:
     nodes = job.gpus // job.node
     _require_ranks(nodes, "nodes")
     node = _number_argument(args, 1, nodes, "node")
-    return _slow_down(job, range(node * job.node, (node + 1) * job.node), fault_arguments.factor(args, 1, 1.3))
+    return _slow_down(job, range(node * job.node, (node + 1) * job.node), fault_registry.factor(args, 1, 1.3))
 
 
 @_fault(
@@ -194,36 +193,31 @@ def _late_node(job: Job, args: Sequence[str]) -> Job:
     ranks=_slow_ranks,
 )
 def _late_replica(job: Job, args: Sequence[str]) -> Job:
-    layout = _layout(job).layout
+    layout = job.mesh.layout
     _require_ranks(layout.data_ranks, "data parallelism")
     replica = _number_argument(args, 1, layout.data_ranks, "replica")
     ranks = [rank for rank in range(job.gpus) if layout.data_rank(rank) == replica]
-    return _slow_down(job, ranks, fault_arguments.factor(args, 1, 1.3))
+    return _slow_down(job, ranks, fault_registry.factor(args, 1, 1.3))
 
 
 def _slow_down(job: Job, ranks: Sequence[int], factor: float) -> Job:
     return impair(job, slow_ranks={**job.impairments.slow_ranks, **dict.fromkeys(ranks, (factor, 0))})
 
 
-def _layout(job: Job) -> Hybrid:
-    assert job.hybrid is not None
-    return job.hybrid
-
-
 def _stage(job: Job, args: Sequence[str], default: int) -> int:
     _require_pipeline(job)
-    return _number_argument(args, default, _layout(job).stages, "stage")
+    return _number_argument(args, default, job.mesh.stages, "stage")
 
 
 def _number_argument(args: Sequence[str], default: int, count: int, what: str) -> int:
-    text = fault_arguments.argument(args, 0, default)
+    text = fault_registry.argument(args, 0, default)
     if not text.isdecimal() or int(text) >= count:
         raise ValueError(f"{text!r} is not a {what} of {count}")
     return int(text)
 
 
 def _require_pipeline(job: Job) -> None:
-    _require_ranks(_layout(job).layout.pp, "--pp")
+    _require_ranks(job.mesh.layout.pp, "--pp")
 
 
 def _require_ranks(count: int, what: str) -> None:
@@ -234,7 +228,7 @@ def _require_ranks(count: int, what: str) -> None:
 def _mean_action_ns(job: Job) -> int:
     """Return the mean time of an action of the schedule, without faults."""
     healthy = replace(job, impairments=Impairments(), steps=1)
-    actions = pipeline_schedules.order(_layout(job).schedule, _layout(job).shape(job.micro_batches), 0)
+    actions = pipeline_schedules.order(job.mesh.schedule, job.mesh.shape(job.micro_batches), 0)
     return engine.total_ns(healthy) // len(actions)
 
 
@@ -244,12 +238,12 @@ def _boundary(job: Job) -> tuple[int, ...]:
 
 
 def _ranks_at_boundary(job: Job) -> list[int]:
-    return sorted(rank for stage in _boundary(job) for rank in _layout(job).ranks_of(stage))
+    return sorted(rank for stage in _boundary(job) for rank in job.mesh.ranks_of(stage))
 
 
 def _ranks_of_hot_expert(job: Job) -> tuple[int, ...]:
     assert job.model.experts is not None
     assert job.impairments.hot_expert is not None
-    layout = _layout(job).layout
+    layout = job.mesh.layout
     index = job.impairments.hot_expert[0] // (job.model.experts.count // layout.ep)
     return tuple(sorted(ranks[index] for ranks in layout.groups(EP)))

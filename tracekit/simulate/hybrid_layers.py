@@ -7,7 +7,11 @@ sequence parallelism an all-gather and a reduce-scatter in the place of each (ar
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tracekit.conventions.strategies import ALL_GATHER, ALL_REDUCE, EP, REDUCE_SCATTER, TP
 from tracekit.simulate import costs, kernels
@@ -16,6 +20,7 @@ from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 
 ALL_TO_ALL = "all_to_all"
+_CONCENTRATION = 400.0  # of the Dirichlet distribution of shares: a balanced router differs by about 5%
 
 
 class Message(NamedTuple):
@@ -60,13 +65,11 @@ class Layers:
 
     @property
     def _ranks(self) -> int:
-        assert self.job.hybrid is not None
-        return self.job.hybrid.layout.tp
+        return self.job.mesh.layout.tp
 
     @property
     def _scatters(self) -> bool:
-        assert self.job.hybrid is not None
-        return self.job.hybrid.sequence_parallel
+        return self.job.mesh.sequence_parallel
 
     def forward(self, routing: Routing | None = None) -> Iterator[Item]:
         """Yield a layer's forward pass."""
@@ -227,8 +230,7 @@ _GROUPED = "void cutlass::device_kernel<at::cuda::detail::grouped_mm_kernel<cutl
 
 def layer_parameters(job: Job) -> tuple[int, int]:
     """Return the weights of a layer on one rank: those that all ranks of data parallelism share, and its experts'."""
-    model, hybrid = job.model, job.hybrid
-    assert hybrid is not None
+    model, hybrid = job.model, job.mesh
     attention = sum(model.attention_parameters) // hybrid.layout.tp
     if model.experts is None:
         return attention + sum(model.feed_forward_parameters) // hybrid.layout.tp, 0
@@ -241,10 +243,43 @@ def transferred_elements(job: Job) -> int:
 
     With sequence parallelism each rank has, and sends, its part of the sequence.
     """
-    assert job.hybrid is not None
-    return job.tokens * job.model.width // (job.hybrid.layout.tp if job.hybrid.sequence_parallel else 1)
+    return job.tokens * job.model.width // (job.mesh.layout.tp if job.mesh.sequence_parallel else 1)
 
 
 def parts_of(job: Job) -> Parts:
     """Return the compute of one micro-batch on an undivided layer."""
     return costs.parts(job.model, costs.rates(job.hardware, spans_nodes=False), batch=job.batch, seq=job.seq, shards=1)
+
+
+class Router:
+    """Draws how many tokens of each rank go to each expert, by step, micro-batch and layer."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        groups = job.mesh.layout.groups(EP) if job.model.experts else []
+        self._place = {rank: (number, index) for number, ranks in enumerate(groups) for index, rank in enumerate(ranks)}
+        self._routes = lru_cache(maxsize=None)(self._drawn)
+
+    def routing(self, step: int, micro_batch: int, layer: int, rank: int) -> Routing | None:
+        """Return the destinations of a rank's tokens, and what its experts receive; None without experts."""
+        if self._job.model.experts is None:
+            return None
+        group, index = self._place[rank]
+        tokens = self._routes(step, micro_batch, layer, group)
+        sent, received = tokens[index], tokens[:, index]
+        slowest = max(int(tokens.sum(axis=axis).max()) for axis in (0, 1))
+        return Routing(tuple(map(int, sent)), tuple(map(int, received)), slowest)
+
+    def _drawn(self, step: int, micro_batch: int, layer: int, group: int) -> npt.NDArray[np.int64]:
+        """Return the tokens that each rank of a group sends to each other one, shape (ep, ep)."""
+        experts, hybrid = self._job.model.experts, self._job.mesh
+        assert experts is not None
+        random = np.random.default_rng((self._job.seed, step, micro_batch, layer, group))
+        weights = np.full(experts.count, _CONCENTRATION)
+        if self._job.impairments.hot_expert is not None:
+            expert, factor = self._job.impairments.hot_expert
+            weights[expert] *= factor
+        shares = random.dirichlet(weights)
+        counts = random.multinomial(self._job.tokens * experts.active, shares, size=hybrid.layout.ep)
+        per_rank: npt.NDArray[np.int64] = counts.reshape(hybrid.layout.ep, hybrid.layout.ep, -1).sum(axis=2)
+        return per_rank

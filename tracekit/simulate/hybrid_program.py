@@ -2,38 +2,35 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 from tracekit import conventions
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from tracekit.conventions.strategies import PP
-from tracekit.simulate import hybrid_memory, hybrid_reduction, kernels, program
-from tracekit.simulate.experts import Router
+from tracekit.simulate import hybrid_weights, kernels, memory, program
 from tracekit.simulate.hybrid_layers import (
     Item,
     Layers,
     Message,
+    Router,
     WeightGradient,
     parts_of,
     transferred_elements,
 )
-from tracekit.simulate.hybrid_topology import WORLD, HybridWorld, channel
 from tracekit.simulate.hybrid_weights import HEAD, ROOT, GatheredWeights, Part
 from tracekit.simulate.job import Job
-from tracekit.simulate.kernels import Op
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
+from tracekit.simulate.schedule import TrainingProgram
+from tracekit.simulate.topology import WORLD, HybridWorld, channel
 
-_PCIE_BYTES_PER_S = 20e9
 _ADD_GRADIENTS = (BACKWARD, WEIGHT_GRADIENT)
 _STREAMS = {"tp": program.TENSOR_STREAM, "ep": program.EXPERT_STREAM, WORLD: program.WORLD_STREAM}
 
 
 def programs(job: Job) -> dict[int, list[Instruction]]:
     """Return the program of each rank: one for all with the same stages, unless their experts get other tokens."""
-    assert job.hybrid is not None
     world, router = HybridWorld(job), Router(job)
-    stages = {rank: job.hybrid.stages_of(rank) for rank in job.simulated_ranks}
+    stages = {rank: job.mesh.stages_of(rank) for rank in job.simulated_ranks}
     written: dict[Hashable, list[Instruction]] = {}
     for rank, rank_stages in stages.items():
         key: Hashable = rank_stages if job.model.experts is None else rank
@@ -42,13 +39,12 @@ def programs(job: Job) -> dict[int, list[Instruction]]:
     return {rank: written[rank_stages if job.model.experts is None else rank] for rank, rank_stages in stages.items()}
 
 
-class RankProgram:
+class RankProgram(TrainingProgram):
     """Writes one rank's program."""
 
     def __init__(self, job: Job, rank: int, world: HybridWorld, router: Router) -> None:
-        assert job.hybrid is not None
-        self.job, self.rank, self.hybrid = job, rank, job.hybrid
-        self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
+        super().__init__(job)
+        self.rank, self.hybrid = rank, job.mesh
         self._world, self._router = world, router
         self._layers = Layers(job, parts_of(job))
         self._received: dict[Action, int] = {}
@@ -71,7 +67,7 @@ class RankProgram:
         with host.span(f"ProfilerStep#{number}"):
             host.add(program.Step(number))
             host.begin(f"{number} data")
-            self._load_batch()
+            self.load_batch(self.job.tokens * self.job.micro_batches)
             self._gather(number)
             for index, action in enumerate(self._actions):
                 if not index:
@@ -90,7 +86,7 @@ class RankProgram:
         read_ns = self.job.impairments.action_read_ns
         if read_ns is None:
             return
-        self._begin(f"{number} {action.name} read")
+        self.host.begin(f"{number} {action.name} read")
         self.host.read_item()
         self.host.add(program.PassTime(read_ns))
 
@@ -113,17 +109,6 @@ class RankProgram:
         last = [HEAD] if stage == self.hybrid.stages - 1 else []
         return [*first, *self.hybrid.layers_of(stage), *last]
 
-    def _load_batch(self) -> None:
-        size_bytes = 8 * 2 * self.job.tokens * self.job.micro_batches
-        took_ns = max(1_000, round(size_bytes / _PCIE_BYTES_PER_S * 1e9))
-        name = "Memcpy HtoD (Pinned -> Device)"
-        copy = program.Kernel(name, program.COPY, MAIN_STREAM, took_ns, bytes=size_bytes)
-        with self.host.span(conventions.span_name(conventions.DATA)):
-            with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
-                self.host.add(program.PassTime(self.job.impairments.data_stall_ns))
-            with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
-                self.host.launch(copy)
-
     def _finish(self, number: int) -> None:
         """Wait for reductions and sends, add the norms of all ranks' gradients up, and let the optimizer step."""
         host = self.host
@@ -137,12 +122,8 @@ class RankProgram:
                 "all_reduce", WORLD, program.WORLD_STREAM, elements=1, ranks=self.job.gpus, dtype="Float"
             )
             self._collective(norm)
-        with (
-            host.span(conventions.span_name(conventions.OPTIMIZER)),
-            host.span("Optimizer.step#AdamW.step", "cpu_op"),
-        ):
-            self._run(hybrid_reduction.optimizer(self.job, self.rank))
-        for kernel in hybrid_reduction.after_optimizer(self.job, self.rank):
+        self.step_optimizer(hybrid_weights.optimizer(self.job, self.rank))
+        for kernel in hybrid_weights.after_optimizer(self.job, self.rank):
             self._collective(kernel)
 
     # Actions ---------------------------------------------------------------------------------------------------------
@@ -162,7 +143,7 @@ class RankProgram:
 
     def _forward(self, number: int, action: Action) -> None:
         stage = action.stage
-        self.host.add(program.Allocate(_activations(action), hybrid_memory.activation_bytes(self.job, stage)))
+        self.host.add(program.Allocate(_activations(action), memory.activation_bytes(self.job, stage)))
         for part in self._each_part(number, action):
             if isinstance(part, str):
                 self._run(self._layers.embedding(backward=False) if part == ROOT else self._layers.head(backward=False))
@@ -191,13 +172,13 @@ class RankProgram:
             self.host.add(program.Act(None))  # what gathers weights is not part of the action
             self._weights.enter(place, action.stage, part, following)
             self.host.add(program.Act(action))
-            self._begin(f"{place} {part}")
+            self.host.begin(f"{place} {part}")
             yield part
             self._weights.leave(action.stage, part)
 
     def _note(self, action: Action, layer: int | None) -> None:
         """Record the event that a layer's gradients of all micro-batches are added up; None: embedding or head."""
-        if self._completes_gradients(action) and hybrid_reduction.reduces(self.job):
+        if self._completes_gradients(action) and hybrid_weights.reduces(self.job):
             self._gradients[action.stage, layer] = self.host.record(MAIN_STREAM)
 
     def _run_part(self, items: Iterable[Item], action: Action) -> None:
@@ -210,22 +191,7 @@ class RankProgram:
             if isinstance(item, Message):
                 self._exchange(item)
             else:
-                self._run_op(item.op if isinstance(item, WeightGradient) else item)
-
-    def _run_op(self, op: Op) -> None:
-        if not op.node:
-            with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
-                self.host.launch(op.kernel)
-            return
-        with (
-            self.host.op(f"autograd::engine::evaluate_function: {op.node}"),
-            self.host.span(op.node, "cpu_op"),
-            self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None),
-        ):
-            self.host.launch(op.kernel)
-
-    def _begin(self, position: str) -> None:
-        self.host.begin(position)
+                self.run(item.op if isinstance(item, WeightGradient) else item)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -259,20 +225,13 @@ class RankProgram:
     def _issue(self, kernel: program.Kernel) -> None:
         message = kernel.collective
         assert message is not None
-        outer, backend, name = _NAMES[message.op]
         sent, received = message.splits or ((), ())
-        args: dict[str, object] = {
-            "Collective name": name,
-            "dtype": message.dtype,
-            "group": message.group.split(":")[0],
-        }
-        args |= {"In msg nelems": message.sent, "Out msg nelems": message.received}
-        args |= {"In split size": str(list(sent)), "Out split size": str(list(received))}
+        args: dict[str, object] = {"In split size": str(list(sent)), "Out split size": str(list(received))}
+        place = 0
         if message.peer is not None:
             args["Dst Rank" if message.op == "send" else "Src Rank"] = message.peer
-            backend = backend.format(self._world.group(PP, self.rank).ranks.index(self.rank), message.peer)
-        with self.host.op(outer), self.host.op("record_param_comms", args), self.host.span(backend):
-            self.host.launch(kernel)
+            place = self._world.group(PP, self.rank).ranks.index(self.rank)
+        self.communicate(kernel, place=place, further_args=args)
 
     def _receive(self, number: int, action: Action) -> None:
         """Post the receive of an action's input, if another rank sends it."""
@@ -282,7 +241,7 @@ class RankProgram:
             return
         kind = FORWARD if step < 0 else BACKWARD
         with self.host.span(f"PP:{action.stage}RECV_{kind}{action.micro_batch}"):
-            self._begin(f"{number} {action.micro_batch} {source} transfer {kind}")
+            self.host.begin(f"{number} {action.micro_batch} {source} transfer {kind}")
             stream = self._transfer("recv", action, kind, self.hybrid.peer(self.rank, source))
         self._received[action] = self.host.record(stream)
 
@@ -294,7 +253,7 @@ class RankProgram:
             return
         kind = FORWARD if step > 0 else BACKWARD
         with self.host.span(f"PP:{action.stage}SEND_{kind}{action.micro_batch}"):
-            self._begin(f"{number} {action.micro_batch} {action.stage} transfer {kind}")
+            self.host.begin(f"{number} {action.micro_batch} {action.stage} transfer {kind}")
             stream = self._transfer("send", action, kind, self.hybrid.peer(self.rank, target))
         self._sends[stream] = self.host.record(stream)
 
@@ -306,39 +265,24 @@ class RankProgram:
         stream += program.SECOND_CHUNK if is_second else 0
         rank_place, place = (self._world.group(PP, self.rank).ranks.index(rank) for rank in (self.rank, peer))
         between = channel(rank_place, place, kind) if sends else channel(place, rank_place, kind)
-        elements = self._transfer_elements
+        elements = transferred_elements(self.job)
         self.host.follow(stream, MAIN_STREAM)
         message = Collective(op, between, "BFloat16", elements, elements, peer=place)
         self._issue(kernels.send_receive(message, stream))
         return stream
 
-    @cached_property
-    def _transfer_elements(self) -> int:
-        return transferred_elements(self.job)
-
     def _reduce(self, number: int, stage: int) -> None:
         """Reduce a stage's gradients, each layer's once they are whole."""
-        if not hybrid_reduction.reduces(self.job):
+        if not hybrid_weights.reduces(self.job):
             return
         with self._span(f"PP:{stage}REDUCE_GRAD"):
             for layer in (*reversed(self.hybrid.layers_of(stage)), None):
-                self._begin(f"{number} reduce {stage} {layer}")
+                self.host.begin(f"{number} reduce {stage} {layer}")
                 if (event := self._gradients.pop((stage, layer), None)) is None:
                     continue
                 self.host.wait(program.REDUCE_STREAM, event)
-                for kernel in hybrid_reduction.of_layer(self.job, layer):
+                for kernel in hybrid_weights.of_layer(self.job, layer):
                     self._issue(kernel)
-
-
-_NAMES = {
-    "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
-    "reduce_scatter": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "_reduce_scatter_base"),
-    "all_reduce": ("c10d::allreduce_", "nccl:all_reduce", "allreduce"),
-    "broadcast": ("c10d::broadcast_", "nccl:broadcast", "broadcast"),
-    "all_to_all": ("c10d::alltoall_base_", "nccl:all_to_all", "all_to_allv"),
-    "send": ("c10d::send", "nccl:send {0}->{1}", "send"),
-    "recv": ("c10d::recv_", "nccl:recv {0}<-{1}", "recv"),
-}
 
 
 def _activations(action: Action) -> str:

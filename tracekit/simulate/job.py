@@ -124,6 +124,12 @@ class Job:
             )
 
     @property
+    def mesh(self) -> Hybrid:
+        """Return the layout of a job that has one."""
+        assert self.hybrid is not None
+        return self.hybrid
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
         return self.batch * self.seq

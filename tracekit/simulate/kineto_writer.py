@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tracekit import conventions
-from tracekit.simulate import groups
-from tracekit.simulate.groups import Groups
+from tracekit.simulate import topology
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import AUTOGRAD_THREAD, COPY, MAIN_THREAD, Collective
 from tracekit.simulate.recording import Activity, HostSlice, RankRecord
-from tracekit.simulate.topology import Group
+from tracekit.simulate.topology import Group, World
 
 BASE_NS = 1_790_000_000_000_000_000
 """The Unix time at which every simulation starts."""
@@ -42,7 +41,7 @@ _CBIDS = {
 
 def write(path: Path, job: Job, record: RankRecord) -> None:
     """Write one rank's trace, gzipped; the same job gives the same bytes."""
-    world = groups.world(job)
+    world = topology.world(job)
     events = b",\n".join(map(msgspec.json.encode, _events(job, world, record)))
     head = msgspec.json.encode(_header(job, world, record.rank))
     data = head[:-1] + b',\n"traceEvents": [\n' + events + b'\n],\n"traceName": "simulated"}\n'
@@ -56,7 +55,7 @@ def replace_file(path: Path, data: bytes) -> None:
     partial.rename(path)
 
 
-def _header(job: Job, world: Groups, rank: int) -> Mapping[str, Any]:
+def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
     hardware = job.hardware
     device = {
         "id": rank % job.node,
@@ -92,7 +91,7 @@ def _header(job: Job, world: Groups, rank: int) -> Mapping[str, Any]:
     }
 
 
-def _events(job: Job, world: Groups, record: RankRecord) -> Iterator[_Event]:
+def _events(job: Job, world: World, record: RankRecord) -> Iterator[_Event]:
     process, device = 1000 + record.rank, record.rank % job.node
     launches = {activity.correlation for activity in record.activities}
     for slice_ in sorted(record.slices, key=lambda s: (s.start_ns, -s.end_ns)):
@@ -107,7 +106,7 @@ def _events(job: Job, world: Groups, record: RankRecord) -> Iterator[_Event]:
     yield from _names(record, process, device)
 
 
-def _host(slice_: HostSlice, process: int, world: Groups, rank: int) -> _Event:
+def _host(slice_: HostSlice, process: int, world: World, rank: int) -> _Event:
     args: dict[str, Any] = {"External id": slice_.id}
     if slice_.correlation:
         args |= {"cbid": _CBIDS[slice_.name], "correlation": slice_.correlation}

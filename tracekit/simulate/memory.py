@@ -1,9 +1,11 @@
 """The caching allocator of one simulated rank, as far as a trace shows it: what is allocated, what is reserved."""
 
-from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES, STRATEGIES
+from tracekit.conventions import pipeline_schedules
+from tracekit.conventions.pipeline_schedules import FORWARD, INPUT_GRADIENT
+from tracekit.conventions.strategies import GATHERED_BYTES, PP, REDUCED_BYTES, STRATEGIES
 from tracekit.errors import InputError
 from tracekit.plan.hardware import GIB
-from tracekit.simulate import hybrid_memory
+from tracekit.simulate import hybrid_weights
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import Allocation, RankRecord
 
@@ -12,6 +14,9 @@ _STATE_BYTES = 16  # per parameter and shard: fp32 weight, gradient and two mome
 ACTIVATION_BYTES, INPUT_BYTES = 40.5, 2
 """Per token and unit of width, of a stored layer (16 bits, grouped heads, flash attention) and of a recomputed one."""
 _LOGIT_BYTES = 6
+_UNDIVIDED = (
+    10 / 34
+)  # the part of them that tensor parallelism divides only with sequence parallelism (arXiv 2205.05198)
 
 
 class Memory:
@@ -53,7 +58,7 @@ class Memory:
 def static_bytes(job: Job, rank: int = 0) -> int:
     """Return the bytes that a rank always uses: its shard of the training state, and persistent buffers."""
     if job.hybrid is not None:
-        return round_up(hybrid_memory.static_bytes(job, rank))
+        return round_up(hybrid_weights.state_bytes(job, rank))
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
     if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
@@ -68,8 +73,8 @@ def peak_bytes(job: Job, rank: int | None = None) -> int:
     Without a rank, of the one that needs most.
     """
     if job.hybrid is not None:
-        peak_rank = hybrid_memory.fullest_rank(job) if rank is None else rank
-        return static_bytes(job, peak_rank) + hybrid_memory.peak_activation_bytes(job, peak_rank)
+        peak_rank = _fullest_rank(job) if rank is None else rank
+        return static_bytes(job, peak_rank) + _peak_activation_bytes(job, peak_rank)
     model, width_tokens = job.model, job.model.width * job.tokens
     stored_layers = job.model.layers - job.recomputed_layers
     activations = (ACTIVATION_BYTES * stored_layers + INPUT_BYTES * job.recomputed_layers) * width_tokens
@@ -80,6 +85,16 @@ def peak_bytes(job: Job, rank: int | None = None) -> int:
         layer = (2 * GATHERED_BYTES * 2 + REDUCED_BYTES) * model.layer_parameters
         buffers = layer + (GATHERED_BYTES * 2 + REDUCED_BYTES) * 2 * model.outer_parameters
     return round(static_bytes(job) + activations + recomputing + logits + buffers)
+
+
+def activation_bytes(job: Job, stage: int) -> int:
+    """Return the bytes of one micro-batch's activations of a stage on a rank, in a job with a layout."""
+    ranks = job.mesh.layout.tp
+    undivided = 0 if job.mesh.sequence_parallel else _UNDIVIDED
+    share = undivided + (1 - undivided) / ranks
+    layers = round(ACTIVATION_BYTES * share * job.tokens * job.model.width * job.mesh.stage_layers[stage])
+    is_last = stage == job.mesh.stages - 1
+    return layers + (_LOGIT_BYTES * job.model.vocabulary * job.tokens // ranks if is_last else 0)
 
 
 def require_fit(job: Job) -> None:
@@ -95,3 +110,23 @@ def require_fit(job: Job) -> None:
 def round_up(size_bytes: float) -> int:
     """Return a size rounded up to what the allocator takes from the device at once."""
     return -(-round(size_bytes) // _SEGMENT_BYTES) * _SEGMENT_BYTES
+
+
+def _peak_activation_bytes(job: Job, rank: int) -> int:
+    """Return the most that the activations of a rank's micro-batches in flight take."""
+    place = job.mesh.layout.coordinate(rank)[PP]
+    used_bytes = max_bytes = 0
+    for action in pipeline_schedules.order(job.mesh.schedule, job.mesh.shape(job.micro_batches), place):
+        size = activation_bytes(job, action.stage)
+        if action.kind == FORWARD:
+            used_bytes += size
+        elif action.kind != INPUT_GRADIENT:
+            used_bytes -= size
+        max_bytes = max(max_bytes, used_bytes)
+    return max_bytes
+
+
+def _fullest_rank(job: Job) -> int:
+    """Return the rank that uses the most memory: one of each place on the pp axis is looked at."""
+    ranks = range(0, job.gpus, job.gpus // job.mesh.layout.pp)
+    return max(ranks, key=lambda rank: hybrid_weights.state_bytes(job, rank) + _peak_activation_bytes(job, rank))

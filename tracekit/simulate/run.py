@@ -1,15 +1,18 @@
 """A simulated run on disk: traces, metrics, checkpoint logs, run.json and truth.json, all marked as simulated."""
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tracekit import conventions
+from tracekit.conventions import device_metrics as names
 from tracekit.errors import InputError
 from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
-from tracekit.simulate import bubbles, counters, engine, faults, hybrid, kineto_writer, memory, truth
+from tracekit.simulate import engine, faults, hybrid, kineto_writer, memory, truth
 from tracekit.simulate.fault_registry import FaultRequest
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.recording import Recording
@@ -20,6 +23,12 @@ _OURS = (
     f"rank*{conventions.METRICS_SUFFIX}",
     f"rank*{conventions.CHECKPOINT_LOG_SUFFIX}",
 )
+_CLOCKS_MHZ = MappingProxyType({"a100-80": (1410, 1593), "h100-80": (1755, 2619), "v100-32": (1530, 877)})
+_LIMITS_W = MappingProxyType({"a100-80": 400, "h100-80": 700, "v100-32": 300})
+_OTHERS_MHZ, _OTHERS_W = (1500, 1500), 400
+_CLOCK_SPREAD = 0.01
+_COOL_C, _SPREAD_C, _HOT_C = 60.0, 8.0, 91.0
+_SAMPLE_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,41 @@ def simulate(
     ground_truth: dict[str, Any] = {"simulated": True, "arguments": dict(arguments)}
     ground_truth["faults"] = [truth.document(fault, job, requests) for fault in known_faults]
     if job.hybrid is not None:
-        ground_truth["bubbles"] = [asdict(bubble) for bubble in bubbles.bubbles(job, recording)]
+        ground_truth["bubbles"] = [asdict(bubble) for bubble in truth.bubbles(job, recording)]
     for name, content in (
         (conventions.MANIFEST_FILE, _manifest(job, arguments)),
         (conventions.TRUTH_FILE, ground_truth),
     ):
         kineto_writer.replace_file(out / name, f"{json.dumps(content, indent=2)}\n".encode())
     return Simulated(job, recording, known_faults)
+
+
+def counters(job: Job, rank: int, step: int, *, start_ns: int, end_ns: int) -> dict[str, float]:
+    """Return the counters of a rank's GPU in a step: of a hot GPU if it is throttled, else of a cool one."""
+    draw = zlib.crc32(f"{job.seed}/{rank}/{step}".encode()) / 2**32
+    sm_mhz, memory_mhz = _CLOCKS_MHZ.get(job.hardware.name, _OTHERS_MHZ)
+    limit_w = _LIMITS_W.get(job.hardware.name, _OTHERS_W)
+    is_throttled = rank in job.impairments.throttled_ranks
+    slower = job.impairments.slow_ranks[rank][0] if is_throttled else 1.0
+    averaged = {
+        names.SM_CLOCK: sm_mhz / slower * (1 - _CLOCK_SPREAD * draw),
+        names.MEMORY_CLOCK: float(memory_mhz),
+        names.POWER: limit_w * (0.85 + 0.05 * draw) / slower,
+        names.TEMPERATURE: _HOT_C if is_throttled else round(_COOL_C + _SPREAD_C * draw),
+        names.UTILIZATION: 0.99,
+        names.MEMORY_UTILIZATION: 0.4,
+    }
+    throttled_by = names.HW_SLOWDOWN | names.HW_THERMAL if is_throttled else 0
+    values = {form: round(value, 3) for name, value in averaged.items() for form in _forms(name)}
+    return values | {
+        names.POWER_LIMIT: limit_w,
+        names.ECC_CORRECTED: 0,
+        names.ECC_UNCORRECTED: 0,
+        names.REMAPPED_ROWS: 0,
+        names.PENDING_ROW_REMAP: 0,
+        names.THROTTLE_REASONS: throttled_by,
+        names.SAMPLES: end_ns // _SAMPLE_NS - start_ns // _SAMPLE_NS,
+    }
 
 
 def _make_room(out: Path, *, force: bool) -> None:
@@ -111,7 +148,7 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
             conventions.TOKENS_METRIC: 1e9 * job.step_tokens / max(1, end_ns - start_ns),
             conventions.RESERVED_METRIC: memory.round_up(memory.peak_bytes(job, rank)),
             conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
-            **(counters.counters(job, rank, step, start_ns=start_ns, end_ns=end_ns) if job.device_metrics else {}),
+            **(counters(job, rank, step, start_ns=start_ns, end_ns=end_ns) if job.device_metrics else {}),
         }
         for step, (start_ns, end_ns) in sorted(recording.ranks[rank].account.windows.items())
     ]
@@ -137,3 +174,7 @@ def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
 
 def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     kineto_writer.replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def _forms(name: str) -> tuple[str, str, str]:
+    return name, names.least(name), names.most(name)

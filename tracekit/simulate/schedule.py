@@ -1,7 +1,8 @@
 """The training step that all strategies share: who runs what in which order. Strategies fill in their hooks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 from tracekit import conventions
 from tracekit.simulate import costs, kernels, memory, program
@@ -13,19 +14,78 @@ _COLLECTIVE_NAMES = {
     "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
     "reduce_scatter": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "_reduce_scatter_base"),
     "all_reduce": ("c10d::allreduce_", "nccl:all_reduce", "allreduce"),
+    "broadcast": ("c10d::broadcast_", "nccl:broadcast", "broadcast"),
+    "all_to_all": ("c10d::alltoall_base_", "nccl:all_to_all", "all_to_allv"),
+    "send": ("c10d::send", "nccl:send {0}->{1}", "send"),
+    "recv": ("c10d::recv_", "nccl:recv {0}<-{1}", "recv"),
 }
+"""By kind: the dispatcher op, the back end's span, and the name in the arguments."""
 
 
-class Schedule:
+class TrainingProgram:
+    """Writes what any training step has: a batch, ops, collectives, the optimizer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
+
+    def load_batch(self, tokens: int) -> None:
+        """Wait for a batch and copy it to the device."""
+        size_bytes = 8 * 2 * tokens
+        took_ns = max(1_000, round(size_bytes / _PCIE_BYTES_PER_S * 1e9))
+        name = "Memcpy HtoD (Pinned -> Device)"
+        copy = program.Kernel(name, program.COPY, program.MAIN_STREAM, took_ns, bytes=size_bytes)
+        with self.host.span(conventions.span_name(conventions.DATA)):
+            with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
+                self.host.add(program.PassTime(self.job.impairments.data_stall_ns))
+            with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
+                self.host.launch(copy)
+
+    def run(self, op: Op) -> None:
+        """Run an op, in backward inside its autograd node."""
+        dims: dict[str, object] | None = {"Input Dims": op.dims} if op.dims else None
+        if not op.node:
+            with self.host.op(op.name, dims):
+                self.host.launch(op.kernel)
+            return
+        node = f"autograd::engine::evaluate_function: {op.node}"
+        with self.host.op(node), self.host.span(op.node, "cpu_op"), self.host.op(op.name, dims):
+            self.host.launch(op.kernel)
+
+    def communicate(
+        self, kernel: program.Kernel, *, place: int = 0, further_args: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        """Run a collective, or a send or receive of the rank at a `place` of its group."""
+        message = kernel.collective
+        assert message is not None
+        outer, backend, name = _COLLECTIVE_NAMES[message.op]
+        args: dict[str, object] = {
+            "Collective name": name,
+            "dtype": message.dtype,
+            "group": message.group.split(":")[0],
+        }
+        args |= {"In msg nelems": message.sent, "Out msg nelems": message.received, **further_args}
+        span = backend.format(place, message.peer)
+        with self.host.op(outer), self.host.op("record_param_comms", args), self.host.span(span):
+            self.host.launch(kernel)
+
+    def step_optimizer(self, ops: Iterable[Op]) -> None:
+        """Run the optimizer's ops."""
+        name = conventions.span_name(conventions.OPTIMIZER)
+        with self.host.span(name), self.host.span("Optimizer.step#AdamW.step", "cpu_op"):
+            for op in ops:
+                self.run(op)
+
+
+class Schedule(TrainingProgram):
     """Writes the program of a job's training, step by step. A subclass gives the hooks of one strategy.
 
     Layers are numbered from 0; None stands for the root, which is embedding and head.
     """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        super().__init__(job)
         self.parts = costs.parts_of(job)
-        self.host = program.Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
         self.layers = job.model.layers
         self.micro_batch = 0
         self._forward_ops = list(kernels.layer_forward(job, self.parts))
@@ -66,7 +126,7 @@ class Schedule:
         with host.span(f"ProfilerStep#{number}"):
             host.add(program.Step(number))
             host.begin(f"{number} data")
-            self._load_batch()
+            self.load_batch(self.job.tokens)
             for micro_batch in range(self.job.micro_batches):
                 self.micro_batch = micro_batch
                 self._forward(number)
@@ -74,11 +134,7 @@ class Schedule:
                     host.add(program.Stall())
                 self._backward(number)
             host.begin(f"{number} optimizer")
-            with (
-                host.span(conventions.span_name(conventions.OPTIMIZER)),
-                host.span("Optimizer.step#AdamW.step", "cpu_op"),
-            ):
-                self._run(kernels.optimizer(self.parts))
+            self.step_optimizer(kernels.optimizer(self.parts))
             if impairments.save_ns and number == impairments.save_step:
                 self._save()
 
@@ -97,35 +153,14 @@ class Schedule:
         elements = -(-parameters // self.job.impairments.collectives_per_unit)
         kind = "BFloat16" if op == "all_gather" else "Float"
         kernel = kernels.collective(op, group, stream, elements=elements, ranks=ranks or self.job.shards, dtype=kind)
-        outer, backend, collective_name = _COLLECTIVE_NAMES[op]
-        message = kernel.collective
-        assert message is not None
-        args: dict[str, object] = {"Collective name": collective_name, "dtype": kind, "group": group}
-        args |= {"In msg nelems": message.sent, "Out msg nelems": message.received}
         for _ in range(self.job.impairments.collectives_per_unit):
-            with self.host.op(outer), self.host.op("record_param_comms", args), self.host.span(backend):
-                self.host.launch(kernel)
+            self.communicate(kernel)
 
     def unit(self, layer: int | None) -> str:
         """Return a unit's suffix in the names of spans: `` (layers.0)``; nothing for the root."""
         return "" if layer is None else f" (layers.{layer})"
 
     # Its parts -------------------------------------------------------------------------------------------------------
-    def _load_batch(self) -> None:
-        size_bytes = 8 * 2 * self.job.tokens
-        copy = program.Kernel(
-            "Memcpy HtoD (Pinned -> Device)",
-            program.COPY,
-            program.MAIN_STREAM,
-            max(1_000, round(size_bytes / _PCIE_BYTES_PER_S * 1e9)),
-            bytes=size_bytes,
-        )
-        with self.host.span(conventions.span_name(conventions.DATA)):
-            with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
-                self.host.add(program.PassTime(self.job.impairments.data_stall_ns))
-            with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
-                self.host.launch(copy)
-
     def _forward(self, number: int) -> None:
         host = self.host
         place = f"{number} {self.micro_batch} forward"
@@ -173,16 +208,7 @@ class Schedule:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if op.node:
-                node = f"autograd::engine::evaluate_function: {op.node}"
-                with self.host.op(node), self.host.span(op.node, "cpu_op"):
-                    self._run_one(op)
-            else:
-                self._run_one(op)
-
-    def _run_one(self, op: Op) -> None:
-        with self.host.op(op.name, {"Input Dims": op.dims} if op.dims else None):
-            self.host.launch(op.kernel)
+            self.run(op)
 
     def _allocate(self, buffer: str, bytes_per_unit: float) -> None:
         """Allocate a buffer of so many bytes per token and unit of width."""

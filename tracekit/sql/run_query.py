@@ -19,23 +19,22 @@ from tracekit import errors
 from tracekit.conventions import python_child
 from tracekit.errors import InputError
 from tracekit.model import schema
+from tracekit.model.fact import Fact, Scope, TraceTable
 from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.schema import Table
 from tracekit.model.table_document import TableDocument
-from tracekit.model.trace import TraceTable
 from tracekit.sql import table_documents
 
 Rows: TypeAlias = pl.DataFrame | Sequence[Path]
 """The rows of a table: in memory, or in Parquet files that the query's process reads as far as it needs them."""
 
 READ = frozenset(schema.TABLES) - {schema.DATA_QUALITY.name}
-"""The tables that are read from traces; `run_tables` derives the others."""
+"""The tables that are read from traces; `run_tables` has the facts that measure the others."""
 TIMEOUT_S = 60.0
 MEMORY_BYTES = 4 << 30
 _GRACE_S = 1.0
 _RESERVED = re.compile(r'(?i)(?<!")\b(window|group)\b(?!"|\s+by\b)')
 _PROGRAM = Path(__file__).with_name("sandbox.py")
-_PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
 
 
 def query(
@@ -222,21 +221,25 @@ class SandboxedQuery:
 
 def _environment() -> dict[str, str]:
     """Return the environment of the process: the paths of its modules, and no variable with private data."""
-    variables = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     paths = [os.path.abspath(path) for path in sys.path if path]  # noqa: PTH100 '' is the current folder: not safe
-    return python_child.environment(variables) | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
+    return python_child.bare_environment() | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}
 
 
 def _rows(run: Run, table_names: Sequence[str], on_progress: OnTrace | None) -> Iterator[tuple[str, Rows]]:
-    """Yield the named tables; those that are read are built in one pass over the traces."""
-    run.measure([TraceTable(name) for name in table_names if name in READ], on_progress)
-    for name in table_names:
-        if name in READ:
-            yield name, run.parts(TraceTable(name)) or run.table(TraceTable(name))
-        else:
-            from tracekit.sql import run_tables  # with the facts of all derived tables
+    """Yield the named tables; those of traces are measured in one pass."""
+    facts = {name: _fact(name) for name in table_names}
+    of_traces = [fact for fact in facts.values() if fact.scope is Scope.TRACE]
+    run.measure(of_traces, on_progress)
+    for name, fact in facts.items():
+        yield name, (run.parts(fact) if fact in of_traces else ()) or run.table(fact)
 
-            yield name, run_tables.derive(run, name)
+
+def _fact(name: str) -> Fact[Any]:
+    if name in READ:
+        return TraceTable(name)
+    from tracekit.sql import run_tables  # with all derived facts
+
+    return run_tables.facts()[name]
 
 
 def _narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:

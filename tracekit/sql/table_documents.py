@@ -25,11 +25,11 @@ def own_documents() -> tuple[TableDocument, ...]:
 
 
 def all_documents() -> tuple[TableDocument, ...]:
-    """Return the documents of our tables and those of plug-ins. Raises InputError like `run_tables.tables`."""
+    """Return the documents of our tables and those of plug-ins. Raises InputError like `run_tables.facts`."""
     if plugins.entry_points(group="tracekit.tables"):
         from tracekit.sql import run_tables
 
-        return tuple(table.document for table in run_tables.tables().values())
+        return tuple(fact.published_table.document for fact in run_tables.facts().values())
     return own_documents()
 
 
@@ -45,7 +45,7 @@ def as_json() -> str:
     """Return the content of the file."""
     from tracekit.sql import run_tables
 
-    rows = [dataclasses.asdict(table.document) for table in run_tables.TABLES.values()]
+    rows = [dataclasses.asdict(fact.published_table.document) for fact in run_tables.FACTS]
     return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import units
+from tracekit.model.fact import run_fact
 from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run
 from tracekit.sync import clock_offsets, collective_matching
 
@@ -78,6 +79,18 @@ def on_trace_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[st
         for time_ns in [pl.col(name) - pl.col("offset_ns")]
     ]
     return joined.with_columns(moved).drop("offset_ns", "drift", "at_ns")
+
+
+@run_fact(table=OFFSETS, is_cached=False)
+def run_offsets(run: Run) -> pl.DataFrame:
+    """Offsets that the run uses, which are all 0 for a run that is not aligned."""
+    return run.offsets
+
+
+@run_fact(table=RUN_DATA_QUALITY, is_cached=False)  # a trace that cannot be read later adds a row
+def run_data_quality(run: Run) -> pl.DataFrame:
+    """Data-quality issues of the run, of its files and of its clock."""
+    return pl.concat([run.data_quality, data_quality(run)])
 
 
 def data_quality(run: Run) -> pl.DataFrame:

@@ -172,7 +172,19 @@ def _offset_by_voting(calls: RankCalls, instances: Instances) -> int | None:
         return None
     best: tuple[float, int] | None = None
     tried: set[int] = set()
-    for candidate in sorted(_peaks(differences), key=abs):
+    # Find the densest sorted differences, at several scales: precise (NCCL) to imprecise (busy host).
+    peaks = []
+    for scale in _SCALES_NS:
+        past = np.searchsorted(differences, differences + scale, side="right")
+        counts = past - np.arange(len(differences))
+        for _ in range(_CANDIDATES):
+            i = int(np.argmax(counts))
+            if counts[i] < MIN_PAIRS:
+                break
+            peaks.append(int(np.median(differences[i : past[i]])))
+            near = slice(np.searchsorted(differences, differences[i] - scale), past[i])
+            counts[near] = 0
+    for candidate in sorted(peaks, key=abs):
         if candidate // _SCALES_NS[0] in tried:
             continue
         tried.add(candidate // _SCALES_NS[0])
@@ -200,22 +212,6 @@ def _differences(calls: RankCalls, instances: Instances) -> _Ints:
         parts.append((b[None, :] - a[:, None]).ravel())
         room -= len(a) * len(b)
     return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
-
-
-def _peaks(differences: _Ints) -> list[int]:
-    """Find the densest sorted differences, at several scales: precise (NCCL) to imprecise (busy host)."""
-    peaks = []
-    for scale in _SCALES_NS:
-        past = np.searchsorted(differences, differences + scale, side="right")
-        counts = past - np.arange(len(differences))
-        for _ in range(_CANDIDATES):
-            i = int(np.argmax(counts))
-            if counts[i] < MIN_PAIRS:
-                break
-            peaks.append(int(np.median(differences[i : past[i]])))
-            near = slice(np.searchsorted(differences, differences[i] - scale), past[i])
-            counts[near] = 0
-    return peaks
 
 
 def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[float, int]:

@@ -10,12 +10,12 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import launch
-from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
+from tracekit.capture.step_inference import OptimizerSteps
 from tracekit.cli import settings_file
 from tracekit.errors import InputError
-from tracekit.ingest import loader
-from tracekit.model.run import Run
+from tracekit.library import run as library
+from tracekit.library.run import Run
 
 
 class TraceRun:
@@ -53,7 +53,7 @@ class TraceRun:
         self.stop()
         if self._run is None:
             self._require_steps()
-            self._run = loader.load(
+            self._run = library.load(
                 str(self.folder), cache=False, devices=settings_file.nearest_devices(self._settings_from)
             )
         return self._run

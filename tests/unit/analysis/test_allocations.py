@@ -18,7 +18,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.replay.allocator import Settings, playback
 from tracekit.replay.allocator.facts import double_buffering
-from tracekit.replay.allocator.playback.recorded_history import ALLOC
+from tracekit.replay.allocator.recorded_history import ALLOC
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "traces"

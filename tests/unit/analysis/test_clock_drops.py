@@ -12,7 +12,7 @@ from tests.support import drawn_traces
 from tracekit.analysis.compute.clock_drops import clock_drops, slowed_kernels
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
-from tracekit.rules.clock_drops import ClockDrop
+from tracekit.rules.device_slowdowns import ClockDrop
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
 slowing = drawn_traces.slowing

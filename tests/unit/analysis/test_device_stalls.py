@@ -12,11 +12,10 @@ from benchmarks import injected_faults, perturbation_graph
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import gap_causes
 from tracekit.analysis.compute.compute_gap_causes import compute_gap_causes
-from tracekit.analysis.time import paused_kernels
-from tracekit.analysis.time.device_stalls import device_stalls
+from tracekit.analysis.time.device_stalls import device_stalls, paused_kernels
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
-from tracekit.rules.device_stalls import DeviceStall
+from tracekit.rules.device_slowdowns import DeviceStall
 from tracekit.rules.host import BlockingSync, LateLaunch
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
@@ -186,7 +185,7 @@ def test_a_kernel_that_every_step_pauses_is_compared_with_other_ranks():
     # The kernel x occurs once: nothing in its own trace shows how long it takes.
     run = ranks_of(kernels(SLICES) + "x" * 40, kernels({}) + "x" * 20, kernels({}) + "x" * 20)
     assert "x" not in set(run.table(device_stalls).filter(pl.col("rank") == 0)["name"])
-    stalls = run.table(paused_kernels.stalls)
+    stalls = run.table(paused_kernels)
     (found,) = stalls.filter(pl.col("name") == "x").iter_rows(named=True)
     assert (found["rank"], found["kind"], found["is_recurring"]) == (0, "paused", True)
     assert found["dur_ns"] == 20 * drawn_hosts.UNIT_NS
@@ -204,9 +203,9 @@ def test_a_kernel_that_every_step_pauses_is_compared_with_other_ranks():
 def test_a_kernel_that_differs_for_another_reason_is_not_paused(own, others):
     run = ranks_of(kernels(SLICES) + "x" * own, *(kernels({}) + "x" * each for each in others))
     assert run.table(device_stalls).height
-    assert "x" not in set(run.table(paused_kernels.stalls)["name"])
+    assert "x" not in set(run.table(paused_kernels)["name"])
 
 
 def test_without_slices_of_one_length_other_ranks_show_no_pause():
     run = ranks_of(kernels({}) + "x" * 40, kernels({}) + "x" * 20, kernels({}) + "x" * 20)
-    assert run.table(paused_kernels.stalls).is_empty()
+    assert run.table(paused_kernels).is_empty()

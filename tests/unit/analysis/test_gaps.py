@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import CAUSES, gap_causes
-from tracekit.analysis.time.gaps import communication_gaps, compute_gaps
+from tracekit.analysis.time import breakdown
+from tracekit.analysis.time.gaps import communication_gaps, compute_gaps, step_parts
 
 
 def spans(gaps):
@@ -331,3 +332,55 @@ def test_compute_gaps_equal_a_mask(trace):
         for t in range(start // drawn_hosts.UNIT_NS, (start + dur) // drawn_hosts.UNIT_NS)
     ]
     assert idle == [t for t in range(24) if t not in busy]
+
+
+def test_the_parts_of_a_step_sum_to_its_duration_by_name():
+    trace = drawn_traces.trace("""
+        step     0000011111
+        compute  .aa..b.bb.
+        comm     ...xx.....
+    """)
+    parts = step_parts(trace)
+    assert parts.drop("device").rows() == [
+        (0, "compute", "a", 2),
+        (0, "gap", "a", 1),
+        (0, "gap", "b", 2),
+        (1, "compute", "b", 3),
+        (1, "gap", "", 1),
+        (1, "gap", "b", 1),
+    ]
+    durations = breakdown.by_step(trace)["duration_ns"]
+    assert parts["dur_ns"].sum() == durations.sum()
+
+
+def test_a_trace_without_work_has_no_parts():
+    assert step_parts(drawn_traces.trace("step 000")).is_empty()
+
+
+def test_the_parts_of_a_step_sum_to_its_duration():
+    # compute 4 (aa, bb), communication 5 of which 1 hidden under b, copies 3 of which 2 exposed, idle 2
+    trace = drawn_traces.trace("""
+        step     000000000000
+        compute  aabb........
+        comm     ...xxxxx....
+        copy     .......mmm..
+    """)
+    row = breakdown.by_step(trace).row(0, named=True)
+    assert row["duration_ns"] == 12
+    assert (row["compute_ns"], row["communication_ns"], row["overlapped_ns"]) == (4, 5, 1)
+    assert (row["exposed_communication_ns"], row["exposed_copy_ns"], row["idle_ns"]) == (4, 2, 2)
+
+
+def test_the_rank_row_spans_first_to_last_activity():
+    trace = drawn_traces.trace("""
+        step     0000111111
+        compute  ..aa..bb..
+        comm     ........x.
+    """)
+    row = breakdown.by_rank(trace).row(0, named=True)
+    assert (row["step"], row["start_ns"], row["duration_ns"], row["idle_ns"]) == (None, 2, 7, 2)
+
+
+def test_a_trace_without_work_has_no_rows():
+    trace = drawn_traces.trace("step 000")
+    assert breakdown.by_rank(trace).is_empty()

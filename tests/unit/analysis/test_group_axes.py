@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_traces
-from tracekit.analysis.parallelism import axis_communication, group_axes, mesh
+from tracekit.analysis.parallelism import axis_communication, group_axes, rank_places
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -55,7 +55,7 @@ def test_the_mesh_gives_the_groups_of_each_axis():
 
 def test_an_invalid_mesh_states_nothing():
     for document in ({"mesh": {"axes": ["pp"], "shape": [2, 2]}}, {"mesh": 3}, {"groups": {"pp": "0,1"}}, {}):
-        assert mesh.groups_of(document) == {}
+        assert rank_places.groups_of(document) == {}
 
 
 def usage(**counts: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What is computed at once for all lanes equals its definition lane by lane; deep stacks are bounded."""
+"""What is computed at once for all lanes equals its definition lane by lane, also in damaged exports."""
 
 import numpy as np
 import polars as pl
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import cli_runner, kineto_files
+from tests.support import cli_runner, drawn_traces, kineto_files
 from tracekit.analysis.communication import queueing
-from tracekit.analysis.compute import call_paths
+from tracekit.analysis.compute import call_paths, product_kernels
 from tracekit.analysis.host import call_trees
 from tracekit.analysis.time import launches
 from tracekit.model import intervals, sweep_line
@@ -84,3 +84,18 @@ def test_stacks_of_a_flame_graph_end_at_a_frame_and_lose_no_time(nested, tmp_pat
     stacks = [line.rpartition(" ") for line in out.read_text().splitlines()]
     assert max(stack.count(";") + 1 for stack, _, _ in stacks) == call_trees.MAX_FRAMES
     assert sum(int(value) for stack, _, value in stacks if ";aten::op0" in stack) == pytest.approx(900_000, rel=0.01)
+
+
+TRACE = drawn_traces.trace("compute aab.cc\ncomm ..xxx.")
+
+
+def kernels_with(lanes: pl.DataFrame) -> list[int]:
+    return product_kernels.with_calls(TRACE.replace(lanes=lanes))["activity_id"].to_list()
+
+
+def test_kernels_on_lanes_that_are_not_described_are_of_no_device():
+    assert kernels_with(TRACE.lanes.head(0)) == []
+
+
+def test_lanes_that_are_described_twice_repeat_no_kernel():
+    assert kernels_with(pl.concat([TRACE.lanes, TRACE.lanes])) == kernels_with(TRACE.lanes) == [0, 1, 2]

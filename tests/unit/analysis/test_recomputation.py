@@ -8,7 +8,7 @@ from tests.support import rule_examples
 from tests.support.rule_examples import GIB
 from tracekit.analysis.compute import recomputation
 from tracekit.rules.engine import check
-from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.memory_reuse import NeedlessRecomputation
 
 
 def judge(run, **thresholds):

@@ -44,10 +44,12 @@ def test_idle_by_rank_equals_the_compute_part_of_by_rank():
 
 
 def test_the_report_has_communication_charts_only_with_communication():
-    assert [each.name for each in figures.communication(MEETING)] == ["communication", "standing", "waits"]
-    alone = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
-    assert [each.name for each in figures.communication(alone)] == ["communication", "standing"]
-    assert not list(figures.communication(drawn_traces.run(drawn_traces.trace("step 0\ncompute a"))))
+    def drawn(run):
+        return [name for name in ("communication", "idle_causes", "waits") if figures.FIGURES[name](run)]
+
+    assert drawn(MEETING) == ["communication", "idle_causes", "waits"]
+    assert drawn(drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))) == ["communication", "idle_causes"]
+    assert drawn(drawn_traces.run(drawn_traces.trace("step 0\ncompute a"))) == []
 
 
 def test_the_bar_of_causes_is_as_long_as_the_gaps_with_a_colour_per_cause():

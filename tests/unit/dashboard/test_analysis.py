@@ -22,9 +22,9 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 import polars as pl
-from tracekit.sql.run_tables import DerivedTable
+from tracekit.model.fact import run_fact
 from tracekit.rules.rule import Finding, Rule, Severity
-from tracekit.model.schema import Column, Table
+from tracekit.model import schema
 
 @dataclass(frozen=True)
 class TooManyRanks(Rule):
@@ -34,10 +34,11 @@ class TooManyRanks(Rule):
     def check(self, run):
         yield Finding(self.code, Severity.INFO, f"There are {len(run.ranks)} ranks, says Acme.", "")
 
-table = DerivedTable(
-    Table("acme_ranks", "rank", (Column("rank", pl.Int64(), "", "Rank, as Acme counts."),)),
-    lambda run: pl.DataFrame({"rank": run.ranks}),
-)
+RANKS = schema.table("acme_ranks", "rank", schema.column("rank", "Rank, as Acme counts."))
+
+@run_fact(table=RANKS)
+def ranks(run):
+    return pl.DataFrame({"rank": run.ranks})
 """
 
 
@@ -48,7 +49,7 @@ def plugin(tmp_path, monkeypatch):
     metadata = tmp_path / "acme-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    points = "[tracekit.rules]\nranks = acme_rules:TooManyRanks\n[tracekit.tables]\nranks = acme_rules:table\n"
+    points = "[tracekit.rules]\nranks = acme_rules:TooManyRanks\n[tracekit.tables]\nranks = acme_rules:ranks\n"
     (metadata / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -16,9 +16,9 @@ from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages, simulated_history
 from tests.support.dashboard_pages import TIMEOUT_S, component, html_of, page, testing
 from tracekit.cli.commands.dashboard import server_command
-from tracekit.regression.change import Verdict
 from tracekit.regression.history import store
 from tracekit.regression.history.entry import Commit, history_entry
+from tracekit.regression.thresholds import Verdict
 from tracekit.report import json as report_json
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tracekit.ingest.readers.kineto import communication_kernels
-from tracekit.ingest.readers.kineto.communication_kernels import kind_of, op_of
+from tracekit.ingest.readers.normalize import communication_kernels
+from tracekit.ingest.readers.normalize.communication_kernels import kind_of, op_of
 
 COMMUNICATION = {
     # NVIDIA/nccl, ROCm/rccl: src/device/generate.py and src/device/symmetric/generate.py

@@ -1,6 +1,5 @@
 """Dumps of hung ranks are read whatever wrote them, and nothing in them is executed or fills the memory."""
 
-import io
 import json
 import os
 import pickle
@@ -107,11 +106,11 @@ def test_a_damaged_entry_is_named(change: dict[str, Any], problem: str) -> None:
         )
 
 
-def test_a_list_that_contains_itself_is_no_number() -> None:
+def test_a_list_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     value = dump([{**entry("all_reduce", 1), "collective_seq_id": loop}], groups=WORLD)
-    with pytest.raises(BadDumpError, match="a list is no integer"):
+    with pytest.raises(BadDumpError, match="Circular reference"):
         flight_recorder.parse(flight_recorder.load(pickle.dumps(value, protocol=2)), rank=0, path="x")
 
 
@@ -222,7 +221,6 @@ def test_any_text_is_stacks_or_none(text: str) -> None:
 
 
 def test_unpickling_reads_what_torch_writes() -> None:
-    from tracekit.ingest.pickle_machine import Machine
-
     value = dump(done(["all_reduce"]), groups=WORLD)
-    assert Machine(io.BytesIO(pickle.dumps(value, protocol=2))).read() == value
+    as_json = json.loads(json.dumps(value))
+    assert flight_recorder.load(pickle.dumps(value, protocol=2)) == as_json

@@ -6,7 +6,8 @@ import polars as pl
 import pytest
 
 from tests.support.kineto_files import slice_
-from tracekit.ingest.readers.kineto import collectives, communication_kernels, reader
+from tracekit.ingest.readers.kineto import reader
+from tracekit.ingest.readers.normalize import collectives, communication_kernels
 
 
 def read(folder, *events, **header):

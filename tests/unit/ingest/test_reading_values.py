@@ -8,7 +8,8 @@ from decimal import Decimal
 import polars as pl
 import pytest
 
-from tracekit.ingest.readers.kineto import numbers, reader, stream
+from tracekit.ingest.readers.kineto import reader
+from tracekit.ingest.readers.normalize import event_tables, numbers
 
 BASE_NS = 1_790_000_000_123_456_789
 
@@ -353,4 +354,4 @@ def test_a_trace_releases_the_events_that_it_was_built_from(tmp_path):
 
 def _events_in_memory():
     gc.collect()
-    return sum(type(each) is stream.Events for each in gc.get_objects())
+    return sum(type(each) is event_tables.Events for each in gc.get_objects())

@@ -38,7 +38,7 @@ TINY = {
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
-    return tmp_path / "cache" / "traces"
+    return tmp_path / "cache" / "store"
 
 
 @pytest.fixture
@@ -360,25 +360,38 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert TraceCache.of_user({}) is None
+    cache = TraceCache(DiskCache.of_user("traces", {}))
+    cache.put("key", _trace("t"))
+    assert cache.get("key", pytest.fail) is None
+    assert cache.disk.folder == disk_cache.NOWHERE
 
 
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
-        ({"HOME": "/h"}, Path.home() / ".cache/tracekit/traces"),
-        ({"XDG_CACHE_HOME": "/x"}, Path("/x/tracekit/traces")),
-        ({"XDG_CACHE_HOME": "/x", "TRACEKIT_CACHE_DIR": "/own"}, Path("/own/traces")),
+        ({"HOME": "/h"}, Path.home() / ".cache/tracekit/store"),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/tracekit/store")),
+        ({"XDG_CACHE_HOME": "/x", "TRACEKIT_CACHE_DIR": "/own"}, Path("/own/store")),
     ],
 )
 def test_the_environment_names_the_folder(environment, folder):
-    assert TraceCache.of_user(environment) == cache_in(folder)
+    assert DiskCache.of_user("traces", environment) == cache_in(folder).disk
 
 
 def test_the_environment_bounds_the_size():
-    assert TraceCache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == cache_in(
-        Path("/c/traces"), 5
-    )
+    environment = {"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}
+    assert DiskCache.of_user("traces", environment) == cache_in(Path("/c/store"), 5).disk
+
+
+def test_all_kinds_share_the_limit_and_what_was_used_last_stays(folder):
+    traces, answers = (DiskCache(folder, disk_cache.KINDS[kind], 100) for kind in ("traces", "answers"))
+    traces.put("first", lambda file: file.write(b"x" * 60))
+    answers.put("second", lambda file: file.write(b"x" * 30))
+    assert traces.get("first", lambda file: file.read()) is not None
+    os.utime(answers.path("second"), ns=(1, 1))
+    answers.put("third", lambda file: file.write(b"x" * 30))
+    assert [cache.size_bytes() for cache in (traces, answers)] == [60, 30]
+    assert answers.get("second", lambda file: file.read()) is None
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

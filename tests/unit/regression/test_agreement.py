@@ -5,11 +5,10 @@ import polars as pl
 
 from tests.support import sample_baselines
 from tracekit.regression import gate as checks
-from tracekit.regression.change import Verdict
 from tracekit.regression.comparison import RunSamples, compare
-from tracekit.regression.metrics import Scope, compared_metrics
-from tracekit.regression.quantities import COUNT
+from tracekit.regression.metrics import COUNT, Scope, compared_metrics
 from tracekit.regression.samples import SAMPLE_COLUMNS
+from tracekit.regression.thresholds import Verdict
 
 PAIRS = 120
 MANIFEST = {"device": "cpu", "world_size": 2, "model": {"layers": 2}}

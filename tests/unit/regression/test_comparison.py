@@ -13,12 +13,11 @@ from tracekit.errors import ConfigError, NotComparableError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.regression import baseline, gate
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
 from tracekit.regression.significance import compare_recordings
-from tracekit.regression.thresholds import parse_limit
+from tracekit.regression.thresholds import Change, Verdict, parse_limit
 from tracekit.report import baseline_json
 from tracekit.report import comparison as report
 from tracekit.report import json as report_json

@@ -30,7 +30,7 @@ from tracekit.rules.registry import all_rules
 PLUGIN = """
 import polars as pl
 from tracekit.regression.metrics import Metric
-from tracekit.regression.quantities import COUNT
+from tracekit.regression.metrics import COUNT
 
 def launches(trace):
     rows = trace.activities.filter(pl.col("step").is_not_null())

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import sample_baselines
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.samples import Values
 from tracekit.regression.significance import compare_recordings, student_t, variance_of_median
+from tracekit.regression.thresholds import Change, Verdict
 
 STEP_NS = 100e6
 

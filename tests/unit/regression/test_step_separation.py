@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison, compare_groups
 from tracekit.regression.samples import SAMPLE_COLUMNS
+from tracekit.regression.thresholds import Change, Verdict
 
 Parts = dict[str, float]
 PARTS: Parts = {"compute/gemm": 60.0, "compute/norm": 15.0, "gap/gemm": 10.0, "gap/norm": 5.0, "compute/loss": 10.0}

@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from tracekit.regression.quantities import BYTES, NS, SHARE
+from tracekit.regression.metrics import BYTES, NS, SHARE
 from tracekit.report import charts
 from tracekit.report.charts import Axis, ChartedRun
 

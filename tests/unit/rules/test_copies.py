@@ -8,9 +8,9 @@ import pytest
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import copying_run
 from tracekit.ingest.loader import load
-from tracekit.rules.copies import ExposedCopy
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
+from tracekit.rules.streams import ExposedCopy
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
 

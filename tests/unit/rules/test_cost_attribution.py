@@ -19,10 +19,10 @@ from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
+from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
-from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.memory_reuse import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
 from tracekit.rules.stragglers import Straggler
 from tracekit.simulate.truth import KnownFault

@@ -7,7 +7,7 @@ import polars as pl
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.conventions import device_metrics as names
 from tracekit.model.run import Run
-from tracekit.rules.clock_drops import ClockDrop
+from tracekit.rules.device_slowdowns import ClockDrop
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding
 from tracekit.rules.stragglers import Straggler

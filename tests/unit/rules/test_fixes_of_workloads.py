@@ -12,12 +12,12 @@ from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.rules import collective_batching, communication_fixes
-from tracekit.rules.allocation_churn import ChangingSizes
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import PeakOwner
+from tracekit.rules.memory_reuse import ChangingSizes
 from tracekit.rules.rule import Rule, Severity
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"

@@ -14,12 +14,12 @@ from tests.support.rule_examples import (
     run_with_snapshots,
 )
 from tests.support.sample_snapshots import MIB, Simulation
-from tracekit.rules.allocation_churn import ChangingSizes
 from tracekit.rules.allocator_calls import AllocatorRetry
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.memory_reuse import ChangingSizes
 
 RECORDED = Path(__file__).parents[3].parent / "shared" / "traces"
 

@@ -11,9 +11,8 @@ from tracekit.analysis.parallelism import late_groups, stragglers
 from tracekit.model import schema
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
-from tracekit.rules.late_groups import LateGroup
+from tracekit.rules.late_groups import LateGroup, OccasionalStraggler
 from tracekit.rules.link_bandwidth import SlowLink
-from tracekit.rules.occasional_stragglers import OccasionalStraggler
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 

@@ -33,7 +33,7 @@ from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
-from tracekit.rules.report_cache import entry, keys, measured_tables
+from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
@@ -44,7 +44,7 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 def reports(tmp_path, monkeypatch):
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
-    return tmp_path / "cache" / "reports"
+    return tmp_path / "cache" / "store"
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def _count_names(run):
 @pytest.fixture
 def later(reports, monkeypatch):
     """Return the function that lists the tables in the cache; every table is worth storing."""
-    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 0.0)
-    return lambda: sorted((reports.parent / "tables").glob("*.table"))
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 0.0)
+    return lambda: sorted(reports.glob("*.table"))
 
 
 def _measured_later(run):
@@ -183,14 +183,14 @@ def _no_read(*_):
 
 
 def test_a_table_that_takes_no_time_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(measured_tables, "MIN_MEASURED_S", 1e9)
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 1e9)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []
 
 
 def test_a_large_table_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(measured_tables, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(report_cache, "MAX_TABLE_BYTES", 1)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []

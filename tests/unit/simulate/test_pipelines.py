@@ -24,8 +24,8 @@ from tracekit.conventions.pipeline_schedules import (
     stages_at,
 )
 from tracekit.simulate import engine
-from tracekit.simulate.bubbles import bubbles
 from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.truth import bubbles
 
 EQUAL = 0.004  # embedding and head take a microsecond a kernel
 

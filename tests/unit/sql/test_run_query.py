@@ -14,11 +14,14 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
+from tracekit.model.fact import TraceTable
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.report import query_rows
 from tracekit.sql import run_query, run_tables
 from tracekit.sync import alignment
+
+TABLES = {fact.name: fact.published_table for fact in run_tables.FACTS}
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +40,22 @@ def test_a_table_has_the_rows_of_all_ranks_with_window_and_rank_first(run):
 
 
 def test_a_table_is_either_read_from_traces_or_derived_from_the_run():
-    assert run_query.READ | set(run_tables.DERIVED) == set(run_tables.TABLES)
-    assert not run_query.READ & set(run_tables.DERIVED)
+    derived = {fact.name for fact in run_tables.FACTS if not isinstance(fact, TraceTable)}
+    assert run_query.READ | derived == set(TABLES)
+    assert not run_query.READ & derived
 
 
 def test_every_table_has_the_columns_and_types_that_the_schema_says(run):
-    columns = ", ".join(f"COLUMNS({name}.*) AS '{name}.\\0'" for name in run_tables.TABLES)
-    first, *others = run_tables.TABLES
+    columns = ", ".join(f"COLUMNS({name}.*) AS '{name}.\\0'" for name in TABLES)
+    first, *others = TABLES
     joined = "".join(f" FULL JOIN {name} ON false" for name in others)
     found = tracekit.query(run, f"SELECT {columns} FROM {first}{joined}")
-    schemas = {name: table.schema for name, table in run_tables.TABLES.items()}
+    schemas = {name: table.schema for name, table in TABLES.items()}
     expected = [(f"{name}.{column}", dtype) for name, schema in schemas.items() for column, dtype in schema.items()]
     assert list(found.schema.items()) == expected
 
 
 def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
-    assert run_tables.BREAKDOWN.schema.names() == list(breakdown.COLUMNS)
     found = tracekit.query(run, 'SELECT * FROM breakdown ORDER BY "window", rank, step')
     assert found.equals(run.table(breakdown.by_step).sort("window", "rank", "step"))
 

@@ -1,4 +1,4 @@
-"""Checkpoint saves: the time of each stage on each rank, and which spans of a trace are saves."""
+"""Checkpoint saves and restores: the time of each stage on each rank, costs, and which spans of a trace are saves."""
 
 from collections.abc import Iterator
 

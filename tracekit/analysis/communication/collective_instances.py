@@ -85,7 +85,7 @@ WAITS = schema.table(
 )
 
 
-@run_fact
+@run_fact(table=INSTANCES)
 def instances(run: Run) -> pl.DataFrame:
     """Return the collectives that several ranks recorded; use ``run.table(instances)``.
 
@@ -133,7 +133,7 @@ def instances(run: Run) -> pl.DataFrame:
     )
 
 
-@run_fact
+@run_fact(table=WAITS)
 def waits(run: Run) -> pl.DataFrame:
     """Return the part of each rank in each collective that several ranks recorded; use ``run.table(waits)``.
 

@@ -12,7 +12,7 @@ from tracekit.model.trace import Trace
 
 COLUMNS = schema.columns("activity_id step device lane name op dtype unit phase start_ns dur_ns exposed_ns")
 SPAN_COLUMNS = {"device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64}
-STEP_COLUMNS = schema.columns("window rank") | breakdown.COLUMNS | schema.columns("exposed_ns waited_ns")
+STEP_COLUMNS = schema.columns("window rank") | dict(breakdown.BREAKDOWN.schema) | schema.columns("exposed_ns waited_ns")
 _OF = ("window", "rank", "device")
 
 

@@ -1,4 +1,4 @@
-"""Transfer times of each process group: compared with similar groups, and from step to step."""
+"""Transfer times of each process group: against similar groups, from step to step, and by message."""
 
 import polars as pl
 

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of each process group, fitted to the run's collectives."""
+"""Latency and bandwidth of each process group, fitted to the run's collectives, and bursts of collectives."""
 
 from typing import NamedTuple
 
@@ -131,10 +131,10 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
-    trains = ~trace_columns.as_flags(work["phase"] == conventions.CHECKPOINT)
+    trains = ~columns.flags(work["phase"] == conventions.CHECKPOINT)
     at_ns = arrays.launched_or_start_ns
     # Preparation on the collective's own lane is not compute that it waits for.
-    is_compute = arrays.computes & trains & ~trace_columns.as_flags(work["role"] == "communication")
+    is_compute = arrays.computes & trains & ~columns.flags(work["role"] == "communication")
     rows = np.flatnonzero(arrays.communicates)
     order = np.lexsort((arrays.id[rows], at_ns[rows]))
     order = order[trains[rows[order]]]

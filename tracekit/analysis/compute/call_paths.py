@@ -1,9 +1,10 @@
-"""Call paths: the operators and annotations around each host slice, outermost first, as one text."""
+"""Call paths: the operators, annotations and modules around each host slice, outermost first, as one text."""
 
 import numpy as np
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.time import trace_columns
 from tracekit.model import nesting
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, at
@@ -36,7 +37,7 @@ def call_paths(trace: Trace) -> pl.Series:
         return pl.Series("path", dtype=pl.String)
     is_left_out = ops["name"].str.contains(_STEP) | ops["name"].str.starts_with(conventions.MODULE_PREFIX)
     is_named = (ops["kind"].is_in(_KINDS) & ~is_left_out).to_numpy()
-    parent = ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
+    parent = trace_columns.parent_ids(trace)
     around = nesting.nearest(parent, is_named)
     above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
     index = pl.Series(around, dtype=pl.Int64)
@@ -69,20 +70,16 @@ def dispatch_chains(trace: Trace) -> pl.Series:
     is_named = (is_dispatched | is_node) & ~is_repeat
     rows = np.flatnonzero(is_named)
     texts = chains(names, _above(trace, is_named, forward, is_node), rows, separator=SEPARATOR)
-    index = pl.Series(nesting.nearest(_parents(trace), is_named), dtype=pl.Int64)
+    index = pl.Series(nesting.nearest(trace_columns.parent_ids(trace), is_named), dtype=pl.Int64)
     return texts.gather(index.set(index < 0, None)).alias("chain")
 
 
 def _above(trace: Trace, is_named: nesting.Flags, forward: Ints, is_node: nesting.Flags) -> Ints:
     """Return the named row around each row; of an autograd node, that of its operator in the forward pass."""
-    parent = _parents(trace)
+    parent = trace_columns.parent_ids(trace)
     around = nesting.nearest(parent, is_named)
     above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
     return np.where(is_node, around[forward], above)
-
-
-def _parents(trace: Trace) -> Ints:
-    return trace.ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
 
 
 def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.Series:
@@ -122,7 +119,7 @@ def op_modules(trace: Trace) -> pl.Series:
     marks, paths = _marks(trace)
     if not marks.any():
         return _unit_modules(trace.ops)
-    parent = trace.ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
+    parent = trace_columns.parent_ids(trace)
     forward = trace.ops["forward_id"].fill_null(-1).to_numpy().astype(np.int64)
     around = nesting.nearest(parent, marks)
     # The gradient of an op belongs to the op's module, whichever module called backward; work that a checkpointed
@@ -164,7 +161,7 @@ def _marks(trace: Trace) -> tuple[Flags, pl.Series]:
     frames = (is_module & (ops["kind"] == "python")).to_numpy()
     # Path of each frame: the modules around it where it was called from the most of them. A module that activation
     # checkpointing calls again in backward has none around it there.
-    parent = ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
+    parent = trace_columns.parent_ids(trace)
     around = nesting.nearest(parent, frames)
     above = at(around, parent, -1)
     op_chains = chains(names, above, np.flatnonzero(frames), separator=MODULE_SEPARATOR)

@@ -130,7 +130,15 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     if min(change, len(rows) - change) < _MIN_SAMPLES:
         return None
     after = np.arange(len(rows)) >= change
-    ratio, weight = _ratios(code, dur, after)
+    # Each kernel's median duration after over before (NaN where it is on one side only), and its time.
+    both = pl.DataFrame({"code": code, "dur": dur, "after": after})
+    medians = both.group_by("code").agg(
+        pl.col("dur").filter("after").median().alias("late"),
+        pl.col("dur").filter(~pl.col("after")).median().alias("early"),
+        pl.col("dur").sum().alias("time"),
+    )
+    ordered = medians.sort("code").select((pl.col("late") / pl.col("early")).fill_null(float("nan")).alias("r"), "time")
+    ratio, weight = ordered["r"].to_numpy(), ordered["time"].to_numpy()
     is_compared = ~np.isnan(ratio)
     if is_compared.sum() < _MIN_KERNELS or weight[is_compared].sum() < _MIN_TIME_RATIO * dur.sum():
         return None
@@ -150,18 +158,6 @@ def _change(code: Ints, dur: Floats) -> int:
     relative = np.log(dur)
     mean = np.bincount(code, relative) / np.bincount(code)
     return int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
-
-
-def _ratios(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[Floats, Floats]:
-    """Return each kernel's median duration after over before (NaN where it is on one side only), and its time."""
-    both = pl.DataFrame({"code": code, "dur": dur, "after": after})
-    medians = both.group_by("code").agg(
-        pl.col("dur").filter("after").median().alias("late"),
-        pl.col("dur").filter(~pl.col("after")).median().alias("early"),
-        pl.col("dur").sum().alias("time"),
-    )
-    ordered = medians.sort("code").select((pl.col("late") / pl.col("early")).fill_null(float("nan")).alias("r"), "time")
-    return ordered["r"].to_numpy(), ordered["time"].to_numpy()
 
 
 def _spread(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:

@@ -1,4 +1,4 @@
-"""Slowdown of collectives by concurrent compute, from bus bandwidth at the same size."""
+"""Slowdown of collectives by concurrent compute, from bus bandwidth at the same size; totals of all contention."""
 
 import numpy as np
 import polars as pl

@@ -1,4 +1,4 @@
-"""Causes of compute gaps: each gap is split among causes, linked to the communication gap that caused it."""
+"""Causes of compute gaps, linked to the communication gaps that caused them, and stall time by cause."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Concurrency on a device: the kinds of work that overlap each kernel, and which kernels are the same."""
+"""Concurrency on a device: the kinds of work that overlap each kernel, and its slowdown against running alone."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -55,7 +55,7 @@ OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, 
 """The counters that a breakdown by step has."""
 
 
-@trace_fact
+@trace_fact(table=DEVICE_METRICS)
 def device_counters(trace: Trace) -> pl.DataFrame:
     """Return the counters of the rank's GPU: columns as DEVICE_METRICS, one row per step that has any.
 

@@ -81,7 +81,7 @@ def each_product(trace: Trace) -> pl.DataFrame:
     problem (`product`): its name is the kernel's, its shapes are null.
     """
     described = trace.ops.select("id", "step", "phase", "name", "shapes")
-    calls = _products(trace).join(described, on="id", maintain_order="left")
+    calls = counted_calls(trace).drop_nulls("flops").join(described, on="id", maintain_order="left")
     return pl.concat([calls.select(EACH_COLUMNS), _by_kernel_name(trace).select(EACH_COLUMNS)])
 
 
@@ -143,7 +143,7 @@ def compute(trace: Trace) -> pl.DataFrame:
         none = pl.lit(value=False)
         text = pl.lit(None, pl.String)
         return work.with_columns(op=text, shapes=text, is_known=none, has_work=none).filter(_IS_COMPUTE)
-    ids = _products(trace)["id"]
+    ids = counted_calls(trace).drop_nulls("flops")["id"]
     launcher = pl.Series("op", owner).set(pl.Series(owner < 0), None)
     op, shapes = trace.ops["name"].gather(launcher).alias("op"), trace.ops["shapes"].gather(launcher)
     names, kernel_names = (column.drop_nulls().unique().to_list() for column in (op, work["name"]))
@@ -249,10 +249,6 @@ def _product_work(
     return flops_of, moved, sizes.dtype
 
 
-def _products(trace: Trace) -> pl.DataFrame:
-    return counted_calls(trace).drop_nulls("flops")
-
-
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
     """Return the kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
     if not trace.on_device:
@@ -270,7 +266,7 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
     stated = pl.DataFrame(rows, pl.Schema({"name": pl.String, "flops": pl.Float64, "dtype": pl.String}), orient="row")
     kernel_rows = work.join(stated, on="name", maintain_order="left")
     if kernel_rows.height:
-        row = counted_op_of_activities(trace, _products(trace)["id"])
+        row = counted_op_of_activities(trace, counted_calls(trace).drop_nulls("flops")["id"])
         outside = trace.activities.select("id").filter(pl.Series(row < 0))
         kernel_rows = kernel_rows.join(outside, on="id", how="semi", maintain_order="left")
     repeated = recomputation.recomputed_activities(trace) if kernel_rows.height else kernel_rows

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.errors import ConfigError
 from tracekit.model import nesting, recurring_runs, schema
 from tracekit.model.fact import trace_fact
@@ -39,7 +39,7 @@ _OF_CALLS = schema.columns(
 )
 
 
-@trace_fact
+@trace_fact(table=SEQUENCES)
 def kernel_sequences(trace: Trace) -> pl.DataFrame:
     """Return the sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
 
@@ -190,7 +190,7 @@ def _launched_by(op: str) -> TraceFact:
 
 def _outermost_call(trace: Trace, op: str) -> pl.DataFrame:
     """Return the outermost call around the launch of each activity whose name contains `op`: activity_id, call_id."""
-    parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
+    parent = trace_columns.parent_ids(trace)
     is_named = trace.ops["name"].str.contains(op, literal=True).to_numpy()
     around = np.append(nesting.nearest(parent, is_named), -1)[parent]
     outermost = nesting.nearest(parent, is_named & (around < 0))

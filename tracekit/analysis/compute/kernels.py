@@ -1,4 +1,4 @@
-"""Device activities by name, launching op, shapes, unit and more; on a CPU run, the compute of its threads."""
+"""Device activities by name, launching op and more (on a CPU run, the compute of threads), and CUDA graph replays."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence

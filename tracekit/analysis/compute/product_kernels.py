@@ -1,4 +1,4 @@
-"""Kernels of matrix products that run below the device's rate: misaligned dimensions, no tensor cores."""
+"""Kernels of matrix products below the device's rate: misaligned dimensions, no tensor cores, partial waves."""
 
 import json
 import math
@@ -82,7 +82,21 @@ def misaligned_kernels(trace: Trace) -> pl.DataFrame:
     by_name = pl.col("name").str.contains(_TENSOR_CORE) & (pl.col("align") * pl.col("element_bytes") < _UNIT_BYTES)
     may_be_slow = (pl.col("dur_ns") >= MIN_NS) & (pl.col("ratio") < _LOW_RATIO)
     by_shape = pl.lit(has_layout) & may_be_slow & pl.col("align").is_null() & pl.col("is_contiguous")
-    joined = calls.join(_paddings(calls), on=_INPUTS, how="left", nulls_equal=True, maintain_order="left")
+    # Padding of each product by its inputs: columns _INPUTS, padding, growth, is_contiguous.
+    rows = []
+    for inputs in calls.select(_INPUTS).unique(maintain_order=True).iter_rows():
+        call_padding = _padding_of(*inputs) or _Padding({}, 1.0, is_contiguous=False)
+        padding = json.dumps({str(size): to for size, to in call_padding.dims.items()}) if call_padding.dims else None
+        rows.append((*inputs, padding, call_padding.growth, call_padding.is_contiguous))
+    kinds = pl.Schema({"padding": pl.String, "growth": pl.Float64, "is_contiguous": pl.Boolean})
+    inputs_of_calls = {name: calls.schema[name] for name in _INPUTS}
+    joined = calls.join(
+        pl.DataFrame(rows, pl.Schema({**inputs_of_calls, **kinds}), orient="row"),
+        on=_INPUTS,
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
+    )
     can_be_padded = pl.col("padding").is_not_null() | pl.col("shapes").is_null()
     is_faulty = ((by_name & can_be_padded) | by_shape).fill_null(value=False)
     faulty = joined.with_columns(is_faulty.alias("is_faulty"))
@@ -176,18 +190,6 @@ class _Padding(NamedTuple):
     dims: dict[int, int]
     growth: float
     is_contiguous: bool
-
-
-def _paddings(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the padding of each product by its inputs: columns _INPUTS, padding, growth, is_contiguous."""
-    rows = []
-    for inputs in calls.select(_INPUTS).unique(maintain_order=True).iter_rows():
-        call_padding = _padding_of(*inputs) or _Padding({}, 1.0, is_contiguous=False)
-        padding = json.dumps({str(size): to for size, to in call_padding.dims.items()}) if call_padding.dims else None
-        rows.append((*inputs, padding, call_padding.growth, call_padding.is_contiguous))
-    kinds = pl.Schema({"padding": pl.String, "growth": pl.Float64, "is_contiguous": pl.Boolean})
-    inputs_of_calls = {name: calls.schema[name] for name in _INPUTS}
-    return pl.DataFrame(rows, pl.Schema({**inputs_of_calls, **kinds}), orient="row")
 
 
 def _padding_of(op: str | None, shapes: str | None, strides: str | None, element_bytes: int) -> _Padding | None:

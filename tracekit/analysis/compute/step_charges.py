@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -42,7 +42,17 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
     launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
-    described = _activity_keys(trace)
+    op, launch = _operator_rows(trace)
+    described = trace.activities.select(
+        "id",
+        _part().alias("own_part"),
+        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
+        pl.col("name").alias("kernel"),
+        call_paths.activity_modules(trace),
+        call_paths.call_paths(trace).gather(launch).alias("path"),
+        trace.ops["shapes"].gather(op).alias("shapes"),
+        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
+    )
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
         windows = _windows(trace, device)
@@ -70,21 +80,6 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _activity_keys(trace: Trace) -> pl.DataFrame:
-    """Return id, own_part, operator, kernel, module, path, shapes and chain of each activity."""
-    op, launch = _operator_rows(trace)
-    return trace.activities.select(
-        "id",
-        _part().alias("own_part"),
-        pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
-        pl.col("name").alias("kernel"),
-        call_paths.activity_modules(trace),
-        call_paths.call_paths(trace).gather(launch).alias("path"),
-        trace.ops["shapes"].gather(op).alias("shapes"),
-        call_paths.dispatch_chains(trace).gather(op).alias("chain"),
-    )
-
-
 def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
     launch = trace.activities["launch_id"]
@@ -92,7 +87,7 @@ def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     if trace.ops.is_empty():
         return op_row, op_row
     is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
-    outer = nesting.nearest(trace.ops["parent_id"].fill_null(-1).to_numpy(), is_operator.to_numpy())
+    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
     operator = pl.Series(outer).gather(op_row)
     inner = pl.Series(kernels.innermost_op(trace))
     op = operator.zip_with((operator >= 0).fill_null(value=False), inner)

@@ -29,7 +29,7 @@ UNKNOWN_WORK = schema.table(
 _KEYS = ("name", "reason")
 
 
-@trace_fact
+@trace_fact(table=UNKNOWN_WORK)
 def unknown_work(trace: Trace) -> pl.DataFrame:
     """Return the compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
 

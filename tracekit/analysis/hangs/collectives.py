@@ -1,4 +1,4 @@
-"""Calls of all ranks matched to collectives: who came, who did not, who called something else."""
+"""Calls of all ranks matched to collectives: the groups, who came, who did not, and the first call that differs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -295,17 +295,12 @@ def _swaps(calls: list[Call], theirs: list[Call]) -> bool:
     """Return whether a rank makes the first two calls of another one in the opposite order, and the rest alike."""
     keys, their_keys = [signature(call) for call in calls], [signature(call) for call in theirs]
     is_opposite = len(keys) > 1 and calls[0].op != theirs[0].op and keys[:2] == their_keys[1::-1]
-    return is_opposite and not _diverge(keys[2:], their_keys[2:])
-
-
-def _diverge(first: list[tuple[object, ...]], second: list[tuple[object, ...]]) -> bool:
-    """Return whether two sequences differ before one of them ends."""
-    return any(a != b for a, b in zip(first, second, strict=False))
+    return is_opposite and not any(a != b for a, b in zip(keys[2:], their_keys[2:], strict=False))
 
 
 def _continues(first: list[tuple[object, ...]], second: list[tuple[object, ...]]) -> bool:
     """Return whether two sequences are the same as far as both go."""
-    return bool(first) and bool(second) and not _diverge(first, second)
+    return bool(first) and bool(second) and not any(a != b for a, b in zip(first, second, strict=False))
 
 
 def _calls_from(table: CallTable, group: Group, seq: int, rank: int) -> list[Call]:

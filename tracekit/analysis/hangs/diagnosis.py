@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tracekit.analysis.hangs import causes, collectives, host
+from tracekit.analysis.hangs import causes, collectives
 from tracekit.analysis.hangs.causes import ADVICE, Culprit, Kind
 from tracekit.analysis.hangs.collectives import CallTable, Groups, Mismatch, sizes
 from tracekit.analysis.hangs.waits import (
@@ -21,6 +21,7 @@ from tracekit.model import units
 from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
 
 DEFAULT_MIN_WAIT_NS = 10 * 10**9
+"""A training that runs may have shorter waits when its dumps are written."""
 _MAX_PAIRS = 2000
 
 
@@ -106,7 +107,7 @@ class _Case:
 
     def _without_waits(self) -> Diagnosis:
         stalled = [dump for dump in self.dumps.ranks.values() if dump.reason == "timeout" or not dump.has_recorder]
-        away = {dump.rank: host.state(dump) for dump in stalled if dump.threads}
+        away = {dump.rank: causes.state(dump) for dump in stalled if dump.threads}
         if not any(dump.reason == "timeout" for dump in stalled) or not away:
             failed = [dump for dump in self.dumps.ranks.values() if dump.reason == "error"]
             return self._failure(failed) if failed else self._complete()
@@ -133,7 +134,7 @@ class _Case:
             kind = min(late, key=lambda culprit: _ORDER.index(culprit.kind))
             return Diagnosis(kind.kind, f"{text}; {_reasons(late)}.", kind.advice, None, late)
         culprits = tuple(
-            Culprit(dump.rank, Kind.COMMUNICATOR, f"is in {host.state(dump).operation}", self._evidence(dump.rank))
+            Culprit(dump.rank, Kind.COMMUNICATOR, f"is in {causes.state(dump).operation}", self._evidence(dump.rank))
             for dump in blocked
         )
         return Diagnosis(Kind.COMMUNICATOR, f"{text}.", ADVICE[Kind.COMMUNICATOR], None, culprits)
@@ -406,7 +407,7 @@ def _calls_on_host(dumps: Sequence[RankDump]) -> str:
     """Functions of torch.distributed that ranks are in, as clauses."""
     places: dict[str, list[int]] = {}
     for dump in dumps:
-        state = host.state(dump)
+        state = causes.state(dump)
         where = f" in {state.frame.brief}" if state.frame else ""
         places.setdefault(state.operation + where, []).append(dump.rank)
     clauses = [f"{_ranks(ranks)} {_plural(ranks, 'is', 'are')} in {place}" for place, ranks in list(places.items())[:3]]
@@ -440,8 +441,8 @@ def _with_ranks(diagnosis: Diagnosis, dumps: HangDumps, groups: Groups, waiting:
 def _row(dump: RankDump, waiting: WaitGraph) -> RankState:
     done = [call for call in dump.calls if call.state is CallState.COMPLETED]
     waits = [waiting.waits[number] for number in waiting.of_rank.get(dump.rank, ())]
-    state = host.state(dump)
-    sentence = "" if state.activity is host.Activity.UNKNOWN else state.sentence
+    state = causes.state(dump)
+    sentence = "" if state.activity is causes.Activity.UNKNOWN else state.sentence
     ending = {"exit": "ended its program", "error": f"raised {causes.error_line(dump.error)}"}.get(dump.reason, "")
     return RankState(
         dump.rank,

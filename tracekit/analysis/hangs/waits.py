@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tracekit.analysis.hangs import host
+from tracekit.analysis.hangs import causes
+from tracekit.analysis.hangs.causes import Activity
 from tracekit.analysis.hangs.collectives import CallTable, Collective, Group, Groups
-from tracekit.analysis.hangs.host import Activity
 from tracekit.model.hang_dump import Call, CallState, HangDumps, RankDump
 
 
@@ -86,7 +86,7 @@ def graph(dumps: HangDumps, groups: Groups, table: CallTable) -> WaitGraph:
         for rank in wait.waiting_ranks:
             dump = dumps.ranks[rank]
             has_left = dump.reason in ("exit", "error") and not any(call.error for call in dump.calls)
-            if not has_left and host.may_wait_in(host.state(dump), wait.first_call.backend):
+            if not has_left and causes.may_wait_in(causes.state(dump), wait.first_call.backend):
                 of_rank[rank].append(number)
     return WaitGraph(tuple(waits), {rank: tuple(numbers) for rank, numbers in of_rank.items()})
 
@@ -97,7 +97,7 @@ def with_inferred_calls(dumps: HangDumps) -> HangDumps:
 
 
 def _with_inferred_call(dump: RankDump) -> RankDump:
-    op = _OPERATIONS.get(host.state(dump).operation) if is_blocked(dump) else None
+    op = _OPERATIONS.get(causes.state(dump).operation) if is_blocked(dump) else None
     names = groups_without_calls(dump)
     has_first_calls = not dump.calls or dump.calls[0].seq == 1  # the recorder's ring drops the oldest calls
     if op is None or len(names) != 1 or not has_first_calls or dump.main_thread is None:
@@ -114,7 +114,7 @@ def is_blocked(dump: RankDump) -> bool:
     """Return whether the host is in a call of torch.distributed, and the flight recorder has no pending call."""
     may_be_nccl = not dump.calls or any(call.backend == _NCCL for call in dump.calls)
     return (
-        dump.has_recorder and may_be_nccl and not dump.pending and host.state(dump).activity is Activity.COMMUNICATION
+        dump.has_recorder and may_be_nccl and not dump.pending and causes.state(dump).activity is Activity.COMMUNICATION
     )
 
 

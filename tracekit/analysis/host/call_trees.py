@@ -1,4 +1,4 @@
-"""Call trees: host time by the stack of slices, device time by the stack that launched it; what flame graphs draw."""
+"""Call trees: host and device time by the stack of slices, and the functions on a stack; what flame graphs draw."""
 
 import functools
 from collections.abc import Sequence

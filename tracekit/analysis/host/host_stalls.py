@@ -1,7 +1,6 @@
-"""Host stalls: single long gaps in compute that the host causes, and what the host did in each."""
+"""Host stalls: single long gaps in compute that the host causes, what the host did in each, and its calls on files."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,7 +12,8 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema
-from tracekit.model.fact import trace_fact
+from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
 
@@ -62,6 +62,13 @@ _MIN_SILENCE_NS = 500_000
 _MAX_SILENCES = 500
 _COMPUTES = r"^aten::"
 
+IO_COLUMNS = schema.columns(f"step {' '.join(column.name for column in schema.IO_CALLS.columns)}")
+BY_FILE_COLUMNS = schema.columns(
+    "rank kind file calls bytes busy_ns moved_bytes_per_s longest_ns longest_call",
+    longest_call=pl.String,
+    file=pl.String,
+)
+
 
 @trace_fact
 def host_stalls(trace: Trace) -> pl.DataFrame:
@@ -86,7 +93,14 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     ops = trace_columns.spans(trace)
     covered = {cause: intervals.coverage(spans, ops[during & _shows(trace, cause)]) for cause in _PATTERNS}
     covered[SAVE] = intervals.coverage(spans, intervals.from_table(save_stages.save_spans(trace)))
-    covered[RETRY] = np.where(_flushes(trace, spans, during), covered[ALLOCATION], 0)
+    # Mark the spans in which the allocator freed its cache and allocated again.
+    calls = during & trace_columns.is_kind(trace, "runtime")
+    counts = []
+    for pattern in (_FREE, _MALLOC):
+        starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
+        bounds = np.searchsorted(starts, spans[:, [0, 1]])
+        counts.append(bounds[:, 1] - bounds[:, 0])
+    covered[RETRY] = np.where((counts[0] >= _MIN_FREES) & (counts[1] >= 1), covered[ALLOCATION], 0)
     lengths = spans[:, 1] - spans[:, 0]
     order = [cause for cause in CAUSES if cause != OTHER]
     shares = np.stack([covered[cause] for cause in order]) >= _MIN_COVERED * lengths
@@ -122,6 +136,74 @@ def host_silences(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame({"start_ns": start, "dur_ns": end - start}).with_columns(
         pl.Series("name", _computing_ops(trace, start, end), pl.String)
     ).pipe(schema.select, SILENCE_COLUMNS)  # fmt: skip
+
+
+@trace_fact
+def io_calls(trace: Trace) -> pl.DataFrame:
+    """Return the file system calls of a trace, with the step in whose time on the host each began; by start.
+
+    Columns IO_COLUMNS; step is null for calls between and outside the recorded steps.
+    """
+    if trace.io_calls.is_empty():
+        return schema.empty(IO_COLUMNS)
+    steps = trace.steps.select("step", "host_start_ns", "host_end_ns").drop_nulls().unique().sort("host_start_ns")
+    begun = trace.io_calls.sort("start_ns").join_asof(
+        steps, left_on="start_ns", right_on="host_start_ns", strategy="backward", check_sortedness=False
+    )
+    is_inside = pl.col("start_ns") < pl.col("host_end_ns")
+    return schema.select(begun.with_columns(pl.when(is_inside).then("step").alias("step")), IO_COLUMNS)
+
+
+@run_fact
+def io_calls_of_run(run: Run) -> pl.DataFrame:
+    """Return the file system calls of all ranks, once each: columns rank and IO_COLUMNS, by rank and start.
+
+    A log covers the whole process, so each window of a rank has the same calls; the step is that of any window.
+    """
+    key = ["rank", "start_ns", "dur_ns", "name", "file", "process", "thread", "bytes"]
+    rows = run.table(io_calls).drop("window", strict=False)
+    return rows.sort(*key, "step", nulls_last=True).unique(key, keep="first", maintain_order=True)
+
+
+def io_by_file(run: Run) -> pl.DataFrame:
+    """Return the calls of each rank by kind and file, the longest first. Columns BY_FILE_COLUMNS.
+
+    `busy_ns` is the time in which any of the calls ran, `moved_bytes_per_s` the bytes over that time (null for calls
+    that move none), `longest_call` the function of the longest call.
+    """
+    key = ["rank", "kind", "file"]
+    ordered = run.table(io_calls_of_run).sort(*key, "start_ns")
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    before_ns = end_ns.cum_max().shift(1).over(key)
+    new_ns = (end_ns - pl.max_horizontal("start_ns", before_ns)).clip(0)
+    longest = pl.col("dur_ns").arg_max()
+    sums = (
+        ordered.with_columns(new_ns.alias("new_ns"))
+        .group_by(key, maintain_order=True)
+        .agg(
+            pl.len().cast(pl.Int64).alias("calls"),
+            pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes"),
+            pl.col("new_ns").sum().alias("busy_ns"),
+            pl.col("dur_ns").max().alias("longest_ns"),
+            pl.col("name").get(longest).alias("longest_call"),
+        )
+    )
+    rate = pl.when(pl.col("busy_ns") > 0).then(pl.col("bytes") * 1e9 / pl.col("busy_ns")).alias("moved_bytes_per_s")
+    files = sums.with_columns(rate).sort("busy_ns", *key, descending=[True, False, False, False])
+    return schema.select(files, BY_FILE_COLUMNS)
+
+
+def io_during(rows: pl.DataFrame, spans: intervals.Spans) -> pl.DataFrame:
+    """Return the calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
+    overlap_ns = intervals.coverage(intervals.from_table(rows), intervals.union(spans))
+    overlapping = rows.with_columns(pl.Series("overlap_ns", overlap_ns, pl.Int64)).filter(pl.col("overlap_ns") > 0)
+    return overlapping.sort("overlap_ns", "start_ns", descending=[True, False])
+
+
+def io_covered_ns(overlapping: pl.DataFrame, spans: intervals.Spans) -> int:
+    """Time of the spans that any of the calls covers, in ns."""
+    ran = intervals.union(intervals.from_table(overlapping))
+    return int(np.sum(intervals.coverage(intervals.union(spans), ran)))
 
 
 def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
@@ -163,24 +245,18 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         middle = np.array([int(busy[-1, 1]) + idle_ns // 2])
         row = {"step": step["step"], "gap_step": step["step"], "device": step["device"], "start_ns": int(busy[-1, 1])}
         row |= {"dur_ns": idle_ns, "detail": host_state.HOST_STATES[int(host_state.state_at(trace, middle)[0])]}
-        yield pl.DataFrame([row | _first_place(trace, step)], schema=_STALL_COLUMNS)
-
-
-def _first_place(trace: Trace, step: dict[str, Any]) -> dict[str, Any]:
-    """Return the place of the first compute that a step launched on a device: its columns place and nth, and is_last.
-
-    In other steps, what the host does at the end of a step is before that of the next one.
-    """
-    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(step["device"], pl.Int64)))
-    first = (
-        trace.activities.filter(pl.col("step") == step["step"], pl.col("kind") == "compute")
-        .join(lanes, on="lane", how="semi")
-        .sort("start_ns", "id")
-        .head(1)
-        .join(launch_delay.places(trace), left_on="id", right_on="activity_id", suffix="_of")
-    )
-    name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
-    return {"place": name, "nth": nth, "is_last": True}
+        # Place of the first compute that a step launched on a device: its columns place and nth, and is_last. In other
+        # steps, what the host does at the end of a step is before that of the next one.
+        lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(step["device"], pl.Int64)))
+        first = (
+            trace.activities.filter(pl.col("step") == step["step"], pl.col("kind") == "compute")
+            .join(lanes, on="lane", how="semi")
+            .sort("start_ns", "id")
+            .head(1)
+            .join(launch_delay.places(trace), left_on="id", right_on="activity_id", suffix="_of")
+        )
+        name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
+        yield pl.DataFrame([row | {"place": name, "nth": nth, "is_last": True}], schema=_STALL_COLUMNS)
 
 
 def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
@@ -205,17 +281,6 @@ def _shows(trace: Trace, cause: str) -> Flags:
     elif cause == DATA:
         matching = matching | trace_columns.is_phase(trace, conventions.DATA)
     return matching
-
-
-def _flushes(trace: Trace, spans: intervals.Spans, during: Flags) -> Flags:
-    """Mark the spans in which the allocator freed its cache and allocated again."""
-    calls = during & trace_columns.is_kind(trace, "runtime")
-    counts = []
-    for pattern in (_FREE, _MALLOC):
-        starts = np.sort(trace_columns.spans(trace)[calls & trace_columns.is_named(trace, pattern), 0])
-        bounds = np.searchsorted(starts, spans[:, [0, 1]])
-        counts.append(bounds[:, 1] - bounds[:, 0])
-    return np.asarray((counts[0] >= _MIN_FREES) & (counts[1] >= 1), np.bool_)
 
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:

@@ -33,7 +33,7 @@ QUEUES = schema.table(
 )
 
 
-@trace_fact
+@trace_fact(table=QUEUES)
 def launch_queues(trace: Trace) -> pl.DataFrame:
     """Return the launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
 

@@ -35,7 +35,7 @@ _SEPARATOR = call_paths.MODULE_SEPARATOR
 OUTSIDE = "outside modules"
 
 
-@trace_fact
+@trace_fact(table=MODULES)
 def modules(trace: Trace) -> pl.DataFrame:
     """Measures of the modules of a rank in the recorded window.
 

@@ -1,4 +1,4 @@
-"""Host slices by name, shapes, unit and more: total time, self time, and device time."""
+"""Host slices by name, shapes, unit and more: total, self and device time, and distance from the roofline."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Data for memory charts: allocated bytes over time by owner, and block lifetimes by size."""
+"""Allocated bytes over time by owner, their growth from step to step, and block lifetimes by size."""
 
 import math
 from collections.abc import Iterator

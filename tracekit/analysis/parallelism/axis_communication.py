@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.parallelism import group_axes, mesh
+from tracekit.analysis.parallelism import group_axes, rank_places
 from tracekit.analysis.parallelism.group_axes import ACTIVATIONS, PARAMETERS
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.process_groups import DP, JOINT
@@ -32,7 +32,7 @@ _BY_CALL = 0.8
 """Confidence of an axis that a collective has by its op or purpose, out of those that the run is known to have."""
 
 
-@run_fact
+@run_fact(table=AXIS_COMMUNICATION)
 def axis_communication(run: Run) -> pl.DataFrame:
     """Return the communication of each rank, step, axis and op; use ``run.run_table``. Columns as AXIS_COMMUNICATION.
 
@@ -87,7 +87,7 @@ def calls(run: Run) -> pl.DataFrame:
     marked = run.table(breakdown.by_step)["step"].is_not_null().any()
     inside = all_calls.drop_nulls("step") if marked else all_calls
     described = group_axes.described_groups(run).filter(pl.col("ranks").list.len() > 1)
-    axes = (set(mesh.groups_of(run.manifest)) | set(described["axis"])) - JOINT
+    axes = (set(rank_places.groups_of(run.manifest)) | set(described["axis"])) - JOINT
     by_op = (
         pl.when(pl.col("op").is_in([PAIRED, "send", "recv"]) & bool(axes & {PP, CP}))
         .then(pl.lit(PP if PP in axes else CP))

@@ -58,7 +58,13 @@ def expert_load(run: Run) -> pl.DataFrame:
     if pairs.is_empty():
         return schema.empty(COLUMNS)
     mean = pl.col("load_bytes").mean().over(PASS)
-    table = _with_compute(run, pairs).with_columns(
+    compute = axis_communication.compute_spans(run)
+    parts = []
+    for place, rank_pairs in pairs.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
+        between = rank_pairs.select("from_ns", pl.max_horizontal("from_ns", "to_ns").alias("to_ns")).to_numpy()
+        busy_ns = intervals.coverage(between, compute.get(place, intervals.EMPTY))
+        parts.append(rank_pairs.with_columns(pl.Series("expert_ns", busy_ns, pl.Int64)))
+    table = pl.concat(parts).with_columns(
         mean.round().cast(pl.Int64).alias("mean_bytes"), (pl.col("load_bytes") / mean).alias("load_ratio")
     )
     expert_ns, times = pl.col("expert_ns"), (pl.col("expert_ns").min().over(PASS), pl.col("expert_ns").max().over(PASS))
@@ -130,13 +136,3 @@ def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
         load_tokens=pl.col("received_bytes") // pl.col("row_bytes"), from_ns="end_ns", to_ns="next_start_ns",
         dur_ns=pl.col("next_end_ns") - pl.col("start_ns"), first_id="activity_id", second_id="next_activity_id",
     )  # fmt: skip
-
-
-def _with_compute(run: Run, pairs: pl.DataFrame) -> pl.DataFrame:
-    compute = axis_communication.compute_spans(run)
-    parts = []
-    for place, rank_pairs in pairs.partition_by("window", "rank", as_dict=True, maintain_order=True).items():
-        between = rank_pairs.select("from_ns", pl.max_horizontal("from_ns", "to_ns").alias("to_ns")).to_numpy()
-        busy_ns = intervals.coverage(between, compute.get(place, intervals.EMPTY))
-        parts.append(rank_pairs.with_columns(pl.Series("expert_ns", busy_ns, pl.Int64)))
-    return pl.concat(parts)

@@ -32,7 +32,7 @@ PAIRS = schema.table(
 _PAIR = ["window", "step", "group", "members", "rank", "peer"]
 
 
-@run_fact
+@run_fact(table=PAIRS)
 def expert_pairs(run: Run) -> pl.DataFrame:
     """Tokens from each rank to the experts of each rank of its group, itself too; use ``run.run_table``.
 

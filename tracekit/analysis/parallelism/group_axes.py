@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import group_bandwidth
-from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism import rank_places
 from tracekit.analysis.time import trace_columns
 from tracekit.conventions.process_groups import DP, axis_of_description
 from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
@@ -66,7 +66,19 @@ def purposes(trace: Trace) -> pl.DataFrame:
     both, such as gradients reduced after the backward. null: the trace links no backward op to its forward op, so where
     forward ends is unknown, or it lacks the launch of a collective on a device, which may run long after its call.
     """
-    host = _host_calls(trace)
+    # Collectives with phase, span, and where each was called. Columns accumulates (while a gradient is accumulated) and
+    # between_forward_ops (null where no op is known to be of a forward, or the launch is not recorded).
+    row = columns.rows_of(trace.activities["id"].to_numpy(), trace.collectives["activity_id"].to_numpy())
+    row = row[row >= 0]
+    calls = trace.activities[["id", "lane", "phase", "span"]][row]
+    call, start_ns = trace_columns.launch_rows(trace)[row], trace.activities["start_ns"].to_numpy()[row]
+    called_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
+    accumulates = pl.Series("accumulates", _accumulates(trace, trace_columns.launch_ids(trace)[row]))
+    device_lanes = trace.lanes["lane"].filter(trace.lanes["device"].is_not_null())
+    is_call_known = pl.Series(call >= 0) | ~calls["lane"].is_in(device_lanes.implode())
+    between = _between_forward_ops(trace, called_ns)
+    masked = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
+    host = calls.hstack([accumulates, masked]).rename({"id": "activity_id"})
     if host.is_empty():
         return schema.conform(host, PURPOSE_COLUMNS)
     moves_parameters = pl.col("accumulates") | (pl.col("span") != _MODULE).fill_null(value=False)
@@ -102,7 +114,7 @@ def described_groups(run: Run) -> pl.DataFrame:
     )
 
 
-@run_fact
+@run_fact(table=AXES)
 def group_axes(run: Run) -> pl.DataFrame:
     """Return the axis of each group in which collectives ran; use ``run.run_table``.
 
@@ -118,7 +130,7 @@ def group_axes(run: Run) -> pl.DataFrame:
         return AXES.empty()
     listed = list(described_groups(run).iter_rows())
     described = {(group, _text(ranks)): axis for group, ranks, axis in listed}
-    stated = {_text(ranks): axis for axis, groups in mesh.groups_of(run.manifest).items() for ranks in groups}
+    stated = {_text(ranks): axis for axis, groups in rank_places.groups_of(run.manifest).items() for ranks in groups}
     rows = []
     for usage in _usage(run, calls).iter_rows(named=True):
         group, ranks = usage["group"], usage["ranks"]
@@ -194,30 +206,11 @@ _CALL = ("window", "rank", "activity_id", "step", "op", "bytes", "phase", "unit"
 
 def listed_groups(run: Run, axis: str) -> list[list[int]]:
     """Return the groups of several ranks of an axis that run.json lists, else those that descriptions name."""
-    if stated := mesh.groups_of(run.manifest).get(axis):
+    if stated := rank_places.groups_of(run.manifest).get(axis):
         return stated
     described = described_groups(run).filter(pl.col("axis") == axis, pl.col("ranks").list.len() > 1)
     listed: list[list[int]] = described["ranks"].unique(maintain_order=True).to_list()
     return listed
-
-
-def _host_calls(trace: Trace) -> pl.DataFrame:
-    """Return the collectives with phase, span, and where each was called.
-
-    Columns accumulates (while a gradient is accumulated) and between_forward_ops (null where no op is known to be of a
-    forward, or the launch is not recorded).
-    """
-    row = columns.rows_of(trace.activities["id"].to_numpy(), trace.collectives["activity_id"].to_numpy())
-    row = row[row >= 0]
-    calls = trace.activities[["id", "lane", "phase", "span"]][row]
-    call, start_ns = trace_columns.launch_rows(trace)[row], trace.activities["start_ns"].to_numpy()[row]
-    called_ns = np.where(call >= 0, at(trace.ops["start_ns"].to_numpy(), call, 0), start_ns)
-    accumulates = pl.Series("accumulates", _accumulates(trace, trace_columns.launch_ids(trace)[row]))
-    device_lanes = trace.lanes["lane"].filter(trace.lanes["device"].is_not_null())
-    is_call_known = pl.Series(call >= 0) | ~calls["lane"].is_in(device_lanes.implode())
-    between = _between_forward_ops(trace, called_ns)
-    masked = pl.select(pl.when(is_call_known).then(between).alias(between.name)).to_series()
-    return calls.hstack([accumulates, masked]).rename({"id": "activity_id"})
 
 
 def _accumulates(trace: Trace, launch_ids: Ints) -> Flags:
@@ -251,7 +244,7 @@ def _between_forward_ops(trace: Trace, called_ns: Ints) -> pl.Series:
 
 def _axis_of_pair(ranks: list[int], run: Run) -> str | None:
     """Axis of the manifest along which two ranks send to each other, where it can be only one."""
-    groups = mesh.groups_of(run.manifest)
+    groups = rank_places.groups_of(run.manifest)
     possible = [axis for axis in (PP, CP) if any(set(ranks) <= set(members) for members in groups.get(axis, []))]
     return possible[0] if len(possible) == 1 else None
 

@@ -40,7 +40,20 @@ def groups(run: Run) -> pl.DataFrame:
     """
     arrivals = run.table(judged_arrivals)
     waits = _waits(arrivals)
-    joint = _after_pauses(arrivals)
+    # Sets of ranks after the longest pause between arrivals, those with most time first.
+    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
+    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
+    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
+    marked = arrivals.with_columns(
+        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
+    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
+    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
+    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
+    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
+    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
+    joint: list[list[int]] = (
+        totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
+    )
     parallel = _in_parallel_groups(run, waits)
     late_sets = [ranks for ranks in joint if _is_late_together(arrivals, ranks)]
     late_sets += [ranks for ranks in [*joint, *parallel] if _is_late_in_parallel(arrivals, waits, ranks)]
@@ -174,21 +187,6 @@ def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
     present = set(waits)
     sets = (ranks for ranks in (*_least_waiting(waits), *of_places) if present >= set(ranks))
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, sets)) if 1 < len(ranks) <= len(present) // 2]
-
-
-def _after_pauses(arrivals: pl.DataFrame) -> list[list[int]]:
-    """Return the sets of ranks after the longest pause between arrivals, those with most time first."""
-    count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
-    pause = (pl.col("arrival_ns") - pl.col("arrival_ns").shift(1)).over(_KEY)
-    eligible = (place * 2 >= count) & (place > 0) & (pause > pl.col("residual_ns"))
-    marked = arrivals.with_columns(
-        place.alias("place"), pl.when(eligible).then(pause).fill_null(0).alias("pause_ns")
-    ).with_columns(pl.col("pause_ns").max().over(_KEY).alias("longest_ns"))
-    first = pl.col("place").filter((pl.col("pause_ns") == pl.col("longest_ns")) & (pl.col("pause_ns") > 0)).min()
-    late = marked.with_columns(first.over(_KEY).alias("first")).filter(pl.col("place") >= pl.col("first"))
-    sets = late.group_by(_KEY).agg(pl.col("rank").sort().alias("late"), pl.col("longest_ns").first())
-    totals = sets.filter(pl.col("late").list.len() > 1).group_by("late").agg(pl.col("longest_ns").sum())
-    return totals.sort("longest_ns", "late", descending=[True, False])["late"].head(_CANDIDATES).to_list()
 
 
 def _least_waiting(waits: dict[int, int]) -> list[list[int]]:

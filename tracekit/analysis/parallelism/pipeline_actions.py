@@ -72,7 +72,7 @@ _MIN_SEGMENT_RATIO = 0.25
 """Compute between two sends or receives with less than this share of the most ops is no forward or backward."""
 
 
-@trace_fact
+@trace_fact(table=ACTIONS)
 @memoize
 def pipeline_actions(trace: Trace) -> pl.DataFrame:
     """Return the actions of the pipeline schedule on this rank: columns as ACTIONS, by start on the host.

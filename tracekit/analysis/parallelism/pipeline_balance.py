@@ -14,10 +14,10 @@ from tracekit.analysis.parallelism import (
     expert_load,
     late_groups,
     late_ranks,
-    mesh,
     pipeline_bubbles,
+    pipeline_communication,
     pipeline_stages,
-    sharded_micro_batches,
+    rank_places,
     stragglers,
 )
 from tracekit.analysis.parallelism.pipeline_stages import PIPELINE, Floats
@@ -99,7 +99,7 @@ def own_times(run: Run) -> pl.DataFrame:
     them are not known: then all time in collectives without compute is idle_ns, on every rank, so that stages compare.
     """
     actions = run.table(pipeline_stages.staged_actions)
-    sharded = sharded_micro_batches.exposed_spans(run)
+    sharded = pipeline_communication.exposed_spans(run)
     waits = _collectives(run) if collective_instances.ranks_without_peers(run) else _waits_within_stages(run)
     compute = axis_communication.compute_spans(run)
     loads = run.table(expert_load.expert_load).partition_by("window", "rank", as_dict=True)
@@ -125,7 +125,7 @@ def balance(run: Run) -> Balance | None:
     stage_ns = times["stage_ns"].to_list()
     if min(stage_ns) <= 0:  # waits that are longer than what contains them
         return None
-    counts = [len(layers) for layers in mesh.pipeline_of(run.manifest).stage_layers]
+    counts = [len(layers) for layers in rank_places.pipeline_of(run.manifest).stage_layers]
     counts = counts if len(counts) == stages and all(counts) else []
     extra = head_layers(run.manifest)
     layer_ns = _layer_times(stage_ns, counts or [1] * stages, extra)

@@ -85,7 +85,7 @@ FACTS: tuple[TraceFact, ...] = (*pipeline_stages.FACTS, transfer_spans, collecti
 """The facts that the run tables of this module read."""
 
 
-@run_fact
+@run_fact(table=BUBBLES)
 def pipeline_bubbles(run: Run) -> pl.DataFrame:
     """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.run_table``.
 
@@ -118,9 +118,15 @@ def pipeline_bubbles(run: Run) -> pl.DataFrame:
         .with_columns(_formula_ratio(), (pl.col("bubble_ns") / pl.col("duration_ns")).alias("bubble_ratio"))
         .with_columns(_rest_by_cause())
     )
-    return BUBBLES.conform(_by_stage(actions).join(ranks, on=_RANK, nulls_equal=True)).sort(
-        "window", "step", "iteration", "rank", "stage"
-    )
+    dur_ns, is_forward = pl.col("end_ns") - pl.col("start_ns"), pl.col("action") == FORWARD
+    return BUBBLES.conform(
+        (
+            actions.group_by(*_RANK, "stage").agg(
+                dur_ns.filter(is_forward).sum().alias("forward_ns"),
+                dur_ns.filter(~is_forward).sum().alias("backward_ns"),
+            )
+        ).join(ranks, on=_RANK, nulls_equal=True)
+    ).sort("window", "step", "iteration", "rank", "stage")
 
 
 def by_stage(run: Run) -> pl.DataFrame:
@@ -167,13 +173,6 @@ def _pipeline_sizes(actions: pl.DataFrame) -> pl.DataFrame:
     )
     per_rank = actions.group_by(_RANK).agg(pl.col("stage").n_unique().alias("stages_per_rank"))
     return per_rank.join(sizes, on=PIPELINE, nulls_equal=True)
-
-
-def _by_stage(actions: pl.DataFrame) -> pl.DataFrame:
-    dur_ns, is_forward = pl.col("end_ns") - pl.col("start_ns"), pl.col("action") == FORWARD
-    return actions.group_by(*_RANK, "stage").agg(
-        dur_ns.filter(is_forward).sum().alias("forward_ns"), dur_ns.filter(~is_forward).sum().alias("backward_ns")
-    )
 
 
 def _formula_ratio() -> pl.Expr:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.parallelism import mesh
+from tracekit.analysis.parallelism import rank_places
 from tracekit.analysis.parallelism.pipeline_actions import (
     BACKWARD,
     COMPUTE_ACTIONS,
@@ -125,7 +125,7 @@ def representative_passes(run: Run) -> dict[tuple[int, int], pl.DataFrame]:
 
 
 def _stage_of(run: Run, actions: pl.DataFrame) -> pl.Expr:
-    stages = mesh.stages_by_rank(run.manifest)
+    stages = rank_places.stages_by_rank(run.manifest)
     if actions["stage"].null_count() and not stages:
         stages = _by_groups(run, actions) or _by_peers(run)
     return pl.col("rank").replace_strict(stages, default=None, return_dtype=pl.Int64)

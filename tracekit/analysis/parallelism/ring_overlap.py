@@ -27,7 +27,7 @@ RINGS = schema.table(
 _PLACE = ["window", "rank", "step"]
 
 
-@run_fact
+@run_fact(table=RINGS)
 def ring_overlap(run: Run) -> pl.DataFrame:
     """Share of a ring's transfers that compute hides; use ``run.run_table``. Columns as RINGS.
 

@@ -58,7 +58,19 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     per collective. Sends and receives, saves and the first collective of a group are left out.
     """
     calls = _classify_calls(run)
-    usual = _usual(calls)
+    # Collectives that take far longer than the others, with usual_ns and others (how many).
+    middle_ns = pl.col("transfer_ns").quantile(0.5, "lower").over(_KIND)
+    long = calls.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
+    candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
+    of_kind = _of_others(calls, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
+    at_place = _of_others(calls, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
+    compared = candidates.join(of_kind, on="row").join(at_place, on="row")
+    most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
+    usual = compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
+        pl.col("others") >= _MIN_OTHERS,
+        pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
+        pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
+    )
     if usual.is_empty():
         return schema.empty(CALL_COLUMNS)
     excess_ns = pl.col("transfer_ns") - pl.col("usual_ns")
@@ -108,22 +120,6 @@ def _classify_calls(run: Run) -> pl.DataFrame:
     nth = pl.int_range(pl.len()).over(*_ONE, *_KIND).alias("place")
     is_first = pl.int_range(pl.len()).over(_GROUP) == 0
     return ordered.with_columns(nth, is_first.alias("is_first")).with_row_index("row")
-
-
-def _usual(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the collectives that take far longer than the others, with usual_ns and others (how many)."""
-    middle_ns = pl.col("transfer_ns").quantile(0.5, "lower").over(_KIND)
-    long = calls.filter(~pl.col("is_first"), pl.col("transfer_ns") >= _MIN_RATIO * middle_ns)
-    candidates = long.sort("transfer_ns", descending=True).head(_MAX_CALLS)
-    of_kind = _of_others(calls, candidates, _KIND).rename({"usual_ns": "of_kind_ns"})
-    at_place = _of_others(calls, candidates, [*_KIND, "place"]).select("row", at_place_ns="usual_ns")
-    compared = candidates.join(of_kind, on="row").join(at_place, on="row")
-    most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
-    return compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
-        pl.col("others") >= _MIN_OTHERS,
-        pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
-        pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
-    )
 
 
 def _of_others(calls: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Stragglers: the time that other ranks lose in each step to the rank that arrives last."""
+"""Stragglers: the time that other ranks lose to the rank that arrives last, in each step or in some."""
 
 from typing import Any
 

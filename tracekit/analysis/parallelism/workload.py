@@ -1,4 +1,4 @@
-"""Whether a run trains or infers, and whether it compiles and launches graphs, by its host ops and kernels."""
+"""Workload of a run by its host ops and kernels: training or inference, compiled, CUDA graphs, sharding strategy."""
 
 import numpy as np
 import polars as pl

@@ -1,4 +1,4 @@
-"""Data-quality issues of a trace, each with the share of time that it affects."""
+"""Data-quality issues of a trace, each with the share of time that it affects, and the steps that it cuts."""
 
 import re
 import statistics
@@ -39,7 +39,7 @@ WARM_UP_RATIO = 2.0  # times the median of the other steps: only a first step ta
 MORE_OPS_RATIO = 1.5  # times the median of the other steps: the step does other work, such as an evaluation
 
 
-@trace_fact
+@trace_fact(table=schema.DATA_QUALITY)
 def data_quality(trace: Trace) -> pl.DataFrame:
     """Return the reasons to doubt this trace: those of its reading, and those that its tables show.
 
@@ -85,10 +85,20 @@ def cut_steps(trace: Trace) -> pl.DataFrame:
     one row per cut step, null for a window without marks. A step between marks of the profiler is whole unless it has
     only the optimizer; the first one that ends at an optimizer step may have begun before the recording.
     """
-    may_be_tail = _may_begin_before(trace)
+    has_forward_ids, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
+    may_be_tail = has_forward_ids and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
     if not may_be_tail and not _may_be_optimizer(trace):
         return schema.empty(CUT_COLUMNS)
-    parts = _backward(trace).join(_optimizer(trace), on="step", how="full", nulls_equal=True, coalesce=True)
+    # Share of each step's launched work that the optimizer launched. Columns step, optimizer_ratio.
+    work = trace.activities.filter(pl.col("launch_id").is_not_null(), pl.col("dur_ns") > 0)
+    of_optimizer = pl.col("dur_ns").filter(pl.col("phase").eq_missing(conventions.OPTIMIZER)).sum()
+    parts = _backward(trace).join(
+        work.group_by("step").agg((of_optimizer / pl.col("dur_ns").sum()).alias("optimizer_ratio")),
+        on="step",
+        how="full",
+        nulls_equal=True,
+        coalesce=True,
+    )
     lengths = breakdown.by_step(trace).group_by("step").agg(pl.col("duration_ns").max())
     counted = lengths.with_columns(pl.len().cast(pl.Int64).alias("steps"))
     table = counted.join(parts, on="step", how="left", nulls_equal=True).with_columns(
@@ -362,19 +372,10 @@ def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _may_begin_before(trace: Trace) -> bool:
-    """Return whether the first step begins with the recording, and forward ops are known by sequence numbers.
-
-    In a sampled trace most forward ops are missing everywhere.
-    """
-    has_forward_ids, issue = trace.ops["forward_id"].null_count() < trace.ops.height, trace_columns.has_issue
-    return has_forward_ids and issue(trace, "steps_from_optimizer") and not issue(trace, "sampled")
-
-
 def _may_be_optimizer(trace: Trace) -> bool:
     """Return whether the optimizer launched nearly all work of any step, work without a launch excluded."""
     step = trace_columns.activity_steps(trace)
-    of_optimizer = trace_columns.as_flags(trace.activities["phase"] == conventions.OPTIMIZER)
+    of_optimizer = columns.flags(trace.activities["phase"] == conventions.OPTIMIZER)
     launched_ns = np.where(trace_columns.launch_ids(trace) >= 0, trace.activities["dur_ns"].to_numpy(), 0)
     _, code = np.unique(step, return_inverse=True)
     optimizer_ns, total_ns = np.bincount(code, launched_ns * of_optimizer), np.bincount(code, launched_ns)
@@ -387,10 +388,3 @@ def _backward(trace: Trace) -> pl.DataFrame:
     ops = trace.ops.select("step", "forward_id").filter(pl.Series(backward))
     known_ops = pl.col("forward_id").is_not_null().sum().cast(pl.Int64)
     return ops.group_by("step").agg(pl.len().cast(pl.Int64).alias("backward_ops"), known_ops.alias("known_ops"))
-
-
-def _optimizer(trace: Trace) -> pl.DataFrame:
-    """Return the share of each step's launched work that the optimizer launched. Columns step, optimizer_ratio."""
-    work = trace.activities.filter(pl.col("launch_id").is_not_null(), pl.col("dur_ns") > 0)
-    of_optimizer = pl.col("dur_ns").filter(pl.col("phase").eq_missing(conventions.OPTIMIZER)).sum()
-    return work.group_by("step").agg((of_optimizer / pl.col("dur_ns").sum()).alias("optimizer_ratio"))

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.time import trace_columns
-from tracekit.ingest.readers.kineto import communication_kernels
+from tracekit.ingest.readers.normalize import communication_kernels
 from tracekit.model import schema, units
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import RUN_DATA_QUALITY, Run

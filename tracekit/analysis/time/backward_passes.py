@@ -35,7 +35,7 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
 def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the `backward_starts` of one device, by step and pass."""
     work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
-    is_back = trace_columns.as_flags(work["phase"] == conventions.BACKWARD)
+    is_back = columns.flags(work["phase"] == conventions.BACKWARD)
     if not is_back.any():
         return schema.empty(START_COLUMNS)
     step, launched_ns = columns.to_ints(work["step"], -1), arrays.launched_or_start_ns
@@ -84,7 +84,7 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     parts = []
     for device in breakdown.devices(trace):
         work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
-        updates = arrays.computes & trace_columns.as_flags(work["phase"] == conventions.OPTIMIZER)
+        updates = arrays.computes & columns.flags(work["phase"] == conventions.OPTIMIZER)
         parts.append(arrays.launched_or_start_ns[updates])
     reduced = gradients.hstack([
         columns.with_nulls(sweep_line.at(starts["backward"].to_numpy(), row, -1), "backward"),

@@ -18,7 +18,21 @@ COPY_KINDS = ("memcpy", "memset")
 
 _INT = pl.Int64
 TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed_communication_ns", "exposed_copy_ns")
-COLUMNS = schema.columns(f"step device start_ns duration_ns {' '.join(TERMS)} idle_ns")
+BREAKDOWN = schema.table(
+    "breakdown",
+    "step, rank and device: where the time of the step's device window goes",
+    schema.column("step", "Training step; null where the trace marks none."),
+    schema.column("device", "Device index; null on a CPU run."),
+    schema.column("start_ns", "Start of the device window."),
+    schema.column("duration_ns", "Its length: compute + exposed communication + exposed copy + idle, exactly."),
+    schema.column("compute_ns", "Time in which any lane computes."),
+    schema.column("communication_ns", "Time in which any lane communicates."),
+    schema.column("copy_ns", "Time in which any lane copies or sets memory."),
+    schema.column("overlapped_ns", "Communication while another lane computes."),
+    schema.column("exposed_communication_ns", "Communication that no compute hides."),
+    schema.column("exposed_copy_ns", "Copies that neither compute nor communication hides."),
+    schema.column("idle_ns", "The rest."),
+)
 
 COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_communication", "exposed_copy")
 SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}
@@ -50,12 +64,12 @@ def spans(trace: Trace) -> pl.DataFrame:
     return schema.concat(parts, SPAN_COLUMNS)
 
 
-@trace_fact
+@trace_fact(table=BREAKDOWN)
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of every step's device window.
 
-    Columns COLUMNS; one row per step and device (device null on a CPU run).
+    Columns as BREAKDOWN; one row per step and device (device null on a CPU run).
     Each term is an interval union over the device's lanes: compute; exposed communication = communication minus
     compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
@@ -83,7 +97,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
             window = np.array([[covered[0, 0], covered[-1, 1]]])
             parts.append((device, window, _split(sets, window)))
     if not parts:
-        return schema.empty(COLUMNS)
+        return BREAKDOWN.empty()
     device_of, windows, terms = zip(*parts, strict=True)
     return _table([None] * len(parts), list(device_of), np.concatenate(windows), np.concatenate(terms))
 
@@ -179,4 +193,4 @@ def _table(step: list[int | None], device: list[int | None], windows: Spans, ter
     idle_ns = duration_ns - part["compute_ns"] - part["exposed_communication_ns"] - part["exposed_copy_ns"]
     place = {"step": step, "device": device, "start_ns": windows[:, 0], "duration_ns": duration_ns}
     columns: dict[str, Any] = place | part | {"idle_ns": idle_ns}
-    return pl.DataFrame([pl.Series(name, columns[name], dtype) for name, dtype in COLUMNS.items()])
+    return pl.DataFrame([pl.Series(name, columns[name], dtype) for name, dtype in BREAKDOWN.schema.items()])

@@ -51,7 +51,13 @@ def dependencies(trace: Trace) -> pl.DataFrame:
         return DEPENDENCIES.empty()
     launched = items.filter(~pl.col("is_wait")).drop_nulls("launch_id")
     launches = launched.select(waiting_id="ref", awaited_id="launch_id", kind=pl.lit(LAUNCH), inferred=False)
-    work = _work_of(items)
+    # Activity of each item; for a wait, the activity before it on its lane; -1: none.
+    has = ~items["is_wait"].to_numpy()
+    work_row = np.where(has, np.arange(len(items)), -1)
+    lane = items["lane"].to_numpy()
+    last = np.maximum.accumulate(work_row)
+    same = (last >= 0) & (lane[np.maximum(last, 0)] == lane)
+    work = np.where(same, items["ref"].to_numpy()[np.maximum(last, 0)], -1)
     order = items.filter(pl.col("previous") >= 0).select(
         waiting="item", awaited="previous", kind=pl.lit(STREAM), inferred=False
     )
@@ -227,16 +233,6 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
         pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
     )
     return waits.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
-
-
-def _work_of(items: pl.DataFrame) -> Ints:
-    """Return the activity of each item; for a wait, the activity before it on its lane; -1: none."""
-    has = ~items["is_wait"].to_numpy()
-    work_row = np.where(has, np.arange(len(items)), -1)
-    lane = items["lane"].to_numpy()
-    last = np.maximum.accumulate(work_row)
-    same = (last >= 0) & (lane[np.maximum(last, 0)] == lane)
-    return np.where(same, items["ref"].to_numpy()[np.maximum(last, 0)], -1)
 
 
 def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.DataFrame:

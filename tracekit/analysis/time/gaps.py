@@ -1,4 +1,4 @@
-"""Gaps in a step: spans without a running collective while more are to follow, and spans without compute."""
+"""Gaps in a step, without a running collective while more follow or without compute, and the parts of its time."""
 
 import numpy as np
 import polars as pl
@@ -76,7 +76,7 @@ def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     start, end = arrays.spans[rows, 0], arrays.spans[rows, 1]
     reached = np.concatenate((np.array([sweep_line.NEVER]), np.maximum.accumulate(end)))[: len(rows)]
     since = np.maximum(reached, begun_ns)
-    is_save = trace_columns.as_flags(calls["phase"] == conventions.CHECKPOINT)
+    is_save = columns.flags(calls["phase"] == conventions.CHECKPOINT)
     closing = np.flatnonzero((start > since) & ~is_save)
     times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
     row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), arrays.id[rows[closing]])

@@ -1,4 +1,4 @@
-"""The state of the host at a given time: synchronizing, loading data, in an op, in Python, and so on."""
+"""The state of the host at a given time: synchronizing, saving, loading data, in an op, in Python, and so on."""
 
 import numpy as np
 import polars as pl

@@ -1,4 +1,4 @@
-"""The breakdown of a run per rank, or per rank and step; and its clocks."""
+"""The breakdown of a run per rank, or per rank and step; its clocks, and when it begins on them."""
 
 import polars as pl
 

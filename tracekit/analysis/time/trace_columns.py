@@ -66,19 +66,19 @@ def in_steps(trace: Trace, rows: pl.DataFrame) -> Flags:
 @memoize
 def is_kind(trace: Trace, kind: str) -> Flags:
     """Mask of the ops of a kind, such as runtime; shape (ops,)."""
-    return as_flags(trace.ops["kind"] == kind)
+    return columns.flags(trace.ops["kind"] == kind)
 
 
 @memoize
 def is_activity_kind(trace: Trace, kind: str) -> Flags:
     """Mask of the activities of a kind, such as compute; shape (activities,)."""
-    return as_flags(trace.activities["kind"] == kind)
+    return columns.flags(trace.activities["kind"] == kind)
 
 
 @memoize
 def is_phase(trace: Trace, phase: str) -> Flags:
     """Mask of the ops in a phase, such as backward; shape (ops,)."""
-    return as_flags(trace.ops["phase"] == phase)
+    return columns.flags(trace.ops["phase"] == phase)
 
 
 @memoize
@@ -132,8 +132,3 @@ def distinct_names(column: pl.Series) -> tuple[list[str], Ints]:
     names = column.fill_null("") if column.null_count() else column
     distinct = names.unique(maintain_order=True)
     return distinct.to_list(), names.cast(pl.Enum(distinct)).to_physical().to_numpy().astype(np.int64)
-
-
-def as_flags(column: pl.Series) -> Flags:
-    """Return a boolean column as an array, False where it is null."""
-    return columns.flags(column)

@@ -21,35 +21,26 @@ class Action(StrEnum):
 def cache(
     action: Annotated[Action, typer.Argument(metavar="ACTION", help="size, path or clear.")] = Action.SIZE,
 ) -> None:
-    """Show the size and path of the cache of parsed traces, or clear it.
+    """Show the size and path of the cache, or clear it: parsed traces, reports, timelines, and what commands printed.
 
     TRACEKIT_CACHE_DIR sets another folder, TRACEKIT_CACHE_MAX_BYTES another limit than 10 GiB (0 disables the cache).
-    The dashboard's caches are in the same folder and are cleared too: timelines, with the same limit, reports, with a
-    tenth of it, and tables of checked runs, with a fifth.
+    Beyond the limit, what was not used for longest is removed.
     """
-    from tracekit.ingest.trace_cache import TraceCache
+    from tracekit.ingest.disk_cache import KINDS, NOWHERE, DiskCache
     from tracekit.model import units
-    from tracekit.report import timeline
-    from tracekit.rules import report_cache
-    from tracekit.rules.report_cache import measured_tables
 
-    traces = TraceCache.of_user()
-    if traces is None:
+    caches = {kind: DiskCache.of_user(kind) for kind in KINDS}
+    sizes = {kind: kept.size_bytes() for kind, kept in caches.items()}
+    store = caches["traces"]
+    if store.folder == NOWHERE:
         raise InputError("there is no home directory for a cache; set TRACEKIT_CACHE_DIR to a folder")
-    caches = {
-        "traces": traces.disk,
-        "timelines": timeline.scene_cache(),
-        "reports": report_cache.user_cache(),
-        "tables": measured_tables.user_cache(),
-    }
     if action is Action.PATH:
-        output.emit(f"{traces.disk.folder}\n")
+        output.emit(f"{store.folder}\n")
     elif action is Action.CLEAR:
-        output.emit(f"freed {units.size(sum(cache.clear() for cache in caches.values() if cache))}\n")
-        for cache in caches.values():
-            if cache and cache.size_bytes() and not os.access(cache.folder, os.W_OK):
-                raise InputError(f"{cache.folder}: its files cannot be removed; check permissions")
+        output.emit(f"freed {units.size(sum(kept.clear() for kept in caches.values()))}\n")
+        if any(sizes.values()) and not os.access(store.folder, os.W_OK):
+            raise InputError(f"{store.folder}: its files cannot be removed; check permissions")
     else:
-        sizes = {name: units.size(cache.size_bytes()) for name, cache in caches.items() if cache}
-        rest = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
-        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{rest}\n")
+        parts = ", ".join(f"{kind} {units.size(size)}" for kind, size in sizes.items() if size)
+        total = f"{units.size(sum(sizes.values()))} of {units.size(store.max_bytes)} in {store.folder}"
+        output.emit(f"{total}{f': {parts}' if parts else ''}\n")

@@ -173,9 +173,9 @@ def _by_unknown_work() -> "View":
 
 
 def _by_file() -> "View":
-    from tracekit.analysis.host import io_calls
+    from tracekit.analysis.host import host_stalls
 
-    return [io_calls.calls], io_calls.by_file
+    return [host_stalls.io_calls], host_stalls.io_by_file
 
 
 _VIEWS: dict[By, Callable[[], "View"]] = {

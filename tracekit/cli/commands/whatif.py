@@ -10,8 +10,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
-    from tracekit.replay.graph.hsdp import NodeSpec
-    from tracekit.replay.graph.strategies import Prediction
+    from tracekit.replay.graph.strategies import NodeSpec, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class ChangeOptions:
         return predictions
 
     def _node(self) -> "NodeSpec | None":
-        from tracekit.replay.graph.hsdp import NodeSpec
+        from tracekit.replay.graph.strategies import NodeSpec
 
         if self.gpus_per_node < 1:
             raise InputError(f"--gpus-per-node is {self.gpus_per_node}; it must be 1 or more")

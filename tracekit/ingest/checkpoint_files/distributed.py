@@ -1,14 +1,16 @@
 """Checkpoints of torch.distributed.checkpoint: `.metadata` states the shard and bytes of each entry."""
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tracekit.ingest.checkpoint_files import inert_pickle, result, zip_archives
+from tracekit.ingest import pickle_child, pickles
+from tracekit.ingest.checkpoint_files import result, zip_archives
 from tracekit.ingest.checkpoint_files.result import Part
-from tracekit.ingest.pickle_machine import PickleError
+from tracekit.ingest.pickles import PickleError
 
 METADATA_FILE = ".metadata"
 SHARD_SUFFIX = ".distcp"
@@ -30,7 +32,7 @@ def check(folder: Path) -> Part:
         if size > _MAX_METADATA_BYTES:
             raise PickleError(f"has {size:,} bytes, more than this reads")
         with (folder / METADATA_FILE).open("rb") as file:
-            index = _index(inert_pickle.MetadataUnpickler(file).read())
+            index = _index(json.loads(pickles.read(pickle_child.METADATA, file)[0]))
     except OSError as error:
         return replace(part, problems=(result.unreadable(METADATA_FILE, error),))
     except PickleError as error:
@@ -48,29 +50,16 @@ def check(folder: Path) -> Part:
     )
 
 
-def _index(metadata: Any) -> Mapping[str, Sequence[_Entry]]:
-    """Return the entries of each shard, by the shard's name."""
+def _index(entries: Iterable[tuple[Any, Any, Any, Any]]) -> Mapping[str, Sequence[_Entry]]:
+    """Entries of each shard, by the shard's name."""
     by_file: defaultdict[str, list[_Entry]] = defaultdict(list)
-    for file, entry in _entries(metadata):
-        by_file[file].append(entry)
-    return by_file
-
-
-def _entries(metadata: Any) -> Iterator[tuple[str, _Entry]]:
-    if type(metadata) is not inert_pickle.InertObject or type(metadata.state.get("storage_data")) is not dict:
-        raise PickleError("holds no storage index of torch.distributed.checkpoint")
-    for key, location in metadata.state["storage_data"].items():
-        try:
-            state = location.state
-            file, offset, length = state["relative_path"], state["offset"], state["length"]
-            name = str(key.state.get("fqn", "?"))
-        except (AttributeError, KeyError):
-            raise PickleError("holds a storage index in a form that is not known") from None
+    for name, file, offset, length in entries:
         if type(file) is not str or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
             raise PickleError(f"says of {name} that it lies at no possible place")
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise PickleError(f"says that {name} lies outside of the checkpoint, in {file[:99]}")
-        yield file, _Entry(name, offset, length)
+        by_file[file].append(_Entry(name, offset, length))
+    return by_file
 
 
 def _shard(folder: Path, file: str, entries: Sequence[_Entry]) -> Part:

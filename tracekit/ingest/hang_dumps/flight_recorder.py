@@ -5,14 +5,14 @@ Source of the fields: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightR
 """
 
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, BinaryIO
+from typing import Any
 
-from tracekit.ingest import untrusted_json
-from tracekit.ingest.pickle_machine import Machine, PickleError
+from tracekit.ingest import pickle_child, pickles, untrusted_json
 from tracekit.model.hang_dump import Call, CallState, Frame, RankDump, SystemCall, ThreadStack
 from tracekit.model.manifest import MAX_RANKS
 
@@ -38,20 +38,16 @@ class BadDumpError(ValueError):
 
 def load(data: bytes) -> Any:
     """Return the value of a pickle or JSON file. Raises BadDumpError."""
-    if data[:1] == b"\x80":
-        return unpickle(io.BytesIO(data))
     try:
+        if data[:1] == b"\x80":
+            return json.loads(pickles.read(pickle_child.PLAIN, io.BytesIO(data))[0])
         return untrusted_json.parse(data)
+    except pickles.WrongFormError as error:
+        raise BadDumpError(f"is no plain data ({error})") from None
+    except pickles.PickleError as error:
+        raise BadDumpError(str(error)) from None
     except ValueError as error:
         raise BadDumpError(f"is not valid JSON ({error})") from None
-
-
-def unpickle(file: BinaryIO) -> Any:
-    """Return the plain data of a pickle; nothing is executed. Raises BadDumpError."""
-    try:
-        return Machine(file).read()
-    except PickleError as error:
-        raise BadDumpError(str(error)) from None
 
 
 def is_dump(value: Any) -> bool:

@@ -42,14 +42,14 @@ MIN_DRIFT_RUNS = 16
 MOST_RUNS = 400
 """Runs that are looked at, the latest: the time it takes grows with their number cubed."""
 
-_FAR = 3.0
+_FAR = 3.0  # times the noise, as which a distance counts at most: a single outlier is no change
 _LEAST_NOISE = 0.2  # of the least change that is one: what counts exactly is not infinitely sure of itself
 _ROUNDING = 1e-9
 _PRICE = 12.0
 _SLOPE_DISCOUNT = 1.5
 _FAR_DIFFERENCE = 2.5
 _OF_CLIPPED = 1.02  # what clipping normal noise at that takes from its standard deviation
-_MAD_TO_SIGMA = 1.4826
+_MAD_TO_SIGMA = 1.4826  # of the normal distribution
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a history stores of one checked run: its identity, metrics, findings, and whether it passed."""
+"""What a history stores of one checked run: its identity, commit, metrics, findings, and whether it passed."""
 
 import hashlib
 import json

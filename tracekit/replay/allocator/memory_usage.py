@@ -14,7 +14,7 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, run_snapshots, snapshot_facts
+from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
 
@@ -83,7 +83,7 @@ def of_run(run: Run) -> MemoryUsage:
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
     memory = MemoryUsage(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
-    rank, oom = run_snapshots.first_out_of_memory(run)
+    rank, oom = out_of_memory.first_out_of_memory(run)
     return replace(memory, out_of_memory=oom, rank=rank)
 
 

@@ -4,8 +4,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from tracekit.replay.allocator import expandable_segments
-from tracekit.replay.allocator.blocks import ADDRESS_BITS, Block, Overlap, Pool
+from tracekit.replay.allocator.blocks import (
+    ADDRESS_BITS,
+    Block,
+    Overlap,
+    Pool,
+    mapped_block,
+    preferred_index,
+    space_after,
+    space_before,
+    space_bytes,
+    unmap,
+)
 from tracekit.replay.allocator.settings import (
     BLOCK_BYTES,
     LARGE_SEGMENT_BYTES,
@@ -178,7 +188,7 @@ class Allocator:
         block = pool.by_key[keys[place]]
         settings = self.settings
         if block.base is not None and not (settings.expandable and (block.next is None or block.next.mapped)):
-            place = expandable_segments.preferred_index(pool, place, in_use=settings.expandable)
+            place = preferred_index(pool, place, in_use=settings.expandable)
             if place == len(keys):
                 return None
             block = pool.by_key[keys[place]]
@@ -212,7 +222,7 @@ class Allocator:
         if self.reserved_bytes + needed_bytes > self.allowed_bytes:
             return None
         if self.settings.expandable:
-            return expandable_segments.mapped_block(self, pool, size)
+            return mapped_block(self, pool, size)
         if self.reserved_bytes + needed_bytes > self.capacity_bytes:
             return None
         address = self.place(needed_bytes, pool)
@@ -253,7 +263,7 @@ class Allocator:
                 self.release(block)
         for block in blocks:
             if block.base is not None:
-                expandable_segments.unmap(self, block)
+                unmap(self, block)
 
     def _free_blocks(self, number: int, *, small: bool) -> list[Block]:
         """Return the free blocks of a private pool (or the common one) and size class, by stream."""
@@ -322,15 +332,15 @@ class Allocator:
             key = (segment.pool, segment.small, segment.stream)
             previous = None
             if segment.expandable:
-                previous = expandable_segments.space_before(last.get(key), segment.address)
+                previous = space_before(last.get(key), segment.address)
             base = segment.address if previous is None else previous.base
             base = base if segment.expandable else None
             end = segment.address + segment.bytes
             for state in segment.blocks:
                 previous = self._adopt_block(state, pool, base, previous)
             if base is not None and previous is not None:
-                end = base + expandable_segments.space_bytes(self, pool)
-                last[key] = expandable_segments.space_after(previous, end)
+                end = base + space_bytes(self, pool)
+                last[key] = space_after(previous, end)
             self.next_address = max(self.next_address, -(-end // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
             self.reserved_bytes += segment.bytes
         self.peak_reserved_bytes, self.peak_allocated_bytes = self.reserved_bytes, self.allocated_bytes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.parallelism import expert_load, late_ranks
-from tracekit.analysis.time import paused_kernels
+from tracekit.analysis.time import device_stalls
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import TraceFact
@@ -159,7 +159,7 @@ FACTS: tuple[TraceFact, ...] = (
     trace_graph.edges,
     trace_graph.windows,
     trace_graph.preparation,
-    *paused_kernels.FACTS,
+    *device_stalls.FACTS,
     collective_matching.calls,
     *late_ranks.FACTS,
 )

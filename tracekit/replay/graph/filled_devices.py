@@ -7,11 +7,11 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.columns import flags
+from tracekit.model.columns import flags, ids, rows_by_key
 from tracekit.model.sweep_line import Flags, Ints, distinct
-from tracekit.replay.graph import contraction, device_sharing
+from tracekit.replay.graph import contraction
 from tracekit.replay.graph.contraction import Contracted, Network, Rows
-from tracekit.replay.graph.nodes import WORK, NodeTable
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, WORK, NodeTable, edge_table
 
 _SLACK_NS = 20_000
 _BACK = 8
@@ -23,12 +23,20 @@ _CONCURRENT_START = {
     **dict.fromkeys(("late", "ran_before", "in_last_wave"), pl.Boolean),
 }
 _WAITS_FOR_ROOM = schema.columns("item on room_ns is_found", is_found=pl.Boolean)
+RESOURCES = "resources"
+_LATE_NS = 50_000
+_LAUNCH_NS = 10_000
+"""From the start of a launching call to the start of its kernel on an idle device."""
+LAST_WAVE_RATIO = 0.2
+"""The blocks of a kernel that fills the device end in waves: in the last one, other kernels find room."""
+
+_NO_NODES: Ints = np.empty(0, np.int64)
 
 
 def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     """Return the kernels that started late while one of another stream ran that fills the device.
 
-    `late` are the items of `device_sharing.late_kernels`, `grid_id` is equal for kernels of one name, grid and block.
+    `late` are the items of `late_kernels`, `grid_id` is equal for kernels of one name, grid and block.
     Kernels of one grid_id fill the device if more of them hold others up, which became ready while they ran, until
     their last 20%, than let others start before at once. Columns item, on (items), room_ns (from the start of the one
     to the end of the other), is_found (a replay finds this wait itself); one row per kernel that waited.
@@ -48,32 +56,6 @@ def waits_for_room(late: pl.DataFrame, grid_id: pl.Series) -> pl.DataFrame:
     return waits.select("item", "on", "room_ns", is_found=pl.col("in_last_wave") & pl.col("ran_before"))
 
 
-def _concurrent_starts(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Return the kernels of a device that start while one of another stream runs, the last of several to start.
-
-    `kernels` are sorted by start. Columns _CONCURRENT_START: `ran_before`, whether that ran when the kernel became
-    ready.
-    """
-    start, end, lane, item, ready = (
-        kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "item", "ready_ns")
-    )
-    on = np.full(len(start), _NONE, np.int64)
-    for back in range(1, _BACK + 1):
-        before = np.maximum(np.arange(len(start)) - back, 0)
-        runs = (lane[before] != lane) & (end[before] >= start)
-        on = np.where((on < 0) & runs, before, on)
-    rows = np.flatnonzero(on >= 0)
-    on = on[rows]
-    room_ns = end[on] - start[rows]
-    in_last_wave = room_ns <= device_sharing.LAST_WAVE_RATIO * (end[on] - start[on])
-    ran_before = start[on] <= ready[rows] + _SLACK_NS
-    return pl.DataFrame(
-        [item[rows], item[on], room_ns, kernels["grid_id"].gather(on), kernels["late"].gather(rows), ran_before,
-         in_last_wave],
-        schema=_CONCURRENT_START,
-    )  # fmt: skip
-
-
 def with_rooms(frame: NodeTable) -> NodeTable:
     """Return the nodes of all ranks with `room_ns` for all kernels that fill their device, not only those that show it.
 
@@ -83,7 +65,7 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     if not (frame["room_ns"] >= 0).any():
         return frame.with_columns(shares_with=pl.lit(_NONE, pl.Int64))
     grids = frame.select("grid_id", "room_ns", dur_ns=pl.col("end_ns") - pl.col("start_ns"))
-    in_last_wave = pl.col("room_ns") <= device_sharing.LAST_WAVE_RATIO * pl.col("dur_ns")
+    in_last_wave = pl.col("room_ns") <= LAST_WAVE_RATIO * pl.col("dur_ns")
     recorded_rooms = grids.filter(pl.col("room_ns") >= 0, in_last_wave)
     usual = recorded_rooms.group_by("grid_id").agg(usual_ns=pl.col("room_ns").median().cast(pl.Int64))
     joined = grids.join(usual, on="grid_id", how="left", maintain_order="left")
@@ -92,7 +74,7 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     rooms = frame.with_columns(joined.select(room_ns=pl.when(fills).then(room_ns).otherwise(_NONE)).to_series())
     shares_with = np.full(rooms.height, _NONE, np.int64)
     kernels = rooms.select(
-        "at", "rank", "device", "lane", "start_ns", "end_ns", "room_ns", "is_late", kernel=is_kernel()
+        "at", "rank", "device", "lane", "start_ns", "end_ns", "room_ns", "is_late", kernel=is_of_kernel()
     )
     for device_kernels in kernels.filter("kernel").partition_by(_DEVICE):
         node, on = _shared_starts(device_kernels.sort("start_ns", "at"))
@@ -100,25 +82,7 @@ def with_rooms(frame: NodeTable) -> NodeTable:
     return rooms.with_columns(pl.Series("shares_with", shares_with))
 
 
-def _shared_starts(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
-    """Return the kernels of a device that start at once before the last wave of one that fills it, and that one (at).
-
-    `kernels` are sorted by start.
-    """
-    start, end, lane, node = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "at"))
-    fillers = np.flatnonzero(kernels["room_ns"].to_numpy() >= 0)
-    last_wave_ns = end - device_sharing.LAST_WAVE_RATIO * (end - start)
-    filler = np.full(len(start), _NONE, np.int64)
-    for back in range(1, _BACK + 1):
-        before = np.searchsorted(start[fillers], start, side="right") - back
-        on = fillers[np.maximum(before, 0)] if len(fillers) else filler
-        runs = (before >= 0) & (lane[on] != lane) & (last_wave_ns[on] > start)
-        filler = np.where((filler < 0) & runs, on, filler)
-    rows = np.flatnonzero((filler >= 0) & ~kernels["is_late"].to_numpy())
-    return node[rows], node[filler[rows]]
-
-
-def is_kernel() -> pl.Expr:
+def is_of_kernel() -> pl.Expr:
     """Expression for nodes that need multiprocessors and are not collectives."""
     return (pl.col("what") == WORK) & (pl.col("kind") == "compute")
 
@@ -148,7 +112,7 @@ def devices(frame: NodeTable, count: int) -> Devices | None:
     if "room_ns" not in frame.columns or not (frame["room_ns"] >= 0).any():
         return None
     nodes = frame.select(
-        place=pl.when(is_kernel()).then(pl.struct(_DEVICE).rank("dense")).otherwise(_NONE).cast(pl.Int64),
+        place=pl.when(is_of_kernel()).then(pl.struct(_DEVICE).rank("dense")).otherwise(_NONE).cast(pl.Int64),
         lane=pl.col("lane").fill_null(_NONE),
         room_ns="room_ns",
         shares_with="shares_with",
@@ -177,6 +141,109 @@ def starts(network: Network, devices: Devices | None) -> Ints:
     return start_ns
 
 
+_LANES = 1 << 20
+
+
+def resource_waits(
+    items: pl.DataFrame,
+    first_item: int,
+    *,
+    launch: Ints,
+    launched_ns: Ints,
+    host_awaited: Ints = _NO_NODES,
+    resolved: Ints = _NO_NODES,
+) -> pl.DataFrame:
+    """Return the waits of kernels for multiprocessors that a kernel of another stream occupied.
+
+    Those of the items in `resolved` are left out: a replay finds them itself.
+
+    `items` are those of `late_kernels`, `first_item` is the node of item 0, `launch` and `launched_ns` are the node of
+    each item's launching call and its end. A kernel waited if it started 50 µs or more after its launch and the work
+    before it on its stream, in the last 20% of an earlier-launched kernel. If that began after the other was ready, it
+    waits for it again in a replay. If it ran already, they met by chance: in a replay, another kernel may run then, so
+    that the wait is a delay of the same length after launch or stream. So is a delay of 50 µs or more that nothing
+    explains, of a kernel that the host waited for (`host_awaited`, nodes): without it, that call would return earlier
+    than in the recording. Edges as `trace_graph.edges`, of kind resources; the lag to the end of the other kernel is
+    negative.
+    """
+    parts = [schema.empty(EDGE_COLUMNS)]
+    item, start, end, ready = (items[name].to_numpy() for name in ("item", "start_ns", "end_ns", "ready_ns"))
+    is_open = items["late"].to_numpy() & ~np.isin(item, resolved)
+    if not is_open.any():
+        return pl.concat(parts)
+    is_awaited = is_open & np.isin(item + first_item, host_awaited)
+    kernels = np.flatnonzero(flags(items["kind"] == "compute"))
+    for device_rows in rows_by_key(items["device"].to_numpy()[kernels]).values():
+        device_kernels = kernels[device_rows]
+        rows, on = _in_last_wave(items, device_kernels, is_open)
+        by_chance = start[on] < ready[rows]
+        lag = start[rows] - end[on]
+        awaited = item[on] + first_item
+        awaited[by_chance], lag[by_chance] = _delays(items, rows[by_chance], first_item, launch, launched_ns)
+        parts.append(edge_table(item[rows] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
+        is_awaited[rows] = False
+        delayed = device_kernels[is_awaited[device_kernels]]
+        awaited, lag = _delays(items, delayed, first_item, launch, launched_ns)
+        parts.append(edge_table(item[delayed] + first_item, awaited, RESOURCES, inferred=True, lag_ns=lag))
+    return pl.concat(parts)
+
+
+def late_kernels(items: pl.DataFrame, waits: pl.DataFrame, first_item: int, launched_ns: Ints) -> pl.DataFrame:
+    """Return the items with `ready_ns`, when each could have started, and whether it is a kernel that started `late`.
+
+    `items` are those of `dependencies.lane_items`, `waits` the waits between them, other arguments as of
+    `resource_waits`. Late is 50 µs or more after the launch, the work before it and its known waits.
+    """
+    is_kernel = flags(items["kind"] == "compute") & (ids(items["launch_id"]) >= 0) & ~items["is_wait"].to_numpy()
+    ready_ns = _ready_ns(items, waits, first_item, launched_ns)
+    late = is_kernel & (items["start_ns"].to_numpy() - ready_ns > _LATE_NS)
+    return items.with_columns(ready_ns=ready_ns, late=late)
+
+
+def _concurrent_starts(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Return the kernels of a device that start while one of another stream runs, the last of several to start.
+
+    `kernels` are sorted by start. Columns _CONCURRENT_START: `ran_before`, whether that ran when the kernel became
+    ready.
+    """
+    start, end, lane, item, ready = (
+        kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "item", "ready_ns")
+    )
+    on = np.full(len(start), _NONE, np.int64)
+    for back in range(1, _BACK + 1):
+        before = np.maximum(np.arange(len(start)) - back, 0)
+        runs = (lane[before] != lane) & (end[before] >= start)
+        on = np.where((on < 0) & runs, before, on)
+    rows = np.flatnonzero(on >= 0)
+    on = on[rows]
+    room_ns = end[on] - start[rows]
+    in_last_wave = room_ns <= LAST_WAVE_RATIO * (end[on] - start[on])
+    ran_before = start[on] <= ready[rows] + _SLACK_NS
+    return pl.DataFrame(
+        [item[rows], item[on], room_ns, kernels["grid_id"].gather(on), kernels["late"].gather(rows), ran_before,
+         in_last_wave],
+        schema=_CONCURRENT_START,
+    )  # fmt: skip
+
+
+def _shared_starts(kernels: pl.DataFrame) -> tuple[Ints, Ints]:
+    """Return the kernels of a device that start at once before the last wave of one that fills it, and that one (at).
+
+    `kernels` are sorted by start.
+    """
+    start, end, lane, node = (kernels[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "at"))
+    fillers = np.flatnonzero(kernels["room_ns"].to_numpy() >= 0)
+    last_wave_ns = end - LAST_WAVE_RATIO * (end - start)
+    filler = np.full(len(start), _NONE, np.int64)
+    for back in range(1, _BACK + 1):
+        before = np.searchsorted(start[fillers], start, side="right") - back
+        on = fillers[np.maximum(before, 0)] if len(fillers) else filler
+        runs = (before >= 0) & (lane[on] != lane) & (last_wave_ns[on] > start)
+        filler = np.where((filler < 0) & runs, on, filler)
+    rows = np.flatnonzero((filler >= 0) & ~kernels["is_late"].to_numpy())
+    return node[rows], node[filler[rows]]
+
+
 def _contended_kernels(devices: Devices, fillers: Flags, start_ns: Ints, own_ns: Ints) -> Flags:
     """Mark kernels that start while one of another stream runs that leaves no room."""
     rows, kernels = np.flatnonzero(fillers), np.flatnonzero(devices.place >= 0)
@@ -193,9 +260,6 @@ def _contended_kernels(devices: Devices, fillers: Flags, start_ns: Ints, own_ns:
     is_contended = np.zeros(len(fillers), np.bool_)
     is_contended[kernels[count > 0]] = True
     return is_contended
-
-
-_LANES = 1 << 20
 
 
 def _in_time(network: Network, devices: Devices, in_time: Flags) -> Ints:
@@ -255,3 +319,42 @@ def _order(net: Contracted) -> tuple[list[int], list[int], list[int], list[int],
         net.earliest().tolist(), waits_left.tolist(), waiting[order].tolist(), net.lag_ns[edge][order].tolist(),
         first.tolist(),
     )  # fmt: skip
+
+
+def _delays(items: pl.DataFrame, kernels: Ints, first_item: int, launch: Ints, launched_ns: Ints) -> tuple[Ints, Ints]:
+    """Node that each kernel (a row) could have started after, its launching call or the work before it; the delay."""
+    previous, called_ns = items["previous"].to_numpy()[kernels], launched_ns[kernels]
+    before_ns = np.where(previous < 0, 0, items["end_ns"].to_numpy()[np.maximum(previous, 0)])
+    awaited = np.where(before_ns > called_ns, previous + first_item, launch[kernels])
+    return awaited, items["start_ns"].to_numpy()[kernels] - np.maximum(before_ns, called_ns)
+
+
+def _ready_ns(items: pl.DataFrame, waits: pl.DataFrame, first_item: int, launched_ns: Ints) -> Ints:
+    """Earliest start of each item by its launch, its stream and its known waits.
+
+    A launch can take long, such as at a kernel's first use; its kernel then starts when the call ends.
+    """
+    start, end, previous = (items[name].to_numpy() for name in ("start_ns", "end_ns", "previous"))
+    before = np.where(previous < 0, 0, end[np.maximum(previous, 0)])
+    ready_ns = np.maximum.reduce([before, items["launched_ns"].to_numpy() + _LAUNCH_NS, launched_ns])
+    on = waits["awaited"].to_numpy() - first_item
+    awaited_ns = np.where(flags(waits["kind"] == "start_order"), start[on], end[on])
+    np.maximum.at(ready_ns, waits["waiting"].to_numpy() - first_item, awaited_ns + waits["lag_ns"].to_numpy())
+    return np.asarray(ready_ns)
+
+
+def _in_last_wave(items: pl.DataFrame, kernels: Ints, late: Flags) -> tuple[Ints, Ints]:
+    """Return the late ones of a device's kernels, and that of another lane in whose last wave each began (rows)."""
+    start, end, lane, launched = (items[name].to_numpy() for name in ("start_ns", "end_ns", "lane", "launched_ns"))
+    order = kernels[np.lexsort((launched[kernels], start[kernels], end[kernels]))]
+    rows = kernels[late[kernels]]
+    filler = np.full(len(rows), -1, np.int64)
+    for after in range(4):
+        place = np.searchsorted(end[order], start[rows], side="right") + after
+        on = order[np.minimum(place, len(order) - 1)]
+        left_ns = end[on] - start[rows]
+        in_wave = (place < len(order)) & (left_ns > 0) & (left_ns <= LAST_WAVE_RATIO * (end[on] - start[on]))
+        in_wave &= (lane[on] != lane[rows]) & (launched[on] <= launched[rows])
+        filler = np.where((filler < 0) & in_wave, on, filler)
+    has = filler >= 0
+    return rows[has], filler[has]

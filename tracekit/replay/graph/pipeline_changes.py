@@ -3,18 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tracekit.analysis.parallelism import pipeline_stages
+import polars as pl
+
+from tracekit.analysis.parallelism import group_axes, pipeline_stages
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import CP, EP, PP, TP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.replay.graph import pipeline_timing, savings, steps, strategies
-from tracekit.replay.graph.pipeline_axes import with_faster_axis
 from tracekit.replay.graph.pipeline_timing import PipelineTiming
-from tracekit.replay.graph.strategies import Prediction
+from tracekit.replay.graph.strategies import Prediction, axes_text
+from tracekit.sync import alignment, collective_matching
 
 _ASSUMED = "mean time of each stage's actions"
 _OUTSIDE = "time outside the pipeline unchanged (optimizer); reduction of gradients in proportion to a rank's weights"
+_PLACE = ["window", "rank"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,46 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
     faster = [strategies.axis_text(axis, times) for axis, times in change.axes]
     name = ", ".join([*_names(before, after), *faster]) or "the same pipeline"
     return Prediction(name, step_ns, predicted_ns, _assumptions(before, after))
+
+
+def predict_axes(run: Run, axes: Mapping[str, float]) -> Prediction:
+    """Return the predicted step time with the links of mesh axes at so many times their bandwidth.
+
+    Within a pipeline (pp, tp, cp, ep) its actions are scheduled again; data parallelism is replayed on the graph, and
+    the two changes add up. Raises InputError where the run has no collective of an axis.
+    """
+    for times in axes.values():
+        strategies.checked_times(times, "--axis-times")
+    is_pipelined = pipeline_stages.is_pipelined(run)
+    within = tuple((axis, times) for axis, times in axes.items() if is_pipelined and axis in _WITHIN)
+    replayed = {axis: times for axis, times in axes.items() if axis not in dict(within)}
+    parts = [predict(run, PipelineChange(axes=within))] if within else []
+    parts += [strategies.predict_axes(run, replayed)] if replayed else []
+    first = parts[0]
+    assumed = dict.fromkeys(text for part in parts for text in part.assumptions if text != _OUTSIDE or not replayed)
+    return replace(
+        first,
+        name=", ".join(part.name for part in parts),
+        predicted_ns=first.step_ns + sum(part.predicted_ns - part.step_ns for part in parts),
+        assumptions=tuple(assumed),
+    )
+
+
+_WITHIN = (PP, TP, CP, EP)
+
+
+def with_faster_axis(run: Run, timing: PipelineTiming, axis: str, times: float) -> PipelineTiming:
+    """Return the timing with the links of an axis at `times` their bandwidth.
+
+    A stage's actions get shorter by what the transfers within them do; a collective's transfer is its shortest duration
+    over the ranks. Raises InputError where the run has no collective of the axis.
+    """
+    if axis == PP:
+        return timing.with_transfers(1 / times)
+    saved = _transfers_by_action(run, axis)
+    kinds = pipeline_timing.KINDS
+    saved_ns = {(stage, kinds[action]): (1 - 1 / times) * ns for stage, action, ns in saved.iter_rows()}
+    return timing.shorten(saved_ns)
 
 
 def _apply_change(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
@@ -111,27 +154,20 @@ def _assumptions(before: PipelineTiming, after: PipelineTiming) -> tuple[str, ..
     return tuple(assumptions)
 
 
-def predict_axes(run: Run, axes: Mapping[str, float]) -> Prediction:
-    """Return the predicted step time with the links of mesh axes at so many times their bandwidth.
-
-    Within a pipeline (pp, tp, cp, ep) its actions are scheduled again; data parallelism is replayed on the graph, and
-    the two changes add up. Raises InputError where the run has no collective of an axis.
-    """
-    for times in axes.values():
-        strategies.checked_times(times, "--axis-times")
-    is_pipelined = pipeline_stages.is_pipelined(run)
-    within = tuple((axis, times) for axis, times in axes.items() if is_pipelined and axis in _WITHIN)
-    replayed = {axis: times for axis, times in axes.items() if axis not in dict(within)}
-    parts = [predict(run, PipelineChange(axes=within))] if within else []
-    parts += [strategies.predict_axes(run, replayed)] if replayed else []
-    first = parts[0]
-    assumed = dict.fromkeys(text for part in parts for text in part.assumptions if text != _OUTSIDE or not replayed)
-    return replace(
-        first,
-        name=", ".join(part.name for part in parts),
-        predicted_ns=first.step_ns + sum(part.predicted_ns - part.step_ns for part in parts),
-        assumptions=tuple(assumed),
-    )
-
-
-_WITHIN = (PP, TP, CP, EP)
+def _transfers_by_action(run: Run, axis: str) -> pl.DataFrame:
+    """Return the time of an axis' transfers in an action. Columns stage, action, ns: means over the actions."""
+    actions = run.table(pipeline_stages.staged_actions)
+    axes = run.table(group_axes.group_axes)
+    groups = axes.filter(pl.col("axis") == axis).select("group", "members")
+    if groups.is_empty():
+        raise InputError(f"--axis-times {axis}: no collective of this axis; the run has {axes_text(axes)}")
+    matched = run.table(collective_matching.matched_calls).join(groups, on=["group", "members"], how="semi")
+    on_clock = alignment.on_run_clock(matched, run.offsets, ("start_ns", "end_ns"))
+    took_ns = pl.col("end_ns") - pl.col("start_ns")
+    shortest = pl.when(pl.col("instance").is_null()).then(took_ns).otherwise(took_ns.min().over("window", "instance"))
+    calls = on_clock.select(*_PLACE, at_ns="start_ns", ns=shortest).sort("at_ns")
+    begun = actions.select(*_PLACE, "stage", "action", "start_ns", until_ns="end_ns").sort("start_ns")
+    inside = calls.join_asof(begun, left_on="at_ns", right_on="start_ns", by=_PLACE, check_sortedness=False)
+    sums = inside.filter(pl.col("at_ns") <= pl.col("until_ns")).group_by("stage", "action").agg(pl.col("ns").sum())
+    counts = actions.group_by("stage", "action").len()
+    return sums.join(counts, on=["stage", "action"]).select("stage", "action", pl.col("ns") / pl.col("len"))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from tracekit.analysis.parallelism import (
-    mesh,
     pipeline_actions,
     pipeline_balance,
     pipeline_bubbles,
+    pipeline_communication,
     pipeline_stages,
-    sharded_micro_batches,
+    rank_places,
 )
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import (
@@ -247,7 +247,7 @@ def recorded_timing(run: Run) -> PipelineTiming:
 
     Raises InputError for a run without a pipeline, of an unknown schedule, or without numbers of layers.
     """
-    stated = mesh.pipeline_of(run.manifest)
+    stated = rank_places.pipeline_of(run.manifest)
     actions = run.table(pipeline_stages.staged_actions)
     if actions.is_empty():
         raise InputError(f"{run.path}: the traces have no actions of a pipeline schedule")
@@ -309,7 +309,7 @@ def _reduction_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[floa
     actions = run.table(pipeline_stages.staged_actions)
     end_ns = pl.col("trace_start_ns") + pl.col("end_ns") - pl.col("start_ns")
     last = actions.group_by(key).agg(end_ns.max().alias("last_ns"))
-    calls = run.table(sharded_micro_batches.data_parallel_calls)
+    calls = run.table(pipeline_communication.data_parallel_calls)
     calls = calls.join(last, on=key, nulls_equal=True).filter(pl.col("end_ns") > pl.col("last_ns"))
     sums = last.join(calls.group_by(key).agg(pl.col("exposed_ns").sum()), on=key, how="left", nulls_equal=True)
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
@@ -340,8 +340,8 @@ def _with_collectives(run: Run) -> pl.DataFrame:
     previous_ns = pl.col("end_ns").shift().over("window", "rank", "step", "iteration", order_by="start_ns")
     actions = run.table(pipeline_stages.staged_actions).with_columns(previous_ns.alias("previous_ns"))
     idle_ns = actions.select((pl.col("start_ns") - pl.col("previous_ns")).clip(0).fill_null(0)).to_series()
-    exposed = sharded_micro_batches.exposed_spans(run)
-    gather_ns, exposed_ns = sharded_micro_batches.exposed_around(actions, idle_ns, exposed)
+    exposed = pipeline_communication.exposed_spans(run)
+    gather_ns, exposed_ns = pipeline_communication.exposed_around(actions, idle_ns, exposed)
     return actions.with_columns(
         idle_ns.alias("idle_ns"), pl.Series("gather_ns", gather_ns), pl.Series("exposed_ns", exposed_ns)
     )
@@ -357,7 +357,7 @@ def _host_ns(run: Run, places: Mapping[int, int], ranks: int) -> tuple[float, ..
         key: intervals.from_table(table) for key, table in spans.partition_by("window", "rank", as_dict=True).items()
     }
     actions = _with_collectives(run)
-    received_ns, _ = sharded_micro_batches.exposed_around(actions, actions["idle_ns"], received)
+    received_ns, _ = pipeline_communication.exposed_around(actions, actions["idle_ns"], received)
     is_there = pl.Series(received_ns) <= _POSTED_RATIO * actions["idle_ns"]
     place = pl.col("rank").replace_strict(places, return_dtype=pl.Int64).alias("place")
     late_ns = (pl.col("idle_ns") - pl.col("gather_ns")).clip(0).median()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, latency
-from tracekit.analysis.parallelism import group_axes, mesh, rank_places, tensor_parallel
+from tracekit.analysis.parallelism import group_axes, rank_places, tensor_parallel
 from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
@@ -46,7 +46,9 @@ def predict(run: Run, text: str, node_bytes_per_s: float | None = None) -> Predi
     if not node_of:
         raise InputError(f"--rank-order: the nodes of {run.path}'s ranks are not known, or all ranks are on one")
     node = max(Counter(node_of.values()).values())
-    groups = {axis: sets for axis, sets in mesh.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(sets)}
+    groups = {
+        axis: sets for axis, sets in rank_places.groups_of(run.manifest).items() if axis in (*sizes, EP) and all(sets)
+    }
     before = {axis: _recorded_span(sets, node_of) for axis, sets in groups.items()}
     after = {axis: _new_span(axis, len(sets[0]), order, sizes, node) for axis, sets in groups.items()}
     moved = {axis: after[axis] for axis in before if before[axis] != after[axis]}
@@ -151,7 +153,7 @@ class _Rates:
         return bandwidth
 
     def _of_groups(self, axis: str) -> list[_Call]:
-        groups = [frozenset(ranks) for ranks in mesh.groups_of(self._run.manifest)[axis]]
+        groups = [frozenset(ranks) for ranks in rank_places.groups_of(self._run.manifest)[axis]]
         entire = set(groups)
         pairs = axis == PP
         return [
@@ -168,7 +170,7 @@ def _median(rates: Iterable[float]) -> float | None:
 
 def _sizes(run: Run) -> dict[str, int]:
     """Return the ranks along each axis of the mesh. Raises InputError where run.json states none."""
-    groups = mesh.groups_of(run.manifest)
+    groups = rank_places.groups_of(run.manifest)
     sizes = {axis: len(groups[axis][0]) for axis in AXES if groups.get(axis) and all(groups[axis])}
     if not sizes or math.prod(sizes.values()) != len(run.ranks):
         raise InputError(f"--rank-order: run.json of {run.path} does not state the mesh of its {len(run.ranks)} ranks")

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import avoidable_time, clock_drops
-from tracekit.analysis.time import device_stalls, paused_kernels
+from tracekit.analysis.time import device_stalls
 from tracekit.model import intervals
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.run import Run
@@ -53,7 +53,7 @@ def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
 
 def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
     """Return the column paused_ns with the pauses that only the durations on other ranks show; [] without any."""
-    paused = run.table(paused_kernels.stalls).filter(pl.col("kind") == device_stalls.PAUSED)
+    paused = run.table(device_stalls.paused_kernels).filter(pl.col("kind") == device_stalls.PAUSED)
     if paused.is_empty():
         return []
     key = ["window", "rank", "ref", "what"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import polars as pl
@@ -12,7 +11,7 @@ from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, representative_ranks, steps
-from tracekit.replay.graph.causes import contention, slow_ranks
+from tracekit.replay.graph.causes import contention, device_time
 from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
 from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.replay.graph.causes.stalls import Removal
@@ -76,11 +75,7 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
     by_cause: dict[Cause, Removal] = {}
     for removal in removals:
         by_cause[removal.cause] = removal.union(by_cause.get(removal.cause))
-    combined = tuple(by_cause[cause] for cause in causes.in_order(by_cause))
-    cache = _SAVINGS.setdefault(run, {})
-    if combined not in cache:
-        cache[combined] = _saving(run, combined)
-    return cache[combined]
+    return _saving(run, tuple(by_cause[cause] for cause in causes.in_order(by_cause)))
 
 
 @memoize
@@ -138,7 +133,6 @@ def infers_waits(run: Run) -> bool:
     return any(bool((graph.edges.inferred & (graph.edges.kind == _EVENT)).any()) for graph in graphs_of(run))
 
 
-_SAVINGS: WeakKeyDictionary[Run, dict[tuple[Removal, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
 _INFERRED = 0.8
 _GUESSED = 0.5
@@ -146,6 +140,7 @@ _UNSEEN = "preparation would overlap compute, which this recording never shows: 
 _KEY = ["window", "rank", "step", "device"]
 
 
+@memoize
 def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     removed = [removal.cause for removal in removals]
     names = AND.join(cause.name for cause in removed)
@@ -165,7 +160,7 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     )
     for late in (removal for removal in removals if removal.cause.pricing is Pricing.LATE_RANKS):
         for graph in graphs_of(run):
-            table = slow_ranks.with_late_ranks(table, late.ranks or graph.late_ranks)
+            table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
     recorded_ns, replayed_ns = (steps.total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
     saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per

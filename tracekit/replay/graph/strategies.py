@@ -2,21 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import latency
+from tracekit.analysis.communication.latency import RingModel
 from tracekit.analysis.parallelism import group_axes
 from tracekit.conventions import strategies as table
+from tracekit.conventions.strategies import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring_hops
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import hsdp, savings, steps
-from tracekit.replay.graph.causes import collectives, contention, host, order, redundant_work
-from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
-from tracekit.replay.graph.hsdp import NodeSpec
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph.causes import collectives, contention, device_time, host, order
+from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 HSDP = table.HSDP.name
 _ASSUMED = (
@@ -31,6 +33,19 @@ _BUFFERS = (
 _COPIES = "copies into and out of gathered buffers, which the new strategy may add, not included"
 _COPYING = r"copy_in|copy_out"
 SLOWEST = 0.01
+_EVENT, _SYNC = "event", "sync"
+_NS = 1e9
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """Node hardware that a recording of rings across nodes does not show: GPUs per node, and ring bandwidth.
+
+    `bytes_per_s` is bus bandwidth as nccl-tests prints it.
+    """
+
+    gpus: int
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -62,24 +77,6 @@ def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> P
         )
     change, assumed = _CHANGES[strategy]
     return _predict(run, strategy, change, assumed)
-
-
-def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
-    if node is None:
-        raise InputError(
-            "--strategy hsdp: the recording does not show the bandwidth of a ring inside a node; give it by "
-            "--node-bandwidth, such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
-        )
-    lines = run.table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
-    with_hops = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
-    assumed = (
-        f"{node.gpus} GPUs per node, with a ring bandwidth of {units.rate(node.bytes_per_s)}",
-        "ring collectives; network bandwidth as recorded, shared by the all-reduces of a node's GPUs",
-        "all-reduces of gradient shards on their own stream; their copies and contention not included",
-        "optimizer time proportional to shard size",
-        f"memory for {HSDP}: weights, gradients and optimizer states sharded over {node.gpus} ranks only",
-    )
-    return _predict(run, HSDP, lambda graph: hsdp.to_hsdp(graph, node, with_hops), assumed, slow_preparation=True)
 
 
 def predict_less_recomputation(run: Run, layers: int) -> Prediction:
@@ -147,6 +144,57 @@ def axis_text(axis: str, times: float) -> str:
     return f"axis {axis} {times:g} times as fast"
 
 
+def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
+    """Return the graph with parameters sharded within a node, and gradient shards all-reduced across nodes.
+
+    A ring of m GPUs takes (m-1) hops and moves (m-1)/m of the bytes at the node's bandwidth. The all-reduce of a shard
+    among k nodes, one of m that share the node's network, takes 2(k-1) hops and moves 2(k-1)/k of the bytes at the
+    bandwidth of the recorded ring. It follows its reduce-scatter on its own stream; what waits for the last
+    reduce-scatter of a step also waits for the last all-reduce. The optimizer updates k times as much. `lines` are
+    latency and bandwidth by group (`latency.by_group`). Raises InsufficientDataError where nothing is sharded across
+    nodes.
+    """
+    calls = _sharding(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
+    size = int(calls["group_size"][0])
+    if size <= node.gpus:
+        raise InsufficientDataError(
+            f"parameters are sharded over {size} ranks, which fit in one node of {node.gpus} GPUs already"
+        )
+    if size % node.gpus:
+        raise InsufficientDataError(f"the {size} ranks of the sharding group do not fill nodes of {node.gpus} GPUs")
+    if calls["bytes_per_ns"].null_count():
+        raise InsufficientDataError("collectives have one size only, which does not separate latency from bandwidth")
+    line = RingModel(calls["hop_ns"][0], calls["bytes_per_ns"][0])
+    count, m = size // node.gpus, node.gpus
+    own_ns = graph.own_ns.copy()
+    hops = ring_hops(ALL_GATHER, m)
+    moved = hops * line.hop_ns + calls["bytes"].to_numpy() * hops / m / node.bytes_per_s * _NS
+    own_ns[calls["done"].to_numpy()] = np.round(moved)
+    own_ns[np.flatnonzero(graph.matches("phase", "optimizer") & graph.matches("kind", "compute"))] *= count
+    reduced = calls.filter(pl.col("op") == REDUCE_SCATTER)
+    hops = ring_hops(ALL_REDUCE, count)
+    reduction_ns = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns
+    return _with_reductions(replace(graph, own_ns=own_ns), reduced, np.round(reduction_ns).astype(np.int64))
+
+
+def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
+    if node is None:
+        raise InputError(
+            "--strategy hsdp: the recording does not show the bandwidth of a ring inside a node; give it by "
+            "--node-bandwidth, such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
+        )
+    lines = run.table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
+    with_hops = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
+    assumed = (
+        f"{node.gpus} GPUs per node, with a ring bandwidth of {units.rate(node.bytes_per_s)}",
+        "ring collectives; network bandwidth as recorded, shared by the all-reduces of a node's GPUs",
+        "all-reduces of gradient shards on their own stream; their copies and contention not included",
+        "optimizer time proportional to shard size",
+        f"memory for {HSDP}: weights, gradients and optimizer states sharded over {node.gpus} ranks only",
+    )
+    return _predict(run, HSDP, lambda graph: to_hsdp(graph, node, with_hops), assumed, slow_preparation=True)
+
+
 def _groups_of(axes: pl.DataFrame, axis: str) -> pl.DataFrame:
     is_axis = (pl.col("axis") == axis) | pl.col("axis").str.starts_with(f"{axis}_")
     groups = axes.filter(is_axis).select("group", "members")
@@ -212,7 +260,7 @@ def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.Dat
 
 def _fewer(graph: Graph, layers: int) -> Graph:
     """Return the graph without the first `layers` recomputed regions of each backward pass."""
-    again = redundant_work.recomputed_nodes(graph)
+    again = device_time.recomputed_nodes(graph)
     rows = graph.frame.select("at", "rank", "step", "lane", "kind", again=pl.Series(again))
     work = rows.filter(pl.col("kind") == "compute")
     place = ["rank", "lane", "step"]
@@ -222,9 +270,77 @@ def _fewer(graph: Graph, layers: int) -> Graph:
     return graph.with_durations(first, 0)
 
 
+def _sharding(graph: Graph) -> pl.DataFrame:
+    """Return the all-gathers and reduce-scatters of the largest group with both, in topological order."""
+    nodes = graph.parts["at"].to_numpy()
+    calls = graph.parts.with_columns(
+        pl.Series("turn", graph.position[nodes]), pl.Series("lane", graph.frame["lane"].to_numpy()[nodes])
+    ).filter(pl.col("op").is_in([ALL_GATHER, REDUCE_SCATTER]), pl.col("bytes") > 0)
+    both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
+    if both.is_empty():
+        raise InsufficientDataError("no group both all-gathers parameters and reduce-scatters gradients")
+    return both.filter(pl.col("group_size") == pl.col("group_size").max()).sort("rank", "turn")
+
+
+def _with_reductions(graph: Graph, reduced: pl.DataFrame, duration_ns: Ints) -> Graph:
+    """Return the graph with an all-reduce after each reduce-scatter, in order, on a stream of their own."""
+    timed = reduced.with_columns(pl.Series("duration_ns", duration_ns))
+    instances = timed.unique("done", keep="first", maintain_order=True).sort("turn")
+    done, first = instances["done"].to_numpy(), len(graph.chain)
+    new = np.arange(first, first + len(instances), dtype=np.int64)
+    zeros = np.zeros(len(new), np.int64)
+    follows = edges(new, done, _EVENT)
+    reductions = dict(zip(done, new, strict=True))
+    key = np.empty(first + len(new), np.int64)
+    key[graph.order] = 2 * np.arange(first)
+    key[new] = key[done] + 1
+    wider = replace(
+        graph,
+        chain=np.concatenate((graph.chain, np.concatenate(([-1], new[:-1])))),
+        launch=np.concatenate((graph.launch, np.full(len(new), -1, np.int64))),
+        launch_ns=np.concatenate((graph.launch_ns, zeros)),
+        own_ns=np.concatenate((graph.own_ns, instances["duration_ns"].to_numpy())),
+        chain_ns=np.concatenate((graph.chain_ns, zeros)),
+        edges=graph.edges.concat(follows).concat(_waits_for_reductions(graph, reduced, reductions)),
+    )
+    return sort_topologically(wider, key)
+
+
+def _waits_for_reductions(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
+    """Return the waits for each step's last all-reduce, of work that waits for its reduce-scatter or later ones.
+
+    Waits for earlier reduce-scatters only free buffers.
+    """
+    waits, lane, rank = graph.edges, graph.column("lane"), graph.column("rank")
+    waiting: list[int] = []
+    awaited: list[int] = []
+    candidates = np.flatnonzero(
+        np.isin(waits.kind, (_EVENT, _SYNC)) & (waits.awaited >= 0) & (waits.waiting < graph.count)
+    )
+    for (of_rank, of_lane), lane_calls in reduced.group_by("rank", "lane", maintain_order=True):
+        turns, done = lane_calls["turn"].to_numpy(), lane_calls["done"].to_numpy()
+        lasts = lane_calls["step"].is_last_distinct().to_numpy()
+        ends = set(done[lasts].tolist())
+        for row in candidates.tolist():
+            node, on = int(waits.waiting[row]), int(waits.awaited[row])
+            if rank[node] != of_rank or lane[node] == of_lane:
+                continue
+            if on in ends:
+                waiting.append(node)
+                awaited.append(reductions[on])
+            elif on < graph.count and rank[on] == of_rank and lane[on] == of_lane:
+                last = int(np.searchsorted(turns, graph.position[on], side="right")) - 1
+                if last >= 0 and lasts[last]:
+                    waiting.append(node)
+                    awaited.append(reductions[int(done[last])])
+    return edges(np.array(waiting, np.int64), np.array(awaited, np.int64), _EVENT)
+
+
 _CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {
     table.FSDP2.name: (_fsdp2, (*_ASSUMED, _COPIES)),
     table.YAFSDP.name: (_yafsdp, (*_ASSUMED, _BUFFERS)),
 }
+
+
 NAMES = (*_CHANGES, HSDP)
 """The strategies that can be predicted."""

@@ -15,7 +15,7 @@ from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
-from tracekit.replay.graph import cpu_run, device_sharing, filled_devices, host_time, recorded_stalls
+from tracekit.replay.graph import filled_devices, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
 from tracekit.replay.graph.nodes import (
     EDGE_COLUMNS,
@@ -69,7 +69,7 @@ def edges(trace: Trace) -> pl.DataFrame:
 @memoize
 def build(trace: Trace) -> TraceGraph:
     """Return nodes and edges of a trace."""
-    return _on_device(trace) if trace.on_device else cpu_run.build(trace)
+    return _on_device(trace) if trace.on_device else host_time.build(trace)
 
 
 @trace_fact
@@ -139,9 +139,9 @@ def _on_device(trace: Trace) -> TraceGraph:
         waiting=item_waits["waiting"].to_numpy() + first_item, awaited=item_waits["awaited"].to_numpy() + first_item
     )
     grid_id = _grid_ids(trace, items)
-    late = device_sharing.late_kernels(items, lane_waits, first_item, launched_ns)
+    late = filled_devices.late_kernels(items, lane_waits, first_item, launched_ns)
     for_room = filled_devices.waits_for_room(late, grid_id)
-    shared = device_sharing.resource_waits(
+    shared = filled_devices.resource_waits(
         late,
         first_item,
         launch=launch,

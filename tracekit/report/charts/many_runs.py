@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tracekit.model import escaping, units
-from tracekit.regression.quantities import BYTES, SHARE, Unit
+from tracekit.regression.metrics import BYTES, SHARE, Unit
 from tracekit.report.charts import style
 
 MAX_GROUPS = 8

@@ -9,10 +9,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tracekit.errors import ConfigError
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, phrases
 from tracekit.report.ci import results, text_charts
 from tracekit.report.ci.code_locations import Checkout, LocationKind

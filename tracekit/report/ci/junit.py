@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.model.manifest import Manifest
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, phrases
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout

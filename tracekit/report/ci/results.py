@@ -6,9 +6,9 @@ from enum import StrEnum
 
 from tracekit.model import units
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
-from tracekit.regression.change import Change
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change
 from tracekit.report import comparison, phrases
 from tracekit.rules.rule import Finding, Severity, costliest
 

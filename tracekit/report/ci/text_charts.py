@@ -11,9 +11,9 @@ import polars as pl
 from tracekit.analysis.time import summary
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.thresholds import Change
 from tracekit.report import rank_rows
 
 WIDTH = 36

@@ -9,7 +9,7 @@ from tracekit.report.timeline.arrow_search import ARROW_KINDS, ARROWS, arrows
 from tracekit.report.timeline.lookup import slices_of
 from tracekit.report.timeline.name_search import Matches, find_by_name
 from tracekit.report.timeline.range_totals import RangeTotals, call_paths, range_rates, range_totals
-from tracekit.report.timeline.scene import KINDS, Scene, open_scene, scene_cache
+from tracekit.report.timeline.scene import KINDS, Scene, open_scene
 from tracekit.report.timeline.side_by_side import Side, SideBySide, side_by_side
 from tracekit.report.timeline.slice_details import Detail, Details, details
 from tracekit.report.timeline.viewport import VIEW, names, view
@@ -34,7 +34,6 @@ __all__ = [
     "open_scene",
     "range_rates",
     "range_totals",
-    "scene_cache",
     "search_frames",
     "side_by_side",
     "slices_of",

@@ -29,7 +29,6 @@ from tracekit.report.timeline.mapped_file import MappedFile, Writer
 from tracekit.report.timeline.trace_part import Part, build_part
 from tracekit.sync import collective_matching
 
-SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
 _CODE = (
     "report/timeline/*.py",
@@ -108,10 +107,11 @@ def open_scene(
         windows = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, windows))}")
     drawn_sources = _of_ranks(run, window, ranks)
-    cache = scene_cache(folder)
+    cache = DiskCache.of_user("timelines")
+    cache = cache if folder is None else replace(cache, folder=folder)
     # All traces decide about the clocks.
     key = _key(sources, ranks)
-    if cache is None or key is None:
+    if key is None:
         return _build_uncached(run, window, drawn_sources, on_progress)
     scene = cache.get(key, lambda file: _scene(MappedFile(file), key, window))
     if scene is not None:
@@ -125,12 +125,6 @@ def open_scene(
     except OSError as error:
         cache.log_unusable(error)
         return _build_uncached(run, window, drawn_sources, on_progress)
-
-
-def scene_cache(folder: Path | None = None) -> DiskCache | None:
-    """Return the cache of scenes: `folder`, or next to the user's parsed traces; None for a user without a home."""
-    cache = DiskCache.of_user("tiles", SUFFIX)
-    return cache if cache is None or folder is None else replace(cache, folder=folder)
 
 
 def _of_ranks(run: Run, window: int, ranks: Sequence[int] | None) -> list[Source]:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.path_replay import ends, saved_ns
 from tracekit.model import schema
-from tracekit.replay.graph.critical_path.recorded_times import recorded_times
-from tracekit.replay.graph.critical_path.walk import NEVER, latest_ends, walk
+from tracekit.replay.graph.critical_path.walk import NEVER, latest_ends, recorded_times, walk
 from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, replay, sort_topologically
 from tracekit.replay.graph.nodes import HOST, WORK, NodeTable
 

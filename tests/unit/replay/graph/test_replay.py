@@ -8,7 +8,7 @@ import polars as pl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracekit.replay.graph import device_sharing
+from tracekit.replay.graph import filled_devices
 from tracekit.replay.graph.dependency_graph import (
     START_ORDER,
     Edges,
@@ -142,8 +142,8 @@ def test_a_kernel_waits_for_the_last_wave_of_another_that_fills_the_device():
 def waits_for_room(kernels, launched_ns):
     known = pl.DataFrame(schema=EDGE_COLUMNS)
     launch, launched_ns = np.array([5, 6, 7]), np.array(launched_ns)
-    late = device_sharing.late_kernels(kernels, known, 10, launched_ns)
-    found = device_sharing.resource_waits(late, 10, launch=launch, launched_ns=launched_ns)
+    late = filled_devices.late_kernels(kernels, known, 10, launched_ns)
+    found = filled_devices.resource_waits(late, 10, launch=launch, launched_ns=launched_ns)
     return found.select("waiting", "awaited", "lag_ns").rows()
 
 

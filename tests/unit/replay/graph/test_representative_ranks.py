@@ -9,8 +9,8 @@ import pytest
 import tracekit
 from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit.replay.graph import representative_ranks, what_if
+from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.host import DATA_LOADING
-from tracekit.replay.graph.causes.slow_ranks import STRAGGLER
 from tracekit.report import what_if as report
 from tracekit.rules import cost_attribution, engine
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from tracekit.replay.graph import savings, steps
-from tracekit.replay.graph.causes import slow_ranks
+from tracekit.replay.graph.causes import device_time
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
 
@@ -46,7 +46,7 @@ def test_the_largest_error_of_a_step_is_found_where_errors_cancel_in_the_sum():
 def test_late_ranks_are_as_much_faster_as_the_others_over_the_window_too(peers_ms, late_ms):
     peers = [(rank, step, 0, 20, 20, 20 - ms) for rank, row in enumerate(peers_ms, 1) for step, ms in enumerate(row)]
     own = [(0, step, 0, 20, 20, 20) for step in (0, 1)]
-    late = slow_ranks.with_late_ranks(_steps(*own, *peers), (0,)).filter(rank=0).sort("step")
+    late = device_time.with_late_ranks(_steps(*own, *peers), (0,)).filter(rank=0).sort("step")
     assert late["saved_ns"].to_list() == [ms * MS for ms in late_ms]
     assert late["without_ns"].to_list() == [(20 - ms) * MS for ms in late_ms]
 

@@ -1,6 +1,5 @@
 """Scenes in the cache: made once, made again when stale or damaged, whoever else writes there."""
 
-import dataclasses
 import json
 import stat
 import subprocess
@@ -148,13 +147,13 @@ def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypa
     monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(folder))
     monkeypatch.setenv(disk_cache.MAX_BYTES_VARIABLE, "0")
     assert len(seen(timeline.open_scene(tracekit.load(run)))) == 4
-    assert files(folder / "tiles") == []
+    assert files(folder / "store") == []
 
 
 def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder):
     opened(run, folder)
     (file,) = files(folder)
-    cache = timeline.scene_cache(folder)
+    cache = disk_cache.DiskCache(folder, ".tiles", disk_cache.DEFAULT_MAX_BYTES)
     assert cache.size_bytes() == file.stat().st_size == cache.clear()
     made: list = []
     opened(run, folder, made)
@@ -164,7 +163,7 @@ def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder
 def test_the_scene_used_least_goes_first_where_the_cache_is_full(run, folder):
     opened(run, folder)
     (old,) = files(folder)
-    with dataclasses.replace(timeline.scene_cache(folder), max_bytes=old.stat().st_size).writing("new") as file:
+    with disk_cache.DiskCache(folder, ".tiles", old.stat().st_size).writing("new") as file:
         file.write(b"x")
     assert [each.name for each in files(folder)] == ["new.tiles"]
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.kineto import event_categories, numbers
-from tracekit.ingest.readers.kineto.header import distributed_info, read_header, stated_rank
+from tracekit.ingest.readers.kineto.header import read_header
+from tracekit.ingest.readers.normalize import event_categories, numbers
+from tracekit.ingest.readers.normalize.distributed_job import distributed_info, stated_rank
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import environment
 from tracekit.model.trace import Trace
@@ -84,8 +85,9 @@ class KinetoTraces(Reader):
 
 def _read_merged(path: str) -> dict[int, Trace] | None:
     """Return the traces of a file whose events state ranks, by rank; None if they do not."""
-    from tracekit.ingest.readers.kineto import columns, reader
+    from tracekit.ingest.readers.kineto import reader
     from tracekit.ingest.readers.kineto.scan import Scan
+    from tracekit.ingest.readers.normalize import columns
 
     return reader.read_merged(path) if columns.states_ranks(next(filter(None, Scan(path)), [])) else None
 
@@ -126,8 +128,8 @@ def _states_known_category(head: bytes) -> bool:
 
 def _refuse_foreign_trace(path: str) -> None:
     """Raise BadTraceError if a file has slices, but no event of a category that PyTorch writes."""
-    from tracekit.ingest.readers.kineto import columns
     from tracekit.ingest.readers.kineto.scan import Scan
+    from tracekit.ingest.readers.normalize import columns
 
     counts: Counter[tuple[str | None, str | None]] = Counter()
     for batch in Scan(path):

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers import foreign_formats
-from tracekit.model.manifest import MAX_RANKS
 
 Header: TypeAlias = dict[str, Any]
 
@@ -128,19 +127,6 @@ def read_header(path: str, first: bytes | None = None) -> Header:
     tail = bytes(_last(unread, after)).decode("utf-8", "replace")
     end = end_of_events(tail)
     return header if end is None else header | parse_tail(tail[end + 1 :])[0]
-
-
-def distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The distributed job as a header states it; empty if it states none."""
-    info = header.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
-
-
-def stated_rank(value: object, *, lowest: int) -> int | None:
-    """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if lowest <= value < MAX_RANKS + lowest else None
 
 
 def _last(blocks: Iterator[bytes], tail: bytes) -> bytes:

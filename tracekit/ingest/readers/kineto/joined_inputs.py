@@ -9,7 +9,7 @@ from msgspec import Raw
 from tracekit.errors import BadTraceError
 from tracekit.ingest.readers import execution_trace
 from tracekit.ingest.readers.execution_trace import ExecutionTrace, ExecutionTraces
-from tracekit.ingest.readers.kineto.events import Event
+from tracekit.ingest.readers.normalize.events import Event
 from tracekit.ingest.readers.reader import Companion
 from tracekit.model import schema, units
 

@@ -1,37 +1,23 @@
-"""Kineto trace files to Traces: lanes, ops, steps, activities, collectives, allocations."""
+"""Kineto trace files to Traces: one of a rank, or of each rank in a file that several were merged into."""
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import activities as work
-from tracekit.ingest.readers.kineto import (
-    allocations,
-    collectives,
-    columns,
-    data_quality,
-    device_windows,
-    host_slices,
-    iterations,
-    numbers,
-    stream,
-    syncs,
-)
-from tracekit.ingest.readers.kineto.columns import CollectiveArgs
-from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.joined_inputs import JoinedInputs
 from tracekit.ingest.readers.kineto.scan import Scan
-from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.ingest.readers.normalize import columns, event_tables
+from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder
+from tracekit.ingest.readers.normalize.event_tables import Events
+from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.reader import Companion
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.nesting import Ints
-from tracekit.model.trace import LazyTrace, Trace
+from tracekit.model.trace import Trace
 
 
 def read(path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()) -> Trace:
@@ -48,11 +34,31 @@ def read_counted(
 ) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
     """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
     joined = JoinedInputs(companions)
-    events = stream.read_events(path, joined)
+    events = read_events(path, joined)
     further = pl.concat([_several_ranks(events), joined.data_quality])
     return build_trace(
         events, path, rank=rank, window=window, further=further, listed_groups=joined.groups
     ), events.counts
+
+
+def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
+    """Read one Kineto JSON file: plain, gzip or zstd, of any layout, complete or not.
+
+    Operators without inputs get those of `joined`. Raises BadTraceError if the file is missing, empty, not a trace, or
+    has no complete event.
+    """
+    source = Scan(path)
+    builder = ColumnBuilder()
+    for batch in source:
+        if joined:
+            joined.complete(batch)
+        if not builder.add(batch):
+            exactly = source.redecode_exactly()
+            if joined and exactly is not None:
+                joined.complete(exactly)
+            builder.add(batch if exactly is None else exactly)
+    builder.finish()
+    return event_tables.of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
@@ -60,7 +66,7 @@ def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
 
     Events without a rank are left out and counted in `data_quality`. Raises BadTraceError as `read` does.
     """
-    events = stream.read_events(path)
+    events = read_events(path)
     further = _rankless(events)
     return {
         rank: build_trace(_of_rank(events, rank), path, rank=rank, window=window, further=further)
@@ -74,7 +80,7 @@ def read_of_merged(path: str, *, rank: int, window: int = 0, companions: Sequenc
     Raises BadTraceError as `read` does.
     """
     joined = JoinedInputs(companions, rank)
-    events = stream.read_events(path, joined)
+    events = read_events(path, joined)
     further = pl.concat([_rankless(events), joined.data_quality])
     of_rank = _of_rank(events, rank)
     return build_trace(of_rank, path, rank=rank, window=window, further=further, listed_groups=joined.groups)
@@ -100,101 +106,6 @@ def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     for batch in Scan(path):
         columns.count(by_kind, batch)
     return by_kind
-
-
-def build_trace(
-    events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame, listed_groups: Sequence[Any] = ()
-) -> Trace:
-    """Return the trace of `events`, with `further` data-quality issues; rarely used tables are built on access.
-
-    `listed_groups` are process groups that the header may lack.
-    """
-    base_ns = _base_ns(events.header)
-    slices, device = (_with_times(frame, base_ns) for frame in (events.host, events.device))
-    threads, lanes = _lanes(events, slices)
-    built = host_slices.build(slices, events.names, events.inputs, threads)
-    ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
-    slice_args = {index: s.args for index, s in zip(ids.tolist(), events.host_collectives, strict=True) if index >= 0}
-    undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
-    if device.is_empty():
-        activities, communication = work.on_host(built, slice_args)
-    else:
-        device_rows = work.streams(device, events.threads, len(lanes))
-        lanes = pl.concat([lanes, work.lanes_of(device_rows)], how="diagonal_relaxed")
-        kernel_args = {s.row: s.args for s in events.device_collectives}
-        activities, communication, undecided = work.on_device(device_rows, events, built, kernel_args, slice_args)
-    built, activities = iterations.with_iterations(built, activities, lanes)
-    activities = schema.ACTIVITIES.conform(activities)
-    lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
-    lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
-    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
-    waited = _with_times(events.syncs, base_ns)
-    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
-    issues = data_quality.table(
-        events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
-    )
-    collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
-    groups = collectives.groups(events.header, collective_args, listed_groups)
-    names = events.names  # of the events, the tables that are built on access need only these
-    trace = Trace(
-        rank=rank,
-        window=window,
-        path=path,
-        lanes=lanes,
-        steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
-        activities=activities,
-        groups=groups,
-        data_quality=pl.concat([issues, further]),
-        header=events.header,
-    )
-    return LazyTrace.of(
-        trace,
-        {
-            "ops": lambda: schema.OPS.conform(built.table()),
-            "collectives": lambda: schema.COLLECTIVES.conform(
-                collectives.table(communication, built, slice_args, groups, rank)
-            ),
-            "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
-            "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, names, built)),
-        },
-        deferred_bytes=built.size_bytes + int(memory.estimated_size()),
-    )
-
-
-def _base_ns(header: Mapping[str, Any]) -> int:
-    base = header.get("baseTimeNanoseconds")
-    try:
-        number = float(base or 0)
-    except (TypeError, ValueError, OverflowError):
-        return 0
-    exact = (
-        int(base) if isinstance(base, int | str) and math.isfinite(number) and str(base).lstrip("-").isdigit() else None
-    )
-    if exact is None:
-        exact = int(number) if math.isfinite(number) else 0
-    return exact if abs(exact) < numbers.MOST_NS else 0
-
-
-def _with_times(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
-    """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
-    usable = (frame["start_ns"] != numbers.BAD) & frame["dur_ns"].is_between(0, numbers.MOST_DUR_NS)
-    rows = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
-    return rows if usable.all() else rows.filter(usable)
-
-
-def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
-    """Return the lane of each thread, by index (-1: a thread without slices), and the host lanes."""
-    used = np.unique(slices["lane"].to_numpy()) if len(slices) else np.empty(0, np.int64)
-    lane_of = np.full(len(events.threads), -1, np.int64)
-    lane_of[used] = np.arange(len(used))
-    rows = []
-    for lane, thread in enumerate(events.threads[int(i)] for i in used):
-        pid, tid = thread
-        rows.append(
-            (lane, None, None, pid, tid, events.thread_names.get(thread, f"thread {'?' if tid is None else tid}"))
-        )
-    columns = [column for column in schema.LANES.schema.items() if column[0] != "role"]
-    return lane_of, pl.DataFrame(rows, schema=columns, orient="row")
 
 
 def _ranks(events: Events) -> set[int]:

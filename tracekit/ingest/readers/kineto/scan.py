@@ -4,14 +4,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers.kineto import events, header
-from tracekit.ingest.readers.kineto.events import Event
+from tracekit.ingest.readers.kineto import header
+from tracekit.ingest.readers.normalize import events
+from tracekit.ingest.readers.normalize.event_tables import Damage
+from tracekit.ingest.readers.normalize.events import Event
 
 _BATCH_BYTES = 1 << 18  # decoded objects of a batch should still be in the CPU cache when they are converted to columns
 _PATIENCE_BYTES = 8 << 20  # a longer event that does not parse is damaged, not incomplete
@@ -24,26 +25,6 @@ _AFTER_ARRAY = re.compile(r'\s*(?:,\s*"|\}|\Z)')
 _EMPTY_OBJECTS = re.compile(r"\{\s*\}(?:\s*,\s*\{\s*\})*")
 _FIRST_KEY = re.compile(r'\{\s*"[^"\\]*"')
 _parse = json.JSONDecoder(strict=False, parse_float=str).raw_decode  # text keeps every digit of a time
-
-
-@dataclass
-class Damage:
-    """The parts of a file that could not be read."""
-
-    lost_bytes: int = 0
-    lost_events: int = 0
-    """Events that start in the lost bytes."""
-    non_objects: int = 0
-    """Array elements that are not objects."""
-    truncated: bool = False
-    broken: str | None = None
-    """Why decompression stopped before the end."""
-    header: bool = False
-    """Whether keys outside the event array could not be read."""
-    later_events: int = 0
-    """Ignored events in a second traceEvents array."""
-    stray_bytes: bool = False
-    """Whether text contained bytes that are not UTF-8; each was replaced."""
 
 
 class Scan:

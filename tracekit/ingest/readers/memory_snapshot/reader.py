@@ -1,5 +1,10 @@
-"""CUDA memory snapshot (a pickle of `torch.cuda.memory._dump_snapshot`) -> tables, read as a stream."""
+"""CUDA memory snapshot (a pickle of `torch.cuda.memory._dump_snapshot`) -> tables.
 
+A child process reads the pickle and answers with JSON, in which each stack is a number, and with columns of the events
+and stacks.
+"""
+
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +13,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.conventions import object_storage
-from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import decompression, remote
-from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
-from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
+from tracekit.ingest import decompression, pickle_child, pickles, remote
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
 
@@ -31,8 +33,9 @@ _MAX_RATIO, _MIN_LIMIT_BYTES = 100, 64 << 20
 def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
     """Return the snapshot in a file, maybe compressed, or at a URL; with `cache`, a remote file is downloaded once.
 
-    Only plain containers are built: a pickle that would import or call anything is refused. Raises BadTraceError, which
-    names the opcode, the byte and the file, or InputError if the file cannot be opened.
+    Only plain containers are built: a pickle that would import anything is refused by its name, and one that would take
+    far more memory or time than its size is refused too. Raises BadTraceError, or InputError if the file cannot be
+    opened.
     """
     if not object_storage.is_url(path):
         return _read(Path(path), str(path))
@@ -51,40 +54,42 @@ def _read(copy: Path, path: str) -> MemorySnapshot:
         file = copy.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
-    with file, gc_paused():
+    with file:
         most_bytes = max(_MAX_RATIO * packed_bytes, _MIN_LIMIT_BYTES)
         unpacked = decompression.Unpacked(copy, max_bytes=most_bytes) if packed_bytes else None
-        unpickler = Unpickler(unpacked or file, path)
-        root = unpickler.read()
-    try:
-        return _snapshot(path, root, unpickler)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]
-        raise BadTraceError(
-            f"{path}: not a CUDA memory snapshot of a known form ({reason}); take another snapshot"
-        ) from None
+        try:
+            document, columns = pickles.read(pickle_child.SNAPSHOT, unpacked or file)
+            return _snapshot(path, json.loads(document), _Columns(columns))
+        except pickles.WrongFormError as error:
+            raise _wrong_form(path, str(error)) from None
+        except pickles.PickleError as error:
+            raise BadTraceError(f"{path}: the snapshot {error}; take another snapshot") from None
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
+            raise _wrong_form(path, f"{type(error).__name__}: {error}") from None
 
 
-def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
-    snapshot = root if isinstance(root, dict) else {"segments": root}  # old: torch.cuda.memory_snapshot(), a bare list
-    listed = snapshot.get("segments")
-    if not isinstance(listed, list) or not all(isinstance(segment, dict) for segment in listed):
-        raise TypeError("no list of segments")
-    segments = _frame(schema.SEGMENTS, _segments(listed, unpickler))
-    blocks = _frame(schema.BLOCKS, _blocks(listed, unpickler))
+def _wrong_form(path: str, reason: str) -> BadTraceError:
+    one_line = " ".join(reason.split())[:_MAX_ERROR_LENGTH]
+    return BadTraceError(f"{path}: not a CUDA memory snapshot of a known form ({one_line}); take another snapshot")
+
+
+def _snapshot(path: str, document: Mapping[str, Any], columns: "_Columns") -> MemorySnapshot:
+    listed = document["segments"]
+    segments = _frame(schema.SEGMENTS, _segments(listed))
+    blocks = _frame(schema.BLOCKS, _blocks(listed))
     _refuse_missing(segments, ("device", "address", "stream", "kind", "total_bytes", "allocated_bytes", "active_bytes"))
     _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
-    events = _events(snapshot.get("device_traces", []), unpickler.rows)
+    events = _events(document["device_traces"], document["actions"], columns)
     _refuse_missing(events.filter(pl.col("action").is_in(_MEMORY_ACTIONS)), ("address", "bytes", "stream"))
     return MemorySnapshot(
         path,
         segments=segments,
         blocks=blocks,
         events=events,
-        stacks=_stacks(unpickler.frames),
-        frames=_frame(schema.FRAMES, ((number, *frame) for frame, number in unpickler.frames.frames.items())),
-        annotations=_frame(schema.ANNOTATIONS, _annotations(snapshot.get("external_annotations", []))),
-        settings=_settings(snapshot.get("allocator_settings")),
+        stacks=_stacks(document["stacks"], columns),
+        frames=_frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(document["frames"]))),
+        annotations=_frame(schema.ANNOTATIONS, _annotations(document.get("external_annotations", []))),
+        settings=_settings(document.get("allocator_settings")),
     )
 
 
@@ -98,17 +103,17 @@ def _refuse_missing(table: pl.DataFrame, columns: Iterable[str]) -> None:
             raise ValueError(f"a negative {name}")
 
 
-def _segments(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
+def _segments(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for segment in listed:
         pool = ":".join(map(str, segment.get("segment_pool_id", _COMMON_POOL)))
         yield (
             segment.get("device", 0), segment["address"], segment.get("stream", 0), pool, segment["segment_type"],
             bool(segment.get("is_expandable", False)), segment["total_size"], segment["allocated_size"],
-            segment["active_size"], segment.get("requested_size"), _stack(segment, unpickler),
+            segment["active_size"], segment.get("requested_size"), _stack(segment),
         )  # fmt: skip
 
 
-def _blocks(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
+def _blocks(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for segment in listed:
         address = segment["address"]
         for block in segment["blocks"]:
@@ -116,17 +121,14 @@ def _blocks(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[
             address = block.get("address", address)
             yield (
                 segment.get("device", 0), segment["address"], address, block["size"], block.get("requested_size"),
-                block["state"], _stack(block, unpickler),
+                block["state"], _stack(block),
             )  # fmt: skip
             address += block["size"]
 
 
-def _stack(block: Mapping[str, Any], unpickler: Unpickler) -> int | None:
-    frames = block.get("frames")
-    if frames is None and block.get("history"):  # before torch 2.1 a block had the history of its last allocations
-        frames = block["history"][0].get("frames")
-    number = unpickler.stack_of(frames)
-    return None if number < 0 else int(number)
+def _stack(block: Mapping[str, Any]) -> int | None:
+    number: int = block["frames"]
+    return None if number < 0 else number
 
 
 def _annotations(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -147,45 +149,53 @@ def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame
     return pl.DataFrame(listed, schema=table.schema, orient="row")
 
 
-def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
-    """Return the events of all devices, by device and in the order of its history."""
-    device, picked = [], []
-    for number, ranges in enumerate(traces):
-        for event_range in ranges:
-            if not isinstance(event_range, range):
-                raise TypeError("an event without an action")
-            device.append(np.full(len(event_range), number, np.int64))
-            picked.append(np.arange(event_range.start, event_range.stop))
-    if not picked:
+class _Columns:
+    """The columns of a child's answer, to be taken in order."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+
+    def take(self, dtype: type[np.integer[Any]], count: int) -> np.ndarray[Any, Any]:
+        """The next column, aligned."""
+        column = np.frombuffer(self._content, dtype, count).copy()
+        self._content = self._content[column.nbytes :]
+        return column
+
+
+def _events(counts: list[int], actions: list[str], columns: "_Columns") -> pl.DataFrame:
+    """Events of all devices, by device and in the order of its history."""
+    if not counts:
         return schema.EVENTS.empty()
-    order = np.concatenate(picked)
-    at_us, address, size, stream = (pl.Series(np.frombuffer(column, np.int64)[order]) for column in rows.numbers)
-    stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order].astype(np.int64))
-    actions = pl.Series(list(rows.actions), dtype=pl.String)
-    missing = EventColumns.MISSING
-    action = actions.gather(np.frombuffer(rows.action, np.int16)[order])
-    address = address.set(address == missing, None)
-    columns = {
-        "device": np.concatenate(device),
-        "at_ns": (at_us * 1000).set(at_us == missing, None),
+    number = sum(counts)
+    at_us, size, stream, address = (_nullable(columns.take(np.int64, number)) for _ in range(4))
+    stack = pl.Series(columns.take(np.int32, number).astype(np.int64))
+    action = pl.Series(actions, dtype=pl.String).gather(columns.take(np.int16, number))
+    table = {
+        "device": np.repeat(np.arange(len(counts)), counts),
+        "at_ns": at_us * 1000,
         "action": action,
         "address": address.set(action == OUT_OF_MEMORY, None),
-        "bytes": size.set(size == missing, None),
+        "bytes": size,
         "free_bytes": address.set(action != OUT_OF_MEMORY, None),
-        "stream": stream.set(stream == missing, None),
+        "stream": stream,
         "stack": stack.set(stack < 0, None),
     }
-    return schema.EVENTS.conform(pl.DataFrame(columns))
+    return schema.EVENTS.conform(pl.DataFrame(table))
 
 
-def _stacks(frames: FrameTable) -> pl.DataFrame:
-    if not frames.ends:
-        return schema.STACKS.empty()
-    ends = np.frombuffer(frames.ends, np.int64)
+def _nullable(column: np.ndarray[Any, Any]) -> pl.Series:
+    values = pl.Series(column)
+    return values.set(values == pickle_child.MISSING, None)
+
+
+def _stacks(counts: tuple[int, int], columns: _Columns) -> pl.DataFrame:
+    number_of_frames, number_of_stacks = counts
+    ends = columns.take(np.int64, number_of_stacks)
+    frame = columns.take(np.int32, number_of_frames)
     lengths = np.diff(ends, prepend=0)
-    depth = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    columns = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": np.array(frames.stacks)}
-    return schema.STACKS.conform(pl.DataFrame(columns))
+    depth = np.arange(len(frame)) - np.repeat(ends - lengths, lengths)
+    table = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": frame}
+    return schema.STACKS.conform(pl.DataFrame(table))
 
 
 def _settings(stated: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tracekit.errors import BadTraceError
 from tracekit.ingest import archives
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 
 MAGIC = b"SQLite format 3\0"
 _BATCH = 1 << 15

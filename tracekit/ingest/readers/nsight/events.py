@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto import numbers, stream
-from tracekit.ingest.readers.kineto.columns import Codes, CollectiveArgs
-from tracekit.ingest.readers.kineto.event_categories import DEVICE_KINDS, HOST_KINDS
-from tracekit.ingest.readers.kineto.events import Args
-from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
-from tracekit.ingest.readers.kineto.scan import Damage
+from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize.columns import Codes, CollectiveArgs
+from tracekit.ingest.readers.normalize.event_categories import DEVICE_KINDS, HOST_KINDS
+from tracekit.ingest.readers.normalize.event_tables import Damage, Events
+from tracekit.ingest.readers.normalize.events import Args
+from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 from tracekit.ingest.readers.nsight import mpi_calls, names, nccl_ranges
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.mpi_calls import MpiCalls
@@ -119,13 +119,13 @@ class Tables:
         self._add_device("CUPTI_ACTIVITY_KIND_MEMCPY", _MEMCPY, ("bytes", "copyKind", "srcKind", "dstKind"))
         self._add_device("CUPTI_ACTIVITY_KIND_MEMSET", _MEMSET, ("bytes", "memKind"))
 
-    def events(self, header: dict[str, Any]) -> stream.Events:
+    def events(self, header: dict[str, Any]) -> Events:
         """Return the collected rows. Times are in ns since the report's start."""
         syncs = self._syncs()
         threads: list[tuple[str | None, str | None]] = [(str(pid), str(tid)) for pid, tid in self._threads]
         clock = numbers.Clock()
         clock.thousandths = True
-        return stream.Events(
+        return Events(
             header=header,
             host=self._frame(self._host, _HOST_COLUMNS),
             device=_with_nulls(self._frame(self._device, _DEVICE_COLUMNS), "device", "stream", "bytes"),

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto import numbers
-from tracekit.ingest.readers.kineto.numbers import Ints
+from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize.numbers import Ints
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.model import schema
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.events import Args, MessageBytes
-from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.normalize.events import Args, MessageBytes
+from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.names import Texts
 from tracekit.ingest.readers.nsight.processes import MPI_TABLES, rows_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.numbers import Ints
+from tracekit.ingest.readers.normalize.numbers import Ints
 from tracekit.ingest.readers.nsight.database import Database
 
 UNKNOWN = "?"

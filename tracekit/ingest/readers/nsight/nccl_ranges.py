@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.kineto.events import Args, MessageBytes
+from tracekit.ingest.readers.normalize.events import Args, MessageBytes
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.names import Texts
 from tracekit.model.manifest import MAX_RANKS

@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.ingest.readers import dftracer
-from tracekit.ingest.readers.kineto import numbers
-from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.names import Texts
 from tracekit.ingest.readers.nsight.processes import THREAD_BITS, rows_of

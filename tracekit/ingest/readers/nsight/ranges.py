@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers.kineto.numbers import MISSING, Ints
+from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.names import Texts
 from tracekit.ingest.readers.nsight.nccl_ranges import Communicators, Fields, NcclRange, Payloads

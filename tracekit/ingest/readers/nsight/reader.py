@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.kineto import reader as kineto
+from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.nsight import database, gpu_metrics, mpi_calls, names, os_calls, processes, ranges
 from tracekit.ingest.readers.nsight.database import Database
 from tracekit.ingest.readers.nsight.events import Tables
@@ -68,7 +68,7 @@ def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
             "io_calls": os_calls.file_calls(calls, base_ns),
             "counters": gpu_metrics.counters(report, events.device["device"].drop_nulls().unique().to_list(), base_ns),
         }
-    trace = kineto.build_trace(events, path, rank=rank, window=window, further=issues)
+    trace = build_trace(events, path, rank=rank, window=window, further=issues)
     return trace.replace(**further)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.kineto import header as kineto_header
+from tracekit.ingest.readers.normalize import distributed_job
 from tracekit.ingest.readers.perfetto import events, exported, packets, pytorch_slices
 from tracekit.ingest.readers.perfetto.exported import TraceFacts
 from tracekit.ingest.readers.reader import TraceInfo
@@ -39,12 +39,12 @@ def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
 
 
 def _info(stated: TraceFacts, *, shares_file: bool) -> TraceInfo:
-    info, header = kineto_header.distributed_info(stated.header), stated.header
+    info, header = distributed_job.distributed_info(stated.header), stated.header
     trace_id, job_id = header.get("trace_id"), header.get("tw_job")
     return TraceInfo(
         rank=stated.rank,
         window=stated.window,
-        world_size=kineto_header.stated_rank(info.get("world_size"), lowest=1),
+        world_size=distributed_job.stated_rank(info.get("world_size"), lowest=1),
         job_id=job_id if isinstance(job_id, str) else None,
         start_ns=stated.first_ns,
         recording_id=None if trace_id is None else f"{trace_id} {stated.rank} {stated.window}",

@@ -13,7 +13,7 @@ from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
+from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION = "activations", "temporaries", "communication"

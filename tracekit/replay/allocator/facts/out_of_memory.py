@@ -7,17 +7,20 @@ the same numbers.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import polars as pl
 
-from tracekit.analysis.memory import allocations
-from tracekit.errors import InputError
+from tracekit.analysis.memory import allocations, snapshot_files
+from tracekit.errors import InputError, TracekitError
+from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.run import Run
 from tracekit.replay.allocator import SegmentState, Settings, playback
-from tracekit.replay.allocator.facts import snapshot_facts, step_growth
+from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.playback.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
+from tracekit.replay.allocator.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
 from tracekit.replay.allocator.settings import SMALL_BYTES, segment_bytes
 
 CANDIDATES = (
@@ -31,6 +34,11 @@ MAX_REPLAYED_EVENTS = 1_000_000
 """In a longer history no settings are tried: each takes seconds for a million events."""
 FREE_COLUMNS = schema.columns("kind stream blocks free_bytes largest_free_bytes")
 TRIED_COLUMNS = schema.columns("settings fits peak_reserved_bytes", settings=pl.String, fits=pl.Boolean)
+GROWTH_COLUMNS = schema.columns("device op steps count bytes step_bytes")
+LEAST_STEPS = 5
+_OPEN_STEPS = 2
+"""The step in progress and the one before it, whose gradients and outputs may still be in use."""
+_MARKS = r"^ProfilerStep#\d+|^Optimizer\.step#"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +71,7 @@ class OutOfMemoryEvent:
     """Whether the request would have been served under other settings, columns TRIED_COLUMNS; only if enough was free
     in smaller blocks, or a limit of the process refused the request."""
     growth: pl.DataFrame
-    """Memory that each step requested and nobody freed, columns `step_growth.COLUMNS`."""
+    """Memory that each step requested and nobody freed, columns GROWTH_COLUMNS."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -127,16 +135,63 @@ def of_snapshot(
         allocated_by=_owners(snapshot, at_failure, played),
         free_blocks=free,
         tried=schema.empty(TRIED_COLUMNS),
-        growth=schema.empty(step_growth.COLUMNS),
+        growth=schema.empty(GROWTH_COLUMNS),
         notes=(note,) if note else (),
     )
     if played is None:
         return oom
-    oom = replace(oom, growth=step_growth.of_snapshot(snapshot, at_failure, played))
+    oom = replace(oom, growth=step_growth(snapshot, at_failure, played))
     if not oom.is_fragmentation and not oom.is_process_limit:
         return oom
     tried, replay_note = _trial(at_failure, oom, last["stream"] or 0, candidates)
     return replace(oom, tried=tried, notes=(replay_note,) if replay_note else ())
+
+
+def step_growth(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the memory that grows until the last event of a history.
+
+    Columns device, op (with its place in code), steps (the last steps that all requested some that is still allocated),
+    count and bytes (of blocks), step_bytes (the median of a step); one row per op, the largest first. Steps begin where
+    the profiler or an optimizer marks one; of fewer than 5 steps with such memory there is no row.
+    """
+    begins = _begins(snapshot, history.device)
+    if len(begins) < LEAST_STEPS + _OPEN_STEPS or not len(history.at_ns):
+        return schema.empty(GROWTH_COLUMNS)
+    alive = snapshot_facts.alive(history, played, len(history.action) - 1).filter(~pl.col("earlier"))
+    at_ns = history.at_ns[alive["event"].to_numpy()]
+    alive = alive.with_columns(step=pl.Series(np.searchsorted(begins, at_ns, side="right"), dtype=pl.Int64))
+    with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
+    callers = snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))
+    described = alive.join(callers, on="stack", how="left").drop_nulls("op")
+    last = len(begins) - _OPEN_STEPS
+    # What was requested before the first mark is of no step: that time may be a part of one, or many.
+    in_steps = described.filter(pl.col("step").is_between(1, last))
+    of_step = in_steps.group_by("op", "step").agg(pl.len(), pl.col("bytes").sum())
+    # Steps in a row that end with the last closed one have one value of step + rank from the end.
+    ordered = of_step.sort("op", "step").with_columns(
+        run=pl.col("step") + pl.col("step").rank("ordinal", descending=True).over("op")
+    )
+    recent = ordered.filter(pl.col("run") == last + 1)
+    grown = recent.group_by("op").agg(
+        steps=pl.len(), count=pl.col("len").sum(), bytes=pl.col("bytes").sum(), step_bytes=pl.col("bytes").median()
+    )
+    wide = grown.filter(pl.col("steps") >= LEAST_STEPS).with_columns(device=pl.lit(history.device))
+    return schema.conform(wide.sort("bytes", "op", descending=[True, False]), GROWTH_COLUMNS)
+
+
+def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
+    """Return the rank that ran out of memory first and the event, by the same snapshots as `pools`; else None, None."""
+    failed = []
+    for file in snapshot_files.first_files(run):
+        try:
+            snapshot = reader.read(file.path)
+        except TracekitError:  # `data_quality` reports it
+            continue
+        for device in snapshot.events.filter(pl.col("action") == reader.OUT_OF_MEMORY)["device"].unique().sort():
+            oom = of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
+            if oom is not None:
+                failed.append((file.rank, oom))
+    return min(failed, key=lambda failure: failure[1].at_ns or 0, default=(None, None))
 
 
 def _peak_reserved(events: pl.DataFrame, last: int, history: History) -> int:
@@ -221,3 +276,15 @@ def _reserved_bytes(segments: Sequence[SegmentState]) -> int:
 
 def _allocated_bytes(segments: Sequence[SegmentState]) -> int:
     return sum(block.bytes for segment in segments for block in segment.blocks if block.state == "allocated")
+
+
+def _begins(snapshot: MemorySnapshot, device: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Begins of steps, in ns: by the marks of the profiler, else by those of optimizers."""
+    marks = snapshot.annotations.filter(
+        pl.col("stage") == "START", pl.col("device") == device, pl.col("name").str.contains(_MARKS)
+    )
+    of_profiler = marks.filter(pl.col("name").str.starts_with("ProfilerStep"))
+    if of_profiler.is_empty() and marks.height:
+        marks = marks.filter(pl.col("name") == marks["name"].min())  # of several optimizers one
+    step_marks = of_profiler if of_profiler.height else marks
+    return np.sort(step_marks["at_ns"].drop_nulls().to_numpy().astype(np.int64))

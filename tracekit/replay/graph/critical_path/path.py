@@ -1,5 +1,6 @@
 """The critical path of one step of a run: its parts, which tile the step, and the slack of everything else."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,14 +10,16 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.errors import InputError
 from tracekit.model import schema, units
 from tracekit.model.fact import run_fact
+from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, savings
-from tracekit.replay.graph.critical_path import data_gaps, owners
-from tracekit.replay.graph.critical_path.recorded_times import RecordedTimes, recorded_times
-from tracekit.replay.graph.critical_path.walk import NEVER, Span, latest_ends, walk
-from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.critical_path import owners
+from tracekit.replay.graph.critical_path.walk import NEVER, RecordedTimes, Span, latest_ends, recorded_times, walk
+from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.sync import alignment
 
 FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
@@ -24,6 +27,7 @@ SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", sta
 SLACK = schema.columns("rank kind name module unit count dur_ns slack_ns", module=pl.String)
 HOST_CALLS = "host calls"
 """The name in `slack` of a host's calls to the device, which have no name in the graph."""
+_MIN_RATIO = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +123,7 @@ PATHS = schema.table(
 )
 
 
-@run_fact
+@run_fact(table=PATHS)
 def critical_paths(run: Run) -> pl.DataFrame:
     """Return the critical path of every step: columns as PATHS, one row per part, in time order within a step.
 
@@ -156,8 +160,14 @@ def critical_path(run: Run, step: int | None = None) -> CriticalPath:
         step_chain.end_ns - step_chain.start_ns,
         table,
         _slack(run, step_chain),
-        data_gaps.doubts(run, graph, step_chain.spans, table, is_step=step_chain.step["step"] is not None),
+        doubts(run, graph, step_chain.spans, table, is_step=step_chain.step["step"] is not None),
     )
+
+
+def placed_parts(run: Run, path: CriticalPath) -> pl.DataFrame:
+    """Compact parts of a path with window and trace_start_ns, their start on the clock of their trace."""
+    rows = path.compact.with_columns(window=pl.lit(path.window, pl.Int64), trace_start_ns="start_ns")
+    return alignment.on_trace_clock(rows, run.offsets, ("trace_start_ns",))
 
 
 def chain(run: Run, step: int | None = None) -> Chain:
@@ -165,6 +175,19 @@ def chain(run: Run, step: int | None = None) -> Chain:
     run.measure(FACTS)
     windows = [graph.windows for graph in savings.graphs_of(run)]
     return _chain_of(run, pl.concat(windows) if windows else pl.DataFrame(), step)
+
+
+def doubts(run: Run, graph: Graph, spans: list[Span], parts: pl.DataFrame, *, is_step: bool) -> tuple[str, ...]:
+    """Return, as sentences, what limits a critical path: its spans, and their owners `parts`."""
+    sentences = [
+        None if is_step else "No steps are marked: the whole profiled window is shown as one step.",
+        _launches(graph),
+        *_ranks(run, graph),
+        _unmatched_calls(graph, spans),
+        _waits(run, graph),
+        _unexplained_time(parts),
+    ]
+    return tuple(sentence for sentence in sentences if sentence)
 
 
 def _chain_of(run: Run, windows: pl.DataFrame, step: int | None) -> Chain:
@@ -252,3 +275,63 @@ def _slack(run: Run, step_chain: Chain) -> pl.DataFrame:
         pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum(), pl.col("slack_ns").min()
     )
     return schema.select(sums.sort("slack_ns", "dur_ns", descending=[False, True], maintain_order=True), SLACK)
+
+
+def _launches(graph: Graph) -> str | None:
+    if not graph.on_device:
+        return None
+    work = (graph.column("what") == WORK) & ~graph.matches("kind", "memset")
+    unknown = work & (graph.launch[: graph.count] < 0)
+    if not (graph.column("what") == HOST).any():
+        return "No launches are recorded: the host cannot be on the path, and idle time of a device has no owner."
+    share = unknown.sum() / max(work.sum(), 1)
+    if share < _MIN_RATIO:
+        return None
+    return f"The launches of {units.share(float(share))} of the device work are not recorded."
+
+
+def _ranks(run: Run, graph: Graph) -> Iterator[str]:
+    """Yield which ranks the path cannot contain, and whose clocks are unknown."""
+    traced = graph.frame["rank"].n_unique()
+    size = Manifest.of(run.manifest).world_size or int(graph.parts["group_size"].max() or 0)  # type: ignore[arg-type]
+    missing = run.data_quality.filter(pl.col("kind") == "missing_ranks")["message"].to_list()
+    messages = [message.partition(" (")[0] for message in missing]
+    few = [f"{traced} of {size} ranks have a trace"] if size > traced else messages
+    if few:
+        yield f"{few[0]}: waiting for the others is shown as communication, as if they had arrived last."
+    unaligned = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
+    if traced > 1 and unaligned.len():
+        yield (
+            f"{units.numbered('Rank', unaligned)} {'shares' if unaligned.len() == 1 else 'share'} too few collectives "
+            "to align clocks: waits between them and other ranks are not known."
+        )
+
+
+def _unmatched_calls(graph: Graph, spans: list[Span]) -> str | None:
+    """Sentence on the communication on the path that is of one rank alone although several take part."""
+    if graph.frame["rank"].n_unique() < 2:
+        return None
+    is_unmatched = graph.matches("kind", "communication") & (graph.join_of < 0)
+    on_nodes = [span for span in spans if span.wait < 0 and 0 <= span.node < graph.count]
+    unmatched_ns = sum(span.end_ns - span.start_ns for span in on_nodes if is_unmatched[span.node])
+    share = unmatched_ns / max(spans[-1].end_ns - spans[0].start_ns, 1)
+    if share < _MIN_RATIO:
+        return None
+    return (
+        f"{units.share(share)} of the path are collectives or sends that could not be matched across ranks: waiting "
+        "in them is shown as communication."
+    )
+
+
+def _waits(run: Run, graph: Graph) -> str | None:
+    if not graph.on_device or not savings.infers_waits(run):
+        return None
+    return "The traces record no event waits of streams: those of this path are inferred from order and times."
+
+
+def _unexplained_time(parts: pl.DataFrame) -> str | None:
+    unknown = parts.filter((pl.col("name") == owners.UNEXPLAINED) | (pl.col("kind") == owners.UNRECORDED))
+    share = int(unknown["dur_ns"].sum()) / max(int(parts["dur_ns"].sum()), 1)
+    if share < _MIN_RATIO:
+        return None
+    return f"The traces do not explain {units.share(share)} of the path: nothing recorded runs then."

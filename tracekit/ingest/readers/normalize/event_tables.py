@@ -1,0 +1,92 @@
+"""The events of one trace file as tables of what tracekit uses, with counts of all events."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from tracekit.ingest.readers.normalize import numbers
+from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder, OpInputs
+
+
+@dataclass
+class Damage:
+    """The parts of a file that could not be read."""
+
+    lost_bytes: int = 0
+    lost_events: int = 0
+    """Events that start in the lost bytes."""
+    non_objects: int = 0
+    """Array elements that are not objects."""
+    truncated: bool = False
+    broken: str | None = None
+    """Why decompression stopped before the end."""
+    header: bool = False
+    """Whether keys outside the event array could not be read."""
+    later_events: int = 0
+    """Ignored events in a second traceEvents array."""
+    stray_bytes: bool = False
+    """Whether text contained bytes that are not UTF-8; each was replaced."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """The content of a trace file. Times are in ns from the file's own zero; frames are in file order.
+
+    `host`: kind (index into HOST_KINDS of `event_categories`), name (into `names`), lane (into `threads`), start_ns,
+    dur_ns, external_id, correlation, sequence, forward_thread (0 where absent), inputs (into `inputs`). `device`: kind
+    (index into its DEVICE_KINDS), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
+    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
+    allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
+    awaited_correlation. With `has_several_ranks`, each has the `rank` in its arguments. An invalid time is
+    `numbers.BAD`.
+    """
+
+    header: dict[str, Any]
+    host: pl.DataFrame
+    device: pl.DataFrame
+    memory: pl.DataFrame
+    syncs: pl.DataFrame
+    names: pl.Series
+    inputs: list[OpInputs]
+    grids: list[tuple[bytes, bytes]]
+    threads: list[tuple[str | None, str | None]]
+    thread_names: dict[tuple[str | None, str | None], str]
+    host_collectives: list[CollectiveArgs]
+    device_collectives: list[CollectiveArgs]
+    counts: Counter[tuple[str | None, str | None]]
+    unknown: int
+    unmatched: int
+    has_several_ranks: bool
+    damage: Damage
+    clock: numbers.Clock
+    read_bytes: int
+
+
+def of_columns(
+    builder: ColumnBuilder, header: dict[str, Any], *, damage: Damage | None = None, read_bytes: int = 0
+) -> Events:
+    """Return the events that a finished builder was given; its parts are let go."""
+    host, device, memory, syncs = builder.frames()
+    return Events(
+        header=header,
+        host=host,
+        device=device,
+        memory=memory,
+        syncs=syncs,
+        names=builder.names(),
+        inputs=builder.inputs(),
+        grids=builder.grids(),
+        threads=builder.threads(),
+        thread_names=builder.thread_names,
+        host_collectives=builder.host_collectives,
+        device_collectives=builder.device_collectives,
+        counts=builder.counts,
+        unknown=builder.unknown,
+        unmatched=builder.unmatched,
+        has_several_ranks=bool(builder.has_several_ranks),
+        damage=damage or Damage(),
+        clock=builder.clock,
+        read_bytes=read_bytes,
+    )

@@ -1,0 +1,113 @@
+"""What names of slices and kernels mean. Each distinct name is classified once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+
+Flags = npt.NDArray[np.bool_]
+
+_STEP = r"^ProfilerStep#(\d{1,15})$"
+_COLLECTIVE_WORDS = (
+    "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
+)
+_COLLECTIVE_SPAN = rf"(?i)^([a-z]\w*):_?(?:{_COLLECTIVE_WORDS})\w*$"
+MPI = "MPI_"
+# Calls that block until the communication is done on this rank; MPI_Isend and the like only start it.
+_MPI_CALL = (
+    rf"^{MPI}(?:[BSR]?[Ss]end|M?[Rr]ecv|Sendrecv(?:_replace)?|Barrier|Bcast|(?:All)?[Gg]atherv?|Scatterv?|Alltoall[vw]?|"
+    r"(?:All)?[Rr]educe(?:_scatter(?:_block)?)?|(?:Ex)?[Ss]can|Wait(?:all|any|some)?)$"
+)
+_COMMUNICATION_OP = (
+    r"(?i)^(?:c10d|_c10d_functional|symm_mem)::|^record_param_comms|"
+    r"^\w+::\w*(?:all_?(?:reduce|gather|to_?all)|reduce_?scatter|(?:latency|moe|ep)_(?:dispatch|combine))"
+)
+_DISPATCHER_OP = r"^\w+::"
+# FSDP unit spans, which FSDP1, FSDP2 and YaFSDP write around the work of one unit. FSDP2 and YaFSDP:
+# ``FSDP::all_gather (layers.0)``, ``FSDP::pre_forward (layers.0)``; prefetch: ``FSDP::backward_prefetch for layers.1``;
+# the root unit has no name. FSDP1: ``FullyShardedDataParallel.forward``, without a unit.
+_FSDP_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
+_FSDP_UNIT = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
+_FSDP1 = "FullyShardedDataParallel."
+_NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
+
+
+@dataclass(frozen=True)
+class HostNames:
+    """For each distinct name of a host slice: the step it marks, its FSDP span and unit, and what kind of slice it is.
+
+    `step`, `span`, `unit` and `phase` are null where the name has none.
+    """
+
+    name: pl.Series
+    step: pl.Series
+    span: pl.Series
+    unit: pl.Series
+    phase: pl.Series
+    backward: Flags
+    optimizer: Flags
+    issues_collective: Flags
+    """c10d ops: they issue a collective."""
+    is_collective_op: Flags
+    """c10d ops, functional ones included, and MPI's calls: time inside them is not compute."""
+    is_communication_op: Flags
+    """Ops that communicate, of any library: a kernel that one launched communicates if its name hints at it."""
+    runs_collective: Flags
+    """Slices that run a collective on the host, such as gloo:all_reduce or MPI_Allreduce."""
+    is_compute_op: Flags
+    """Dispatcher ops that compute."""
+    is_module: Flags
+    """Calls of modules."""
+
+
+def host_names(names: pl.Series) -> HostNames:
+    """Classify the distinct names of host slices."""
+    name = pl.col("name")
+    backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
+    is_mpi = name.str.contains(_MPI_CALL)
+    table = pl.DataFrame({"name": names}).select(
+        "name",
+        name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
+        _fsdp_span(name).alias("span"),
+        _fsdp_unit(name).alias("unit"),
+        name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
+        name.str.starts_with("autograd::engine::").alias("backward"),
+        name.str.starts_with("Optimizer.step#").alias("optimizer"),
+        (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues_collective"),
+        (name.str.contains(r"^(c10d|_c10d_functional)::") | is_mpi).alias("is_collective_op"),
+        name.str.contains(_COMMUNICATION_OP).alias("is_communication_op"),
+        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"]) | is_mpi).alias("runs_collective"),
+        (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
+        name.str.starts_with(conventions.MODULE_PREFIX).alias("is_module"),
+    )
+    return HostNames(
+        **{key: table[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
+        **{key: table[key].to_numpy() for key in _FLAGS},  # type: ignore[arg-type]
+    )
+
+
+_FLAGS = (
+    "backward",
+    "optimizer",
+    "issues_collective",
+    "is_collective_op",
+    "is_communication_op",
+    "runs_collective",
+    "is_compute_op",
+    "is_module",
+)
+
+
+def _fsdp_span(name: pl.Expr) -> pl.Expr:
+    """Return the span in a slice's name, such as all_gather; null if the name is not a unit span."""
+    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
+    return pl.coalesce(name.str.extract(_FSDP_SPAN), fsdp1)
+
+
+def _fsdp_unit(name: pl.Expr) -> pl.Expr:
+    """Return the unit in a slice's name, such as layers.0; empty for the root unit, null if the name has no unit."""
+    root = pl.when(name.str.contains(_FSDP_SPAN)).then(pl.lit(""))
+    return pl.coalesce(name.str.extract(_FSDP_UNIT, 1), name.str.extract(_FSDP_UNIT, 2), root)

@@ -1,0 +1,137 @@
+"""Training steps: on the host from the profiler's marks, otherwise from the optimizer's steps or repetitions.
+
+The device window of a step is from the first activity that it launched on the main lane to that of the next step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.ingest.readers.normalize.name_patterns import HostNames
+from tracekit.model.nesting import Flags, Ints
+
+_LAST = np.iinfo(np.int64).max
+
+_Row = tuple[int | None, int | None, int | None, int, int, int | None]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The host windows of the steps, by start; `from_optimizer` where the profiler marked none.
+
+    Iterations that were found by repetition have an `alike_ratio`, the share of distinct kernels that recur in each,
+    and a `covered_ratio`, their share of the time of that work; `on_device` if their times are the device's.
+    """
+
+    step: Ints
+    start_ns: Ints
+    end_ns: Ints
+    from_optimizer: bool = False
+    alike_ratio: float | None = None
+    covered_ratio: float = 1.0
+    on_device: bool = False
+
+    def at(self, times: Ints) -> Ints:
+        """Return the index of the step whose window contains each time; -1 outside all steps."""
+        if not len(self.step):
+            return np.full(len(times), -1, np.int64)
+        index = np.searchsorted(self.start_ns, times, side="right") - 1
+        return np.where((index >= 0) & (times < self.end_ns[np.maximum(index, 0)]), index, -1)
+
+
+def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
+    """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step."""
+    marks = np.flatnonzero(names.step.is_not_null().to_numpy()[name_id] & marked)
+    if not len(marks):
+        return _by_optimizer(names, name_id, start, end)
+    marks = marks[np.argsort(start[marks], kind="stable")]
+    step = names.step.gather(name_id[marks]).to_numpy().astype(np.int64)
+    _, first = np.unique(step, return_index=True)
+    first = np.sort(first)
+    return Steps(step[first], start[marks][first], end[marks][first])
+
+
+def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps table: one row per step and device; without steps, one window of all work on each device.
+
+    The main lane is that with most compute, or, in a trace of nothing but communication, with most of this.
+    """
+    lane, start = activities["lane"].to_numpy(), activities["start_ns"].to_numpy()
+    end = start + activities["dur_ns"].to_numpy()
+    computes = (activities["kind"] == "compute").to_numpy()
+    computes = computes if computes.any() else (activities["kind"] == "communication").to_numpy()
+    step_index = _step_index(steps, activities["step"])
+    device_of = dict(zip(lanes["lane"].to_list(), lanes["device"].to_list(), strict=True))
+    rows: list[_Row] = []
+    for device in dict.fromkeys(device_of.values()):
+        on_device = np.isin(lane, [number for number, lane_device in device_of.items() if lane_device == device])
+        if on_device.any() and not len(steps.step):
+            rows.append((None, None, None, int(start[on_device].min()), int(end[on_device].max()), device))
+        elif (on_device & computes).any():
+            main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (step_index >= 0)
+            rows += _of_device(
+                steps,
+                device,
+                _min_per_step(step_index, start, main, steps),
+                -_min_per_step(step_index, -end, on_device & (step_index >= 0), steps),
+            )
+    rows.sort(key=lambda row: (row[3], -1 if row[5] is None else row[5]))
+    names = ("step", "host_start_ns", "host_end_ns", "start_ns", "end_ns", "device")
+    return pl.DataFrame(rows, schema=dict.fromkeys(names, pl.Int64), orient="row")
+
+
+def _by_optimizer(names: HostNames, name_id: Ints, start: Ints, end: Ints) -> Steps:
+    """Return steps that end where the optimizer steps, counted from 0; later work belongs to no step.
+
+    Several optimizers with no backward between them end one step.
+    """
+    end_ns = np.sort(end[names.optimizer[name_id]])
+    if not len(end_ns):
+        return Steps(end_ns, end_ns, end_ns)
+    backward = np.sort(start[names.backward[name_id]])
+    if len(backward):
+        # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
+        following = np.searchsorted(backward, end_ns)
+        end_ns = end_ns[np.append(following[1:] > following[:-1], True)]
+    start_ns = np.append(start.min(), end_ns[:-1])
+    return Steps(np.arange(len(end_ns)), start_ns, end_ns, from_optimizer=True)
+
+
+def _step_index(steps: Steps, step: pl.Series) -> Ints:
+    """Return the index in `steps` of each activity's step; -1 outside steps."""
+    if not len(steps.step):
+        return np.full(len(step), -1, np.int64)
+    order = np.argsort(steps.step)
+    has_step = step.is_not_null().to_numpy()
+    index = np.full(len(step), -1, np.int64)
+    index[has_step] = order[np.searchsorted(steps.step[order], step.drop_nulls().to_numpy())]
+    return index
+
+
+def _busiest(lane: Ints, dur: Ints, among: npt.NDArray[np.bool_]) -> int:
+    """Return the lane with the most busy time; the first of several."""
+    lanes, index = np.unique(lane[among], return_inverse=True)
+    time = np.zeros(len(lanes), np.int64)
+    np.add.at(time, index, dur[among])
+    return int(lanes[np.argmax(time)])
+
+
+def _min_per_step(step_index: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
+    """Return the smallest time in each step."""
+    smallest = np.full(len(steps.step), _LAST, np.int64)
+    np.minimum.at(smallest, step_index[among], times[among])
+    return smallest
+
+
+def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints) -> list[_Row]:
+    """Return the windows of steps with a start: each ends where the next starts, the last at its own end."""
+    started = np.flatnonzero(start != _LAST)
+    started = started[np.argsort(start[started], kind="stable")]
+    until = np.append(start[started][1:], end[started][-1:])
+    columns = (steps.step[started], steps.start_ns[started], steps.end_ns[started], start[started], until)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    if steps.on_device:  # nothing is known of the host
+        return [(step, None, None, *window, device) for step, _, _, *window in rows]
+    return [(*row, device) for row in rows]

@@ -1,0 +1,121 @@
+"""Two runs compared, as `Run.compare` returns it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import polars as pl
+
+from tracekit.errors import InputError
+from tracekit.library.answer import Answer
+from tracekit.model import escaping
+from tracekit.model.run import Run
+from tracekit.regression import comparison as comparing
+from tracekit.regression import step_change as explaining
+from tracekit.regression.comparison import RunSamples
+from tracekit.report import baseline_json, comparison, html_fragments, json, step_change, text
+
+_TOP = 40
+"""Rows of a notebook's cell."""
+
+
+class Comparison(Answer):
+    """Whether a run is better or worse than its reference, metric by metric."""
+
+    def __init__(self, compared: comparing.Comparison) -> None:
+        """Show a comparison."""
+        self.compared = compared
+
+    def to_frame(self) -> pl.DataFrame:
+        """One row per metric: reference and candidate in the metric's own unit, change, low, high, verdict."""
+        rows = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in self.compared.changes]
+        return pl.DataFrame(rows, infer_schema_length=None)
+
+    def as_html(self) -> str:
+        """The verdict, what differs between the runs, and a row per metric."""
+        header, rows = comparison.table_cells(self.compared)
+        table = escaping.html_table(header, rows, right=(False, True, True, True, True, False))
+        verdict = html_fragments.comparison_verdict(self.compared, None)
+        return "".join([verdict, *_paragraphs(self.compared.differences), table])
+
+    def formats(self) -> Mapping[str, Callable[[], str]]:
+        """HTML, Markdown, JSON, CSV and text."""
+        compared = self.compared
+        return {
+            ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
+            ".md": lambda: comparison.as_markdown(compared),
+            ".json": lambda: comparison.as_json(compared),
+            ".csv": lambda: comparison.as_csv(compared),
+            ".txt": lambda: comparison.as_text(compared, width=text.WIDTH),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.compared.candidate} with {self.compared.reference}>"
+
+
+class StepComparison(Answer):
+    """The change of the step by operator, kernel or module; the rows add up to it."""
+
+    def __init__(self, changed: explaining.StepChange) -> None:
+        """Show the change of a step."""
+        self.changed = changed
+
+    def to_frame(self) -> pl.DataFrame:
+        """One row per operator, kernel or module and kind of idle time, the largest change first."""
+        return self.changed.rows
+
+    def as_html(self) -> str:
+        """One sentence, and the rows with the largest changes."""
+        header, rows = step_change.table_cells(self.changed, _TOP)
+        right = [column not in step_change.TEXTS for column in range(len(header))]
+        headline = html_fragments.headline(
+            step_change.headline(self.changed),
+            step_change.count_statuses(self.changed),
+            html_fragments.change_status(self.changed.step),
+        )
+        return headline + escaping.html_table(header, rows, right=right)
+
+    def formats(self) -> Mapping[str, Callable[[], str]]:
+        """HTML, Markdown, JSON, CSV and text."""
+        changed, compared = self.changed, self.changed.compared
+        return {
+            ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
+            ".md": lambda: step_change.as_markdown(changed),
+            ".json": lambda: step_change.as_json(changed),
+            ".csv": lambda: step_change.as_csv(changed),
+            ".txt": lambda: step_change.as_text(changed, width=text.WIDTH),
+        }
+
+    def __repr__(self) -> str:
+        compared = self.changed.compared
+        return f"<Comparison of {compared.candidate} with {compared.reference} by {', '.join(self.changed.by)}>"
+
+
+def saved_samples(path: Path) -> RunSamples | None:
+    """Samples in a saved JSON report or a baseline; None if the path is neither."""
+    if json.is_report(path):
+        return json.read(path)
+    return RunSamples.of_baseline(baseline_json.read(path)) if baseline_json.is_baseline(path) else None
+
+
+def compare(reference: Run | RunSamples, candidate: Run, *, allow_different: bool) -> Comparison:
+    """Compare the medians of steps, with 99% intervals."""
+    before = RunSamples.of(reference) if isinstance(reference, Run) else reference
+    return Comparison(comparing.compare(before, RunSamples.of(candidate), allow_different=allow_different))
+
+
+def compare_steps(
+    reference: Run | RunSamples, candidate: Run, keys: tuple[str, ...], *, allow_different: bool
+) -> StepComparison:
+    """Explain the change of the step by some of `step_change.KEYS`."""
+    if not isinstance(reference, Run):
+        raise InputError(f"{reference.name}: a saved report has no operators; by=… needs the traces of both runs")
+    unknown = [key for key in keys if key not in explaining.KEYS]
+    if unknown:
+        raise InputError(f"{unknown[0]}: runs are compared by {', '.join(explaining.KEYS)}")
+    before, after = (explaining.RunSteps.of(run) for run in (reference, candidate))
+    return StepComparison(explaining.step_change(before, after, keys, allow_different=allow_different))
+
+
+def _paragraphs(notes: tuple[str, ...]) -> list[str]:
+    return [escaping.fragment("caption", note) for note in notes]

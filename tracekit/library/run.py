@@ -1,0 +1,147 @@
+"""Run: all traces of one job, with every answer about it as a method."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import polars as pl
+
+from tracekit.conventions.devices import DeviceOverride
+from tracekit.errors import InputError, did_you_mean
+from tracekit.ingest import loader
+from tracekit.ingest.files import RunLocation
+from tracekit.ingest.loader import Progress
+from tracekit.library.tables import Tables
+from tracekit.model import run as model
+from tracekit.model.executor import Executor
+from tracekit.model.fact import Fact
+from tracekit.model.trace import TraceFact
+from tracekit.rules.rule import Rule
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from tracekit.library.comparison import Comparison, StepComparison
+    from tracekit.library.report import Report
+    from tracekit.library.timeline import Timeline
+    from tracekit.library.what_if import WhatIf
+
+
+class Run(model.Run):
+    """All traces of one job. Traces are read when needed and evicted, so memory use stays flat.
+
+    >>> run = tracekit.load("runs/today")  # doctest: +SKIP
+    >>> run.table("breakdown")  # doctest: +SKIP
+    >>> run.check()  # doctest: +SKIP
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Build a run as `tracekit.model.run.Run` does; `load` calls this."""
+        super().__init__(*args, **options)
+        # An attribute, no property: IPython evaluates no property to complete what follows it.
+        self.tables = Tables(self.table)
+        self._report: Report | None = None
+
+    def table(self, fact: "str | Fact[Any] | TraceFact", reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
+        """Rows of a table of docs/schema.md by its name, or of a fact. Measured once, then cached.
+
+        A table of traces has columns window and rank in front. A function that is not decorated is taken for a fact of
+        a trace. Raises InputError for an unknown name, TypeError for what is no fact.
+        """
+        if isinstance(fact, str):
+            from tracekit.sql import run_tables  # with the facts of all tables
+
+            facts = run_tables.facts()
+            if fact not in facts:
+                raise InputError(f"{fact}: no such table{did_you_mean(fact, facts)}; the tables are {', '.join(facts)}")
+            return super().table(facts[fact])
+        if not callable(fact):
+            raise TypeError(f"a table is requested by its name or by a fact, not by {type(fact).__name__} {fact!r:.80}")
+        try:
+            return super().table(fact, reads)
+        except AttributeError as error:
+            if isinstance(fact, Fact):
+                raise
+            name = getattr(fact, "__qualname__", repr(fact))
+            raise TypeError(
+                f"{name} was called with each trace and failed: {error}. If it is a function of the run, decorate it "
+                "with tracekit.model.fact.run_fact, or call it with the run"
+            ) from error
+
+    def check(self, rules: Iterable[Rule] | None = None) -> "Report":
+        """Findings by severity and cost, by all rules with their default thresholds, or by `rules`."""
+        from tracekit.library import report
+
+        if rules is not None:
+            return report.check(self, rules)
+        if self._report is None:
+            self._report = report.check(self)
+        return self._report
+
+    def compare(
+        self, other: "model.Run | str | Path", *, by: str | Sequence[str] = (), allow_different: bool = False
+    ) -> "Comparison | StepComparison":
+        """Whether this run is better or worse than another one, the reference: verdicts with 99% intervals.
+
+        Args:
+            other: A run, or the path of one, of a saved JSON report or of a baseline.
+            by: "operator", "kernel" or "module", and "path" or "shapes" with it: explain the change of the step.
+            allow_different: Whether model, world size and device may differ.
+        """
+        from tracekit.library import comparison
+
+        reference = other if isinstance(other, model.Run) else comparison.saved_samples(Path(other)) or load(other)
+        if not by:
+            return comparison.compare(reference, self, allow_different=allow_different)
+        keys = (by,) if isinstance(by, str) else tuple(by)
+        return comparison.compare_steps(reference, self, keys, allow_different=allow_different)
+
+    def what_if(self, *causes: str, gpu_hour_price: float | None = None) -> "WhatIf":
+        """Saving per step without each of `causes`, by replay; by default of all that save anything."""
+        from tracekit.library.what_if import WhatIf
+        from tracekit.replay.graph import what_if
+
+        return WhatIf(self.name, what_if.answer(self, causes, gpu_hour_price=gpu_hour_price))
+
+    def plot(self, name: str) -> "go.Figure":
+        """A figure of the dashboard by its name in docs/notebook.md. Raises InputError for another name."""
+        from tracekit.report import charts, figures
+
+        drawn = figures.draw(self, name)
+        return charts.with_title(drawn.figure, f"{self.name} · {drawn.heading}")
+
+    def timeline(self, *, max_bytes: int = 3_000_000) -> "Timeline":
+        """The interactive timeline of all ranks, with the evidence of findings; first profiled window.
+
+        A notebook stores the timeline that a cell shows: with less than `max_bytes`, short slices are merged.
+        """
+        from tracekit.library.timeline import Timeline
+
+        return Timeline(self.check(), max_bytes)
+
+
+def load(
+    where: RunLocation,
+    *,
+    on_progress: Progress | None = None,
+    cache: bool = True,
+    devices: Sequence[DeviceOverride] = (),
+    executor: Executor | None = None,
+) -> Run:
+    """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
+
+    Only headers are read now; a trace is read when a table is requested.
+
+    Args:
+        where: The path, paths or URL.
+        on_progress: Called as `on_progress(done, total)` after each file.
+        cache: Whether parsed tables are stored in the user's cache, and read from there.
+        devices: Peaks and bandwidths that replace those of the table of devices.
+        executor: What measures the traces; by default threads of this process.
+
+    Raises:
+        InputError: A path does not exist or has no trace.
+        BadTraceError: No trace can be read.
+    """
+    run = loader.load(where, on_progress=on_progress, cache=cache, devices=devices, executor=executor, run_class=Run)
+    return cast("Run", run)

@@ -1,0 +1,222 @@
+"""Device time as a cause: avoidable and repeated work, stalls and clock drops of a device, and late ranks."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import avoidable_time
+from tracekit.analysis.parallelism import late_ranks
+from tracekit.model.sweep_line import Flags
+from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
+from tracekit.replay.graph.causes.host import with_zero_time
+from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
+from tracekit.replay.graph.nodes import HOST
+
+_REDUCES = ("reduce_scatter", "all_reduce")
+_BEGINS = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+MICRO_BATCH = _BEGINS.fill_null(value=False).cum_sum().over("rank", "step").cast(pl.Int64).alias("micro_batch")
+"""The micro-batch of each row in its step, if rows are in order: one begins where forward follows backward."""
+_STEP = ["window", "step"]
+
+
+def without_avoidable_time(graph: Graph, cause: int) -> Graph:
+    """Let kernels take as much less time as the change that avoids a cause of `avoidable_time` saves."""
+    nodes = np.flatnonzero(graph.column("avoidable_by") == cause)
+    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("avoidable_ns")[nodes], 0))
+
+
+def without_recomputation(graph: Graph) -> Graph:
+    """Set the time of recomputed activations to zero."""
+    return with_zero_time(graph, recomputed_nodes(graph))
+
+
+def recomputed_nodes(graph: Graph) -> Flags:
+    """Return the nodes that recompute activations. Raises InsufficientDataError where none are known."""
+    is_recomputed: Flags = graph.frame["recomputed"].fill_null(value=False).to_numpy()
+    if not is_recomputed.any():
+        raise InsufficientDataError("the trace shows no recomputation")
+    return is_recomputed
+
+
+def reduce_once_per_step(graph: Graph) -> Graph:
+    """Return the graph with gradients reduced, and prepared for it, in the last micro-batch of a step only.
+
+    A micro-batch begins where forward follows backward. Raises InsufficientDataError where steps have one.
+    """
+    batches = _micro_batches(graph)
+    calls = graph.parts.select("at", "done", "rank", "op").join(
+        batches, left_on="at", right_on="node", how="left", maintain_order="left"
+    )
+    early = calls.filter(
+        pl.col("op").is_in(_REDUCES), pl.col("micro_batch") < pl.col("last"), pl.col("phase") == "backward"
+    )
+    if early.is_empty():
+        raise InsufficientDataError("no step reduces gradients before its last micro-batch")
+    prepares = graph.prepared.filter(pl.col("collective").is_in(early["at"].implode()))
+    return graph.with_durations(np.concatenate((early["done"], early["at"], prepares["node"])), 0)
+
+
+MISALIGNED_PRODUCTS = Cause(
+    name="misaligned-products", codes=("COMP001",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.MISALIGNED), place=10, confidence=0.6,
+    summary="rows of matrix products begin at multiples of 16 bytes in memory",
+    basis="kernels for other rows, at the share of the roofline that the other products reach",
+)  # fmt: skip
+
+
+IDLE_TENSOR_CORES = Cause(
+    name="idle-tensor-cores", codes=("COMP002",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.NO_TENSOR_CORES), place=10, confidence=0.6,
+    summary="32-bit matrix products use tensor cores (TF32)",
+    basis="kernels that do not, at half the peak in TF32 or 80% of the memory bandwidth",
+)  # fmt: skip
+
+
+UNFUSED_OPTIMIZER = Cause(
+    name="unfused-optimizer", codes=("COMP003",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_OPTIMIZER), place=10, confidence=0.6,
+    summary="one kernel updates parameters and optimizer state",
+    basis="elementwise kernels of the optimizer, by their accesses to memory and those of a fused one",
+)  # fmt: skip
+
+
+UNFUSED_KERNELS = Cause(
+    name="unfused-kernels", codes=("COMP004",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_CHAIN), place=10, confidence=0.6,
+    summary="elementwise kernels in a row are one",
+    basis="inputs that the kernel before wrote, by their share of the bytes that a kernel moves",
+)  # fmt: skip
+
+
+PARTIAL_WAVES = Cause(
+    name="partial-waves", codes=("COMP005",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.PARTIAL_WAVE), place=10, confidence=0.6,
+    summary="the last wave of blocks of a matrix product fills the device",
+    basis="blocks of products with one block per tile, by the number of multiprocessors",
+)  # fmt: skip
+
+
+RECOMPUTATION = Cause(
+    name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
+    summary="no activation is recomputed",
+    basis="forward ops that run again in backward (activation checkpointing)",
+)  # fmt: skip
+
+
+MICRO_BATCH_REDUCTIONS = Cause(
+    name="micro-batch-reductions", codes=("COMM003",), kind=Kind.COMMUNICATION, transform=reduce_once_per_step,
+    summary="gradients are reduced once per step",
+    basis="all but the last reduction of each unit in a step, with their preparation",
+)  # fmt: skip
+
+
+def without_late_ranks(graph: Graph) -> Graph:
+    """Return the graph in which the late ranks take no time of their own, so that nobody waits for them.
+
+    Their hosts begin with the window. By default these are the rank, or the ranks of a group, that the others wait for
+    most (`late_ranks.latest`). Making them as fast as their peers would need to know how fast those would be without
+    waiting; the other ranks' work is known.
+    Raises InsufficientDataError for a single rank.
+    """
+    if graph.frame["rank"].n_unique() < 2:
+        raise InsufficientDataError("comparing ranks needs the traces of at least two")
+    is_late = np.asarray(graph.frame["rank"].is_in(list(graph.late_ranks)).to_numpy())
+    graph = _without_device_stalls(graph, is_late)
+    nodes = np.flatnonzero(is_late)
+    own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
+    own_ns[nodes] = chain_ns[nodes] = 0
+    edges = graph.edges
+    begins = (edges.kind == RELEASE) & (is_late & (graph.column("what") == HOST))[
+        np.minimum(edges.waiting, graph.count - 1)
+    ]
+    released = replace(edges, lag_ns=np.where(begins, 0, edges.lag_ns))
+    return replace(graph, own_ns=own_ns, chain_ns=chain_ns, edges=released)
+
+
+def with_late_ranks(table: pl.DataFrame, ranks: tuple[int, ...]) -> pl.DataFrame:
+    """Return the steps of a replay `without_late_ranks` with the late ranks as much faster as the median of the others.
+
+    `table` has the columns of `savings.STEP_COLUMNS`: late ranks do not wait, so their own steps are moved in time.
+    That is so in each step and over the window: a rank that is ahead absorbs a delay in one step and shows it later.
+    """
+    is_late, rank = pl.col("rank").is_in(list(ranks)), ["window", "rank", "device"]
+    of_rank = table.with_columns(total_ns=pl.col("saved_ns").sum().over(rank), steps=pl.len().over(rank))
+    of_others = of_rank.with_columns(
+        step_ns=pl.col("saved_ns").filter(~is_late).median().over(_STEP),
+        window_ns=pl.col("total_ns").filter(~is_late).median().over("window"),
+    )
+    missing_ns = (pl.col("window_ns") - pl.col("step_ns").sum().over(rank)) / pl.col("steps")
+    others_ns = (pl.col("step_ns") + missing_ns).round().cast(pl.Int64)
+    saved = of_others.with_columns(pl.when(is_late).then(others_ns).otherwise("saved_ns").alias("saved_ns"))
+    without_ns = (pl.col("replayed_ns") - pl.col("saved_ns")).alias("without_ns")
+    return saved.with_columns(without_ns).select(table.columns)
+
+
+def device_stall(graph: Graph) -> Graph:
+    """Let queued work start as soon as it can, and paused kernels run through.
+
+    Raises InsufficientDataError on a CPU run.
+    """
+    if not graph.on_device:
+        raise InsufficientDataError("no device activity was recorded, so queued work is not known")
+    return _without_device_stalls(graph, np.ones(graph.count, np.bool_))
+
+
+def clock_drop(graph: Graph) -> Graph:
+    """Let kernels take the time that they take before the clock of their device drops."""
+    nodes = np.flatnonzero(graph.column("slowed_ns"))
+    return graph.with_durations(nodes, np.maximum(graph.own_ns[nodes] - graph.column("slowed_ns")[nodes], 0))
+
+
+DEVICE_STALL = Cause(
+    name="device-stall", codes=("STREAM005",), kind=Kind.CONTENTION, transform=device_stall, place=10, confidence=0.8,
+    pricing=Pricing.SOURCE, idle_part=late_ranks.STALL,
+    summary="the device runs queued work at once and pauses no kernel",
+    basis="times in which no device runs anything although work is queued, and kernels that take longer by as much",
+)  # fmt: skip
+
+
+CLOCK_DROP = Cause(
+    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, confidence=0.8,
+    pricing=Pricing.SOURCE,
+    summary="kernels are as fast as before the clock of their device dropped",
+    basis="the same kernels before and after the moment from which on all are slower",
+)  # fmt: skip
+
+
+STRAGGLER = Cause(
+    name="straggler", codes=("RANK001", "RANK004"), kind=Kind.STRAGGLERS, transform=without_late_ranks, place=40,
+    pricing=Pricing.LATE_RANKS,
+    summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
+    basis="arrivals at collectives: the ranks without which the others would wait least",
+)  # fmt: skip
+
+
+def _micro_batches(graph: Graph) -> pl.DataFrame:
+    """Return the micro-batch of each node in its step, by its launch: node, phase, micro_batch, last."""
+    on_host = (pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])
+    host = graph.frame.select("at", "rank", "step", "phase", "what").filter(on_host).sort("rank", "at")
+    calls = host.with_columns(MICRO_BATCH).with_columns(last=pl.col("micro_batch").max().over("rank", "step"))
+    by_call = calls.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
+    launch = graph.launch[: graph.count]
+    nodes = pl.DataFrame({"node": np.arange(graph.count), "launch": np.where(launch >= 0, launch, -1)})
+    return nodes.join(by_call, on="launch", how="inner")
+
+
+def _without_device_stalls(graph: Graph, which: Flags) -> Graph:
+    """Graph without the device stalls of some of the ranks' nodes."""
+    stall_ns = np.zeros(len(graph.own_ns), np.int64)
+    stall_ns[: graph.count] = np.where(which, graph.column("stall_ns"), 0)
+    own_ns = graph.own_ns.copy()
+    own_ns[: graph.count] -= np.where(which, graph.column("paused_ns"), 0)
+    lag_ns = graph.edges.lag_ns
+    shorter = replace(graph.edges, lag_ns=lag_ns - np.clip(stall_ns[graph.edges.waiting], 0, np.maximum(lag_ns, 0)))
+    return replace(
+        graph,
+        own_ns=np.maximum(own_ns, 0),
+        chain_ns=np.maximum(graph.chain_ns - stall_ns, 0),
+        launch_ns=np.maximum(graph.launch_ns - stall_ns, 0),
+        edges=shorter,
+    )

@@ -1,0 +1,281 @@
+"""Rules on devices that slow down: stalls with queued work, and a clock that drops."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.compute import clock_drops
+from tracekit.analysis.time import device_stalls
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.device_time import CLOCK_DROP, DEVICE_STALL
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
+
+_EVIDENCE_ROWS = 40
+_SHARED = (
+    "See which processes use the GPU: nvidia-smi, nvidia-smi pmon (rocm-smi --showpids on AMD). Give the job the GPU "
+    "alone: nvidia-smi -c EXCLUSIVE_PROCESS, or one pod per GPU without time-slicing replicas. Processes that must "
+    "share it run at the same time under MPS, and apart in MIG instances. If there is no other process, see what "
+    "throttles the GPU: nvidia-smi -q -d PERFORMANCE."
+)
+_UNKNOWN = (
+    "Record with enable_cuda_sync_events=True and look at what runs before these kernels: a host function "
+    "(cudaLaunchHostFunc), a stream memory operation or an event of another process is a wait of the program. Lost "
+    "kernels of CUDA graphs look the same: record without graphs. If neither applies, look for another process on the "
+    "GPU (nvidia-smi)."
+)
+_FIX = (
+    "See why the clock drops: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE (rocm-smi -a on AMD). Improve "
+    "cooling, raise the power limit (nvidia-smi -pl), or lock a clock that all GPUs can sustain (nvidia-smi -lgc)."
+)
+_OTHER_FIX = (
+    "The clock does not fall, so look for other work on the device: nvidia-smi pmon -c 1 and "
+    "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv list its processes (rocm-smi --showpids on AMD)."
+)
+_CONFIDENCES = {True: 0.9, None: 0.7, False: 0.4}
+_LOWER = 0.97
+"""A clock below this share of what it was before has fallen."""
+_DEVICE = ["window", "rank", "device"]
+
+
+@dataclass(frozen=True)
+class DeviceStall(Rule):
+    """A stalled device: it runs nothing although work is queued, or pauses the kernels that it runs.
+
+    What it does: reports devices that are idle although launched work waits, or whose kernels take longer by a time
+    slice at times, for more than `min_stall_ratio` of the step: the GPU is shared with another process (time slices),
+    or throttled. Where idle times of `min_unexplained_ratio` always come before the same kernels, a wait of the program
+    that the trace does not show is as likely: that is information.
+
+    Why it costs: the device does nothing for this job meanwhile, and the ranks that exchange data with it wait.
+
+    How it is measured: all devices of a trace are idle for 0.5 ms or more, and the work that runs next had been
+    launched. An event of another stream cannot be what it waits for, since nothing runs. Five such stalls are needed,
+    at places in the program that are passed without one at least as often. Kernels are counted as paused if they take
+    longer than the same kernel in other steps or on other ranks by the length of these idle times or a multiple of it,
+    and if most such excesses have one length. NVIDIA's driver switches between processes after time slices of 1 ms or
+    more. Steps that save are left out. Stalls do not follow the steps, so the message quotes all steps of the worst
+    device; the cost is the saving of a replay in which queued work runs at once.
+
+    How to fix: find the other process (nvidia-smi, nvidia-smi pmon, rocm-smi --showpids); set the compute mode to
+    EXCLUSIVE_PROCESS; share with MPS or MIG instead of time slices; without another process, look for throttling
+    (nvidia-smi -q -d PERFORMANCE), a debugger, or memory that is paged (managed memory, UVM).
+
+    Blind spots: needs recorded launches. Slices shorter than 0.5 ms, and fewer than five in a window, are not seen.
+    Idle times inside CUDA graphs are information only, because profilers lose kernels of graphs. A sampled trace is not
+    judged, and a CPU run has no queued work.
+    """
+
+    code: ClassVar[str] = "STREAM005"
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        *device_stalls.FACTS,
+        *steps_without_saves.FACTS,
+    )
+    min_stall_ratio: float = 0.01
+    min_unexplained_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding on stalls with a cause outside the program, and one on those of unknown cause."""
+        stalls = run.table(device_stalls.paused_kernels)
+        recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
+        if recurring is not None:
+            yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)
+        unknown = _worst_device(run, stalls.filter(~pl.col("is_recurring")), self.min_unexplained_ratio)
+        if unknown is not None:
+            yield _finding(self.code, Severity.INFO, _unexplained_message(unknown), _UNKNOWN, unknown)
+
+
+@dataclass(frozen=True, eq=False)
+class _Loss:
+    """What the worst device loses to stalls in all its steps: stalls do not follow steps."""
+
+    rank: int
+    lost_ns: int
+    duration_ns: int
+    steps: pl.DataFrame
+    """The steps of all devices that lose enough."""
+    stalls: pl.DataFrame
+    """The stalls of the worst device, the longest first."""
+
+    def __str__(self) -> str:
+        share = units.share(self.lost_ns / self.duration_ns)
+        where = "the window" if self.is_of_window else f"{self.step_count} steps"
+        lost = f"{units.duration(self.lost_ns)} of {units.duration(self.duration_ns)}"
+        return f"{lost} ({share}) in {where} of rank {self.rank}"
+
+    @property
+    def is_of_window(self) -> bool:
+        return bool(self.steps["step"].is_null().all())
+
+    @property
+    def step_count(self) -> int:
+        return self.steps.filter(pl.col("rank") == self.rank).select("window", "step").n_unique()
+
+
+@dataclass(frozen=True)
+class ClockDrop(Rule):
+    """A clock drop: from some step on, all kernels of a device take longer by about the same factor.
+
+    What it does: reports the ranks whose kernels become slower together during the window, by how much, and from which
+    step on, if that costs `min_cost_ratio` of the window; below `warning_cost_ratio` it is information.
+
+    Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, and the ranks that
+    exchange data with it wait.
+
+    How it is measured: each kernel (name, grid, block, bytes, input shapes of its op; without recorded shapes, its
+    neighbours on the stream) is compared with itself before, where no collective overlaps it. The moment is that after
+    which kernels take longest. The slowdown is the median over kernels by their time. It must exceed 3% and how much
+    the same kernel varies, and kernels with three quarters of the time must be slower by a third of it or more: a lower
+    clock slows all kernels, those bound by memory less. The cost is the saving of a replay in which these kernels take
+    time before, as a mean over all steps of the window. If the metrics log has counters of the GPU (tracekit record
+    --device-metrics), the message says whether its clock fell, and why; if it did not, another process is likely.
+
+    How to fix: nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE shows why the clock drops (rocm-smi -a on AMD):
+    improve cooling, raise the power limit (nvidia-smi -pl) or lock a clock that all GPUs can sustain (nvidia-smi -lgc);
+    move the job off a node that stays slow.
+
+    Blind spots: needs the same kernels before and after in one window, 30 on either side: a device that is slow in the
+    whole window is a straggler (RANK001). Another process that computes on the device at the same time looks the same.
+    """
+
+    code: ClassVar[str] = "STEP003"
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        clock_drops.clock_drops,
+        clock_drops.slowed_kernels,
+        clock_drops.recorded_clocks,
+        *steps_without_saves.FACTS,
+    )
+    min_cost_ratio: float = 0.01
+    warning_cost_ratio: float = 0.03
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all ranks whose clock drops."""
+        drops = run.table(clock_drops.clock_drops)
+        if drops.is_empty():
+            return
+        slowed = run.table(clock_drops.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
+        losses = steps_without_saves.losses(run, slowed, "excess_ns")
+        sums = losses.group_by(_DEVICE).agg(
+            pl.col("lost_ns", "duration_ns").sum(),
+            pl.len().alias("steps"),
+            pl.col("step").is_null().all().alias("is_of_window"),
+        )
+        joined = drops.join(sums, on=_DEVICE, nulls_equal=True).with_columns(
+            (pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio")
+        )
+        costly = joined.filter(pl.col("lost_ratio") >= self.min_cost_ratio)
+        if costly.is_empty():
+            return
+        worst = largest_first(costly, "lost_ratio", "rank").row(0, named=True)
+        ranks, places = distinct(costly, "rank"), losses.join(costly, on=_DEVICE, how="semi", nulls_equal=True)
+        is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
+        since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
+        on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
+        clock = _recorded_clock(run, worst)
+        what = f"The clock of {on} drops" if clock.fell is not False else f"All kernels of {on} become slower"
+        yield Finding(
+            self.code,
+            Severity.WARNING if is_warning else Severity.INFO,
+            f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
+            f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
+            f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
+            f"({units.share(worst['lost_ratio'])}).{clock.text}",
+            _FIX if clock.fell is not False else _OTHER_FIX,
+            impact=min(1.0, worst["lost_ratio"]),
+            cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
+            confidence=_CONFIDENCES[clock.fell],
+            ranks=ranks,
+            steps=distinct(places, "step"),
+            evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
+            what_if=WhatIf(CLOCK_DROP),
+            is_of_window=bool(worst["is_of_window"]),
+        )
+
+
+class _RecordedClock(NamedTuple):
+    """Whether the recorded clock fell, None if none is recorded, and what to say about it."""
+
+    fell: bool | None
+    text: str
+
+
+def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | None:
+    """Return the loss of the device that loses most; None if it loses a smaller share."""
+    steps = steps_without_saves.losses(run, stalls, "dur_ns")
+    device = ["rank", "device"]
+    sums = steps.group_by(device).agg(pl.col("lost_ns", "duration_ns").sum())
+    ratio = (pl.col("lost_ns") / pl.col("duration_ns")).alias("ratio")
+    losing = sums.with_columns(ratio).filter(pl.col("ratio") >= min_ratio)
+    if losing.is_empty():
+        return None
+    worst = largest_first(losing, "ratio", *device).row(0, named=True)
+    is_worst = (pl.col("rank") == worst["rank"]) & pl.col("device").eq_missing(worst["device"])
+    return _Loss(
+        worst["rank"],
+        worst["lost_ns"],
+        worst["duration_ns"],
+        steps.join(losing, on=device, how="semi", nulls_equal=True),
+        largest_first(stalls.filter(is_worst), "dur_ns", "start_ns"),
+    )
+
+
+def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss) -> Finding:
+    is_warning = severity > Severity.INFO
+    return Finding(
+        code,
+        severity,
+        message,
+        fix,
+        impact=min(1.0, loss.lost_ns / loss.duration_ns),
+        cost_ns=loss.lost_ns // max(1, loss.step_count),
+        confidence=0.8 if is_warning else 0.4,
+        ranks=distinct(loss.steps, "rank"),
+        steps=distinct(loss.steps, "step"),
+        evidence=loss.stalls.head(_EVIDENCE_ROWS),
+        what_if=WhatIf(DEVICE_STALL) if is_warning else None,
+        subject="" if is_warning else "unknown cause",
+        is_of_window=loss.is_of_window,
+    )
+
+
+def _stall_message(loss: _Loss) -> str:
+    idle, paused = (loss.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
+    ranks = distinct(loss.steps, "rank")
+    return (
+        f"The device does not run queued work for {loss}: it is time-sliced with another process, or throttled. It is "
+        f"idle {idle.height} times although work is queued, and pauses {paused.height} kernels, typically for "
+        f"{units.duration(_median(loss.stalls))}. {'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
+        f"{'has' if len(ranks) == 1 else 'have'} such stalls."
+    )
+
+
+def _unexplained_message(loss: _Loss) -> str:
+    return (
+        f"The device is idle for {loss} although work is queued, {loss.stalls.height} times, typically for "
+        f"{units.duration(_median(loss.stalls))}. The idle times recur before the same kernels, lie in CUDA graphs or "
+        "are few, so their cause is unknown: work or waits that were not recorded, or another process on the device."
+    )
+
+
+def _median(stalls: pl.DataFrame) -> int:
+    return int(stalls["dur_ns"].sort()[(stalls.height - 1) // 2])
+
+
+def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
+    """The GPU's clock around a drop, as its counters recorded it."""
+    is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
+    rows = run.table(clock_drops.recorded_clocks).filter(is_own)
+    if rows.is_empty():
+        return _RecordedClock(None, "")
+    before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
+    if since_mhz >= _LOWER * before_mhz:
+        both = f"{before_mhz:,.0f} and {since_mhz:,.0f} MHz"
+        return _RecordedClock(fell=False, text=f" Its recorded clock does not fall: {both}.")
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return _RecordedClock(
+        fell=True, text=f" Its recorded clock falls from {before_mhz:,.0f} to {since_mhz:,.0f} MHz{why}."
+    )
