@@ -218,7 +218,7 @@ def layout(
         sequence=sequence,
         batch=batch,
     )
-    table.write(layout_report, (job, layouts.plan(job, count=count)))
+    table.write(layout_report.document(job, layouts.plan(job, count=count)))
 
 
 @plan.command(short_help="Bubble and communication of a pipeline.")
