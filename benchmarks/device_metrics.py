@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.module_spans import training_step
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.capture.device_identity import DeviceIdentity, this_device
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.metrics import MetricsLog
+from tracekit.capture.rank_info import DeviceIdentity, this_device
 
 STAND_IN = Path(__file__).parents[1] / "tests" / "support" / "stand_ins" / "nvml"
 UUID = "00000000-0000-0000-0000-000000000000"

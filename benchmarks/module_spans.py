@@ -20,8 +20,7 @@ import torch
 
 from benchmarks import recording_training
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.capture.module_spans import ModuleSpans
-from tracekit.capture.profiler_session import ProfilerSession, ProfilingOptions
+from tracekit.capture.profiler_session import ModuleSpans, ProfilerSession, ProfilingOptions
 
 WARMUP_STEPS = 3
 

@@ -86,7 +86,10 @@ PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
 DEVICE_COUNTERS = _per_trace(device_counters.device_counters)
 DEVICES = _per_trace(contention.device_count)
 ROOFS = _per_trace(ops.roofs)
-CONTENTION_PAIRS = _across(collective_contention.all_pairs, contention.device_count, *collective_contention.FACTS)
+CONTENTION_PAIRS = _across(
+    collective_contention.all_pairs, contention.device_count,
+    contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
+)  # fmt: skip
 CONTENTION_BY_PHASE = _across(collective_contention.contention_by_phase)
 MOST_DELAYED_CALLS = _across(collective_contention.costliest_calls)
 PREPARATION = _per_trace(contention.preparation)

@@ -17,7 +17,7 @@ from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.parallelism.host_optimizer import HostOptimizer
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule, units_in
 from tracekit import conventions
-from tracekit.capture.profiler_stderr import without_profiler_noise
+from tracekit.capture.profiler_session import without_profiler_noise
 
 # Spans in which a strategy, not the model, takes memory. FSDP1's own forward span is around the model's.
 _STRATEGY = re.compile(r"FSDP::|YaFSDP::|FullyShardedDataParallel\._|fsdp::")

@@ -11,7 +11,7 @@ import torch
 from tests.integration.recorded import Done, command, do, finish, launched, script, start, wait_until
 from tests.support import object_stores
 from tests.support.object_stores import BUCKET, Fault, Server, keys, times
-from tracekit.capture import Recorder, run_upload, uploader
+from tracekit.capture import Recorder, uploader
 from tracekit.conventions import object_storage
 from tracekit.ingest.loader import load
 
@@ -160,7 +160,7 @@ def test_the_wait_at_the_end_is_bounded(
 ) -> None:
     answer = threading.Event()
     s3.fault = lambda request: answer.wait(60) and None
-    monkeypatch.setenv(run_upload.WAIT_VARIABLE, "0.2")
+    monkeypatch.setenv(uploader.WAIT_VARIABLE, "0.2")
     with Recorder(f"s3://{BUCKET}/runs/late", steps=(1, 2), warmup=1, scratch=tmp_path / "local") as recorder:
         train(recorder, 3)
     said = capfd.readouterr().err

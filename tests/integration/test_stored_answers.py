@@ -14,7 +14,7 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner
 from tests.support.cli_runner import in_a_process, on_a_terminal
-from tracekit.cli import answer_files, question
+from tracekit.cli import answer_files, output, question
 from tracekit.cli.formats import ReportFormat
 from tracekit.ingest import loader
 
@@ -102,7 +102,8 @@ def test_two_processes_share_an_answer(run, tmp_path):
     assert (first.stdout, first.stderr) == (second.stdout, second.stderr)
 
 
-def test_a_terminal_has_an_answer_of_its_own(run, loads):
+def test_a_terminal_has_an_answer_of_its_own(run, loads, monkeypatch):
+    monkeypatch.setattr(output, "_DELAY_S", 1e9)  # the progress bar is no part of an answer
     shown = on_a_terminal("summary", run, stored_answers=True)
     assert on_a_terminal("summary", run, stored_answers=True) == shown
     assert len(loads) == 1

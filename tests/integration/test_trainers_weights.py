@@ -21,7 +21,7 @@ from instrumented_trainers.model_config import PRESETS
 from instrumented_trainers.parallelism import STRATEGIES
 from tests.integration.trainings import micro
 from tests.support import process_group
-from tracekit.capture.profiler_stderr import without_profiler_noise
+from tracekit.capture.profiler_session import without_profiler_noise
 
 WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in STRATEGIES},

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from instrumented_trainers.memory.measured import _allocations, _highest
 from instrumented_trainers.parallelism.yafsdp import fully_shard, load_pretrained, materialize
 from tests.support import process_group
-from tracekit.capture.profiler_stderr import without_profiler_noise
+from tracekit.capture.profiler_session import without_profiler_noise
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install transformers"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracekit.capture.checkpoints.dcp import record_load, record_save
+    from tracekit.capture.manifest import redact
     from tracekit.capture.recorder import Recorder
-    from tracekit.capture.redaction import redact
 
 __all__ = ["Recorder", "record_load", "record_save", "redact"]
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Recorder": "tracekit.capture.recorder",
     "record_load": "tracekit.capture.checkpoints.dcp",
     "record_save": "tracekit.capture.checkpoints.dcp",
-    "redact": "tracekit.capture.redaction",
+    "redact": "tracekit.capture.manifest",
 }
 
 

@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are complete."""
+"""Files that appear under their final name only when they are complete, and folders that one training claims."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tracekit import conventions
 
 _appending = threading.Lock()
 _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent more bytes
+_MAX_FOLDERS = 1000
+_PATIENCE_S = 2.0
 
 
 @contextlib.contextmanager
@@ -74,3 +77,45 @@ def uncompressed_name(rank: int, window: int) -> str:
     'rank00003.window001.json'
     """
     return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")
+
+
+def claim_folder(out: Path, training: str) -> Path:
+    """Return the folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
+
+    A folder is free if it is empty or does not exist. It is then marked as this training's: ranks on other nodes find
+    it, and other trainings skip it. Raises OSError where none can be written.
+    """
+    for number in range(1, _MAX_FOLDERS):
+        folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / conventions.CLAIM_FILE
+        present = [path.name for path in folder.iterdir()]
+        if mark.name not in present and present:
+            continue  # a run without a claim
+        if mark.name not in present and _try_create(mark, training):
+            return folder
+        if folder_owner(folder) == training:
+            return folder
+    raise FileExistsError(f"{out} to {out.name}-{_MAX_FOLDERS - 1} are all in use")
+
+
+def folder_owner(folder: Path) -> str | None:
+    """Return the name of the training that claimed a folder; None if none did."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            text = (folder / conventions.CLAIM_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        if text or time.monotonic() > deadline:  # empty between creation and writing
+            return text or None
+        time.sleep(0.01)
+
+
+def _try_create(mark: Path, training: str) -> bool:
+    try:
+        with mark.open("x", encoding="utf-8") as file:
+            file.write(training)
+    except FileExistsError:
+        return False
+    return True

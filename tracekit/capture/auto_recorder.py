@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, folder_claim, launch_settings, notices, rank_info, uploader
+from tracekit.capture import atomic_files, launch_settings, notices, rank_info, uploader
 from tracekit.capture.checkpoints import auto_recording
 from tracekit.capture.step_inference import StepCounter
 from tracekit.conventions import object_storage
@@ -27,7 +27,7 @@ from tracekit.conventions import object_storage
 if TYPE_CHECKING:
     from tracekit.capture.metrics import PendingScalar
     from tracekit.capture.recorder import Recorder
-    from tracekit.capture.run_upload import RunUpload
+    from tracekit.capture.uploader import RunUpload
 
 _SHARED_KEY = "tracekit/training"
 
@@ -60,7 +60,9 @@ def _watch_hangs(settings: launch_settings.Settings) -> None:
 
     def folder() -> Path:
         remote = object_storage.is_url(settings.out)
-        run = Path(settings.scratch) if remote else folder_claim.claim(Path(settings.out), training_name(settings))
+        run = (
+            Path(settings.scratch) if remote else atomic_files.claim_folder(Path(settings.out), training_name(settings))
+        )
         place = run / conventions.HANG_FOLDER
         notes = Path(settings.notes)
         if notes.is_dir():
@@ -331,8 +333,8 @@ def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
     """Return the run's folder, or its upload to a URL from a folder that the ranks on this node share."""
     training = training_name(settings)
     if not object_storage.is_url(settings.out):
-        return folder_claim.claim(Path(settings.out), training)
-    from tracekit.capture.run_upload import STAGING_PREFIX, RunUpload
+        return atomic_files.claim_folder(Path(settings.out), training)
+    from tracekit.capture.uploader import STAGING_PREFIX, RunUpload
 
     return RunUpload(settings.out, Path(settings.scratch, STAGING_PREFIX + training), training=training)
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from tracekit.capture import notices
-from tracekit.capture.amd_smi import AmdSmi
-from tracekit.capture.device_identity import DeviceIdentity, this_device
-from tracekit.capture.nvml import Nvml
+from tracekit.capture.management_libraries import AmdSmi, Nvml
+from tracekit.capture.rank_info import DeviceIdentity, this_device
 from tracekit.conventions import device_metrics
 
 SAMPLE_EVERY_S = 1.0  # throttling lasts for seconds; each sample takes the interpreter lock some times

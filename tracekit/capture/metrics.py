@@ -1,4 +1,4 @@
-"""One line per training step: loss, speed, data wait, allocator counters."""
+"""One line per training step: loss, speed, data wait, allocator counters; and the time that it took."""
 
 import json
 import os
@@ -106,6 +106,81 @@ class MetricsLog:
         self._written_s = time.monotonic()
 
 
+def allocator_counters() -> dict[str, int]:
+    """Return the counters of the CUDA caching allocator of this process's device; none without CUDA."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    counters = torch.cuda.memory_stats_as_nested_dict()
+    totals = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
+    peaks = {name: int(pool.get("peak", 0)) for name, pool in totals.items()}
+    return peaks | {name: int(counters.get(counter, 0)) for name, counter in _COUNTERS.items()}
+
+
+_PEAKS = {conventions.ALLOCATED_METRIC: "allocated", conventions.RESERVED_METRIC: "reserved"}
+
+
+_COUNTERS = {
+    conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
+    conventions.DEVICE_FREE_METRIC: "num_device_free",
+    conventions.ALLOC_RETRIES_METRIC: "num_alloc_retries",
+}
+
+
+class StepTimer:
+    """Times what lies between `begin` and `end`, in ns.
+
+    On a GPU that is the time between two events on the current stream: a host that only queues work returns from a step
+    before the device has done it, and waits for many steps at once where it reads a value.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_device = device == "cuda"
+        self._began: tuple[int, torch.cuda.Event | None] | None = None
+        self._measured: deque[Pending] = deque(maxlen=_MOST_PENDING)
+        self.latest_ns = 0
+        """The time of the latest step that is known to have ended; 0 before the first one."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._began = time.perf_counter_ns(), self._event()
+
+    def skip(self) -> None:
+        """Leave the current step out: nobody saw it begin."""
+        self._began = None
+
+    def end(self) -> Pending | None:
+        """Return the time of the step that ends now; None if it is unknown."""
+        if self._began is None:
+            return None
+        began_ns, began = self._began
+        took_ns = max(1, time.perf_counter_ns() - began_ns)
+        ended = self._event() if began is not None else None
+        if began is None or ended is None:
+            pending = Pending(None, lambda: took_ns)
+        else:
+            pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
+        self._note(pending)
+        self.latest_ns = self.latest_ns or took_ns
+        return pending
+
+    def _note(self, time_ns: Pending) -> None:
+        """Note a step's time, and read the earlier ones that are known by now."""
+        self._measured.append(time_ns)
+        while self._measured and self._measured[0].ready:
+            self.latest_ns = int(self._measured.popleft().value())
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Record an event; None on the CPU, before the training uses the GPU, and where the GPU has failed."""
+        if not (self._on_device and torch.cuda.is_initialized()):
+            return None
+        try:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        except RuntimeError:  # the training's own next call raises it
+            return None
+        return event
+
+
 def _is_ready(row: Mapping[str, Number]) -> bool:
     return all(value.ready for value in row.values() if isinstance(value, Pending))
 
@@ -121,21 +196,3 @@ def _lines_before(step: int, path: Path) -> list[str]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [line for line in lines if json.loads(line)["step"] < step]
-
-
-def allocator_counters() -> dict[str, int]:
-    """Return the counters of the CUDA caching allocator of this process's device; none without CUDA."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return {}
-    counters = torch.cuda.memory_stats_as_nested_dict()
-    totals = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
-    peaks = {name: int(pool.get("peak", 0)) for name, pool in totals.items()}
-    return peaks | {name: int(counters.get(counter, 0)) for name, counter in _COUNTERS.items()}
-
-
-_PEAKS = {conventions.ALLOCATED_METRIC: "allocated", conventions.RESERVED_METRIC: "reserved"}
-_COUNTERS = {
-    conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
-    conventions.DEVICE_FREE_METRIC: "num_device_free",
-    conventions.ALLOC_RETRIES_METRIC: "num_alloc_retries",
-}

@@ -1,7 +1,10 @@
-"""This process's rank and its job's world size."""
+"""This process's rank, its job's world size, and the GPU that it trains on."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import distributed
 
 # By torchrun and most launchers; Slurm; Open MPI; MPICH, Intel MPI and others that speak PMI.
@@ -21,6 +24,47 @@ def this_world_size() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return _from_environment(_WORLD_SIZES, 1)
+
+
+@dataclass(frozen=True)
+class DeviceIdentity:
+    """A GPU: its UUID without prefix, and its PCI address, None where torch does not state them."""
+
+    uuid: str | None
+    pci: str | None
+    is_amd: bool = False
+
+
+def training_device() -> int:
+    """Return the index of the device on which this process has reserved most memory; the current one if none has.
+
+    A script may train on a device that it never made the current one.
+    """
+    current: int = torch.cuda.current_device()
+    try:
+        reserved = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError:  # another allocator than torch's
+        return current
+    return max(range(len(reserved)), key=lambda index: (reserved[index], index == current), default=current)
+
+
+def identity(properties: Any, *, is_amd: bool) -> DeviceIdentity:
+    """Return the identity that ``torch.cuda.get_device_properties`` states.
+
+    Neither a device's index nor CUDA_VISIBLE_DEVICES identifies it: the management library has another order.
+    """
+    uuid = getattr(properties, "uuid", None)
+    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = None if bus is None or device is None else f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
+    return DeviceIdentity(str(uuid).removeprefix("GPU-") if uuid else None, pci, is_amd)
+
+
+def this_device() -> DeviceIdentity:
+    """Return the identity of the GPU that this process trains on. Raises RuntimeError if it trains on none."""
+    if not torch.cuda.is_initialized():
+        raise RuntimeError("this process uses no GPU")
+    properties = torch.cuda.get_device_properties(training_device())
+    return identity(properties, is_amd=torch.version.hip is not None)
 
 
 def _from_environment(variables: tuple[str, ...], default: int) -> int:

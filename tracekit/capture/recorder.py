@@ -13,18 +13,16 @@ import torch
 from torch.profiler import record_function
 
 from tracekit import conventions
-from tracekit.capture import notices, trace_writer
+from tracekit.capture import notices, window_profiler
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
-from tracekit.capture.metrics import MetricsLog, Number, Pending, allocator_counters
-from tracekit.capture.on_demand_windows import WindowRequests
+from tracekit.capture.metrics import MetricsLog, Number, Pending, StepTimer, allocator_counters
 from tracekit.capture.profiler_session import ProfilingOptions
 from tracekit.capture.rank_info import this_rank
-from tracekit.capture.run_upload import RunUpload
-from tracekit.capture.step_timer import StepTimer
+from tracekit.capture.uploader import RunUpload
 from tracekit.capture.window_profiler import WindowProfiler
-from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
+from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule, parse_steps
 from tracekit.conventions import object_storage
 
 DEFAULT_STEPS = "10:15"
@@ -276,7 +274,7 @@ class Recorder:
         """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""
         if self._manifest is not None:
             is_pruned = self._disk_budget_bytes is not None and self._upload is None
-            removed = trace_writer.prune(self.folder, self._disk_budget_bytes or 0) if is_pruned else []
+            removed = window_profiler.prune(self.folder, self._disk_budget_bytes or 0) if is_pruned else []
             self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
         if self._upload is not None:
             with self._guard(f"window {window.number} is not uploaded yet"):

@@ -13,15 +13,18 @@ import queue
 import re
 import select
 import shutil
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
 from tracekit.capture import notices
-from tracekit.conventions import object_storage
+from tracekit.conventions import object_storage, python_child
 from tracekit.conventions.object_storage import StorageError
 
 FINISH = "finish"
@@ -30,6 +33,10 @@ _MAX_FOLDERS = 1000
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
 _RUN_FILE = re.compile(r"rank\d{5,}\.(?!window\d+\.json).*|run\.json$")
+WAIT_VARIABLE = "TRACEKIT_UPLOAD_WAIT_S"
+_DEFAULT_WAIT_S = 120.0
+DEFAULT_STAGING_BYTES = 10 << 30
+STAGING_PREFIX = "upload-"
 
 
 class Uploader:
@@ -168,6 +175,74 @@ def main(words: "list[str]") -> int:
     return 0 if uploader.finish() else 1
 
 
+class RunUpload:
+    """A run at a URL: its staging folder, from which a process of its own uploads complete files.
+
+    All ranks of a training upload to the same folder: with a `training`, a name that they share, the first of URL,
+    URL-2, … that is free or theirs. Files stay in the staging folder until they are uploaded.
+    """
+
+    def __init__(self, url: str, folder: Path, *, training: "str | None" = None) -> None:
+        self.url = url
+        self.folder = folder
+        self.max_bytes = DEFAULT_STAGING_BYTES
+        self._training = training
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def to(cls, url: str, scratch: "str | os.PathLike[str] | None") -> "RunUpload":
+        """Return the upload of a run to a URL, with a new staging folder in `scratch` or the system's folder."""
+        parent = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
+        return cls(url, parent / f"tracekit-upload-{uuid.uuid4().hex[:12]}")
+
+    def begin(self, rank: int, *, leads: bool) -> None:
+        """Start the uploading process. Raises OSError if it cannot be started."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        words = [str(self.folder), self.url, "--rank", str(rank), "--parent", str(os.getpid())]
+        words += ["--training", self._training] if self._training is not None else []
+        self._process = subprocess.Popen(  # noqa: S603 a module of our own
+            python_child.module_command("tracekit.capture.uploader", *words, *(["--leads"] if leads else [])),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # the training's
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C ends the training, and then what it recorded is uploaded
+        )
+
+    def require_room(self) -> None:
+        """Raise RuntimeError if uploads are so far behind that another window has no room in the staging folder."""
+        waiting_bytes = sum(size for path, size in _sizes(self.folder) if path.name.startswith("rank"))
+        if waiting_bytes > self.max_bytes:
+            raise RuntimeError(
+                f"uploads to {self.url} are {waiting_bytes >> 20:,} MiB behind, more than the disk budget of "
+                f"{self.max_bytes >> 20:,} MiB; record windows farther apart"
+            )
+
+    def submit(self, paths: Iterable[Path]) -> None:
+        """Upload those of the files that exist, soon. Raises OSError if the uploading process is gone."""
+        self._send("".join(json.dumps({"file": str(path)}) + "\n" for path in paths if path.exists()))
+
+    def finish(self, environment: Mapping[str, str] = os.environ) -> None:
+        """Upload the rest, and wait for it up to a limit. Raises TimeoutError if that is not enough."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            _write(process, FINISH + "\n")
+        wait_s = float(environment.get(WAIT_VARIABLE) or _DEFAULT_WAIT_S)
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"after {wait_s:g} s the upload to {self.url} continues in process {process.pid}; "
+                f"files that are not uploaded are in {self.folder}"
+            ) from None
+
+    def _send(self, lines: str) -> None:
+        if self._process is None or self._process.poll() is not None:
+            raise BrokenPipeError(f"the process that uploads ended; files are in {self.folder}")
+        _write(self._process, lines)
+
+
 def _serve(uploader: Uploader, work: "queue.Queue[Path | None]") -> None:
     while (path := work.get()) is not None:
         if work.empty() or path.name != conventions.MANIFEST_FILE:  # a later manifest says more
@@ -235,6 +310,24 @@ def _complete_lines(path: Path) -> bytes:
     """Return a log up to the end of its last complete line."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
+
+
+def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(text.encode())
+    process.stdin.flush()
+
+
+def _environment() -> "dict[str, str]":
+    """Return the environment of the uploading process: this one's, without recording it."""
+    inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
+    return python_child.environment(inherited)
+
+
+def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # uploaded meanwhile
+            yield path, path.stat().st_size if path.is_file() else 0
 
 
 if __name__ == "__main__":

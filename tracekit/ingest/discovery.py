@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import companion_files, headers, readers, run_separation
+from tracekit.ingest import headers, readers, run_separation, trace_files
 from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.headers import Header
 from tracekit.ingest.readers.reader import TraceInfo
@@ -52,7 +52,7 @@ def identify(
         if on_progress:
             on_progress(done, len(files))
     if not traces and companions:
-        raise companion_files.without_traces(companions[0])
+        raise trace_files.without_traces(companions[0])
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
     ranked = _with_ranks(traces, issues)
@@ -61,7 +61,7 @@ def identify(
         issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
         run = _with_ranks(run, issues)
     windowed = _windows(_without_copies(run, issues), issues)
-    joined = companion_files.attach(windowed, companions, issues)
+    joined = trace_files.attach_companions(windowed, companions, issues)
     return sorted(joined, key=lambda t: (t.window, t.rank)), issues
 
 

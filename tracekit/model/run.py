@@ -1,11 +1,10 @@
 """Run: all traces of one job, with its manifest and its measured tables."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import polars as pl
 
@@ -13,8 +12,8 @@ from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
 from tracekit.model.executor import Executor, Threads
 from tracekit.model.fact import Fact, Scope
-from tracekit.model.fact_tables import FactTables
 from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.table_store import SavedTables, TableStore, full_name
 from tracekit.model.trace import Trace, TraceFact
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
@@ -33,22 +32,6 @@ class MeasuredTrace:
 
 OnTrace: TypeAlias = Callable[[MeasuredTrace], None]
 """Called after each trace of a run, to show progress."""
-
-
-class TableCache(Protocol):
-    """Tables by name, measured of the same traces by the same code: after a restart nothing is measured again."""
-
-    def get(self, name: str) -> pl.DataFrame | None:
-        """Return the table of a name; None if it has to be measured."""
-
-    def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
-        """Store a table that took `measured_s` to measure, if that is worth it."""
-
-    def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
-        """Return the table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
-
-    def put_parts(self, name: str, parts: Sequence[Path]) -> None:
-        """Store a table that is in Parquet files, if that is worth it."""
 
 
 class Run:
@@ -83,10 +66,7 @@ class Run:
         self._align = align
         self._executor = executor or Threads()
         self._loaded = LoadedTraces(cache_bytes)
-        self._facts = FactTables(fact_bytes)
-        self._run_facts: dict[RunFact, pl.DataFrame] = {}
-        self._cache: TableCache | None = None
-        self._left_out = False
+        self._tables = TableStore(fact_bytes)
 
     @property
     def name(self) -> str:
@@ -143,26 +123,25 @@ class Run:
         """
         if isinstance(fact, Fact) and fact.scope is Scope.RUN:
             return self._run_table(fact, reads) if fact.is_cached else fact(self)
-        of_trace = cast("TraceFact", fact)
-        self.measure((of_trace,))
-        return self._facts[of_trace]
+        self.measure((cast("TraceFact", fact),))
+        return self._tables.get(fact)
 
     def _run_table(self, measure: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
-        if measure not in self._run_facts:
-            self._run_facts[measure] = self.named_table(_full_name(measure), measure, reads)
-        return self._run_facts[measure]
+        if measure not in self._tables:
+            self._tables.keep(measure, self.named_table(full_name(measure), measure, reads))
+        return self._tables.get(measure)
 
     def named_table(self, name: str | None, make: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
         """Return the table of a name from the run's cache of tables, or else what `make` returns, as in `table`.
 
         The name states everything that the table depends on. Without a name, or a cache, it is made each time.
         """
-        table = self._cached_table(name)
+        table = self._tables.saved(name)
         if table is None:
             began_s = time.monotonic()
             self.measure(reads)
             table = make(self)
-            self._store((name,), (table,), time.monotonic() - began_s)
+            self._tables.save(name, table, time.monotonic() - began_s)
         return table
 
     def measure(self, facts: Iterable[TraceFact], on_progress: OnTrace | None = None) -> None:
@@ -171,17 +150,11 @@ class Run:
         `on_progress` is called after each trace. The run's executor decides how many traces are read at a time. Raises
         BadTraceError if no trace can be read.
         """
-        missing = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
-        for fact in missing:
-            if (table := self._cached_table(_full_name(fact))) is not None:
-                self._facts.add(fact, table)
-            elif parts := self._cached_parts(_full_name(fact)):
-                self._facts.add_parts(fact, parts)
-        missing = [fact for fact in missing if fact not in self._facts]
+        missing = [fact for fact in dict.fromkeys(facts) if not self._tables.take(fact)]
         if not missing:
             return
         began_s = time.monotonic()
-        collector = self._facts.collector(missing)
+        collector = self._tables.collector(missing)
         sources = self.sources
         for measured in self._executor.measure(sources, missing, self._loaded):
             source = measured.source
@@ -191,29 +164,22 @@ class Run:
                 collector.add((source.window, source.rank), measured.tables)
             if on_progress:
                 on_progress(MeasuredTrace(source, dict(zip(missing, measured.tables, strict=False)), sources))
-        collector.finish()
-        in_memory = [fact for fact in missing if fact in self._facts and not self._facts.parts(fact)]
-        tables = [self._facts[fact] for fact in in_memory]
-        self._store(map(_full_name, in_memory), tables, time.monotonic() - began_s)
-        self._store_parts(missing)
+        collector.finish(time.monotonic() - began_s)
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Return a fact of every trace to select from: as `table`, but not all of it has to fit in memory."""
         self.measure((fact,))
-        return self._facts.scan(fact)
+        return self._tables.scan(fact)
 
     def parts(self, fact: TraceFact) -> tuple[Path, ...]:
         """Return the Parquet files that together have the table of a fact; none if the table is in memory."""
         self.measure((fact,))
-        return self._facts.parts(fact)
+        return self._tables.parts(fact)
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:
         """Return the tables measured so far that are in memory, by full name of the fact, where it has one."""
-        in_memory = [fact for fact in self._facts if not self._facts.parts(fact)]
-        measured: list[tuple[TraceFact | RunFact, pl.DataFrame]] = [(fact, self._facts[fact]) for fact in in_memory]
-        both = [*measured, *self._run_facts.items()]
-        return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
+        return self._tables.in_memory()
 
     def of_ranks(self, ranks: Iterable[int]) -> "Run":
         """Return a run of some ranks, with what was measured of them so far, on the clock of this run.
@@ -232,48 +198,27 @@ class Run:
             executor=self._executor,
         )
         part._loaded = self._loaded
-        for fact in self._facts:
-            part._facts.add(fact, self._facts.scan(fact).filter(is_chosen).collect())
+        part._tables = self._tables.of_rows(is_chosen)
         return part
 
-    def use_cache(self, cache: TableCache) -> None:
-        """Take tables from `cache`, and store in it those that it does not have, by full name of the fact.
+    def use_cache(self, saved: SavedTables) -> None:
+        """Take tables from `saved`, and save there those that it does not have, by full name of the fact.
 
-        Tables that are in Parquet files already are stored now: `measured_tables` does not have them.
+        Tables that are in Parquet files already are saved now: `measured_tables` does not have them.
         """
-        self._cache = cache
-        self._store_parts(list(self._facts))
+        self._tables.use(saved)
 
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
         """Cache traces that were read already, as far as they fit in `cache_bytes`."""
         for source, trace in traces.items():
             self._loaded.add(source, trace)
 
-    def _cached_table(self, name: str | None) -> pl.DataFrame | None:
-        return None if name is None or self._cache is None else self._cache.get(name)
-
-    def _cached_parts(self, name: str | None) -> tuple[Path, ...]:
-        return () if name is None or self._cache is None else self._cache.get_parts(name, self._facts.new_part)
-
-    def _store_parts(self, facts: Iterable[TraceFact]) -> None:
-        for fact in facts:
-            name, parts = _full_name(fact), self._facts.parts(fact)
-            if parts and name is not None and self._cache is not None and not self._left_out:
-                self._cache.put_parts(name, parts)
-
-    def _store(self, names: Iterable[str | None], tables: Iterable[pl.DataFrame], measured_s: float) -> None:
-        if self._cache is None or self._left_out:
-            return  # another process may be able to read the trace that was left out
-        for name, table in zip(names, tables, strict=True):
-            if name is not None:
-                self._cache.put(name, table, measured_s)
-
     def _leave_out(self, source: Source, error: BadTraceError) -> None:
         if len(self.sources) == 1:
             raise error
         row = {"rank": source.rank, "path": source.path, "kind": "unreadable", "message": str(error)}
         row |= {"affected_ratio": 1 / len(self.sources)}
-        self._left_out = True
+        self._tables.is_complete = False
         self.sources = tuple(other for other in self.sources if other != source)
         self._data_quality = pl.concat([self._data_quality, pl.DataFrame([row], schema=RUN_DATA_QUALITY.schema)])
 
@@ -324,13 +269,6 @@ def require_run(run: object) -> None:
     """Raise TypeError if `run` is not a Run, such as a path: only `tracekit.load` reads those."""
     if not isinstance(run, Run):
         raise TypeError(f"a run is needed, as tracekit.load(path) returns it, not {type(run).__name__} {run!r:.80}")
-
-
-def _full_name(measure: TraceFact | RunFact) -> str | None:
-    """Return module and name of a function; None if it cannot be imported by them, such as a lambda."""
-    module, name = getattr(measure, "__module__", ""), getattr(measure, "__qualname__", "")
-    is_reached = getattr(sys.modules.get(module), name, None) is measure
-    return f"{module}.{name}" if is_reached else None
 
 
 def _zero_offsets(run: Run) -> pl.DataFrame:

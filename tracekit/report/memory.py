@@ -88,7 +88,7 @@ def of_run(run: Run) -> MemoryReport:
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
     report = MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
-    rank, oom = snapshot_facts.first_out_of_memory(run)
+    rank, oom = out_of_memory.first_out_of_memory(run)
     return replace(report, out_of_memory=oom, rank=rank)
 
 

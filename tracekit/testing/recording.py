@@ -10,8 +10,8 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import launch
-from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
+from tracekit.capture.step_inference import OptimizerSteps
 from tracekit.cli import settings_file
 from tracekit.errors import InputError
 from tracekit.library import run as library

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.unit.capture.test_device_metrics import recorded
-from tracekit.capture.device_identity import DeviceIdentity
+from tracekit.capture.rank_info import DeviceIdentity
 from tracekit.conventions import device_metrics
 
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_ins" / "amd"

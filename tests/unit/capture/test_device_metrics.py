@@ -15,10 +15,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tracekit.capture import Recorder, device_identity
-from tracekit.capture.device_identity import DeviceIdentity
+from tracekit.capture import Recorder, rank_info
 from tracekit.capture.device_metrics import NOTHING, DeviceMetrics, Values
 from tracekit.capture.metrics import MetricsLog
+from tracekit.capture.rank_info import DeviceIdentity
 from tracekit.conventions import device_metrics
 
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_ins" / "nvml"
@@ -119,9 +119,9 @@ def test_the_gpu_is_the_one_that_torch_uses_whatever_its_index(nvml: ModuleType,
 
 def test_the_identity_is_what_torch_states() -> None:
     full = SimpleNamespace(uuid=UUID, pci_domain_id=0, pci_bus_id=27, pci_device_id=0)
-    assert device_identity.identity(full, is_amd=False) == DEVICE
-    assert device_identity.identity(SimpleNamespace(uuid=UUID), is_amd=False) == DeviceIdentity(UUID, None)
-    assert device_identity.identity(SimpleNamespace(), is_amd=True) == DeviceIdentity(None, None, is_amd=True)
+    assert rank_info.identity(full, is_amd=False) == DEVICE
+    assert rank_info.identity(SimpleNamespace(uuid=UUID), is_amd=False) == DeviceIdentity(UUID, None)
+    assert rank_info.identity(SimpleNamespace(), is_amd=True) == DeviceIdentity(None, None, is_amd=True)
 
 
 def test_a_counter_that_the_gpu_lacks_is_null_without_a_word(

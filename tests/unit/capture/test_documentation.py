@@ -4,9 +4,9 @@ import doctest
 
 import pytest
 
-from tracekit.capture import atomic_files, redaction, step_inference, window_schedule
+from tracekit.capture import atomic_files, manifest, step_inference, window_schedule
 
 
-@pytest.mark.parametrize("module", [atomic_files, redaction, step_inference, window_schedule])
+@pytest.mark.parametrize("module", [atomic_files, manifest, step_inference, window_schedule])
 def test_examples_are_right(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tracekit.capture.checkpoints import io_counters
-from tracekit.capture.checkpoints.durability import WrittenFiles
+from tracekit.capture.checkpoints.io_counters import WrittenFiles
 from tracekit.capture.checkpoints.operation import ThreadSampler
 
 

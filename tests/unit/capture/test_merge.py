@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tracekit.capture.folder_claim import claim
+from tracekit.capture.atomic_files import claim_folder
 from tracekit.capture.launcher import command, merge
 
 
 def part(folder: Path, rank: int, training: str = "one") -> Path:
     """Make what a node with a folder of its own leaves."""
-    claim(folder, training)
+    claim_folder(folder, training)
     (folder / "window001").mkdir()
     for name in ("rank{}.pt.trace.json.gz", "window001/rank{}.pt.trace.json.gz", "rank{}.metrics.jsonl"):
         (folder / name.format(f"{rank:05d}")).write_text(f"of {rank}")

@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 
 from tracekit import conventions
-from tracekit.capture import on_demand_windows
-from tracekit.capture.on_demand_windows import WindowRequests
-from tracekit.capture.window_schedule import Window, WindowSchedule
+from tracekit.capture import window_schedule
+from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule
 
 STEP_NS = 500_000_000
 
 
 @pytest.fixture(autouse=True)
 def look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_demand_windows, "_POLL_EVERY_S", 0.0)
+    monkeypatch.setattr(window_schedule, "_POLL_EVERY_S", 0.0)
 
 
 def requests(run: Path, windows: WindowSchedule, *, leads: bool) -> WindowRequests:

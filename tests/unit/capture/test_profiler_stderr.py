@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tracekit.capture.profiler_stderr import without_profiler_noise
+from tracekit.capture.profiler_session import without_profiler_noise
 
 
 def test_only_the_profilers_own_lines_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from tracekit.capture.redaction import REDACTED, redact
+from tracekit.capture.manifest import REDACTED, redact
 
 GITHUB = "ghp_" + "a1B2" * 9
 HUGGING_FACE = "hf_" + "aB3" * 12

@@ -1,6 +1,6 @@
 import time
 
-from tracekit.capture.checkpoints.stages import StageClock, apportion
+from tracekit.capture.checkpoints.operation import StageClock, apportion
 
 
 def clock_with(**spent_ns: int) -> StageClock:

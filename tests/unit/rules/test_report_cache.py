@@ -130,7 +130,7 @@ def _count_names(run):
 @pytest.fixture
 def later(reports, monkeypatch):
     """Return the function that lists the tables in the cache; every table is worth storing."""
-    monkeypatch.setattr(entry, "MIN_MEASURED_S", 0.0)
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 0.0)
     return lambda: sorted(reports.glob("*.table"))
 
 
@@ -183,14 +183,14 @@ def _no_read(*_):
 
 
 def test_a_table_that_takes_no_time_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(entry, "MIN_MEASURED_S", 1e9)
+    monkeypatch.setattr(report_cache, "MIN_MEASURED_S", 1e9)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []
 
 
 def test_a_large_table_is_not_stored(run, later, monkeypatch):
-    monkeypatch.setattr(entry, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(report_cache, "MAX_TABLE_BYTES", 1)
     report_cache.report(str(run))
     _measured_later(report_cache.report(str(run)).run)
     assert later() == []

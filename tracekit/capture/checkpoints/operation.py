@@ -4,7 +4,8 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.checkpoints.durability import WrittenFiles
-from tracekit.capture.checkpoints.stages import Stage, StageClock, apportion
+from tracekit.capture.checkpoints.io_counters import WrittenFiles
 
 AT_WORK = "at work"  # the part in which several threads go through stages, each with its own clock
 
 Row = dict[str, Any]
+Stage = str | None
 Transitions = Mapping[tuple[str, str], Stage]
 
 
@@ -39,6 +40,8 @@ _PLANNING: dict[tuple[str, str], Stage] = {
     ("global_step", "start"): conventions.PLAN,
     ("global_step", "end"): conventions.WAIT,
 }
+
+
 SAVE = OperationKind(
     conventions.PLAN,
     {
@@ -50,11 +53,15 @@ SAVE = OperationKind(
     },
     conventions.FINISH,
 )
+
+
 LOAD = OperationKind(
     conventions.PLAN,
     {**_PLANNING, ("read_data", "start"): AT_WORK, ("read_data", "end"): conventions.WAIT},
     conventions.PLAN,
 )
+
+
 ASYNC_SAVE = OperationKind(
     conventions.PLAN,
     {
@@ -65,12 +72,24 @@ ASYNC_SAVE = OperationKind(
     },
     conventions.FINISH,
 )
+
+
 FILE_SAVE = OperationKind(conventions.SERIALIZE, {}, conventions.FINISH)
+
+
 FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
+
+
 # A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside one of these.
 _WAITING = ("wait", "join", "acquire")
+
+
 _JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
+
+
 _ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin without Python's knowledge
+
+
 _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
 
 
@@ -101,11 +120,55 @@ class ThreadSampler:
         return not self._is_other or (self._always_waited and self._samples > 0 and self._count_steps() == self.step)
 
 
-def _waits(frame: FrameType) -> bool:
-    if frame.f_code.co_filename != threading.__file__:
-        return False
-    caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
-    return caller is not None and caller.f_code.co_name in _WAITING
+class StageClock:
+    """The time of one thread, each nanosecond counted in its current `stage`; None is no stage.
+
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. Callers
+    that switch to a stage and back use `previous_stage`: it runs several times per tensor, so each call counts.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.spent_ns: dict[Stage, int] = {stage: 0}
+        self.previous_stage: Stage = None
+        self._outer: list[Stage] = []
+        self._since_ns = time.time_ns()
+        self.first_ns: dict[Stage, int] = {stage: self._since_ns}
+
+    def switch(self, stage: Stage) -> None:
+        """Leave the current stage for `stage`."""
+        now_ns = time.time_ns()
+        # The system's clock may be set back; a stage never lasts less than no time.
+        if now_ns > self._since_ns:
+            self.spent_ns[self.stage] += now_ns - self._since_ns
+        self._since_ns = now_ns
+        self.stage = stage
+        if stage not in self.first_ns:
+            self.spent_ns[stage] = 0
+            self.first_ns[stage] = now_ns
+
+    def enter(self, stage: Stage) -> None:
+        """Count what follows in `stage`, until `leave`."""
+        self._outer.append(self.stage)
+        self.switch(stage)
+
+    def leave(self) -> None:
+        """Return to the stage before the last `enter`."""
+        self.switch(self._outer.pop())
+
+    @contextlib.contextmanager
+    def inside(self, stage: Stage) -> Iterator[None]:
+        """Count the block in `stage`, then return to the current one."""
+        self.enter(stage)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def stop(self) -> int:
+        """Count the time until now, and return now, in Unix ns."""
+        self.switch(self.stage)
+        return self._since_ns
 
 
 class Operation:
@@ -244,7 +307,11 @@ class _Counts:
 
 
 _here = threading.local()
+
+
 _running: list[Operation] = []
+
+
 _running_lock = threading.Lock()
 
 
@@ -293,6 +360,29 @@ def span(stage: str = "") -> contextlib.AbstractContextManager[Any]:
     name = ".".join((conventions.CHECKPOINT, stage)) if stage else conventions.CHECKPOINT
     recorded: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(conventions.span_name(name))
     return recorded
+
+
+def apportion(duration_ns: int, clocks: Iterable[StageClock]) -> dict[str, tuple[int, int]]:
+    """Divide a time among the stages of concurrent threads, in proportion to the threads' own time in each.
+
+    Returns by stage the Unix time of its first entry and its share, in ns; the shares sum to `duration_ns` at most.
+    """
+    spent_ns: dict[str, int] = {}
+    first_ns: dict[str, int] = {}
+    for clock in clocks:
+        for stage, own_ns in clock.spent_ns.items():
+            if stage is not None:
+                spent_ns[stage] = spent_ns.get(stage, 0) + own_ns
+                first_ns[stage] = min(first_ns.get(stage, clock.first_ns[stage]), clock.first_ns[stage])
+    total_ns = max(1, sum(spent_ns.values()))
+    return {stage: (first_ns[stage], duration_ns * own_ns // total_ns) for stage, own_ns in spent_ns.items()}
+
+
+def _waits(frame: FrameType) -> bool:
+    if frame.f_code.co_filename != threading.__file__:
+        return False
+    caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
+    return caller is not None and caller.f_code.co_name in _WAITING
 
 
 def _descriptor(args: tuple[Any, ...]) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import notices, run_upload, uploader
+from tracekit.capture import notices, uploader
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
@@ -132,7 +132,7 @@ def _upload_rest(settings: Settings, note: Note) -> None:
     """Upload what a killed rank and its uploading process left in its staging folder."""
     if note.folder.is_dir():
         leads = note.rank == min(settings.ranks or (0,))
-        upload = run_upload.RunUpload(settings.out, note.folder, training=_training(note.folder))
+        upload = uploader.RunUpload(settings.out, note.folder, training=_training(note.folder))
         upload.begin(note.rank, leads=leads)
         upload.finish()
 
@@ -145,7 +145,7 @@ def _wait_until_gone(staging: Path) -> None:
 
 
 def _training(staging: Path) -> str:
-    return staging.name.removeprefix(run_upload.STAGING_PREFIX)
+    return staging.name.removeprefix(uploader.STAGING_PREFIX)
 
 
 def _uploaded_to(staging: Path, settings: Settings) -> str:

@@ -3,7 +3,9 @@
 import contextlib
 import ctypes
 import dataclasses
+import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -17,8 +19,8 @@ from pathlib import Path
 from tracekit import conventions
 from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
-from tracekit.capture.launcher import exit_report, hangs
-from tracekit.conventions import object_storage
+from tracekit.capture.launcher import exit_report
+from tracekit.conventions import object_storage, python_child
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INJECTED = Path(__file__).parent / "inject"
@@ -34,6 +36,8 @@ _WATCHED = {
 }
 _POLL_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_NCCL_PREFIX = "nccl_trace_rank_"
+_EXIT = "exit"
 
 
 def run(command: list[str], settings: Settings, *, on_signal: "int | None" = None, quiet: bool = False) -> int:
@@ -50,7 +54,7 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
             notices.notify(f"{command[0]}: {'command not found' if missing else error.strerror}")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
-            hangs.report(config, quiet=quiet)
+            report_hang(config, quiet=quiet)
             exit_report.report(config, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
@@ -64,6 +68,46 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
 def new_name() -> str:
     """Return a unique name for one start of a command."""
     return uuid.uuid4().hex[:12]
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the environment in which each Python records itself as `settings` say."""
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **(recorder_variables(settings) if settings.hang_timeout_s is not None else {}),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(_INJECTED), *([path] if path else [])]),
+        conventions.RECORD_VARIABLE: settings.as_variable(),
+    }
+
+
+def recorder_variables(settings: Settings) -> dict[str, str]:
+    """Return the variables of torch's flight recorder; those that the user has set come first.
+
+    The recorder of NCCL also writes a dump itself, when its own timeout ends a collective.
+    """
+    prefix = str(Path(settings.scratch, _NCCL_PREFIX))
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name before torch 2.8
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+    }
+
+
+def report_hang(settings: Settings, *, quiet: bool) -> None:
+    """Remove what ranks left that did not hang; report the hang of others."""
+    if settings.hang_timeout_s is None:
+        return
+    notes = Path(settings.notes).glob(f"*{conventions.HANG_NOTE_SUFFIX}")
+    for folder in sorted({Path(note.read_text(encoding="utf-8")) for note in notes}):
+        for dump in sorted(Path(settings.scratch).glob(f"{_NCCL_PREFIX}*")):
+            shutil.move(dump, folder / dump.name)
+        if not _has_hung(folder):
+            _remove(folder)
+        elif not quiet:
+            _print(folder)
 
 
 @contextlib.contextmanager
@@ -91,17 +135,6 @@ def _folders(settings: Settings) -> Iterator[Settings]:
             stated.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()  # traces that could not be moved stay
-
-
-def environment(settings: Settings) -> dict[str, str]:
-    """Return the environment in which each Python records itself as `settings` say."""
-    path = os.environ.get("PYTHONPATH")
-    return {
-        **(hangs.recorder_variables(settings) if settings.hang_timeout_s is not None else {}),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(_INJECTED), *([path] if path else [])]),
-        conventions.RECORD_VARIABLE: settings.as_variable(),
-    }
 
 
 def _resolve(command: list[str]) -> list[str]:
@@ -154,3 +187,40 @@ def _die_of(number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     sys.exit(128 + number)
+
+
+def _has_hung(folder: Path) -> bool:
+    """Return whether a rank left a dump of something else than the end of its program."""
+    dumps = list(folder.glob(f"rank*{conventions.HANG_SUFFIX}"))
+    return any(_reason(dump) != _EXIT for dump in dumps) or any(folder.glob(f"{_NCCL_PREFIX}*"))
+
+
+def _reason(dump: Path) -> str:
+    try:
+        return str(json.loads(dump.read_text(encoding="utf-8"))["tracekit"]["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of ranks on this node, and folders that are empty then."""
+    with contextlib.suppress(OSError):
+        for stacks in folder.glob(f"rank*{conventions.STACKS_SUFFIX}"):
+            process = json.loads(stacks.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+            if process.get("host") == platform.node():
+                name = stacks.name.removesuffix(conventions.STACKS_SUFFIX)
+                (folder / (name + conventions.HANG_SUFFIX)).unlink(missing_ok=True)
+                stacks.unlink()
+        folder.rmdir()
+        run = folder.parent
+        if [path.name for path in run.iterdir()] == [conventions.CLAIM_FILE]:
+            (run / conventions.CLAIM_FILE).unlink()
+            run.rmdir()
+
+
+def _print(folder: Path) -> None:
+    """Print the diagnosis on stderr, if this Python can make it: stdout is the training's."""
+    notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
+    if exit_report.has_analysis():
+        command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
+        subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own

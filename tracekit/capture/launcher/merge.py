@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import atomic_files, folder_claim
+from tracekit.capture import atomic_files
 
 _UNCOMPRESSED = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
 # A partial file was never completed and does not belong to the run, but a log is valid up to its last line.
@@ -19,7 +19,9 @@ def merge_parts(run: Path, parts: list[Path]) -> int:
     that exists in the run already, OSError where one cannot be read or moved. All checks precede the first move.
     """
     moves: dict[Path, Path] = {}
-    names = {name for name in (folder_claim.owner(run), *map(folder_claim.owner, parts)) if name is not None}
+    names = {
+        name for name in (atomic_files.folder_owner(run), *map(atomic_files.folder_owner, parts)) if name is not None
+    }
     if len(names) > 1:
         raise ValueError(f"{run} and its parts belong to different trainings: nothing was moved")
     for part in parts:

@@ -1,17 +1,22 @@
 """Find the checkpoints at a path and verify each."""
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tracekit.errors import InputError
-from tracekit.ingest.checkpoint_files import distributed, result, safetensors, seals, zip_archives
-from tracekit.ingest.checkpoint_files.result import WHOLE, Part, VerifiedCheckpoint
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.checkpoint_files import distributed, result, safetensors, zip_archives
+from tracekit.ingest.checkpoint_files.result import WHOLE, Part, Problem, VerifiedCheckpoint
 
 _MAX_DEPTH = 4
+_SEAL_FILE = "seal.json"  # of the instrumented trainers: size and SHA-256 of each file, written last
 _CHECKED = (zip_archives.SUFFIXES, (safetensors.SUFFIX, safetensors.INDEX_SUFFIX, distributed.SHARD_SUFFIX))
 _SUFFIXES = tuple(suffix for suffixes in _CHECKED for suffix in suffixes)
-_NAMES = (seals.SEAL_FILE, distributed.METADATA_FILE)
+_NAMES = (_SEAL_FILE, distributed.METADATA_FILE)
 
 
 def verify(path: Path) -> list[VerifiedCheckpoint]:
@@ -48,8 +53,8 @@ def _folders(folder: Path, *, depth: int) -> Iterator[Path]:
 def _parts(folder: Path) -> list[Part]:
     names = sorted(child.name for child in folder.iterdir() if child.is_file())
     parts = []
-    if seals.SEAL_FILE in names:
-        return [seals.check(folder)]
+    if _SEAL_FILE in names:
+        return [_check_seal(folder)]
     if distributed.METADATA_FILE in names:
         parts.append(distributed.check(folder))
     shards = [name for name in names if name.endswith(distributed.SHARD_SUFFIX)]
@@ -58,7 +63,7 @@ def _parts(folder: Path) -> list[Part]:
         parts.append(Part("torch.distributed.checkpoint", (result.problem(distributed.METADATA_FILE, what),)))
     if parts and _others_are_sealed(folder):
         what = "is missing, but other checkpoints here have one: the save did not end, or is under way"
-        parts.append(Part("seal", (result.problem(seals.SEAL_FILE, what),)))
+        parts.append(Part("seal", (result.problem(_SEAL_FILE, what),)))
     tensors = [name for name in names if name.endswith(safetensors.SUFFIX)]
     indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
     if tensors or indexes:
@@ -78,7 +83,7 @@ def _one_file(path: Path) -> Part:
 
 
 def _others_are_sealed(folder: Path) -> bool:
-    return any((other / seals.SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder)
+    return any((other / _SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder)
 
 
 def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoint]:
@@ -96,3 +101,48 @@ def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoin
             remedy = "make the files readable to you and verify again, before it is loaded"
         done.append(checkpoint if checkpoint.status == WHOLE else replace(checkpoint, remedy=remedy))
     return done
+
+
+def _check_seal(folder: Path) -> Part:
+    """Return the problems of a sealed checkpoint."""
+    try:
+        seal = untrusted_json.parse((folder / _SEAL_FILE).read_bytes())
+        digest, files = seal.pop("sha256"), seal["files"]
+        computed_digest = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
+        sizes = {name: _stated_bytes(expected) for name, expected in files.items()}
+    except OSError as error:
+        return Part("seal", (result.unreadable(_SEAL_FILE, error),))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Part("seal", (result.problem(_SEAL_FILE, f"is damaged ({error})"),))
+    if computed_digest != digest:
+        return Part("seal", (result.problem(_SEAL_FILE, "is damaged: its words have changed since it was written"),))
+    wrong = {name: _damage_of_sealed(folder, name, expected) for name, expected in files.items()}
+    return Part(
+        "seal",
+        tuple(problem for problem in wrong.values() if problem),
+        files=len(files),
+        total_bytes=sum(sizes.values()),
+        checked_bytes=sum(size for name, size in sizes.items() if not wrong[name]),
+    )
+
+
+def _stated_bytes(expected: Any) -> int:
+    """Return the stated size of a file. Raises KeyError or TypeError if an entry is not of a seal."""
+    if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
+        raise TypeError("an entry without size and sha256")
+    return int(expected["bytes"])
+
+
+def _damage_of_sealed(folder: Path, name: str, expected: Mapping[str, Any]) -> Problem | None:
+    if Path(name).name != name:
+        return result.problem(name, "lies outside of the checkpoint: the seal is not ours")
+    try:
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            how = "it was cut" if size < expected["bytes"] else "something was added"
+            return result.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return result.unreadable(name, error)
+    return None if digest == expected["sha256"] else result.problem(name, "holds other bytes than were saved")

@@ -4,7 +4,6 @@ The summary comes first, so that a list of hundreds of runs reads only one line 
 """
 
 import dataclasses
-import hashlib
 import io
 import json
 import shutil
@@ -12,7 +11,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +18,6 @@ import msgspec
 import polars as pl
 
 from tracekit.analysis.time import summary as facts
-from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.source import Source
@@ -50,11 +47,6 @@ MAX_STEPS = 60
 MAX_COSTLIEST = 300
 Reader = Callable[[int, int, str], Callable[[], Trace]]
 """Returns the function that reads a trace, by window, rank and path."""
-MIN_MEASURED_S = 0.2
-"""A table that takes less is measured again: reading it would save little, and each is a file."""
-MAX_TABLE_BYTES = 128 << 20
-"""Limit for one table: in memory, or of its Parquet files."""
-_PARTS = "\0parts"
 
 
 @dataclass(frozen=True)
@@ -184,47 +176,6 @@ def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
     """Return the table of one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
         return _table(archive, _fact(number))
-
-
-class MeasuredTables:
-    """The cache of tables of one run, by full name of the fact (`Run.use_cache`)."""
-
-    def __init__(self, reports: DiskCache, key: str, numbers: Mapping[str, int], is_unchanged: Callable[[], bool]):
-        """Read tables of the report `key`, whose entry has those of `numbers`, by name.
-
-        `is_unchanged` returns whether the files of the run are those that were checked.
-        """
-        self._reports, self._key, self._numbers, self._is_unchanged = reports, key, numbers, is_unchanged
-        self._later = DiskCache.of_user("tables")
-
-    def get(self, name: str) -> pl.DataFrame | None:
-        """Return the table of a name; None if it has to be measured."""
-        if name in self._numbers:
-            table = self._reports.get(self._key, partial(read_fact, self._numbers[name]))
-            if table is not None:
-                return table
-        return self._later.get(self._key_of(name), partial(read_fact, 0))
-
-    def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
-        """Store a table that took long to measure, unless it is large or files of the run have changed."""
-        is_worth_it = measured_s >= MIN_MEASURED_S and table.estimated_size() <= MAX_TABLE_BYTES
-        if is_worth_it and self._is_unchanged():
-            self._later.put(self._key_of(name), partial(write_table, table), unless=UNSERIALIZABLE)
-
-    def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
-        """Return the table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
-        read = partial(read_parts, new_part=new_part)
-        return self._later.get(self._key_of(name + _PARTS), read) or ()
-
-    def put_parts(self, name: str, parts: Sequence[Path]) -> None:
-        """Store a table that is in Parquet files, unless it is large, stored already, or files of the run changed."""
-        key = self._key_of(name + _PARTS)
-        size_bytes = sum(part.stat().st_size for part in parts)
-        if size_bytes <= MAX_TABLE_BYTES and not self._later.path(key).exists() and self._is_unchanged():
-            self._later.put(key, partial(write_parts, parts))
-
-    def _key_of(self, name: str) -> str:
-        return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
 
 
 def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, memoryview]]:

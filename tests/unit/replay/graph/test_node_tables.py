@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from tracekit.ingest.loader import load
-from tracekit.model.fact_tables import FactTables
+from tracekit.model.table_store import TableStore
 from tracekit.replay.graph import causes, savings, trace_graph
 from tracekit.replay.graph.nodes import NodeTable
 
@@ -17,7 +17,7 @@ SAMPLES = Path(__file__).parents[4] / "sample_traces"
 def runs():
     """Return a run with the tables of its facts in memory, and the same run with them in files."""
     in_memory, in_files = (load(SAMPLES / "faults" / "slow-rank") for _ in range(2))
-    in_files._facts = FactTables(max_bytes=1)
+    in_files._tables = TableStore(max_bytes=1)
     savings.graphs_of(in_files)
     assert in_files.parts(trace_graph.nodes)
     assert not in_memory.parts(trace_graph.nodes)

@@ -1,6 +1,5 @@
 """Scenes in the cache: made once, made again when stale or damaged, whoever else writes there."""
 
-import dataclasses
 import json
 import stat
 import subprocess
@@ -164,9 +163,7 @@ def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder
 def test_the_scene_used_least_goes_first_where_the_cache_is_full(run, folder):
     opened(run, folder)
     (old,) = files(folder)
-    with dataclasses.replace(
-        disk_cache.DiskCache(folder, ".tiles", disk_cache.DEFAULT_MAX_BYTES), max_bytes=old.stat().st_size
-    ).writing("new") as file:
+    with disk_cache.DiskCache(folder, ".tiles", old.stat().st_size).writing("new") as file:
         file.write(b"x")
     assert [each.name for each in files(folder)] == ["new.tiles"]
 

@@ -1,6 +1,6 @@
 """The events of Perfetto's tracks as columns: slices, moments, counters, and the arguments of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -268,3 +268,21 @@ def flows(events: Events, numbers: Sequence[tuple[int, int]]) -> tuple[Ints, Int
     """Return events and the flows that they state in fields of these numbers and wire types."""
     rows = np.concatenate([events.fields.where(number, kind) for number, kind in numbers])
     return events.fields.owner[rows], events.fields.value[rows]
+
+
+def issues(events: Events, slices: Slices) -> Iterator[tuple[str, str, float]]:
+    """Yield the kind, message and affected share of each issue."""
+    packets = events.packets
+    if packets.broken or packets.read_bytes < packets.total_bytes:
+        why = packets.broken or f"{packets.read_bytes:,} of {packets.total_bytes:,} bytes can be read"
+        lost = 1 - packets.read_bytes / max(packets.total_bytes, 1)
+        yield "truncated", f"The Perfetto file is damaged or truncated: {why}.", lost
+    lost_events = events.void + packets.damaged
+    if lost_events:
+        share = lost_events / max(len(events.kind) + lost_events, 1)
+        message = f"{lost_events:,} events of the Perfetto file cannot be read or lack their state and were left out."
+        yield "damaged_events", message, share
+    unmatched = slices.unfinished + slices.stray_ends
+    if unmatched:
+        message = f"{unmatched:,} begin or end events lack their counterpart and were ignored."
+        yield "unmatched_pairs", message, unmatched / max(len(events.kind), 1)

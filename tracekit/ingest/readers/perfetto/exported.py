@@ -1,6 +1,7 @@
 """Exports of tracekit: slices and rows, with the columns of their tables as arguments, back to the tables."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,7 @@ import polars as pl
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.normalize import activities, distributed_job
-from tracekit.ingest.readers.perfetto import data_quality, row_bounds
+from tracekit.ingest.readers.normalize import activities, distributed_job, numbers
 from tracekit.ingest.readers.perfetto import events as event_columns
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
 from tracekit.ingest.readers.perfetto.wire import Ints
@@ -26,6 +26,25 @@ _RUN_ISSUES = {
     "rank": pl.Int64(), "path": pl.String(), "kind": pl.String(), "message": pl.String(),
     "affected_ratio": pl.Float64(),
 }  # fmt: skip
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "lanes": ("lane", "name"),
+    "steps": ("start_ns", "end_ns"),
+    "ops": ("id", "lane", "start_ns", "dur_ns"),
+    "activities": ("id", "lane", "start_ns", "dur_ns"),
+    "collectives": ("activity_id",),
+    "groups": ("group", "ranks"),
+    "allocations": ("at_ns", "delta_bytes"),
+    "syncs": ("kind", "start_ns", "dur_ns"),
+    "checkpoints": ("checkpoint", "operation", "stage"),
+    "io_calls": ("name", "kind", "start_ns", "dur_ns"),
+    "counters": ("at_ns", "name", "value"),
+    "metrics": ("step", "name", "value"),
+    "data_quality": ("kind", "message", "affected_ratio"),
+}
+_GRID = r"^\d{1,10}(x\d{1,10}){0,2}$"
+_INT, _FLOAT = pl.Int64(), pl.Float64()
+_MOST = 1 << 53
+"""Of integers other than times: a double holds them exactly, and sums of a thousand fit an int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +198,7 @@ def trace(events: Events, stated: TraceFacts, path: str, *, rank: int, window: i
     tables["checkpoints"] = pl.concat([saved, tables["checkpoints"]], how="diagonal_relaxed")
     conformed, incomplete = {}, 0
     for name, table in tables.items():
-        conformed[name], left_out = row_bounds.within(name, schema.TABLES[name].conform(table))
+        conformed[name], left_out = _within(name, schema.TABLES[name].conform(table))
         incomplete += left_out
     conformed["lanes"] = _with_roles(conformed["lanes"], conformed["activities"])
     conformed["data_quality"] = pl.concat([conformed["data_quality"], _issues(events, slices, stated, incomplete)])
@@ -255,7 +274,7 @@ def _renumber(table: pl.DataFrame, column: str, numbers: pl.DataFrame) -> pl.Dat
 
 
 def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts, incomplete: int) -> pl.DataFrame:
-    rows = list(data_quality.of_file(events, slices))
+    rows = list(event_columns.issues(events, slices))
     if incomplete:
         message = f"{incomplete:,} rows of the Perfetto file lack their lane, time or value and were left out."
         rows.append(("damaged_events", message, incomplete / max(len(events.kind), 1)))
@@ -263,3 +282,36 @@ def _issues(events: Events, slices: event_columns.Slices, stated: TraceFacts, in
         message = f"The Perfetto file was exported with step {stated.step} only; the rest of the trace is not in it."
         rows.append(("part_of_run", message, 0.0))
     return pl.DataFrame(rows, schema.DATA_QUALITY.schema, orient="row")
+
+
+def _within(name: str, table: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Return the rows of a table that state what each row must, and how many do not.
+
+    A number counts as missing if it is not one, a duration also if it is negative, times and other integers also beyond
+    what other readers accept; so does a text in place of a grid or block.
+    """
+    stated = (column for column, dtype in table.schema.items() if dtype in (_INT, _FLOAT) and column != "address")
+    grids = (_grid(column) for column in ("grid", "block") if column in table.columns)
+    bounded = table.with_columns(*map(_within_bounds, stated), *grids)
+    rows = bounded.drop_nulls(_REQUIRED[name])
+    return rows, table.height - rows.height
+
+
+def _within_bounds(column: str) -> pl.Expr:
+    lowest, highest = _bounds(column)
+    value = pl.col(column)
+    return pl.when(value.is_between(lowest, highest) & value.is_not_nan()).then(value).alias(column)
+
+
+def _bounds(column: str) -> tuple[float, float]:
+    if column == "dur_ns":
+        return 0, numbers.MOST_DUR_NS
+    if column.endswith(("at_ns", "start_ns", "end_ns")):
+        return -numbers.MOST_NS, numbers.MOST_NS
+    if column in ("value", "affected_ratio"):
+        return -math.inf, math.inf
+    return -_MOST, _MOST
+
+
+def _grid(column: str) -> pl.Expr:
+    return pl.when(pl.col(column).str.contains(_GRID)).then(column).alias(column)

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.memory import allocations
-from tracekit.errors import InputError
+from tracekit.analysis.memory import allocations, snapshot_files
+from tracekit.errors import InputError, TracekitError
+from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.run import Run
 from tracekit.replay.allocator import SegmentState, Settings, playback
 from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
@@ -175,6 +177,21 @@ def step_growth(snapshot: MemorySnapshot, history: History, played: ReplayResult
     )
     wide = grown.filter(pl.col("steps") >= LEAST_STEPS).with_columns(device=pl.lit(history.device))
     return schema.conform(wide.sort("bytes", "op", descending=[True, False]), GROWTH_COLUMNS)
+
+
+def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
+    """Return the rank that ran out of memory first and the event, by the same snapshots as `pools`; else None, None."""
+    failed = []
+    for file in snapshot_files.first_files(run):
+        try:
+            snapshot = reader.read(file.path)
+        except TracekitError:  # `data_quality` reports it
+            continue
+        for device in snapshot.events.filter(pl.col("action") == reader.OUT_OF_MEMORY)["device"].unique().sort():
+            oom = of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
+            if oom is not None:
+                failed.append((file.rank, oom))
+    return min(failed, key=lambda failure: failure[1].at_ns or 0, default=(None, None))
 
 
 def _peak_reserved(events: pl.DataFrame, last: int, history: History) -> int:

@@ -17,8 +17,6 @@ from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.schema import Table
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import out_of_memory
-from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.recorded_history import (
     ALLOC,
@@ -318,21 +316,6 @@ def histories(run: Run) -> pl.DataFrame:
     same snapshots as `pools`.
     """
     return _snapshot_tables(run)[1]
-
-
-def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
-    """Return the rank that ran out of memory first and the event, by the same snapshots as `pools`; else None, None."""
-    failed = []
-    for file in snapshot_files.first_files(run):
-        try:
-            snapshot = reader.read(file.path)
-        except TracekitError:  # `data_quality` reports it
-            continue
-        for device in snapshot.events.filter(pl.col("action") == reader.OUT_OF_MEMORY)["device"].unique().sort():
-            oom = out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
-            if oom is not None:
-                failed.append((file.rank, oom))
-    return min(failed, key=lambda failure: failure[1].at_ns or 0, default=(None, None))
 
 
 def data_quality(run: Run) -> pl.DataFrame:

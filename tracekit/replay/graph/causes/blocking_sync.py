@@ -34,19 +34,14 @@ def blocking_sync(graph: Graph) -> Graph:
 
 
 BLOCKING_SYNC = Cause(
-    name="blocking-sync",
-    codes=("HOST002",),
+    name="blocking-sync", codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.SYNCHRONIZE, is_hidden_elsewhere=True,
     summary="the host never waits for the device in a call that leaves it idle",
     basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
     "pause after each; FSDP1's rate limiter stays",
-    kind=Kind.HOST,
-    transform=blocking_sync,
-    pricing=Pricing.SOURCE,
-    idle_part=late_ranks.SYNCHRONIZE,
-    is_hidden_elsewhere=True,
     removed_stalls=(host_stalls.SYNC,),
     excluded_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION, host_stalls.DATA, host_stalls.SAVE),
-)
+)  # fmt: skip
 
 
 @memoize

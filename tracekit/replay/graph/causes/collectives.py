@@ -98,47 +98,29 @@ def with_balanced_experts(graph: Graph) -> Graph:
 
 
 COMMUNICATION = Cause(
-    name="communication",
-    codes=("COMM001",),
+    name="communication", codes=("COMM001",), kind=Kind.COMMUNICATION, transform=without_transfers, confidence=0.8,
+    is_transfer_time=True,
     summary="transfers take no time",
     basis="recorded transfers, without waiting for peers",
-    kind=Kind.COMMUNICATION,
-    transform=without_transfers,
-    confidence=0.8,
-    is_transfer_time=True,
-)
+)  # fmt: skip
 SLOW_LINK = Cause(
-    name="slow-link",
-    codes=("RANK002",),
+    name="slow-link", codes=("RANK002",), kind=Kind.STRAGGLERS, transform=equalize_transfers, place=30, confidence=0.8,
+    is_transfer_time=True,
     summary="collectives of one kind and size are as fast in every group and step as in the fastest",
     basis="transfer times by op, size and place, across groups and steps",
-    kind=Kind.STRAGGLERS,
-    transform=equalize_transfers,
-    place=30,
-    confidence=0.8,
-    is_transfer_time=True,
-)
+)  # fmt: skip
 SMALL_COLLECTIVES = Cause(
-    name="small-collectives",
-    codes=("COMM002",),
+    name="small-collectives", codes=("COMM002",), kind=Kind.COMMUNICATION, transform=bucket_collectives, place=30,
+    confidence=0.7, is_transfer_time=True,
     summary="collectives of one unit are merged into one",
     basis="fixed cost per collective, from time against size of all collectives of the op",
-    kind=Kind.COMMUNICATION,
-    transform=bucket_collectives,
-    place=30,
-    confidence=0.7,
-    is_transfer_time=True,
-)
+)  # fmt: skip
 UNBALANCED_EXPERTS = Cause(
-    name="unbalanced-experts",
-    codes=("EP001",),
+    name="unbalanced-experts", codes=("EP001",), kind=Kind.COMMUNICATION, transform=with_balanced_experts, place=30,
+    confidence=0.8,
     summary="the experts of each rank get the mean number of tokens of their group",
     basis="sizes of the all-to-alls around the experts, and the compute between them",
-    kind=Kind.COMMUNICATION,
-    transform=with_balanced_experts,
-    place=30,
-    confidence=0.8,
-)
+)  # fmt: skip
 
 
 def transfers(graph: Graph) -> pl.DataFrame:

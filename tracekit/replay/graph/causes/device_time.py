@@ -59,83 +59,57 @@ def reduce_once_per_step(graph: Graph) -> Graph:
 
 
 MISALIGNED_PRODUCTS = Cause(
-    name="misaligned-products",
-    codes=("COMP001",),
+    name="misaligned-products", codes=("COMP001",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.MISALIGNED), place=10, confidence=0.6,
     summary="rows of matrix products begin at multiples of 16 bytes in memory",
     basis="kernels for other rows, at the share of the roofline that the other products reach",
-    kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.MISALIGNED),
-    place=10,
-    confidence=0.6,
-)
+)  # fmt: skip
 
 
 IDLE_TENSOR_CORES = Cause(
-    name="idle-tensor-cores",
-    codes=("COMP002",),
+    name="idle-tensor-cores", codes=("COMP002",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.NO_TENSOR_CORES), place=10, confidence=0.6,
     summary="32-bit matrix products use tensor cores (TF32)",
     basis="kernels that do not, at half the peak in TF32 or 80% of the memory bandwidth",
-    kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.NO_TENSOR_CORES),
-    place=10,
-    confidence=0.6,
-)
+)  # fmt: skip
 
 
 UNFUSED_OPTIMIZER = Cause(
-    name="unfused-optimizer",
-    codes=("COMP003",),
+    name="unfused-optimizer", codes=("COMP003",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_OPTIMIZER), place=10, confidence=0.6,
     summary="one kernel updates parameters and optimizer state",
     basis="elementwise kernels of the optimizer, by their accesses to memory and those of a fused one",
-    kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_OPTIMIZER),
-    place=10,
-    confidence=0.6,
-)
+)  # fmt: skip
 
 
 UNFUSED_KERNELS = Cause(
-    name="unfused-kernels",
-    codes=("COMP004",),
+    name="unfused-kernels", codes=("COMP004",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_CHAIN), place=10, confidence=0.6,
     summary="elementwise kernels in a row are one",
     basis="inputs that the kernel before wrote, by their share of the bytes that a kernel moves",
-    kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.UNFUSED_CHAIN),
-    place=10,
-    confidence=0.6,
-)
+)  # fmt: skip
 
 
 PARTIAL_WAVES = Cause(
-    name="partial-waves",
-    codes=("COMP005",),
+    name="partial-waves", codes=("COMP005",), kind=Kind.COMPUTE,
+    transform=partial(without_avoidable_time, cause=avoidable_time.PARTIAL_WAVE), place=10, confidence=0.6,
     summary="the last wave of blocks of a matrix product fills the device",
     basis="blocks of products with one block per tile, by the number of multiprocessors",
-    kind=Kind.COMPUTE,
-    transform=partial(without_avoidable_time, cause=avoidable_time.PARTIAL_WAVE),
-    place=10,
-    confidence=0.6,
-)
+)  # fmt: skip
 
 
 RECOMPUTATION = Cause(
-    name="recomputation",
-    codes=("MEM002",),
+    name="recomputation", codes=("MEM002",), kind=Kind.COMPUTE, transform=without_recomputation,
     summary="no activation is recomputed",
     basis="forward ops that run again in backward (activation checkpointing)",
-    kind=Kind.COMPUTE,
-    transform=without_recomputation,
-)
+)  # fmt: skip
 
 
 MICRO_BATCH_REDUCTIONS = Cause(
-    name="micro-batch-reductions",
-    codes=("COMM003",),
+    name="micro-batch-reductions", codes=("COMM003",), kind=Kind.COMMUNICATION, transform=reduce_once_per_step,
     summary="gradients are reduced once per step",
     basis="all but the last reduction of each unit in a step, with their preparation",
-    kind=Kind.COMMUNICATION,
-    transform=reduce_once_per_step,
-)
+)  # fmt: skip
 
 
 def without_late_ranks(graph: Graph) -> Graph:
@@ -197,42 +171,27 @@ def clock_drop(graph: Graph) -> Graph:
 
 
 DEVICE_STALL = Cause(
-    name="device-stall",
-    codes=("STREAM005",),
+    name="device-stall", codes=("STREAM005",), kind=Kind.CONTENTION, transform=device_stall, place=10, confidence=0.8,
+    pricing=Pricing.SOURCE, idle_part=late_ranks.STALL,
     summary="the device runs queued work at once and pauses no kernel",
     basis="times in which no device runs anything although work is queued, and kernels that take longer by as much",
-    kind=Kind.CONTENTION,
-    transform=device_stall,
-    place=10,
-    confidence=0.8,
-    pricing=Pricing.SOURCE,
-    idle_part=late_ranks.STALL,
-)
+)  # fmt: skip
 
 
 CLOCK_DROP = Cause(
-    name="clock-drop",
-    codes=("STEP003",),
+    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, confidence=0.8,
+    pricing=Pricing.SOURCE,
     summary="kernels are as fast as before the clock of their device dropped",
     basis="the same kernels before and after the moment from which on all are slower",
-    kind=Kind.COMPUTE,
-    transform=clock_drop,
-    place=10,
-    confidence=0.8,
-    pricing=Pricing.SOURCE,
-)
+)  # fmt: skip
 
 
 STRAGGLER = Cause(
-    name="straggler",
-    codes=("RANK001", "RANK004"),
+    name="straggler", codes=("RANK001", "RANK004"), kind=Kind.STRAGGLERS, transform=without_late_ranks, place=40,
+    pricing=Pricing.LATE_RANKS,
     summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
     basis="arrivals at collectives: the ranks without which the others would wait least",
-    kind=Kind.STRAGGLERS,
-    transform=without_late_ranks,
-    place=40,
-    pricing=Pricing.LATE_RANKS,
-)
+)  # fmt: skip
 
 
 def _micro_batches(graph: Graph) -> pl.DataFrame:

@@ -59,67 +59,39 @@ def checkpoint(graph: Graph) -> Graph:
 
 
 LATE_LAUNCH = Cause(
-    name="late-launch",
-    codes=("HOST001",),
+    name="late-launch", codes=("HOST001",), kind=Kind.HOST, transform=late_launch, pricing=Pricing.CONSEQUENCE,
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
-    kind=Kind.HOST,
-    transform=late_launch,
-    pricing=Pricing.CONSEQUENCE,
     removed_stalls=(
-        host_stalls.PROFILER,
-        host_stalls.COMPILE,
-        host_stalls.AUTOTUNE,
-        host_stalls.KERNEL_LOADING,
-        host_stalls.GARBAGE_COLLECTION,
-        host_stalls.LAUNCH,
-        host_stalls.OTHER,
+        host_stalls.PROFILER, host_stalls.COMPILE, host_stalls.AUTOTUNE, host_stalls.KERNEL_LOADING,
+        host_stalls.GARBAGE_COLLECTION, host_stalls.LAUNCH, host_stalls.OTHER,
     ),
-)
+)  # fmt: skip
 RATE_LIMITER = Cause(
-    name="rate-limiter",
-    codes=("HOST002",),
+    name="rate-limiter", codes=("HOST002",), kind=Kind.HOST, transform=rate_limiter, confidence=0.6,
     summary="FSDP1's limit of two all-gathers never delays the host",
     basis="rate_limiter spans",
-    kind=Kind.HOST,
-    transform=rate_limiter,
-    confidence=0.6,
-)
+)  # fmt: skip
 DATA_LOADING = Cause(
-    name="data-loading",
-    codes=("HOST003",),
+    name="data-loading", codes=("HOST003",), kind=Kind.HOST, transform=data_loading, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.DATA, is_before_window=True, is_hidden_elsewhere=True,
     summary="every batch is ready when requested",
     basis="phase data and DataLoader spans",
-    kind=Kind.HOST,
-    transform=data_loading,
-    pricing=Pricing.SOURCE,
-    idle_part=late_ranks.DATA,
-    is_before_window=True,
-    is_hidden_elsewhere=True,
     removed_stalls=(host_stalls.DATA,),
-)
+)  # fmt: skip
 ALLOCATOR = Cause(
-    name="allocator",
-    codes=("MEM001",),
+    name="allocator", codes=("MEM001",), kind=Kind.HOST, transform=allocator, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.ALLOCATOR, is_hidden_elsewhere=True,
     summary="the allocator makes no calls to the device",
     basis="cudaMalloc, cudaFree and their waits",
-    kind=Kind.HOST,
-    transform=allocator,
-    pricing=Pricing.SOURCE,
-    idle_part=late_ranks.ALLOCATOR,
-    is_hidden_elsewhere=True,
     removed_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION),
-)
+)  # fmt: skip
 CHECKPOINT = Cause(
-    name="checkpoint",
-    codes=("CKPT001",),
+    name="checkpoint", codes=("CKPT001",), kind=Kind.HOST, transform=checkpoint, pricing=Pricing.SOURCE,
     summary="no save blocks the training thread",
     basis="phase checkpoint",
-    kind=Kind.HOST,
-    transform=checkpoint,
-    pricing=Pricing.SOURCE,
     removed_stalls=(host_stalls.SAVE,),
-)
+)  # fmt: skip
 
 
 def gap_ns(graph: Graph, *states: str) -> Ints:

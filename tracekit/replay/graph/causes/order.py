@@ -60,34 +60,22 @@ def all_gathers_first(graph: Graph) -> Graph:
 
 
 SHARED_QUEUE = Cause(
-    name="shared-queue",
-    codes=("STREAM002",),
+    name="shared-queue", codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_streams, place=REORDERS,
     summary="work on a stream does not wait until earlier-launched work on other streams has started",
     basis="the start order, where it never differs from the launch order",
-    kind=Kind.CONTENTION,
-    transform=independent_streams,
-    place=REORDERS,
-)
+)  # fmt: skip
 SHARED_COMMUNICATOR = Cause(
-    name="shared-communicator",
-    codes=("STREAM002",),
+    name="shared-communicator", codes=("STREAM002",), kind=Kind.CONTENTION, transform=independent_collectives,
+    place=REORDERS, confidence=0.4,
     summary="collectives of one group on different streams overlap",
     basis="the order of collectives in a group, where they never overlap",
-    kind=Kind.CONTENTION,
-    transform=independent_collectives,
-    place=REORDERS,
-    confidence=0.4,
-)
+)  # fmt: skip
 LATE_GATHERS = Cause(
-    name="late-gathers",
-    codes=("COMM001",),
+    name="late-gathers", codes=("COMM001",), kind=Kind.COMMUNICATION, transform=prefetch_all_gathers, place=REORDERS,
+    confidence=0.7,
     summary="each all-gather may start one unit earlier (prefetch)",
     basis="an all-gather waits for the compute that the previous one waited for",
-    kind=Kind.COMMUNICATION,
-    transform=prefetch_all_gathers,
-    place=REORDERS,
-    confidence=0.7,
-)
+)  # fmt: skip
 
 
 def _in_order(graph: Graph) -> pl.DataFrame:

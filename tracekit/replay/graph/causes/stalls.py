@@ -86,26 +86,17 @@ def without_excess(graph: Graph) -> Graph:
 
 
 SINGLE_STALL = Cause(
-    name="single-stall",
-    codes=("STEP001",),
+    name="single-stall", codes=("STEP001",), kind=Kind.HOST, transform=without_stalls, confidence=0.8,
+    is_of_finding=True,
     summary="no host stalls once for longer than in the other steps",
     basis="host time in the stalls of one finding",
-    kind=Kind.HOST,
-    transform=without_stalls,
-    confidence=0.8,
-    is_of_finding=True,
-)
+)  # fmt: skip
 STALLED_COLLECTIVE = Cause(
-    name="stalled-collective",
-    codes=("STEP004",),
+    name="stalled-collective", codes=("STEP004",), kind=Kind.COMMUNICATION, transform=without_excess, place=COMPARES,
+    confidence=0.8, is_of_finding=True,
     summary="no single collective takes far longer than usual",
     basis="the excess of the collectives of one finding",
-    kind=Kind.COMMUNICATION,
-    transform=without_excess,
-    place=COMPARES,
-    confidence=0.8,
-    is_of_finding=True,
-)
+)  # fmt: skip
 
 
 def _on_ranks(graph: Graph, ranks: tuple[int, ...], transform: Transform) -> Graph:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.support import drawn_traces
 from tracekit.model.executor import Measured
-from tracekit.model.fact_tables import FactTables
 from tracekit.model.run import Run
 from tracekit.model.source import Source
+from tracekit.model.table_store import TableStore
 
 
 def names(trace):
@@ -41,11 +41,11 @@ TABLES = st.lists(
 
 
 def collected(measured, max_bytes):
-    tables = FactTables(max_bytes)
+    tables = TableStore(max_bytes)
     collector = tables.collector(list(SCHEMAS))
     for rank, of_trace in enumerate(measured):
         collector.add((0, rank), [pl.DataFrame(rows, SCHEMAS[fact], orient="row") for fact, rows in of_trace])
-    collector.finish()
+    collector.finish(0.0)
     return tables
 
 
@@ -59,9 +59,9 @@ def test_parts_in_files_are_the_tables_in_memory(measured, max_bytes):
             for rank, of_trace in enumerate(measured)
             for row in dict(of_trace)[fact]
         ]
-        assert within[fact].rows() == expected
-        assert outside[fact].equals(within[fact])
-        assert outside.scan(fact).select("rank").collect().equals(within[fact].select("rank"))
+        assert within.get(fact).rows() == expected
+        assert outside.get(fact).equals(within.get(fact))
+        assert outside.scan(fact).select("rank").collect().equals(within.get(fact).select("rank"))
     assert max_bytes or not any(within.parts(fact) for fact in SCHEMAS)
 
 
@@ -76,8 +76,8 @@ def test_files_are_removed_with_the_tables():
 
 def test_a_table_from_files_is_read_again_only_when_nobody_uses_it():
     tables = collected([((names, []), (times, [(1, 0.5)] * 9))], 0)
-    used = tables[times]
-    assert tables[times] is used
+    used = tables.get(times)
+    assert tables.get(times) is used
 
 
 def test_memory_for_facts_is_shared_by_all_passes():

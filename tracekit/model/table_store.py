@@ -1,0 +1,231 @@
+"""TableStore: the tables of a run in memory, as Parquet files where they need too much of it, and saved on disk."""
+
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import polars as pl
+
+from tracekit.model import parquet_files
+from tracekit.model.trace import TraceFact
+
+Measure: TypeAlias = Callable[[Any], pl.DataFrame]
+"""A fact of a trace or of a run."""
+Place = tuple[int, int]
+"""Window and rank of a trace."""
+
+
+_MAX_FRAMES = 32
+"""So many tables become one: a small table takes 100 times the memory of its rows."""
+
+
+class SavedTables(Protocol):
+    """Tables by name, measured of the same traces by the same code: after a restart nothing is measured again."""
+
+    def get(self, name: str) -> pl.DataFrame | None:
+        """Table of a name; None if it has to be measured."""
+
+    def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
+        """Save a table that took `measured_s` to measure, if that is worth it."""
+
+    def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
+        """Table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
+
+    def put_parts(self, name: str, parts: Sequence[Path]) -> None:
+        """Save a table that is in Parquet files, if that is worth it."""
+
+
+class TableStore:
+    """The table of each fact; that of a fact of traces has columns window and rank, then those of the fact.
+
+    While traces are measured, their tables are in memory up to `max_bytes`; beyond that, those of the fact with most
+    bytes become a Parquet file. Such a table is read again each time that it is requested, unless it still exists.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start without tables."""
+        self._max_bytes = max_bytes
+        self._tables: dict[Measure, pl.DataFrame] = {}
+        self._kept: set[Measure] = set()
+        self._parts: dict[TraceFact, tuple[Path, ...]] = {}
+        self._read: weakref.WeakValueDictionary[TraceFact, pl.DataFrame] = weakref.WeakValueDictionary()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._saved: SavedTables | None = None
+        self.is_complete = True
+        """Whether no trace was left out. If one was, nothing is saved: another process may be able to read it."""
+
+    def __contains__(self, fact: object) -> bool:
+        return fact in self._tables or fact in self._parts
+
+    def get(self, fact: Measure) -> pl.DataFrame:
+        """Table of a fact. Raises KeyError if it was not measured."""
+        if fact in self._tables:
+            return self._tables[fact]
+        table = self._read.get(fact)
+        if table is None:
+            table = self._read[fact] = self.scan(fact).collect()
+        return table
+
+    def put(self, fact: TraceFact, table: pl.DataFrame) -> None:
+        """Add the table of a fact; it becomes a Parquet file if it does not fit in memory with the others."""
+        if table.estimated_size() <= self._free_bytes():
+            self._tables[fact] = table
+        else:
+            part = self.new_part()
+            parquet_files.write(table, part, compression_level=1)
+            self._parts[fact] = (part,)
+
+    def keep(self, fact: Measure, table: pl.DataFrame) -> None:
+        """Add the table of a fact of the run, which stays in memory: it is small and needed often."""
+        self._tables[fact] = table
+        self._kept.add(fact)
+
+    def scan(self, fact: TraceFact) -> pl.LazyFrame:
+        """Table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
+        if fact in self._tables:
+            return self._tables[fact].lazy()
+        return pl.scan_parquet(list(self._parts[fact]), glob=False)
+
+    def parts(self, fact: TraceFact) -> tuple[Path, ...]:
+        """Parquet files of a fact; none if its table is in memory."""
+        return self._parts.get(fact, ())
+
+    def in_memory(self) -> dict[str, pl.DataFrame]:
+        """Tables that are in memory, by full name of the fact, where it has one."""
+        return {name: table for fact, table in self._tables.items() if (name := full_name(fact)) is not None}
+
+    def of_rows(self, rows: pl.Expr) -> "TableStore":
+        """Some rows of the tables of facts of traces, in a store of its own."""
+        store = TableStore(self._max_bytes)
+        for fact in (*(fact for fact in self._tables if fact not in self._kept), *self._parts):
+            store.put(fact, self.scan(fact).filter(rows).collect())
+        return store
+
+    def collector(self, facts: Sequence[TraceFact]) -> "Collector":
+        """Collector that takes the tables of these facts trace by trace."""
+        return Collector(self, facts, max(self._free_bytes(), 0))
+
+    def _free_bytes(self) -> int:
+        tables = (table for fact, table in self._tables.items() if fact not in self._kept)
+        return self._max_bytes - sum(int(table.estimated_size()) for table in tables)
+
+    def new_part(self) -> Path:
+        """Path of a new Parquet file, which is removed with these tables."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="tracekit-facts-")
+        return Path(self._folder.name, f"{sum(1 for _ in Path(self._folder.name).iterdir()):06}.parquet")
+
+    # Saved on disk
+
+    def use(self, saved: SavedTables) -> None:
+        """Take tables from `saved`, and save there those that it does not have; those in Parquet files now."""
+        self._saved = saved
+        self._save_parts(self._parts)
+
+    def take(self, fact: TraceFact) -> bool:
+        """Whether the table of a fact is here, or was saved and is here now."""
+        if fact in self or (name := full_name(fact)) is None or self._saved is None:
+            return fact in self
+        if (table := self._saved.get(name)) is not None:
+            self.put(fact, table)
+        elif parts := self._saved.get_parts(name, self.new_part):
+            self._parts[fact] = parts
+        return fact in self
+
+    def saved(self, name: str | None) -> pl.DataFrame | None:
+        """Table that was saved under a name; None if it has to be measured."""
+        return None if name is None or self._saved is None else self._saved.get(name)
+
+    def save(self, name: str | None, table: pl.DataFrame, measured_s: float) -> None:
+        """Save a table that took `measured_s` to measure."""
+        if name is not None and self._saved is not None and self.is_complete:
+            self._saved.put(name, table, measured_s)
+
+    def add(self, measured: Mapping[TraceFact, pl.DataFrame | Sequence[Path]], measured_s: float) -> None:
+        """Add and save tables, or the Parquet files of tables, that together took `measured_s` to measure."""
+        for fact, table in measured.items():
+            if isinstance(table, pl.DataFrame):
+                self._tables[fact] = table
+                self.save(full_name(fact), table, measured_s)
+            else:
+                self._parts[fact] = tuple(table)
+                self._save_parts([fact])
+
+    def _save_parts(self, facts: Iterable[TraceFact]) -> None:
+        for fact in facts:
+            if (name := full_name(fact)) is not None and self._saved is not None and self.is_complete:
+                self._saved.put_parts(name, self._parts[fact])
+
+
+def full_name(fact: Measure) -> str | None:
+    """Module and name of a fact; None if it cannot be imported by them, such as a lambda."""
+    module, name = getattr(fact, "__module__", ""), getattr(fact, "__qualname__", "")
+    is_reached = getattr(sys.modules.get(module), name, None) is fact
+    return f"{module}.{name}" if is_reached else None
+
+
+class Collector:
+    """Takes the tables of several facts, trace by trace."""
+
+    def __init__(self, into: TableStore, facts: Sequence[TraceFact], max_bytes: int) -> None:
+        """Collect the tables of `facts`; more than `max_bytes` of them are written to files."""
+        self._into, self._max_bytes = into, max_bytes
+        self._pending: dict[TraceFact, _Pending] = {fact: _Pending() for fact in facts}
+        self._parts: dict[TraceFact, list[Path]] = {}
+
+    def add(self, place: Place, tables: Sequence[pl.DataFrame]) -> None:
+        """Add the tables of one trace, in the order of the facts."""
+        for pending, table in zip(self._pending.values(), tables, strict=True):
+            pending.add(place, table)
+        while sum(pending.size_bytes for pending in self._pending.values()) > self._max_bytes:
+            self._write(max(self._pending, key=lambda fact: self._pending[fact].size_bytes))
+
+    def finish(self, measured_s: float) -> None:
+        """Pass the complete tables on, which took `measured_s` to measure."""
+        for fact in self._parts:
+            self._write(fact)
+        tables = {fact: pending.table() for fact, pending in self._pending.items() if pending.places}
+        self._into.add({**self._parts, **tables}, measured_s)
+
+    def _write(self, fact: TraceFact) -> None:
+        pending, self._pending[fact] = self._pending[fact], _Pending()
+        if pending.places:
+            part = self._into.new_part()
+            parquet_files.write(pending.table(), part, compression_level=1)
+            self._parts.setdefault(fact, []).append(part)
+
+
+class _Pending:
+    """The tables of one fact that are in memory."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.size_bytes = 0
+        self._heights: list[int] = []
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, place: Place, table: pl.DataFrame) -> None:
+        self.places.append(place)
+        self._heights.append(table.height)
+        if table.height or not self._frames:  # one empty table is enough for the columns
+            self._frames.append(_without_place(table))
+        self.size_bytes += int(table.estimated_size())
+        if len(self._frames) >= _MAX_FRAMES:
+            self._frames = [pl.concat(self._frames, rechunk=True)]
+
+    def table(self) -> pl.DataFrame:
+        """Return all tables as one, with the window and rank of the trace of each row as first columns."""
+        window, rank = (
+            pl.Series(name, np.repeat(np.array(values, np.int64), self._heights))
+            for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
+        )
+        return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
+
+
+def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
+    place = {"window", "rank"}.intersection(frame.columns)
+    return frame.drop(place) if place else frame
