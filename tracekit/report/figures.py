@@ -30,8 +30,8 @@ from tracekit.errors import InputError, TracekitError, did_you_mean
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import categories, snapshot_facts
 from tracekit.replay.graph import what_if

@@ -11,9 +11,8 @@ import polars as pl
 from tracekit.analysis.memory import allocations, steady_state, usage
 from tracekit.errors import InputError
 from tracekit.model import schema, units
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
-from tracekit.model.trace import TraceFact
+from tracekit.model.trace import MemorySnapshot, TraceFact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
 from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, snapshot_facts
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent

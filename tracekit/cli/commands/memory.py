@@ -12,8 +12,8 @@ from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import BadTraceError, InputError
 
 if TYPE_CHECKING:
-    from tracekit.model.memory_snapshot import MemorySnapshot
     from tracekit.model.run import Run
+    from tracekit.model.trace import MemorySnapshot
     from tracekit.replay.allocator.playback import History
     from tracekit.report.memory import MemoryReport
 
