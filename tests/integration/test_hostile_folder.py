@@ -24,9 +24,9 @@ EXECUTED = "from pathlib import Path\nPath(__file__).parents[1].joinpath('EXECUT
 AFTER_RECORDING = """
 from pathlib import Path
 from tracekit.capture import uploader
-from tracekit.capture.launcher import exit_report, hangs
+from tracekit.capture.launcher import exit_report, launch
 exit_report.print_check(Path("rank0.json"))
-hangs._print(Path("dumps"))
+launch._print(Path("dumps"))
 upload = uploader.RunUpload("memory://nowhere/run", Path("staging").resolve())
 upload.begin(0, leads=True)
 upload.finish({"TRACEKIT_UPLOAD_WAIT_S": "20"})
