@@ -20,9 +20,8 @@ from typing import TypeVar
 import tracekit
 from tracekit import conventions
 from tracekit.analysis.memory import steady_state as memory_facts
-from tracekit.replay.allocator import Allocator, Settings, playback
+from tracekit.replay.allocator import Allocator, Settings, memory_usage, playback
 from tracekit.replay.allocator.blocks import Block
-from tracekit.report import memory
 from tracekit.rules.registry import all_rules
 
 _T = TypeVar("_T")
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run, read_s = _time_call(lambda: tracekit.load(folder, cache=False))
         trace, more_s = _time_call(lambda: _read(run))
         read_mib = _peak_mib()
-        _, facts_s = _time_call(lambda: run.measure(memory.FACTS))
+        _, facts_s = _time_call(lambda: run.measure(memory_usage.FACTS))
         facts = [fact for rule in all_rules() if rule.code.startswith("MEM") for fact in rule.facts]
         _, rules_s = _time_call(lambda: run.measure(facts))
         facts_mib = _peak_mib()

@@ -9,7 +9,7 @@ from dashboard import findings, widgets
 from dashboard.pages.page import Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, memory
-from dashboard.run_store.memory import SnapshotFile
+from dashboard.run_store.memory import MemoryUsage, SnapshotFile
 from dashboard.url_state import bind
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
@@ -163,7 +163,7 @@ def _lifetimes(table: pl.DataFrame) -> None:
     widgets.chart(charts.block_lifetimes(table), key="memory_lifetimes")
 
 
-def _replay_form(key: str, replay: Callable[[str, float | None], memory_report.MemoryReport]) -> None:
+def _replay_form(key: str, replay: Callable[[str, float | None], MemoryUsage]) -> None:
     """Show the form and, on request, the replay: `replay` takes the settings and the GiB of the device (None: any)."""
     widgets.subheader("Other allocator settings")
     widgets.caption(
@@ -173,7 +173,7 @@ def _replay_form(key: str, replay: Callable[[str, float | None], memory_report.M
     settings, device_gib = _choose_settings(key)
     st.code(f"PYTORCH_CUDA_ALLOC_CONF={settings}" if settings else "the recorded settings", language=None)
     if st.button("Replay", key=f"replay-{key}", type="primary"):
-        st.session_state[f"replayed-{key}"] = (settings or memory_report.AS_RECORDED, device_gib)
+        st.session_state[f"replayed-{key}"] = (settings or memory.AS_RECORDED, device_gib)
     replayed = st.session_state.get(f"replayed-{key}")
     if replayed is None:
         return
@@ -204,11 +204,11 @@ def _choose_settings(key: str) -> tuple[str, float | None]:
     return ",".join(pairs), device_gib or None
 
 
-def _show_replay(report: memory_report.MemoryReport) -> None:
+def _show_replay(report: MemoryUsage) -> None:
     recorded, replayed = report.recorded, report.replayed
     if recorded is None or replayed is None:
         return
-    is_same = report.settings == memory_report.AS_RECORDED
+    is_same = report.settings == memory.AS_RECORDED
     label = "replayed with the recorded settings" if is_same else f"predicted: {report.settings}"
     peaks = {
         "recorded": (recorded["peak_reserved_bytes"], False),

@@ -14,13 +14,14 @@ from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model.run import Run
-from tracekit.replay.allocator import playback
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.facts import categories, snapshot_facts
+from tracekit.replay.allocator.memory_usage import AS_RECORDED, MemoryUsage
 from tracekit.replay.allocator.playback import History
-from tracekit.report import memory as memory_report
-from tracekit.report.memory import MemoryReport
 
 __all__ = [
+    "AS_RECORDED",
+    "MemoryUsage",
     "SnapshotFile",
     "replay_snapshot",
     "replay_trace",
@@ -63,18 +64,18 @@ def snapshot_tables(entry: RunEntry, file: SnapshotFile, device: int | None) -> 
     return _snapshot_tables(entry, file, device)
 
 
-def snapshot_report(entry: RunEntry, file: SnapshotFile, device: int | None) -> MemoryReport:
+def snapshot_report(entry: RunEntry, file: SnapshotFile, device: int | None) -> MemoryUsage:
     """Return the report of one device of a snapshot (None: that of `snapshot_tables`). Raises TracekitError."""
     return _snapshot_report(entry, file, device)
 
 
-def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib: float | None) -> MemoryReport:
+def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib: float | None) -> MemoryUsage:
     """Return a replay of a trace's allocator events under `settings`; the initial cache is inferred.
 
     Raises TracekitError.
     """
 
-    def replay_events(run: Run) -> MemoryReport:
+    def replay_events(run: Run) -> MemoryUsage:
         trace = run.trace(rank, window)
         peak = allocations.peaks(trace).filter(pl.col("device").is_not_null())["peak_allocated_bytes"].max()
         allocated_bytes = None if peak is None else int(str(peak))
@@ -85,15 +86,15 @@ def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib
 
 def replay_snapshot(
     entry: RunEntry, file: SnapshotFile, device: int, settings: str, device_gib: float | None
-) -> MemoryReport:
+) -> MemoryUsage:
     """Return a replay of a snapshot's history under `settings`. Raises TracekitError."""
     return _replay_snapshot(entry, file, device, settings, device_gib)
 
 
-def _replay(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryReport:
-    recorded = MemoryReport(allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
+def _replay(history: History, allocated_bytes: int | None, settings: str, device_gib: float | None) -> MemoryUsage:
+    recorded = MemoryUsage(allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
     capacity_bytes = None if device_gib is None else int(device_gib * (1 << 30))
-    return memory_report.with_replay(recorded, history, settings, capacity_bytes=capacity_bytes)
+    return memory_usage.with_replay(recorded, history, settings, capacity_bytes=capacity_bytes)
 
 
 def _cached_by_snapshot(*, max_entries: int) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
@@ -116,7 +117,7 @@ def _cached_by_snapshot(*, max_entries: int) -> Callable[[Callable[..., _T]], Ca
 def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
     snapshot = reader.read(file.path)
     device = snapshot.main_device if device is None else device
-    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
+    history, outcome = memory_usage.play_history(playback.from_snapshot(snapshot, device))
     at_peak = categories.at_peak(snapshot, history, outcome)
     return {
         "devices": pl.DataFrame({"device": list(snapshot.devices)}),
@@ -130,13 +131,13 @@ def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Dat
 
 
 @_cached_by_snapshot(max_entries=40)
-def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryReport:
+def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryUsage:
     snapshot = reader.read(file.path)
-    return memory_report.of_snapshot(snapshot, snapshot.main_device if device is None else device)
+    return memory_usage.of_snapshot(snapshot, snapshot.main_device if device is None else device)
 
 
 @_cached_by_snapshot(max_entries=8)
-def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryReport:
+def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryUsage:
     history = playback.from_snapshot(reader.read(file.path), device)
     allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
     return _replay(history, allocated_bytes, settings, device_gib)

@@ -12,6 +12,7 @@ from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPAR
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.report import summary_tables
+from tracekit.report.render import text
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -71,10 +72,10 @@ def test_slowdowns_equal_the_simulated_ones(simulated):
 def test_all_pairs_are_shown_in_one_table(simulated):
     rows = collective_contention.all_pairs(simulated("")[0])
     assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("kind", "concurrent_kind").rows())
-    shown = summary_tables.as_text(rows, width=120)
+    shown = text.render(summary_tables.document(rows), width=120)
     assert "slowdown" in shown
     assert (
-        summary_tables.as_text(rows.clear(), width=120)
+        text.render(summary_tables.document(rows.clear()), width=120)
         == "The traces contain no work of two kinds that run concurrently on a device.\n"
     )
 

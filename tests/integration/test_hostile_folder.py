@@ -23,11 +23,11 @@ EXECUTED = "from pathlib import Path\nPath(__file__).parents[1].joinpath('EXECUT
 # Calls what starts a process after a recording; the folder is that of the process.
 AFTER_RECORDING = """
 from pathlib import Path
-from tracekit.capture import run_upload
-from tracekit.capture.launcher import exit_report, hangs
+from tracekit.capture import uploader
+from tracekit.capture.launcher import exit_report, launch
 exit_report.print_check(Path("rank0.json"))
-hangs._print(Path("dumps"))
-upload = run_upload.RunUpload("memory://nowhere/run", Path("staging").resolve())
+launch._print(Path("dumps"))
+upload = uploader.RunUpload("memory://nowhere/run", Path("staging").resolve())
 upload.begin(0, leads=True)
 upload.finish({"TRACEKIT_UPLOAD_WAIT_S": "20"})
 """

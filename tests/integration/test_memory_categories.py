@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator.facts import categories
 
 torch = pytest.importorskip("torch")

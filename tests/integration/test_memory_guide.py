@@ -6,7 +6,9 @@ from pathlib import Path
 import tracekit
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
+from tracekit.replay.allocator import memory_usage
 from tracekit.report import memory, schema_pages
+from tracekit.report.render import text
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
@@ -19,7 +21,8 @@ def test_the_guide_lists_the_tables_of_a_snapshot_as_the_schema_says_them():
 
 
 def test_the_guide_shows_what_the_command_prints():
-    printed = memory.as_text(memory.of_run(tracekit.load(str(ROOT / "sample_traces" / "demo-fsdp2"))), width=100)
+    run = tracekit.load(str(ROOT / "sample_traces" / "demo-fsdp2"))
+    printed = text.render(memory.document(memory_usage.of_run(run)), width=100)
     (shown,) = re.findall(r"```\n\$ tracekit memory sample_traces/demo-fsdp2\n…\n(.*?)\n…\n```", GUIDE, re.DOTALL)
     for part in shown.split("\n\n"):
         assert part in printed

@@ -23,6 +23,8 @@ from tracekit.replay.graph import what_if
 from tracekit.report import headlines, html_fragments, phrases, summary_tables, text
 from tracekit.report import json as report_json
 from tracekit.report import what_if as what_if_text
+from tracekit.report.render import json as render_json
+from tracekit.report.render import text as render_text
 from tracekit.rules import engine
 from tracekit.rules.report_cache.entry import MAX_COSTLIEST, summarize
 from tracekit.rules.rule import Severity, is_data_quality
@@ -101,10 +103,11 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
         rows.group_by("rank").agg(pl.col("duration_ns").mean())["duration_ns"].max(), abs=1
     )
     assert dashboard_what_if.without(opened).step_ns == answers.step_ns
-    said = what_if_text.as_text(answers, (), run=name)
+    told = what_if_text.document(answers, (), run=name)
+    said = render_text.render(told, width=100)
     assert f"{name}: mean step {units.duration(answers.step_ns)};" in said
     assert "step time" not in said
-    saved = json.loads(what_if_text.as_json(answers, (), run=name))
+    saved = json.loads(render_json.render(told))
     assert saved["step_ns"] == answers.step_ns
     for line in saved["without"]:
         assert line["without_ns"] == answers.step_ns - line["saved_ns"]
@@ -114,8 +117,8 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
     opened = open_run(name)
-    by_rank = json.loads(summary_tables.as_json(summary.by_rank(opened.run)))
-    by_step = json.loads(summary_tables.as_json(summary.by_step(opened.run)))
+    by_rank = json.loads(render_json.render(summary_tables.document(summary.by_rank(opened.run))))
+    by_step = json.loads(render_json.render(summary_tables.document(summary.by_step(opened.run))))
     assert [row for row in document(name)["summary"] if row["step"] is None] == by_rank
     assert [row for row in document(name)["summary"] if row["step"] is not None] == by_step
     for table, rows in ((tables.BREAKDOWN_BY_RANK, by_rank), (tables.BREAKDOWN_BY_STEP, by_step)):

@@ -16,7 +16,7 @@ from tracekit.errors import ConfigError
 if TYPE_CHECKING:
     from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
-    from tracekit.report.code_locations import Checkout
+    from tracekit.report.ci.code_locations import Checkout
 
 
 class ReportFormat(StrEnum):
@@ -63,7 +63,7 @@ class ReportOptions(OutputOptions):
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write the report to `out` or stdout, and the additional ones to their files."""
-        from tracekit.report import code_locations
+        from tracekit.report.ci import code_locations
 
         checkout = code_locations.Checkout(code_locations.repository_root(Path.cwd()))
         for report_format, file in self._additional():
@@ -90,10 +90,10 @@ class ReportOptions(OutputOptions):
             return _as_text(results, width=output.width(out), color=output.color(out))
         if report_format in (ReportFormat.JSON, ReportFormat.HTML):
             return _as_document(results, report_format)
-        from tracekit.report import codequality, github, junit, markdown, sarif
+        from tracekit.report.ci import codequality, comment, github, junit, sarif
 
         if report_format is ReportFormat.MARKDOWN:
-            return markdown.render(results, checkout, key=self.comment_key)
+            return comment.render(results, checkout, key=self.comment_key)
         render = {
             ReportFormat.JUNIT: junit.render,
             ReportFormat.SARIF: sarif.render,

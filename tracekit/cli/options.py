@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.models import ArgumentInfo
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tracekit.model.executor import Executor
     from tracekit.model.run import Run
     from tracekit.model.trace import TraceFact
+    from tracekit.report.document import Document
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _MAX_RANKS = 1 << 20
@@ -100,23 +101,6 @@ class ExecutorKind(StrEnum):
     DASK = "dask"
 
 
-class Renderer(Protocol):
-    """A module of `tracekit.report` that writes one kind of value."""
-
-    def as_json(self, value: Any, /) -> str:
-        """Return a value for programs."""
-
-    def as_text(self, value: Any, /, *, width: int, color: bool) -> str:
-        """Return a value for people, at most `width` columns wide."""
-
-
-class DocumentRenderer(Renderer, Protocol):
-    """One that also writes Markdown."""
-
-    def as_markdown(self, value: Any, /) -> str:
-        """Return a value for a document."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The run that a command reads."""
@@ -190,12 +174,17 @@ class OutputOptions:
         """Write a text result."""
         output.emit(text, self.out)
 
-    def write_as(self, document_format: DocumentFormat, renderer: DocumentRenderer, value: Any) -> None:
-        """Write a value in one of a document's formats."""
-        if document_format is DocumentFormat.TEXT:
-            self.emit(renderer.as_text(value, **self.style))
-        else:
-            self.emit((renderer.as_json if document_format is DocumentFormat.JSON else renderer.as_markdown)(value))
+    def write_text(self, document: "Document") -> None:
+        """Write a document for people."""
+        from tracekit.report.render import text
+
+        self.emit(text.render(document, **self.style))
+
+    def write_json(self, document: "Document") -> None:
+        """Write a document for programs."""
+        from tracekit.report.render import json  # without rich, which loads in a tenth of a second
+
+        self.emit(json.render(document))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +198,9 @@ class TableOptions(OutputOptions):
         """Return whether the result is for a program."""
         return self.table_format is Format.JSON
 
-    def write(self, renderer: Renderer, value: Any) -> None:
-        """Write a value by a module that has as_json(value) and as_text(value, width=, color=)."""
-        self.emit(renderer.as_json(value) if self.is_json else renderer.as_text(value, **self.style))
+    def write(self, document: "Document") -> None:
+        """Write a document in the format."""
+        (self.write_json if self.is_json else self.write_text)(document)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +213,12 @@ class TotalsOptions(OutputOptions):
     ] = None
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
 
-    def write(self, rows: "pl.DataFrame", as_text: Callable[..., str] | None = None) -> None:
-        """Write the first `top` rows; by default 20 as text, by `as_text` or as totals, and all rows as CSV or JSON."""
-        from tracekit.report import query_rows, totals
+    def write(self, rows: "pl.DataFrame", document: "Callable[[pl.DataFrame, int], Document]") -> None:
+        """Write the first `top` rows; by default 20 in a document for people, and all rows as CSV or JSON."""
+        from tracekit.report import query_rows
 
         if self.totals_format is TotalsFormat.TEXT:
-            self.emit((as_text or totals.as_text)(rows, top=self.top or output.DEFAULT_TOP, **self.style))
+            self.write_text(document(rows, self.top or output.DEFAULT_TOP))
             return
         top_rows = rows if self.top is None else rows.head(self.top)
         is_csv = self.totals_format is TotalsFormat.CSV

@@ -14,10 +14,10 @@ from tracekit import conventions
 from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import archives, readers, remote, remote_listing
-from tracekit.ingest.archived_trace import ArchivedTrace
 from tracekit.ingest.archives import Unpacked
 from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import Folders, Listing
+from tracekit.ingest.trace_origins import ArchivedTrace
 
 RunLocation: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 

@@ -1,20 +1,23 @@
 """Pickles of any origin -> plain data, by a child process that can run none of their code: see `pickle_child`."""
 
 import contextlib
-import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 from tracekit.conventions import python_child
 from tracekit.ingest import pickle_child
 
-if TYPE_CHECKING:
-    from _typeshed import SupportsRead
-
 _PROGRAM = Path(pickle_child.__file__)
 _COPY_BYTES = 1 << 18
+
+
+class ByteSource(Protocol):
+    """What can be read in parts: a file, a member of an archive, a decompressed stream."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
 
 
 class PickleError(ValueError):
@@ -25,7 +28,7 @@ class WrongFormError(PickleError):
     """A pickle of plain data that is not what it should be. The message is the reason."""
 
 
-def read(kind: str, source: "SupportsRead[bytes]") -> tuple[bytes, memoryview]:
+def read(kind: str, source: ByteSource) -> tuple[bytes, memoryview]:
     """The JSON and the columns of a pickle of this kind, such as `pickle_child.SNAPSHOT`. Raises PickleError."""
     child = subprocess.Popen(  # noqa: S603 our own file
         python_child.script_command(_PROGRAM, kind),
@@ -39,7 +42,8 @@ def read(kind: str, source: "SupportsRead[bytes]") -> tuple[bytes, memoryview]:
         try:
             # The child answers when it has read everything, or refuses it: then it reads no more.
             with contextlib.suppress(BrokenPipeError), cast("BinaryIO", child.stdin) as pipe:
-                shutil.copyfileobj(source, pipe, _COPY_BYTES)
+                while block := source.read(_COPY_BYTES):
+                    pipe.write(block)
             answer = cast("BinaryIO", child.stdout).read()
         except BaseException:
             child.kill()

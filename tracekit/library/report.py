@@ -12,7 +12,8 @@ from tracekit.model import run as model
 from tracekit.model.run import OnTrace
 from tracekit.model.trace import TraceFact
 from tracekit.regression import gate
-from tracekit.report import code_locations, html, json, markdown, phrases, sarif, text
+from tracekit.report import html, json, phrases, text
+from tracekit.report.ci import code_locations, comment, sarif
 from tracekit.rules import engine, rule
 from tracekit.rules.rule import Rule
 
@@ -75,7 +76,7 @@ class Report(rule.Report, Answer):
         checkout = code_locations.Checkout(code_locations.repository_root(Path.cwd()))
         return {
             ".html": lambda: html.render(self, self.run),
-            ".md": lambda: markdown.render([judged], checkout),
+            ".md": lambda: comment.render([judged], checkout),
             ".json": lambda: json.render(self, self.run),
             ".txt": lambda: text.render(self, self.run),
             ".sarif": lambda: sarif.render([judged], checkout),

@@ -7,8 +7,10 @@ import polars as pl
 from tracekit.library.answer import Answer
 from tracekit.model import escaping, units
 from tracekit.replay.graph import what_if
-from tracekit.report import html_fragments
+from tracekit.report import html_fragments, text
 from tracekit.report import what_if as report
+from tracekit.report.render import json
+from tracekit.report.render import text as render_text
 
 
 class WhatIf(Answer):
@@ -40,12 +42,12 @@ class WhatIf(Answer):
         """HTML, JSON and text."""
         return {
             ".html": lambda: self.as_page(self.run, "What if", "Savings per step, by replay"),
-            ".json": lambda: report.as_json(self.answers, (), run=self.run),
-            ".txt": lambda: report.as_text(self.answers, (), run=self.run),
+            ".json": lambda: json.render(report.document(self.answers, (), run=self.run)),
+            ".txt": lambda: str(self),
         }
 
     def __str__(self) -> str:
-        return report.as_text(self.answers, (), run=self.run)
+        return render_text.render(report.document(self.answers, (), run=self.run), width=text.WIDTH)
 
     def __repr__(self) -> str:
         return f"<WhatIf of {self.run}: {units.count(len(self.answers.answers), 'cause')}>"

@@ -14,8 +14,9 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
-from tracekit.report import markdown_escaping, query_rows, text_layout
-from tracekit.report.json_values import to_json_value
+from tracekit.report import query_rows
+from tracekit.report.render import layout, markdown
+from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
 STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}
@@ -46,22 +47,22 @@ def as_csv(compared: Comparison) -> str:
 def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:
     """Return the comparison as a table, one row per metric, then the remarks on it."""
     styles = [STYLES[change.verdict] for change in compared.changes]
-    names = (compared.candidate, text_layout.BOLD), " compared with ", (compared.reference, text_layout.BOLD)
+    names = (compared.candidate, layout.BOLD), " compared with ", (compared.reference, layout.BOLD)
     parts: list[RenderableType] = [
-        text_layout.line(*names, ": medians over steps"),
-        *text_layout.bullets(compared.differences),
+        layout.line(*names, ": medians over steps"),
+        *layout.bullets(compared.differences),
         "",
         as_rich_table(*table_cells(compared), styles, width),
     ]
     notes = remarks(compared)
-    parts += ["", *text_layout.bullets(notes)] if notes else []
-    return text_layout.print_to_string(parts, width=width, color=color)
+    parts += ["", *layout.bullets(notes)] if notes else []
+    return layout.print_to_string(parts, width=width, color=color)
 
 
 def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], width: int) -> Table:
     """Return the cells of a comparison as a table for a terminal; `styles` are those of the verdicts."""
     right = [False, True, True, True, True, False]
-    table = text_layout.table(header, rows, right=right, gap=text_layout.gap(width), last_styles=styles)
+    table = layout.table(header, rows, right=right, gap=layout.gap(width), last_styles=styles)
     table.columns[0].no_wrap = True
     return table
 
@@ -69,10 +70,10 @@ def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: 
 def as_markdown(compared: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
     header, rows = table_cells(compared)
-    table = [[markdown_escaping.escape(cell.strip()) for cell in row] for row in (header, *rows)]
-    notes = [f"- {markdown_escaping.escape(remark)}" for remark in remarks(compared)]
-    first = [f"- {markdown_escaping.escape(difference)}" for difference in compared.differences]
-    lines = [*first, *([""] if first else []), markdown_escaping.table(table[0], table[1:], right=(1, 2, 3, 4))]
+    table = [[markdown.escape(cell.strip()) for cell in row] for row in (header, *rows)]
+    notes = [f"- {markdown.escape(remark)}" for remark in remarks(compared)]
+    first = [f"- {markdown.escape(difference)}" for difference in compared.differences]
+    lines = [*first, *([""] if first else []), markdown.table(table[0], table[1:], right=(1, 2, 3, 4))]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
@@ -134,7 +135,7 @@ def metrics_page() -> str:
         ]
         for metric in all_metrics().values()
     ]
-    return f"{_METRICS_PAGE}\n{markdown_escaping.table(header, rows)}\n"
+    return f"{_METRICS_PAGE}\n{markdown.table(header, rows)}\n"
 
 
 _METRICS_PAGE = """\

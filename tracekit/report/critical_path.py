@@ -1,23 +1,19 @@
-"""The critical path of a step -> text or JSON: its owners, its parts, and the slack of everything else."""
+"""The critical path of a step as a document: its owners, its parts, and the slack of everything else."""
 
-import json
 from collections.abc import Iterator
-
-import polars as pl
-from rich.console import RenderableType
 
 from tracekit.model import units
 from tracekit.replay.graph.critical_path.path import CriticalPath
-from tracekit.report import text_layout
+from tracekit.report.document import Document, Line, Section, Table, faint, heading, line
 
 _HEADINGS = {"step_ratio": "share", "count": "parts", "slack_ns": "least\nslack", "state": "host\nstate"}
 _OWNERS_DROPPED = ("state", "count", "unit", "dur_ns")
 _SLACK_DROPPED = ("count", "unit", "module")
 
 
-def as_json(path: CriticalPath, *, run: str) -> str:
-    """Return the path as one JSON object: see docs/critical_path.md."""
-    document = {
+def document(path: CriticalPath, *, run: str, top: int) -> Document:
+    """Owners by rank and kind, the first `top` owners, and the work next to the path: see docs/critical_path.md."""
+    values = {
         "run": run,
         "window": path.window,
         "step": path.step,
@@ -33,24 +29,7 @@ def as_json(path: CriticalPath, *, run: str) -> str:
         "slack": path.slack.to_dicts(),
         "doubts": list(path.doubts),
     }
-    return json.dumps(document, indent=2) + "\n"
-
-
-def as_text(path: CriticalPath, *, run: str, top: int, width: int, color: bool = False) -> str:
-    """Return the path as text: by rank and kind, the first `top` owners, and the work next to the path."""
-    parts: list[RenderableType] = [text_layout.line(summary(path, run))]
-    between = text_layout.gap(width)
-    for title, table, dropped in _tables(path, top):
-        columns = text_layout.fit_columns(table, _HEADINGS, dropped, width=width)
-        parts += ["", text_layout.title(title), text_layout.frame(columns, _HEADINGS, gap=between)]
-    rest = path.shares.slice(top)
-    if rest.height:
-        share = units.share(float(rest["step_ratio"].sum()))
-        parts.insert(
-            -3, text_layout.dim(f"and {rest.height:,} more owners, {share} together: --top {path.shares.height}")
-        )
-    parts += ["", *text_layout.bullets(path.doubts)] if path.doubts else []
-    return text_layout.print_to_string(parts, width=width, color=color)
+    return Document(([line(summary(path, run))], *_sections(path, top)), notes=path.doubts, values=values)
 
 
 def summary(path: CriticalPath, run: str) -> str:
@@ -63,14 +42,23 @@ def summary(path: CriticalPath, run: str) -> str:
     )
 
 
-def _tables(path: CriticalPath, top: int) -> Iterator[tuple[str, pl.DataFrame, tuple[str, ...]]]:
+def _sections(path: CriticalPath, top: int) -> Iterator[Section]:
     order = ("step_ratio", "dur_ns", "rank", "kind")
-    yield "By rank and kind", path.shares_by("rank", "kind").select(order), ()
+    yield [heading("By rank and kind"), Table(path.shares_by("rank", "kind").select(order), _HEADINGS)]
     if path.has_modules:
-        yield "By module", path.shares_by("module", "kind").head(top).select(*order[:2], "module", "kind"), ()
-    columns = ("step_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
-    yield "Owners of the path", path.shares.head(top).select(columns), _OWNERS_DROPPED
+        by_module = path.shares_by("module", "kind").head(top).select(*order[:2], "module", "kind")
+        yield [heading("By module"), Table(by_module, _HEADINGS)]
+    owners = path.shares.head(top).select("step_ratio", "dur_ns", "rank", "kind", "name", "unit", "state", "count")
+    yield [heading("Owners of the path"), Table(owners, _HEADINGS, _OWNERS_DROPPED), *_other_owners(path, top)]
     if path.slack.height:
         modules = ["module"] if path.slack["module"].count() else []
         near = path.slack.head(top).select("slack_ns", "dur_ns", "rank", "kind", "name", *modules, "unit", "count")
-        yield "Not on the path, least slack first", near, _SLACK_DROPPED
+        yield [heading("Not on the path, least slack first"), Table(near, _HEADINGS, _SLACK_DROPPED)]
+
+
+def _other_owners(path: CriticalPath, top: int) -> list[Line]:
+    rest = path.shares.slice(top)
+    if rest.is_empty():
+        return []
+    share = units.share(float(rest["step_ratio"].sum()))
+    return [faint(f"and {rest.height:,} more owners, {share} together: --top {path.shares.height}")]

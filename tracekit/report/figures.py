@@ -30,14 +30,13 @@ from tracekit.errors import InputError, TracekitError, did_you_mean
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
-from tracekit.replay.allocator import playback
+from tracekit.model.trace import MemorySnapshot
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.facts import categories, snapshot_facts
 from tracekit.replay.graph import what_if
 from tracekit.replay.graph.critical_path import path as critical_path_walk
 from tracekit.report import charts, rank_rows, trace_tracks
-from tracekit.report import memory as memory_report
 from tracekit.report import what_if as what_if_report
 from tracekit.rules.rule import Finding, Report
 
@@ -401,7 +400,7 @@ def _first_snapshot(run: Run) -> _ShownSnapshot | None:
 def _played_snapshot(read: MemorySnapshot, rank: int) -> _ShownSnapshot:
     events = read.events["device"]
     device = max(read.devices, default=0, key=lambda device: int((events == device).sum()))
-    history, outcome = memory_report.play_history(playback.from_snapshot(read, device))
+    history, outcome = memory_usage.play_history(playback.from_snapshot(read, device))
     over_time = snapshot_facts.over_time(read, history, outcome)
     at_peak = categories.at_peak(read, history, outcome)
     return _ShownSnapshot(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))

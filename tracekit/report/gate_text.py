@@ -8,7 +8,8 @@ from tracekit.model import units
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import comparison, phrases, text, text_layout
+from tracekit.report import comparison, phrases, text
+from tracekit.report.render import layout
 
 _ORDER = (FindingStatus.NEW, FindingStatus.WORSE, FindingStatus.KNOWN)
 _FIXED, _FAILS = "fixed", ", fails"
@@ -17,7 +18,7 @@ _STYLES = {
     FindingStatus.NEW.value: "bold",
     FindingStatus.WORSE.value: "bold",
     FindingStatus.KNOWN.value: _QUIET,
-    _FIXED: text_layout.GOOD,
+    _FIXED: layout.GOOD,
 }
 _OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.MET: _QUIET, BudgetOutcome.INCONCLUSIVE: _UNSURE}
 
@@ -25,21 +26,21 @@ _OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.MET: _QUIET, Budget
 def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -> str:
     """Return the verdict on a run, and its report, as text at most `width` columns wide."""
     width = min(width, text.MAX_WIDTH)
-    return text_layout.print_to_string(parts(gate, width), width=width, color=color)
+    return layout.print_to_string(parts(gate, width), width=width, color=color)
 
 
 def parts(gate: CheckResult, width: int) -> list[RenderableType]:
     """Parts of the text of `render`, from the verdict down."""
     run = gate.report.run
-    style = _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"
+    style = _BAD if gate.failures else f"{layout.BOLD} {layout.GOOD}"
     blocks: list[RenderableType] = [
-        text_layout.line((headline(gate), style)),
-        text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
+        layout.line((headline(gate), style)),
+        layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
     ]
     for cause in gate.causes:
-        blocks += [text_layout.hanging("Why", text_layout.line((f"{cause.name}: ", text_layout.BOLD), cause.message))]
+        blocks += [layout.hanging("Why", layout.line((f"{cause.name}: ", layout.BOLD), cause.message))]
     if gate.budgets:
-        blocks += ["", text_layout.title("Budgets"), *(_budget(budget, gate) for budget in gate.budgets)]
+        blocks += ["", layout.title("Budgets"), *(_budget(budget, gate) for budget in gate.budgets)]
     if gate.comparison is not None:
         blocks += ["", *_findings(gate), "", *_metrics(gate, gate.comparison, width)]
     is_first = gate.comparison is None
@@ -71,8 +72,8 @@ def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:
     is_strict = gate.is_strict and budgeted.outcome is BudgetOutcome.INCONCLUSIVE
     outcome = budgeted.outcome.value + (", which fails: strict" if is_strict else "")
     styled = (outcome, _OUTCOME_STYLES[budgeted.outcome])
-    line = text_layout.line((budgeted.budget, text_layout.BOLD), "  ", styled, "  ", budgeted.message)
-    return text_layout.hanging("·", line)
+    line = layout.line((budgeted.budget, layout.BOLD), "  ", styled, "  ", budgeted.message)
+    return layout.hanging("·", line)
 
 
 def finding_rows(gate: CheckResult) -> list[list[str]]:
@@ -104,12 +105,12 @@ def metric_rows(gate: CheckResult, compared: Comparison) -> tuple[list[str], lis
 
 
 def _findings(gate: CheckResult) -> list[RenderableType]:
-    heading = text_layout.title("Findings", f"  compared with {gate.baseline}")
+    heading = layout.title("Findings", f"  compared with {gate.baseline}")
     rows = finding_rows(gate)
     if not rows:
-        return [heading, text_layout.indent(text_layout.dim("none in either run"))]
+        return [heading, layout.indent(layout.dim("none in either run"))]
     styles = [_BAD if row[-1].endswith(_FAILS) else _STYLES[row[-1]] for row in rows]
-    return [heading, text_layout.indent(text_layout.table(["", "", "", "of time", ""], rows, last_styles=styles))]
+    return [heading, layout.indent(layout.table(["", "", "", "of time", ""], rows, last_styles=styles))]
 
 
 def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[RenderableType]:
@@ -119,7 +120,7 @@ def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[Re
         for row, change in zip(rows, compared.changes, strict=True)
     ]
     return [
-        text_layout.title("Metrics", "  median over steps, mean over recordings"),
-        text_layout.indent(comparison.as_rich_table(header, rows, styles, width)),
-        *text_layout.bullets(comparison.remarks(compared)),
+        layout.title("Metrics", "  median over steps, mean over recordings"),
+        layout.indent(comparison.as_rich_table(header, rows, styles, width)),
+        *layout.bullets(comparison.remarks(compared)),
     ]

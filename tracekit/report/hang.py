@@ -1,24 +1,23 @@
-"""The diagnosis of a hang -> text or JSON."""
+"""The diagnosis of a hang as a document."""
 
-import json
-
-from rich.console import RenderableType
+from collections.abc import Iterator
 
 from tracekit.analysis.hangs.collectives import Mismatch, sizes
 from tracekit.analysis.hangs.diagnosis import Diagnosis, RankState
 from tracekit.model.hang_dump import Call
 from tracekit.model.units import duration, ranges
-from tracekit.report import text_layout
+from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
 
 _MOST_RANKS = 16
+_MOST_MISMATCHES = 3
 _MOST_CULPRITS = 8
 _COLUMNS = ("rank", "last call", "last complete", "waits in", "on the host")
 
 
-def as_json(hang: Diagnosis) -> str:
-    """Return the diagnosis as one JSON object: see docs/hang.md."""
+def document(hang: Diagnosis) -> Document:
+    """The verdict, what to do, the evidence and a row for each rank; for programs see docs/hang.md."""
     wait = hang.wait
-    document = {
+    values = {
         "hang": hang.is_hang,
         "verdict": hang.verdict,
         "cause": hang.kind.value,
@@ -41,27 +40,34 @@ def as_json(hang: Diagnosis) -> str:
         "ranks": [_rank(rank) for rank in hang.ranks],
         "notes": list(hang.notes),
     }
-    return json.dumps(document, indent=2) + "\n"
+    return Document(tuple(_sections(hang)), notes=hang.notes, values=values)
 
 
-def as_text(hang: Diagnosis, *, width: int, color: bool = False) -> str:
-    """Return the diagnosis as text: the verdict, what to do, the evidence and a row for each rank."""
-    parts: list[RenderableType] = [text_layout.title(hang.verdict)]
+def _sections(hang: Diagnosis) -> Iterator[Section]:
+    yield [heading(hang.verdict)]
     if hang.advice:
-        parts += ["", text_layout.line("What to do: ", hang.advice)]
+        yield [line("What to do: ", hang.advice)]
     if hang.wait is not None:
-        parts += ["", text_layout.dim(_facts(hang))]
+        yield [faint(_facts(hang))]
     if hang.cycle:
-        parts += ["", text_layout.title("Cycle"), *(text_layout.hanging("→", text_layout.line(x)) for x in hang.cycle)]
-    for mismatch in hang.mismatches[:3]:
-        parts += ["", text_layout.title(f"Calls at seq {mismatch.seq} of {mismatch.group}"), *_calls(mismatch)]
-    for culprit in hang.culprits[:_MOST_CULPRITS]:
-        parts += ["", text_layout.line((f"Rank {culprit.rank}", text_layout.BOLD), f" {culprit.reason}")]
-        parts += text_layout.bullets(culprit.evidence)
-    if len(hang.culprits) > _MOST_CULPRITS:
-        parts.append(text_layout.dim(f"and {len(hang.culprits) - _MOST_CULPRITS} more; --format json has all"))
-    parts += _table(hang.ranks) + (["", *text_layout.bullets(hang.notes)] if hang.notes else [])
-    return text_layout.print_to_string(parts, width=width, color=color)
+        yield [heading("Cycle"), *items(hang.cycle, "→")]
+    for mismatch in hang.mismatches[:_MOST_MISMATCHES]:
+        yield [heading(f"Calls at seq {mismatch.seq} of {mismatch.group}"), *items(_calls(mismatch))]
+    yield from _culprits(hang)
+    if hang.ranks:
+        rows = [(str(r.rank), r.last_call, r.last_completed, r.waits_in, r.on_host) for r in hang.ranks[:_MOST_RANKS]]
+        yield [Cells(_COLUMNS, tuple(rows)), *_more(len(hang.ranks) - _MOST_RANKS, "more ranks")]
+
+
+def _culprits(hang: Diagnosis) -> Iterator[Section]:
+    shown = hang.culprits[:_MOST_CULPRITS]
+    for culprit in shown:
+        rest = _more(len(hang.culprits) - _MOST_CULPRITS, "more") if culprit is shown[-1] else []
+        yield [line((f"Rank {culprit.rank}", Emphasis.STRONG), f" {culprit.reason}"), *items(culprit.evidence), *rest]
+
+
+def _more(count: int, what: str) -> list[Line]:
+    return [faint(f"and {count} {what}; --format json has all")] if count > 0 else []
 
 
 def _facts(hang: Diagnosis) -> str:
@@ -78,22 +84,15 @@ def _facts(hang: Diagnosis) -> str:
     return "; ".join(parts)
 
 
-def _calls(mismatch: Mismatch) -> list[RenderableType]:
+def _calls(mismatch: Mismatch) -> list[str]:
     rows = [(f"ranks {ranges(mismatch.expected_ranks)}", mismatch.expected)]
     rows += [(f"rank {rank}", call) for rank, call in mismatch.deviating.items() if rank not in mismatch.expected_ranks]
-    return [text_layout.hanging("·", text_layout.line(f"{who}: {_call(call)}")) for who, call in rows[:_MOST_RANKS]]
+    return [f"{who}: {_call(call)}" for who, call in rows[:_MOST_RANKS]]
 
 
 def _call(call: Call) -> str:
     where = next((f", called in {frame}" for frame in call.frames if "/site-packages/" not in frame.file), "")
     return f"{call.op} {sizes(call)} ({call.state}){where}"
-
-
-def _table(ranks: tuple[RankState, ...]) -> list[RenderableType]:
-    rows = [[str(r.rank), r.last_call, r.last_completed, r.waits_in, r.on_host] for r in ranks[:_MOST_RANKS]]
-    more = [text_layout.dim(f"and {len(ranks) - _MOST_RANKS} more ranks; --format json has all")]
-    rank_table = text_layout.table(_COLUMNS, rows) if rows else text_layout.dim("")
-    return ["", rank_table, *(more if len(ranks) > _MOST_RANKS else [])]
 
 
 def _rank(state: RankState) -> dict[str, object]:

@@ -13,10 +13,10 @@ from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, 
 from tracekit.analysis.time import summary
 from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import Run
+from tracekit.replay.allocator.memory_usage import MemoryUsage
 from tracekit.replay.graph.what_if import WhatIf
 from tracekit.report import html_fragments, phrases
 from tracekit.report import memory as memory_report
-from tracekit.report.memory import MemoryReport
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, family, is_data_quality
 
 GOOD, INFO = "good", "info"
@@ -253,7 +253,7 @@ def memory(report: Report, run: Run) -> Headline | None:
     return _about(f"{rank}: {units.size(row['peak_allocated_bytes'])} at its peak{where}{more}", _of(report, "MEM"))
 
 
-def snapshot(report: MemoryReport, rank: int) -> Headline | None:
+def snapshot(report: MemoryUsage, rank: int) -> Headline | None:
     """Return why a rank ran out of memory, and what would help, or else the peak of its memory snapshot."""
     if report.out_of_memory is not None:
         first, *rest = memory_report.oom_sentences(report.out_of_memory, rank)

@@ -1,47 +1,38 @@
-"""History -> text or JSON: each metric as a sparkline, its changes with the commits between which they happened."""
+"""History as a document: each metric over runs, its changes with the commits between which they happened."""
 
 import datetime
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import polars as pl
-from rich.console import RenderableType
 
 from tracekit.model import escaping, units
 from tracekit.regression.history.change_points import LEAST_RUNS, Drift
 from tracekit.regression.history.trends import Group, MetricShift, Series, latest_first
 from tracekit.regression.metrics import metric_of
-from tracekit.report import phrases, text_layout
+from tracekit.report import phrases
 from tracekit.report.comparison import label
-from tracekit.report.json_values import to_json_value
+from tracekit.report.document import Document, Emphasis, Line, Section, Trend, Trends, Words, faint, heading, line
+from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.history/1"
 MAX_CHANGES = 12
 _SPREAD_RUNS = 2
 
-_BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS, _LEAST_BARS = 40, 10
-_WIDE, _OTHER_COLUMNS_WIDE, _OTHER_COLUMNS = 110, 90, 66  # characters, and those of the columns without bars
 _SHORT_SHA = 10
 _MAX_SUBJECT = 60
-_WORSE, _BETTER, _DRIFTS = "bold red", "bold green", "yellow"
 
 
-def as_text(groups: Sequence[Group], *, width: int, color: bool = False) -> str:
-    """Return each group of runs: its identity, each metric as a sparkline, then the changes, the latest first."""
-    parts: list[RenderableType] = []
-    for group in groups:
-        parts += [*_group(group, width), ""]
-    return text_layout.print_to_string(parts[:-1], width=width, color=color)
+def document(groups: Sequence[Group]) -> Document:
+    """Each group of runs: its identity, each metric over its runs, then the changes, the latest first.
 
-
-def as_json(groups: Sequence[Group]) -> str:
-    """Return the groups as strict JSON: runs, and of each metric its values, changes and drifts in its own unit."""
-    document = {"schema": SCHEMA, "groups": [_document(group) for group in groups]}
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    For programs runs, and of each metric its values, changes and drifts in its own unit.
+    """
+    sections = tuple(section for group in groups for section in _sections(group))
+    values = {"schema": SCHEMA, "groups": [_group_values(group) for group in groups]}
+    return Document(sections, values=values, is_ascii=False)
 
 
 def identity_text(group: Group) -> str:
@@ -59,22 +50,6 @@ def identity_text(group: Group) -> str:
         simulated,
     )
     return " · ".join(part for part in parts if part) or "runs without a manifest"
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return numbers as a line of bars from the smallest to the largest; a space where there is none.
-
-    >>> sparkline([1.0, 2.0, float("nan"), 8.0])
-    '▁▂ █'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return " " * len(values)
-    low, high = min(finite), max(finite)
-    # A range of less than one percent is drawn flat, so that noise is not enlarged.
-    span = max(high - low, abs(high) * 0.01) or 1.0
-    levels = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
-    return "".join(" " if level is None else _BARS[level] for level in levels)
 
 
 def changes_by_run(group: Group) -> list[list[MetricShift]]:
@@ -99,14 +74,14 @@ def before_and_after(shift: MetricShift) -> str:
 
 
 def context(group: Group, shift: MetricShift) -> list[tuple[str, str]]:
-    """Return the context of a change as (heading, text): the commits, the runs, findings, versions."""
+    """Return the context of a change as (title, text): the commits, the runs, findings, versions."""
     rows = [("between", commit_range(group, shift))]
-    for heading, index in (("last before", shift.last), ("first after", shift.first)):
+    for title, index in (("last before", shift.last), ("first after", shift.first)):
         when = utc_minute(int(group.runs["at_ns"][index]))
-        rows.append((heading, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
-    for heading, ids in (("new findings", shift.appeared), ("resolved findings", shift.disappeared)):
+        rows.append((title, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
+    for title, ids in (("new findings", shift.appeared), ("resolved findings", shift.disappeared)):
         names = [f"{finding} {phrases.rule_name(finding.partition('-')[0])}" for finding in ids]
-        rows += [(heading, ", ".join(names))] if names else []
+        rows += [(title, ", ".join(names))] if names else []
     differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.changed_facts)
     return [*rows, *([("other differences", differing)] if differing else [])]
 
@@ -162,58 +137,40 @@ def utc_minute(at_ns: int) -> str:
     return datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _group(group: Group, width: int) -> list[RenderableType]:
-    count = group.runs.height
-    parts: list[RenderableType] = [
-        text_layout.title(identity_text(group), f"  {group.fingerprint}"),
-        text_layout.line((f"{units.count(count, 'run')}, the latest ", text_layout.DIM), *_latest(group)),
-        "",
-    ]
-    parts += [_table(group, width)] if group.series else []
+def _sections(group: Group) -> Iterator[Section]:
+    latest = ((f"{units.count(group.runs.height, 'run')}, the latest ", Emphasis.FAINT), *_latest(group))
+    yield [heading(identity_text(group), f"  {group.fingerprint}"), line(*latest)]
+    yield [Trends(tuple(_trend(group, series) for series in group.series))] if group.series else []
     moments = changes_by_run(group)
     for shifts in moments[:MAX_CHANGES]:
-        parts += ["", *_change(group, shifts)]
+        yield _change(group, shifts)
     if len(moments) > MAX_CHANGES:
-        parts += ["", text_layout.dim(f"and {len(moments) - MAX_CHANGES} earlier changes: --format json")]
+        yield [faint(f"and {len(moments) - MAX_CHANGES} earlier changes: --format json")]
     for series in group.series:
-        for drift in series.drifts:
-            parts += ["", _drift(series, drift)]
-    return parts
+        yield from ([_drift(series, drift)] for drift in series.drifts)
 
 
-def _table(group: Group, width: int) -> RenderableType:
-    wide = width >= _WIDE
-    bar_count = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if wide else _OTHER_COLUMNS)))
-    rows = [_row(group, series, bar_count, wide) for series in group.series]
-    header = ["", "first", "latest", *(["95% interval"] if wide else []), "runs", ""]
-    right = [False, True, True, *([True] if wide else []), False, False]
-    table = text_layout.table(header, rows, right=right, last_styles=[_style(series) for series in group.series])
-    table.columns[0].no_wrap = table.columns[-2].no_wrap = True
-    table.columns[0].min_width = max(len(row[0]) for row in rows)
-    table.columns[-2].min_width = max(len(row[-2]) for row in rows)
-    return table
-
-
-def _latest(group: Group) -> list[tuple[str, str] | str]:
+def _latest(group: Group) -> list[Words]:
     row = group.runs.row(-1, named=True)
-    parts: list[tuple[str, str] | str] = [(f"{utc_minute(row['at_ns'])}  ", text_layout.DIM), run_text(group.runs, -1)]
-    parts += [(f" on {row['branch']}", text_layout.DIM)] if row["branch"] else []
+    parts: list[Words] = [(f"{utc_minute(row['at_ns'])}  ", Emphasis.FAINT), run_text(group.runs, -1)]
+    parts += [(f" on {row['branch']}", Emphasis.FAINT)] if row["branch"] else []
     if row["passed"] is not None:
         failed = ", ".join(row["failures"] or ())
-        parts.append(("  passed", text_layout.GOOD) if row["passed"] else (f"  failed: {failed}", "bold red"))
+        parts.append(("  passed", Emphasis.GOOD) if row["passed"] else (f"  failed: {failed}", Emphasis.WORSE))
     return parts
 
 
-def _row(group: Group, series: Series, bar_count: int, wide: bool) -> list[str]:
+def _trend(group: Group, series: Series) -> Trend:
     finite = [value for value in series.values.tolist() if math.isfinite(value)]
-    return [
+    return Trend(
         label(series.metric),
         metric_of(series.metric).text(finite[0] if finite else None),
         metric_of(series.metric).text(finite[-1] if finite else None),
-        *([_interval(group, series)] if wide else []),
-        sparkline(series.values.tolist()[-bar_count:]),
+        _interval(group, series),
+        tuple(series.values.tolist()),
         verdict(series),
-    ]
+        _emphasis(series),
+    )
 
 
 def _interval(group: Group, series: Series) -> str:
@@ -223,47 +180,44 @@ def _interval(group: Group, series: Series) -> str:
     return " to ".join(metric_of(series.metric).text(rows[end][0]) for end in ("low", "high"))
 
 
-def _style(series: Series) -> str:
+def _emphasis(series: Series) -> Emphasis:
     if series.shifts:
-        return _WORSE if series.shifts[-1].is_worse else _BETTER
-    return _DRIFTS if series.drifts else text_layout.DIM
+        return Emphasis.WORSE if series.shifts[-1].is_worse else Emphasis.BETTER
+    return Emphasis.DOUBTFUL if series.drifts else Emphasis.FAINT
 
 
 def _direction(shift: MetricShift) -> str:
     return "worse" if shift.is_worse else "better"
 
 
-def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
+def _change(group: Group, shifts: Sequence[MetricShift]) -> Section:
     """Changes between two runs: each metric, the commits, and other differences."""
-    parts: list[RenderableType] = [
-        text_layout.line(
-            (_direction(shift).upper(), _WORSE if shift.is_worse else _BETTER),
+    changes = [
+        line(
+            (_direction(shift).upper(), Emphasis.WORSE if shift.is_worse else Emphasis.BETTER),
             "  ",
-            (label(shift.metric), text_layout.BOLD),
+            (label(shift.metric), Emphasis.STRONG),
             f"  {before_and_after(shift)}",
-            (f"  from run {shift.first + 1} on" if shift.first != shifts[0].first else "", text_layout.DIM),
+            (f"  from run {shift.first + 1} on" if shift.first != shifts[0].first else "", Emphasis.FAINT),
         )
         for shift in shifts
     ]
-    parts += [
-        text_layout.indent(text_layout.line((f"{word} ", text_layout.DIM), text))
-        for word, text in context(group, shifts[0])
-    ]
-    return parts
+    more = context(group, shifts[0])
+    return [*changes, *(Line(((f"{word} ", Emphasis.FAINT), text), is_indented=True) for word, text in more)]
 
 
-def _drift(series: Series, drift: Drift) -> RenderableType:
+def _drift(series: Series, drift: Drift) -> Line:
     before, after = (metric_of(series.metric).text(value) for value in (drift.before, drift.after))
-    return text_layout.line(
-        ("DRIFT", _DRIFTS),
+    return line(
+        ("DRIFT", Emphasis.DOUBTFUL),
         "  ",
-        (label(series.metric), text_layout.BOLD),
+        (label(series.metric), Emphasis.STRONG),
         f"  {before} → {after}, {change_text(series.metric, drift.before, drift.after)}",
-        (f"  gradually over runs {drift.first + 1} to {drift.past}: no single commit", text_layout.DIM),
+        (f"  gradually over runs {drift.first + 1} to {drift.past}: no single commit", Emphasis.FAINT),
     )
 
 
-def _document(group: Group) -> dict[str, Any]:
+def _group_values(group: Group) -> dict[str, Any]:
     columns = ("run", "name", "at_ns", "commit", "branch", "passed", "failures")
     names = group.runs["run"].to_list()
     return {

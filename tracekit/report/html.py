@@ -9,7 +9,8 @@ from tracekit.analysis.time import breakdown, summary
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
-from tracekit.report import charts, ci_results, figures, html_fragments, html_page, phrases
+from tracekit.report import charts, figures, html_fragments, html_page, phrases
+from tracekit.report.ci import results
 from tracekit.report.figures import RunFigure
 from tracekit.rules.rule import Report
 
@@ -36,7 +37,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
         }
         for number, (report, run) in enumerate(reports)
     ]
-    names = ci_results.unique_names([run.name for _, run in reports])
+    names = results.unique_names([run.name for _, run in reports])
     return _page(
         title=", ".join(run.name for _, run in reports),
         links=[(f"run{number}-top", name) for number, name in enumerate(names)] if several else [],

@@ -23,7 +23,7 @@ from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
 from tracekit.report import phrases
-from tracekit.report.json_values import to_json_value
+from tracekit.report.render.json import to_json_value
 from tracekit.rules.rule import Finding, Report
 
 MAX_EVIDENCE_ROWS = 100

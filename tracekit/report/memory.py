@@ -1,260 +1,75 @@
-"""The memory of a run or of a snapshot -> text or JSON."""
-
-import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypedDict
+"""The memory of a run or of a snapshot as a document."""
 
 import polars as pl
 
-from tracekit.analysis.memory import allocations, steady_state, usage
-from tracekit.errors import InputError
-from tracekit.model import schema, units
-from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.model.run import Run
-from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, snapshot_facts
+from tracekit.analysis.memory import peak_change
+from tracekit.model import units
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
-from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.report import memory_difference
+from tracekit.replay.allocator.memory_usage import MemoryUsage, ReservedMemory
+from tracekit.report.document import Document, Line, Section, Table, heading, line
 
-FACTS: tuple[TraceFact, ...] = (
-    allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
-    usage.growth, steady_state.stalls,
-)  # fmt: skip
-AS_RECORDED = "default"
-UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
 _MOST_ROWS = 15
 _EARLIER = "(allocated earlier, or without a stack)"
-_CATEGORIES = "What the memory at the peak is for"
 
 
-class ReservedMemory(TypedDict):
-    """Device memory that a history reserved, recorded or replayed."""
-
-    segment_allocs: list[int]
-    segment_frees: list[int]
-    peak_reserved_bytes: int
-    device_allocations: int
-    retries: int
+def document(usage: MemoryUsage) -> Document:
+    """Peaks, live blocks at the peak, churn, and the replay and what changed where they were asked for."""
+    return Document((_headlines(usage), *_tables(usage)), values=_values(usage))
 
 
-@dataclass(frozen=True, eq=False)
-class MemoryReport:
-    """Peaks, live blocks at the peak, allocation churn, other tables by title, notes, and a replay."""
-
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    live_at_peak: pl.DataFrame
-    churn: pl.DataFrame
-    tables: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    recorded: ReservedMemory | None = None
-    replayed: ReservedMemory | None = None
-    out_of_memory: OutOfMemoryEvent | None = None
-    rank: int | None = None
-    """The rank that ran out of memory; of several snapshots, that of the report."""
-    settings: str = AS_RECORDED
-    categories: pl.DataFrame = field(default_factory=lambda: schema.empty(categories.COLUMNS))
-    """What the memory at the peak of a snapshot is for."""
-    against: "MemoryReport | None" = None
-    """The memory that this is compared with."""
+def _headlines(usage: MemoryUsage) -> list[Line]:
+    oom, other = usage.out_of_memory, usage.against
+    sentences = [] if oom is None else oom_sentences(oom, usage.rank)
+    sentences.append(_peak(usage))
+    if usage.recorded is not None and usage.replayed is not None:
+        sentences.append(replay_line(usage.settings, usage.recorded, usage.replayed))
+    sentences += usage.notes
+    sentences += [] if other is None else [_change_of_peak(usage.peak_allocated_bytes, other.peak_allocated_bytes)]
+    return [line(sentence) for sentence in sentences]
 
 
-def of_run(run: Run) -> MemoryReport:
-    """Return the device memory of a run's traces; on a CPU run, the host memory.
+def _tables(usage: MemoryUsage) -> list[Section]:
+    tables = oom_tables(usage.out_of_memory)
+    if usage.against is not None:
+        by_category, by_owner = _change(usage, usage.against)
+        tables["Change of the memory at the peak, by what it is for"] = by_category
+        tables["Change of the memory at the peak, by who requested it"] = by_owner
+    tables["What the memory at the peak is for"] = usage.categories.drop("device")
+    tables |= {"Allocated at the peak": usage.live_at_peak, "Allocations": usage.churn, **usage.tables}
+    return [_section(title, rows) for title, rows in tables.items() if rows.height]
 
-    If the memory snapshots next to the traces have an out-of-memory, the first one is in the report.
-    """
-    tables = {fact: run.table(fact) for fact in FACTS}
-    peaks = tables[allocations.peaks]
-    on_device = bool(peaks["device"].is_not_null().any())
-    is_shown = pl.col("device").is_not_null() if on_device else pl.col("device").is_null()
-    peaks, live, churn = (
-        tables[fact].filter(is_shown) for fact in (allocations.peaks, allocations.at_peak, allocations.churn)
-    )
-    notes = [] if on_device else ["Host memory is shown: the traces have no memory events of a device."]
-    if peaks.is_empty():
-        notes = ["The traces have no memory events: record with profile_memory=True."]
-    more_tables = {
-        "Peak allocated and reserved memory": peaks,
-        "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
-        .filter(is_shown)
-        .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": _growth_per_step(tables[usage.growth]),
-        "Device allocations after the first step": _calls(tables[steady_state.stalls]),
+
+def _section(title: str, rows: pl.DataFrame) -> Section:
+    more = rows.height - _MOST_ROWS
+    rest = [line(f"and {more:,} more: use --format json to see all")] if more > 0 else []
+    return [heading(title), Table(_for_people(rows).head(_MOST_ROWS)), *rest]
+
+
+def _values(usage: MemoryUsage) -> dict[str, object]:
+    values: dict[str, object] = {
+        "peak_allocated_bytes": usage.peak_allocated_bytes,
+        "peak_reserved_bytes": usage.peak_reserved_bytes,
+        "live_at_peak": usage.live_at_peak.to_dicts(),
+        "churn": usage.churn.to_dicts(),
+        "categories": usage.categories.to_dicts(),
+        "oom": _oom_values(usage),
     }
-    allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
-    report = MemoryReport(allocated_bytes, reserved_bytes, live, churn, more_tables, tuple(notes))
-    rank, oom = out_of_memory.first_out_of_memory(run)
-    return replace(report, out_of_memory=oom, rank=rank)
-
-
-def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
-    """Return the memory of one device from a memory snapshot."""
-    history = playback.from_snapshot(snapshot, device)
-    history, outcome = play_history(history)
-    notes = []
-    if history.not_replayable:
-        notes.append(f"Values are those at the time of the snapshot, not at the peak: {history.not_replayable}.")
-    elif history.start:
-        notes.append(
-            "Memory was already allocated when the history began; it was found by playing the history backwards."
-        )
-    if outcome.address_mismatches:
-        notes.append(
-            f"The allocator model differs from the recording at {outcome.address_mismatches:,} of "
-            f"{int((history.action == 0).sum()):,} requests."
-        )
-    return MemoryReport(
-        snapshot_facts.peak_allocated_bytes(history, outcome),
-        history.peak_reserved_bytes,
-        snapshot_facts.at_peak(snapshot, history, outcome),
-        snapshot_facts.churn(snapshot, history, outcome),
-        {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
-        tuple(notes),
-        out_of_memory=out_of_memory.of_snapshot(snapshot, history),
-        categories=categories.at_peak(snapshot, history, outcome),
-    )
-
-
-def of_snapshots(snapshots: Sequence[tuple[int, MemorySnapshot]]) -> MemoryReport:
-    """Return the memory of the rank that ran out of memory first, else of that with the highest peak, and all ranks.
-
-    `snapshots` has the rank of each snapshot, of which the main device counts: a rank uses one.
-    """
-    by_rank = [(rank, of_snapshot(snapshot, snapshot.main_device)) for rank, snapshot in snapshots]
-    rows = [(rank, r.peak_allocated_bytes, r.peak_reserved_bytes, _requested_bytes(r)) for rank, r in by_rank]
-    rank, worst = min(by_rank, key=_by_severity)
-    columns = {
-        "rank": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "oom_bytes": pl.Int64,
-    }  # fmt: skip
-    tables = {"Ranks": pl.DataFrame(rows, schema=columns, orient="row").sort("rank"), **worst.tables}
-    return replace(worst, tables=tables, rank=rank)
-
-
-def _by_severity(ranked: tuple[int, MemoryReport]) -> tuple[bool, int, int]:
-    oom, peak_bytes = ranked[1].out_of_memory, ranked[1].peak_allocated_bytes or 0
-    return oom is None, (oom.at_ns or 0) if oom else 0, -peak_bytes
-
-
-def _requested_bytes(report: MemoryReport) -> int | None:
-    return None if report.out_of_memory is None else report.out_of_memory.requested_bytes
-
-
-def play_history(history: History) -> tuple[History, ReplayResult]:
-    """Return a history and its outcome; if it cannot be played, the state at its end."""
-    if history.not_replayable is None:
-        try:
-            return history, playback.replay_as_recorded(history)
-        except InputError as error:
-            history = replace(history, not_replayable=str(error))
-    history = history.without_events()
-    return history, playback.replay_as_recorded(history)
-
-
-def with_replay(
-    report: MemoryReport, history: History, text: str, *, capacity_bytes: int | None = None
-) -> MemoryReport:
-    """Return `report` with the history as recorded and as replayed under the settings in `text`.
-
-    "default" replays it under the recorded settings; "unit_buffers:2" is already contained in `history`. Raises
-    InputError if the history cannot be played or the settings are invalid.
-    """
-    if history.not_replayable:
-        raise InputError(f"no history to replay: {history.not_replayable}")
-    as_recorded = text.strip() == AS_RECORDED
-    own_settings = ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if uses_unit_buffers(text) else text
-    settings = history.settings if as_recorded else Settings.parse(own_settings)
-    played = (
-        playback.replay_as_recorded(history)
-        if as_recorded
-        else playback.predict(history, settings, capacity_bytes=capacity_bytes)
-    )
-    return replace(
-        report,
-        recorded=_reserved_memory(history.segment_allocations, history.segment_frees, history),
-        replayed=_reserved_memory(played.segment_allocations, played.segment_frees, played),
-        notes=(
-            *report.notes,
-            *_replay_notes(history, played, as_recorded=as_recorded),
-            *_limit_notes(settings, capacity_bytes),
-        ),
-        settings=text.strip(),
-    )
-
-
-def uses_unit_buffers(text: str) -> bool:
-    """Return whether a replay's settings contain unit buffers that are allocated once."""
-    return UNIT_BUFFERS in _pairs(text)
-
-
-def _pairs(text: str) -> list[str]:
-    return re.sub(r"\s", "", text).split(",")
-
-
-def as_json(report: MemoryReport) -> str:
-    """Return peaks, live blocks at the peak, churn, and the replay if there is one, as a JSON object."""
-    document: dict[str, object] = {
-        "peak_allocated_bytes": report.peak_allocated_bytes,
-        "peak_reserved_bytes": report.peak_reserved_bytes,
-        "live_at_peak": report.live_at_peak.to_dicts(),
-        "churn": report.churn.to_dicts(),
-        "categories": report.categories.to_dicts(),
-        "oom": _oom_as_json(report),
-    }
-    if report.against is not None:
-        tables = _change(report, report.against).values()
-        document["against"] = {
-            "peak_allocated_bytes": report.against.peak_allocated_bytes,
-            "peak_reserved_bytes": report.against.peak_reserved_bytes,
-            **dict(zip(("by_category", "by_owner"), (rows.to_dicts() for rows in tables), strict=True)),
+    if usage.against is not None:
+        by_category, by_owner = _change(usage, usage.against)
+        values["against"] = {
+            "peak_allocated_bytes": usage.against.peak_allocated_bytes,
+            "peak_reserved_bytes": usage.against.peak_reserved_bytes,
+            "by_category": by_category.to_dicts(),
+            "by_owner": by_owner.to_dicts(),
         }
-    if report.recorded is not None:
-        document |= {"recorded": report.recorded, "replayed": report.replayed}
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    if usage.recorded is not None:
+        values |= {"recorded": usage.recorded, "replayed": usage.replayed}
+    return values
 
 
-def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
-    """Return the report in readable units, with all tables and notes."""
-    from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
-
-    parts: list[object] = []
-    if report.out_of_memory is not None:
-        parts += [text_layout.line(sentence) for sentence in oom_sentences(report.out_of_memory, report.rank)]
-    parts.append(text_layout.line(_headline(report)))
-    if report.recorded is not None and report.replayed is not None:
-        parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
-    parts += [text_layout.line(note) for note in report.notes]
-    if report.against is not None:
-        parts.append(
-            text_layout.line(
-                memory_difference.headline(report.peak_allocated_bytes, report.against.peak_allocated_bytes)
-            )
-        )
-    tables = dict(oom_tables(report.out_of_memory))
-    tables |= {} if report.against is None else _change(report, report.against)
-    tables |= {_CATEGORIES: report.categories.drop("device"), "Allocated at the peak": report.live_at_peak}
-    tables |= {"Allocations": report.churn, **report.tables}
-    for title, rows in tables.items():
-        columns = text_layout.without_empty_columns(rows)
-        if columns.is_empty():
-            continue
-        parts += ["", text_layout.title(title), text_layout.frame(_for_people(columns).head(_MOST_ROWS))]
-        if columns.height > _MOST_ROWS:
-            parts.append(text_layout.line(f"and {columns.height - _MOST_ROWS:,} more: use --format json to see all"))
-    return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
-
-
-def _change(report: MemoryReport, against: MemoryReport) -> dict[str, pl.DataFrame]:
-    return memory_difference.tables(
-        report.categories,
-        report.live_at_peak,
-        other_categories=against.categories,
-        other_owners=against.live_at_peak,
-    )
+def _change(usage: MemoryUsage, against: MemoryUsage) -> tuple[pl.DataFrame, pl.DataFrame]:
+    by_category = peak_change.by_category(usage.categories, against.categories)
+    return by_category, peak_change.by_owner(usage.live_at_peak, against.live_at_peak)
 
 
 def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
@@ -326,12 +141,12 @@ def oom_tables(oom: OutOfMemoryEvent | None) -> dict[str, pl.DataFrame]:
     }
 
 
-def _oom_as_json(report: MemoryReport) -> dict[str, object] | None:
-    oom = report.out_of_memory
+def _oom_values(usage: MemoryUsage) -> dict[str, object] | None:
+    oom = usage.out_of_memory
     if oom is None:
         return None
     return {
-        "rank": report.rank,
+        "rank": usage.rank,
         "device": oom.device,
         "at_ns": oom.at_ns,
         "count": oom.count,
@@ -364,76 +179,26 @@ def replay_line(settings: str, recorded: ReservedMemory, replayed: ReservedMemor
     )
 
 
-def _replay_notes(history: History, played: ReplayResult, *, as_recorded: bool) -> list[str]:
-    notes = []
-    if as_recorded and not history.inferred:
-        equal = _sizes(played.segment_allocations) == _sizes(history.segment_allocations) and _sizes(
-            played.segment_frees
-        ) == _sizes(history.segment_frees)
-        notes.append(
-            "The replay reserves and frees the recorded segments"
-            + (", all of them in order." if equal else " only in part: the model is not valid for this recording.")
-        )
-    elif not as_recorded:
-        notes.append("This is a prediction of the allocator model: run with these settings to confirm it.")
-    if history.inferred:
-        notes.append(
-            "The cached memory at the start is inferred from the addresses in the trace, and one stream is assumed: "
-            "a memory snapshot gives exact values."
-        )
-    if played.out_of_memory:
-        notes.append(f"{played.out_of_memory:,} requests run out of memory: the run would have failed there.")
-    return notes
+def _change_of_peak(here_bytes: int | None, there_bytes: int | None) -> str:
+    if here_bytes is None or there_bytes is None:
+        return "The peaks cannot be compared: one of them is not known."
+    change, other_size = here_bytes - there_bytes, units.size(there_bytes)
+    if not change:
+        return "The other has the same peak."
+    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {other_size} of the other."
 
 
-def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
-    if settings.memory_fraction is not None and capacity_bytes is None:
-        return ["per_process_memory_fraction is a share of --device-memory-gib: without that option there is no limit."]
-    if settings.gc_threshold and settings.memory_fraction is None:
-        return ["garbage_collection_threshold does nothing without per_process_memory_fraction, in torch too."]
-    return []
-
-
-def _reserved_memory(
-    allocs: Sequence[SegmentEvent], frees: Sequence[SegmentEvent], history: History | ReplayResult
-) -> ReservedMemory:
-    return {
-        "segment_allocs": _sizes(allocs),
-        "segment_frees": _sizes(frees),
-        "peak_reserved_bytes": history.peak_reserved_bytes,
-        "device_allocations": len(allocs),
-        "retries": history.retries,
-    }
-
-
-def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
-    return [event.bytes for event in events]
-
-
-def _headline(report: MemoryReport) -> str:
-    if report.peak_allocated_bytes is None:
+def _peak(usage: MemoryUsage) -> str:
+    if usage.peak_allocated_bytes is None:
         return "The memory is not known."
-    reserved = f", {units.size(report.peak_reserved_bytes)} reserved" if report.peak_reserved_bytes else ""
-    return f"{units.size(report.peak_allocated_bytes)} allocated at the peak{reserved}"
+    reserved = f", {units.size(usage.peak_reserved_bytes)} reserved" if usage.peak_reserved_bytes else ""
+    return f"{units.size(usage.peak_allocated_bytes)} allocated at the peak{reserved}"
 
 
 def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
-    if "peak_ratio" not in rows.columns or "category" in rows.columns:
+    if "peak_ratio" not in rows.columns or "category" in rows.columns or not rows["peak_ratio"].count():
         return rows
-    owners = pl.col("op").fill_null(_EARLIER) if "op" in rows.columns else pl.lit(_EARLIER).alias("op")
-    return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)
-
-
-def _growth_per_step(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the growth, with its source only where there are several."""
-    return rows if rows["source"].n_unique() > 1 else rows.drop("source")
-
-
-def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
-    """Return, by trace and device, the calls that took or returned device memory after the first step."""
-    key = ["window", "rank", "device"]
-    later = stalls.filter((pl.col("step") > pl.col("step").min().over(key)) | pl.col("step").is_null())
-    sums = later.group_by(key, maintain_order=True).agg(
-        pl.len().alias("steps"), pl.col("calls", "host_ns", "stalled_ns").sum()
-    )
-    return sums.filter(pl.col("calls") > 0)
+    rows = rows.drop("at_ns", "peak_bytes", strict=False)
+    if "op" in rows.columns and rows["op"].count():
+        return rows.with_columns(pl.col("op").fill_null(_EARLIER))
+    return rows.drop("op", strict=False).with_columns(op=pl.lit(_EARLIER))

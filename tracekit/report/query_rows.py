@@ -6,8 +6,8 @@ import polars as pl
 from rich.console import RenderableType
 
 from tracekit.model import escaping, units
-from tracekit.report import text_layout
-from tracekit.report.json_values import to_json_value
+from tracekit.report.render import layout
+from tracekit.report.render.json import to_json_value
 
 _MIN_TEXT = 24
 _ROWS_AT_ONCE = 10_000
@@ -22,20 +22,20 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
     """
     right = [dtype.is_numeric() for dtype in rows.dtypes]
     cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
-    gap = text_layout.gap(width)
+    gap = layout.gap(width)
     fitting = _fitting_count(rows.columns, cells, right, width, gap)
-    table = text_layout.table(
+    table = layout.table(
         rows.columns[:fitting],
         [row[:fitting] for row in cells],
         right=right[:fitting],
         gap=gap,
         longest=escaping.MAX_TEXT,
     )
-    parts: list[RenderableType] = [table, text_layout.dim(_size(rows, more))]
+    parts: list[RenderableType] = [table, layout.dim(_size(rows, more))]
     omitted = rows.columns[fitting:]
     if omitted:
-        parts.append(text_layout.dim(f"columns not shown: {', '.join(omitted)}: select fewer, or --format csv"))
-    return text_layout.print_to_string(parts, width=width, color=color)
+        parts.append(layout.dim(f"columns not shown: {', '.join(omitted)}: select fewer, or --format csv"))
+    return layout.print_to_string(parts, width=width, color=color)
 
 
 def as_csv(rows: pl.DataFrame) -> str:
@@ -67,7 +67,7 @@ def _size(rows: pl.DataFrame, more: bool) -> str:
 
 def _fitting_count(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
     """Number of columns that fit: full numbers, cut text, and at least the first column."""
-    room = max(width, text_layout.MIN_WIDTH) + gap
+    room = max(width, layout.MIN_WIDTH) + gap
     for count in range(1, len(header) + 1):
         widest = max(map(len, [header[count - 1], *(row[count - 1] for row in cells)]))
         room -= (widest if right[count - 1] else min(widest, _MIN_TEXT)) + gap

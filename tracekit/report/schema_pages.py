@@ -1,12 +1,9 @@
-"""Tables and columns -> text, JSON or the page docs/schema.md."""
+"""Tables and columns as a document, or as the page docs/schema.md."""
 
-import json
-from collections.abc import Iterable, Sequence
-
-from rich.console import RenderableType
+from collections.abc import Sequence
 
 from tracekit.model.table_document import TableDocument
-from tracekit.report import text_layout
+from tracekit.report.document import Definitions, Document, Section, faint, heading, line
 
 _INTRODUCTION = """\
 # Tables and columns
@@ -20,22 +17,9 @@ table is a table without rows. A query sees the rows of all ranks in one table, 
 """
 
 
-def as_text(tables: Iterable[TableDocument], *, width: int, color: bool = False) -> str:
-    """Return each table with its grain and its columns: types, units, meanings."""
-    parts: list[RenderableType] = []
-    for table in tables:
-        cells = [
-            [text_layout.line(column.name), text_layout.dim(column.unit_or_type), text_layout.line(column.meaning)]
-            for column in table.columns
-        ]
-        heading = text_layout.title(table.name, "  one row per " + table.grain)
-        parts += [heading, text_layout.indent(text_layout.grid(cells)), ""]
-    return text_layout.print_to_string(parts[:-1], width=width, color=color)
-
-
-def as_json(tables: Iterable[TableDocument]) -> str:
-    """Return the tables as a JSON array: name, grain, and columns with name, type, unit and meaning."""
-    document = [
+def document(tables: Sequence[TableDocument]) -> Document:
+    """Each table with its grain and its columns: names, types, units, meanings."""
+    values = [
         {
             "name": table.name,
             "grain": table.grain,
@@ -46,7 +30,12 @@ def as_json(tables: Iterable[TableDocument]) -> str:
         }
         for table in tables
     ]
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return Document(tuple(map(_section, tables)), values=values, is_ascii=False)
+
+
+def _section(table: TableDocument) -> Section:
+    rows = [(line(column.name), faint(column.unit_or_type), line(column.meaning)) for column in table.columns]
+    return [heading(table.name, f"  one row per {table.grain}"), Definitions(tuple(rows), is_indented=True)]
 
 
 def as_markdown(tables: Sequence[TableDocument]) -> str:

@@ -8,8 +8,9 @@ from rich.console import RenderableType
 from tracekit.model import escaping, units
 from tracekit.regression.step_change import SAME, StepChange
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, markdown_escaping, query_rows, text_layout
-from tracekit.report.json_values import to_json_value
+from tracekit.report import comparison, query_rows
+from tracekit.report.render import layout, markdown
+from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.step_change/1"
 DEFAULT_TOP = 20
@@ -53,25 +54,25 @@ def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: b
     columns = _fitting_columns(header, cells, width)
     verdicts = [Verdict(verdict) for verdict in changed.rows.head(top)["verdict"]]
     styles = [comparison.STYLES[verdict] for verdict in verdicts]
-    parts: list[RenderableType] = [text_layout.line(headline(changed)), text_layout.dim(count_statuses(changed))]
-    parts += [*text_layout.bullets(changed.compared.differences), ""]
+    parts: list[RenderableType] = [layout.line(headline(changed)), layout.dim(count_statuses(changed))]
+    parts += [*layout.bullets(changed.compared.differences), ""]
     rows = [[row[column] for column in columns] for row in (header, *cells)]
     right = [column not in TEXTS for column in columns]
-    parts += [text_layout.table(rows[0], rows[1:], right=right, gap=text_layout.gap(width), last_styles=styles)]
-    parts += [text_layout.dim(line) for line in _rest(changed, top)]
+    parts += [layout.table(rows[0], rows[1:], right=right, gap=layout.gap(width), last_styles=styles)]
+    parts += [layout.dim(line) for line in _rest(changed, top)]
     notes = remarks(changed)
-    parts += ["", *text_layout.bullets(notes)] if notes else []
-    return text_layout.print_to_string(parts, width=width, color=color)
+    parts += ["", *layout.bullets(notes)] if notes else []
+    return layout.print_to_string(parts, width=width, color=color)
 
 
 def as_markdown(changed: StepChange, *, top: int = DEFAULT_TOP) -> str:
     """Return the sentence, and the `top` rows with the largest changes as a Markdown table."""
     header, cells = table_cells(changed, top)
-    table = [[markdown_escaping.escape(cell) for cell in row] for row in (header, *cells)]
-    lines = [markdown_escaping.escape(headline(changed)), ""]
-    lines += [markdown_escaping.table(table[0], table[1:], right=(2, 3, 4, 5, 6)), ""]
+    table = [[markdown.escape(cell) for cell in row] for row in (header, *cells)]
+    lines = [markdown.escape(headline(changed)), ""]
+    lines += [markdown.table(table[0], table[1:], right=(2, 3, 4, 5, 6)), ""]
     notes = (*changed.compared.differences, *_rest(changed, top), *remarks(changed))
-    return "\n".join([*lines, *(f"- {markdown_escaping.escape(note)}" for note in notes)]).rstrip() + "\n"
+    return "\n".join([*lines, *(f"- {markdown.escape(note)}" for note in notes)]).rstrip() + "\n"
 
 
 def headline(changed: StepChange) -> str:
@@ -125,7 +126,7 @@ def _fitting_columns(header: list[str], cells: list[list[str]], width: int) -> l
     widths = [max(len(row[column]) for row in (header, *cells)) for column in range(len(header))]
     columns = list(range(len(header)))
     for column in _DROPPED:
-        needed = min(widths[0], _MIN_NAME) + sum(widths[number] + text_layout.gap(width) for number in columns[1:])
+        needed = min(widths[0], _MIN_NAME) + sum(widths[number] + layout.gap(width) for number in columns[1:])
         if needed > width:
             columns.remove(column)
     return columns

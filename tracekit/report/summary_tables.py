@@ -1,8 +1,8 @@
-"""The summary's rows -> text or JSON."""
-
-import json
+"""The summary's rows as a document."""
 
 import polars as pl
+
+from tracekit.report.document import Document, Table, line
 
 _HEADINGS = {
     "communication_ns": "comm",
@@ -61,34 +61,28 @@ _DROP_ORDER = (
 )  # fmt: skip
 
 
-def as_json(rows: pl.DataFrame) -> str:
-    """Return the rows as a JSON array of objects, their columns as they are."""
-    return json.dumps(rows.to_dicts(), indent=2, allow_nan=False) + "\n"
+_MISSING = {
+    "arrived_last": "collectives that ranks share",
+    "concurrent_kind": "work of two kinds that run concurrently on a device",
+    "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
+    "axis": "collectives in steps",
+    "passes": "pairs of all-to-alls around experts",
+    "hidden_ns": "sends and receives of ring attention (axis cp)",
+    "peer": "all-to-alls around experts with known split sizes",
+    "queue_max": "work on device streams",
+    "flops_unknown_ns": "compute whose work is unknown",
+    "moved_bytes_per_s": "file system calls: the run has no I/O log of DFTracer (.pfw)",
+}
+"""What a run has none of where a table is without rows, by a column of the table."""
 
 
-def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
-    """Return the rows as a table in readable units; a column without any value is left out."""
-    from tracekit.report import text_layout  # loads rich in a tenth of a second; JSON does not need it
-
+def document(rows: pl.DataFrame) -> Document:
+    """The rows as a table, for programs as they are."""
     drop_order = _PIPELINE_DROP_ORDER if "bubble_ns" in rows.columns else _DROP_ORDER
-    columns = text_layout.fit_columns(_without_only_window(rows), _HEADINGS, drop_order, width=width)
-    if columns.is_empty():
-        subjects = {
-            "arrived_last": "collectives that ranks share",
-            "concurrent_kind": "work of two kinds that run concurrently on a device",
-            "bubble_ns": "pipeline: no spans of a schedule, and no sends and receives from which to infer one",
-            "axis": "collectives in steps",
-            "passes": "pairs of all-to-alls around experts",
-            "hidden_ns": "sends and receives of ring attention (axis cp)",
-            "peer": "all-to-alls around experts with known split sizes",
-            "queue_max": "work on device streams",
-            "flops_unknown_ns": "compute whose work is unknown",
-            "moved_bytes_per_s": "file system calls: the run has no I/O log of DFTracer (.pfw)",
-        }
-        missing = next((subject for name, subject in subjects.items() if name in rows.columns), "work to break down")
-        return f"The traces contain no {missing}.\n"
-    table = text_layout.frame(columns, _HEADINGS, gap=text_layout.gap(width))
-    return text_layout.print_to_string([table], width=width, color=color)
+    missing = next((subject for name, subject in _MISSING.items() if name in rows.columns), "work to break down")
+    table = Table(_without_only_window(rows), _HEADINGS, drop_order)
+    part = table if rows.height else line(f"The traces contain no {missing}.")
+    return Document(([part],), values=rows.to_dicts())
 
 
 def _without_only_window(rows: pl.DataFrame) -> pl.DataFrame:

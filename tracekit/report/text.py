@@ -9,7 +9,8 @@ from rich.table import Table
 from tracekit.analysis.time import summary
 from tracekit.model import schema, units
 from tracekit.model.run import Run
-from tracekit.report import phrases, rank_rows, text_layout
+from tracekit.report import phrases, rank_rows
+from tracekit.report.render import layout
 from tracekit.rules.rule import Finding, Report, cost_order, costliest, has_found_iterations
 
 WIDTH = 100
@@ -29,7 +30,7 @@ _ESSENTIAL = ("rank", "step", "name", "op", "kind", "message", "start_ns", "dur_
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
     """Return the report as text at most `width` columns wide."""
     width = min(width, MAX_WIDTH)
-    return text_layout.print_to_string(_report(report, run, width), width=width, color=color)
+    return layout.print_to_string(_report(report, run, width), width=width, color=color)
 
 
 def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
@@ -39,7 +40,7 @@ def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> l
     for finding in findings:
         parts += ["", *_finding(finding, clock, width)]
     if report.notes:
-        parts += ["", text_layout.title("Notes"), *text_layout.bullets(report.notes)]
+        parts += ["", layout.title("Notes"), *layout.bullets(report.notes)]
     return parts
 
 
@@ -56,14 +57,14 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
     else:
         for report, run in reports:
             ruler = f"── {run.name} ".ljust(min(width, WIDTH), "─")
-            parts += [text_layout.dim(ruler), *_report(report, run, width), ""]
-    return text_layout.print_to_string(parts, width=width, color=color)
+            parts += [layout.dim(ruler), *_report(report, run, width), ""]
+    return layout.print_to_string(parts, width=width, color=color)
 
 
 def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
     return [
         *_verdict(report),
-        text_layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
+        layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
         *body(report, run, report.findings, width),
     ]
 
@@ -71,11 +72,11 @@ def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
 def _verdict(report: Report) -> list[RenderableType]:
     findings, cannot_judge = report.findings, report.cannot_judge
     if cannot_judge is not None:
-        style = f"{text_layout.BOLD} {text_layout.SEVERITY_STYLES['error']}"
-        unjudged: list[RenderableType] = [text_layout.line((phrases.headline(findings, cannot_judge), style))]
+        style = f"{layout.BOLD} {layout.SEVERITY_STYLES['error']}"
+        unjudged: list[RenderableType] = [layout.line((phrases.headline(findings, cannot_judge), style))]
         return [*unjudged, _counts(findings)] if findings else unjudged
     if not findings:
-        return [text_layout.line((phrases.no_problems(report), f"{text_layout.BOLD} {text_layout.GOOD}"))]
+        return [layout.line((phrases.no_problems(report), f"{layout.BOLD} {layout.GOOD}"))]
     return [_counts(findings)]
 
 
@@ -85,22 +86,22 @@ def _counts(findings: Sequence[Finding]) -> RenderableType:
     if top is not None and top.impact:
         share = f"{units.share(top.impact)} of {phrases.time_noun(top)}"
         cost = f"  costliest: {phrases.rule_name(top.code)}, {share}"
-    counts = (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst])
-    return text_layout.line(counts, (cost, text_layout.BOLD))
+    counts = (phrases.severity_counts(findings), layout.SEVERITY_STYLES[worst])
+    return layout.line(counts, (cost, layout.BOLD))
 
 
 def _breakdown(run: Run) -> list[RenderableType]:
     ranks = rank_rows.shares(run)
     if ranks.is_empty():
-        return [text_layout.dim("The traces contain no activities.")]
+        return [layout.dim("The traces contain no activities.")]
     rows = ranks if ranks.height <= MAX_RANKS else rank_rows.with_quantiles(ranks)
     headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in rows.columns}
     parts: list[RenderableType] = [
-        text_layout.title("Where the time goes", _steps(run)),
-        text_layout.indent(text_layout.frame(rows, headings)),
+        layout.title("Where the time goes", _steps(run)),
+        layout.indent(layout.frame(rows, headings)),
     ]
     if ranks.height > MAX_RANKS:
-        parts.append(text_layout.dim(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}"))
+        parts.append(layout.dim(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}"))
     return parts
 
 
@@ -119,17 +120,17 @@ def _finding(finding: Finding, clock: pl.DataFrame, width: int) -> list[Renderab
     heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     heading.add_column()
     heading.add_column(justify="right", no_wrap=True)
-    name = text_layout.line(
-        (label.upper(), text_layout.SEVERITY_STYLES[label]),
+    name = layout.line(
+        (label.upper(), layout.SEVERITY_STYLES[label]),
         "  ",
-        (phrases.rule_name(finding.code), text_layout.BOLD),
-        ("  " + finding.id, text_layout.DIM),
+        (phrases.rule_name(finding.code), layout.BOLD),
+        ("  " + finding.id, layout.DIM),
     )
-    heading.add_row(name, text_layout.title(phrases.cost(finding)))
-    parts: list[RenderableType] = [heading, text_layout.indent(text_layout.line(finding.message))]
+    heading.add_row(name, layout.title(phrases.cost(finding)))
+    parts: list[RenderableType] = [heading, layout.indent(layout.line(finding.message))]
     if finding.fix:
-        parts.append(text_layout.hanging("Fix", text_layout.line(finding.fix)))
-    parts.append(text_layout.indent(text_layout.dim(phrases.scope(finding))))
+        parts.append(layout.hanging("Fix", layout.line(finding.fix)))
+    parts.append(layout.indent(layout.dim(phrases.scope(finding))))
     return parts + _evidence(finding, clock, width - _EVIDENCE_INDENT)
 
 
@@ -138,27 +139,27 @@ def _evidence(finding: Finding, clock: pl.DataFrame, width: int) -> list[Rendera
     if rows.is_empty():
         return []
     fitting = _fit_evidence(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
-    table = text_layout.frame(fitting)
-    if text_layout.natural_width(table) > width:
-        table = text_layout.frame(fitting, gap=text_layout.gap(width))
+    table = layout.frame(fitting)
+    if layout.natural_width(table) > width:
+        table = layout.frame(fitting, gap=layout.gap(width))
     parts: list[RenderableType] = [table]
     more = rows.height - fitting.height
-    parts += [text_layout.dim(f"and {more:,} more rows")] if more else []
-    return [text_layout.indent(part, _EVIDENCE_INDENT) for part in parts]
+    parts += [layout.dim(f"and {more:,} more rows")] if more else []
+    return [layout.indent(part, _EVIDENCE_INDENT) for part in parts]
 
 
 def _fit_evidence(rows: pl.DataFrame, width: int) -> pl.DataFrame:
     """Return rows without empty columns, and without others as far as the width requires: of _DROP_ORDER, then any."""
-    columns = text_layout.without_empty_columns(rows)
+    columns = layout.without_empty_columns(rows)
     if "window" in columns.columns and columns["window"].n_unique() == 1:
         columns = columns.drop("window")
     for name in _DROP_ORDER:
-        if text_layout.natural_width(text_layout.frame(columns)) <= width:
+        if layout.natural_width(layout.frame(columns)) <= width:
             break
         if name in columns.columns and (name != "name" or "op" in columns.columns):
             columns = columns.drop(name)
     optional = [name for name in reversed(columns.columns) if name not in _ESSENTIAL]
-    return text_layout.fit_columns(columns, {}, optional, width=width, least_text=_LEAST_TEXT)
+    return layout.fit_columns(columns, {}, optional, width=width, least_text=_LEAST_TEXT)
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
@@ -171,7 +172,7 @@ def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
     codes = sorted(worst, key=lambda code: worst[code], reverse=True)
     rows = [[phrases.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
     rows = rows or [["no rule fired", "", *("" for _ in reports)]]
-    return text_layout.table(["finding", "", *(run.name for _, run in reports)], rows)
+    return layout.table(["finding", "", *(run.name for _, run in reports)], rows)
 
 
 def _cell(findings: Sequence[Finding], code: str) -> str:

@@ -1,6 +1,5 @@
-"""What-if results -> text or JSON: the potential saving per step of each cause."""
+"""What-if results as a document or a table: the potential saving per step of each cause."""
 
-import json
 from collections.abc import Iterator, Sequence
 
 import polars as pl
@@ -9,6 +8,7 @@ from tracekit.model import escaping, units
 from tracekit.replay.graph import savings, what_if
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
+from tracekit.report.document import Document, Line
 
 COLUMNS = {
     "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
@@ -17,51 +17,20 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def as_text(
+def document(
     answers: WhatIf,
     predictions: Sequence[Prediction],
     together: Answer | None = None,
     *,
     run: str,
     price: float | None = None,
-) -> str:
-    """Return the answers as lines: the run and its replay, a line per cause, then the causes without an answer.
+) -> Document:
+    """The run and its replay, then each cause with its saving, the causes without an answer, and predictions.
 
     `together` is the answer for several causes at once.
     """
-    lines = [
-        f"{run}: mean step {units.duration(answers.step_ns)}; replayed without changes "
-        f"{units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})"
-    ]
-    lines += [text for text in (caveat(answers),) if text]
-    if not answers.answers and not predictions:
-        lines.append("removing a cause does not make the step shorter")
-    for answer in answers.answers:
-        lines += _of_answer(answer, answers, price)
-    if len(answers.answers) > 1:
-        lines.append("Savings overlap: their total is less than their sum.")
-    if together is not None:
-        lines += _of_answer(together, answers, price)
-    lines += [f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable]
-    for prediction in predictions:
-        lines += _of_prediction(prediction, answers.gpus, price)
-    if price is not None and answers.gpus:
-        lines.append(f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each.")
-    elif price is not None:
-        lines.append("No device activity was recorded, so there is no cost in GPU-hours or money.")
-    return "\n".join(lines) + "\n"
-
-
-def as_json(
-    answers: WhatIf,
-    predictions: Sequence[Prediction],
-    together: Answer | None = None,
-    *,
-    run: str,
-    price: float | None = None,
-) -> str:
-    """Return the answers as one JSON object."""
-    document = {
+    texts = _lines(answers, predictions, together, run=run, price=price)
+    values = {
         "run": run,
         "step_ns": answers.step_ns,
         "replayed_ns": answers.replayed_ns,
@@ -72,7 +41,7 @@ def as_json(
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
-    return json.dumps(document, indent=2) + "\n"
+    return Document((tuple(Line((text,), wraps=False) for text in texts),), values=values)
 
 
 def as_table(answers: WhatIf) -> pl.DataFrame:
@@ -111,6 +80,32 @@ def caveat(answers: WhatIf) -> str:
             f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
         )
     return " ".join(sentences)
+
+
+def _lines(
+    answers: WhatIf, predictions: Sequence[Prediction], together: Answer | None, *, run: str, price: float | None
+) -> Iterator[str]:
+    yield (
+        f"{run}: mean step {units.duration(answers.step_ns)}; replayed without changes "
+        f"{units.duration(answers.replayed_ns)} ({answers.replay_error_ratio:+.1%})"
+    )
+    if text := caveat(answers):
+        yield text
+    if not answers.answers and not predictions:
+        yield "removing a cause does not make the step shorter"
+    for answer in answers.answers:
+        yield from _of_answer(answer, answers, price)
+    if len(answers.answers) > 1:
+        yield "Savings overlap: their total is less than their sum."
+    if together is not None:
+        yield from _of_answer(together, answers, price)
+    yield from (f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable)
+    for prediction in predictions:
+        yield from _of_prediction(prediction, answers.gpus, price)
+    if price is not None and answers.gpus:
+        yield f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each."
+    elif price is not None:
+        yield "No device activity was recorded, so there is no cost in GPU-hours or money."
 
 
 def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator[str]:

@@ -99,6 +99,9 @@ class Finding:
             return self.code
         return f"{self.code}-{hashlib.sha256(self.subject.encode()).hexdigest()[:8]}"
 
+    def __repr__(self) -> str:
+        return f"<Finding {self.id}, {self.severity.label}: {self.message}>"
+
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: severity, message, fix and the first rows of evidence."""
         head = f"<b>{escaping.escape(f'{self.severity.label} {self.id}')}</b> {escaping.escape(self.message, 1000)}"

@@ -18,10 +18,6 @@ def _slow_ranks(job: Job) -> tuple[int, ...]:
     return tuple(sorted(job.impairments.slow_ranks))
 
 
-def _slow_stages(job: Job) -> tuple[int, ...]:
-    return job.mesh.stages_of(_slow_ranks(job)[0])
-
-
 def _largest_stage(job: Job) -> tuple[int, ...]:
     layers = job.mesh.stage_layers
     return (max(range(len(layers)), key=lambda stage: layers[stage]),)
@@ -34,7 +30,7 @@ def _largest_stage(job: Job) -> tuple[int, ...]:
     "kernels of the ranks that run a stage (the second) take FACTOR times as long (1.5)",
     axis=PP,
     ranks=_slow_ranks,
-    stages=_slow_stages,
+    stages=lambda job: job.mesh.stages_of(_slow_ranks(job)[0]),
 )
 def _slow_stage(job: Job, args: Sequence[str]) -> Job:
     ranks = job.mesh.ranks_of(_stage(job, args, 1))
@@ -92,7 +88,7 @@ def _sharded_micro_batches(job: Job, args: Sequence[str]) -> Job:
     "[:STAGE[:FACTOR]]",
     "transfers between a stage (the first) and the next one take FACTOR times as long (20)",
     axis=PP,
-    ranks=lambda job: tuple(_ranks_at_boundary(job)),
+    ranks=lambda job: tuple(sorted(rank for stage in _boundary(job) for rank in job.mesh.ranks_of(stage))),
     stages=lambda job: _boundary(job),
 )
 def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
@@ -235,10 +231,6 @@ def _mean_action_ns(job: Job) -> int:
 def _boundary(job: Job) -> tuple[int, ...]:
     stage = next(iter(job.impairments.slow_boundaries))
     return stage, stage + 1
-
-
-def _ranks_at_boundary(job: Job) -> list[int]:
-    return sorted(rank for stage in _boundary(job) for rank in job.mesh.ranks_of(stage))
 
 
 def _ranks_of_hot_expert(job: Job) -> tuple[int, ...]:

@@ -25,10 +25,6 @@ from tracekit.simulate.program import GATHER_STREAM, MAIN_STREAM, Kernel
 ROOT, HEAD = "root", "head"
 """The parts of the first and of the last stage that are no layers."""
 Part: TypeAlias = int | str
-_OPS = 8
-_OPTIMIZER_NAME = (
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
-)
 
 
 class GatheredWeights:
@@ -108,8 +104,7 @@ def optimizer(job: Job, rank: int) -> list[Op]:
     ranks = job.mesh.data_ranks if OPTIMIZER in STRATEGIES[job.strategy].sharded else 1
     rates = costs.rates(job.hardware, spans_nodes=False, overhead_s=job.step_overhead_ns / 1e9)
     seconds = rates.overhead_s + costs.OPTIMIZER_BYTES * parameters(job, rank) / ranks / rates.memory_bytes_per_s
-    kernel = kernels.compute(_OPTIMIZER_NAME, seconds / _OPS, blocks=640)
-    return [Op("aten::_fused_adamw_", "", kernel)] * _OPS
+    return kernels.optimizer(seconds)
 
 
 def after_optimizer(job: Job, rank: int) -> list[Kernel]:

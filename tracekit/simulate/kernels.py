@@ -105,11 +105,11 @@ def moving(job: Job, what: str, bytes_per_parameter: float, parameters: int, str
     return [kernel._replace(stream=stream, pieces=count)] * count
 
 
-def optimizer(parts: Parts) -> list[Op]:
-    """Return the ops of clipping and of the optimizer's step."""
+def optimizer(seconds: float) -> list[Op]:
+    """Return the ops of clipping and of the optimizer's step, which take so many seconds together."""
     adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >(int)"
     count = 8
-    return [Op("aten::_fused_adamw_", "", compute(adam, parts.optimizer_s / count, blocks=640))] * count
+    return [Op("aten::_fused_adamw_", "", compute(adam, seconds / count, blocks=640))] * count
 
 
 def collective(op: str, group: str, stream: int, *, elements: int, ranks: int, dtype: str) -> Kernel:

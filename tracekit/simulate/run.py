@@ -99,7 +99,11 @@ def counters(job: Job, rank: int, step: int, *, start_ns: int, end_ns: int) -> d
         names.MEMORY_UTILIZATION: 0.4,
     }
     throttled_by = names.HW_SLOWDOWN | names.HW_THERMAL if is_throttled else 0
-    values = {form: round(value, 3) for name, value in averaged.items() for form in _forms(name)}
+    values = {
+        form: round(value, 3)
+        for name, value in averaged.items()
+        for form in (name, names.least(name), names.most(name))
+    }
     return values | {
         names.POWER_LIMIT: limit_w,
         names.ECC_CORRECTED: 0,
@@ -174,7 +178,3 @@ def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
 
 def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     kineto_writer.replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
-
-
-def _forms(name: str) -> tuple[str, str, str]:
-    return name, names.least(name), names.most(name)

@@ -134,7 +134,7 @@ class Schedule(TrainingProgram):
                     host.add(program.Stall())
                 self._backward(number)
             host.begin(f"{number} optimizer")
-            self.step_optimizer(kernels.optimizer(self.parts))
+            self.step_optimizer(kernels.optimizer(self.parts.optimizer_s))
             if impairments.save_ns and number == impairments.save_step:
                 self._save()
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tracekit.conventions.pipeline_schedules import Action
 from tracekit.conventions.strategies import PP
 from tracekit.simulate import engine, faults
 from tracekit.simulate.fault_registry import FaultRequest
@@ -111,16 +110,15 @@ def _every_step(job: Job) -> tuple[int, ...]:
 def _rank_bubbles(job: Job, recording: Recording) -> Iterator[Bubble]:
     pipelines = job.mesh.layout.groups(PP)
     for step, ranks in product(range(job.steps), pipelines):
-        spans = {rank: _spans(recording.ranks[rank].actions, step) for rank in ranks}
+        spans = {
+            rank: sorted(span for (acted, _), span in recording.ranks[rank].actions.items() if acted == step)
+            for rank in ranks
+        }
         first = min(start for rank_spans in spans.values() for start, _ in rank_spans)
         last = max(end for rank_spans in spans.values() for _, end in rank_spans)
         for rank, rank_spans in spans.items():
             bubble_ns = last - first - _covered_ns(rank_spans)
             yield Bubble(rank, job.mesh.stages_of(rank), step, bubble_ns, bubble_ns / (last - first))
-
-
-def _spans(actions: dict[tuple[int, Action], tuple[int, int]], step: int) -> list[tuple[int, int]]:
-    return sorted(span for (action_step, _), span in actions.items() if action_step == step)
 
 
 def _covered_ns(spans: Sequence[tuple[int, int]]) -> int:

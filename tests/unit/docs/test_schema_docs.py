@@ -6,6 +6,8 @@ import pytest
 from tracekit.errors import InputError
 from tracekit.regression.history import store
 from tracekit.report import schema_pages
+from tracekit.report.render import json as render_json
+from tracekit.report.render import text as render_text
 from tracekit.sql import run_tables, table_documents
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +47,7 @@ def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_schema_fits_the_terminal_and_names_every_column(width):
-    text = schema_pages.as_text(DOCUMENTS, width=width)
+    text = render_text.render(schema_pages.document(DOCUMENTS), width=width)
     assert max(map(len, text.splitlines())) <= width
     for table in DOCUMENTS:
         assert table.name in text
@@ -53,7 +55,7 @@ def test_the_schema_fits_the_terminal_and_names_every_column(width):
 
 
 def test_the_schema_as_json_holds_the_same():
-    tables = json.loads(schema_pages.as_json(DOCUMENTS))
+    tables = json.loads(render_json.render(schema_pages.document(DOCUMENTS)))
     assert [each["name"] for each in tables] == list(TABLES)
     ops = next(each for each in tables if each["name"] == "ops")
     assert {"name": "start_ns", "type": "integer", "unit": "ns", "meaning": "Start."} in ops["columns"]

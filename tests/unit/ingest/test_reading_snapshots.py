@@ -20,7 +20,7 @@ from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import pickle_child
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 REAL = ("expandable_segments_bf16", "from_empty_fwd_bf16", "from_empty_init_model_rank1", "segments_only")

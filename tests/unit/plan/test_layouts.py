@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cli_runner import tracekit
 from tracekit.errors import ConfigError, InputError
-from tracekit.plan import hardware, layouts, memory, model_configs, models
+from tracekit.plan import hardware, layouts, memory, models
 from tracekit.plan.checkpoint import Layout
 from tracekit.plan.layouts import Job, Mesh
 from tracekit.plan.memory import NONE, SELECTIVE, Workload
@@ -184,7 +184,7 @@ CONFIGS = {
 def test_a_config_of_hugging_face_gives_the_same_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     ours = models.find(name)
-    for read in (model_configs.read(tmp_path), model_configs.read(tmp_path / "config.json")):
+    for read in (models.read(tmp_path), models.read(tmp_path / "config.json")):
         assert (read.parameters, read.active_parameters) == (ours.parameters, ours.active_parameters)
     done = tracekit("plan", "memory", "--model", tmp_path, "--dp", 64, "--zero", 3, "--format", "json")
     assert json.loads(done.stdout)["total_bytes"] == pytest.approx(16 * ours.parameters / 64)
@@ -207,13 +207,13 @@ def test_a_config_of_hugging_face_gives_the_same_model(name: str, tmp_path: Path
 def test_other_files_are_refused_by_what_is_wrong(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=r"config\.json") as raised:
-        model_configs.read(tmp_path)
+        models.read(tmp_path)
     assert words in str(raised.value)
 
 
 def test_a_missing_file_and_an_impossible_job_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
-        model_configs.read(tmp_path / "none.json")
+        models.read(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="must be 1 or more"):
         Job.of(models.find("1b"), hardware.find("a100-80"), gpus=0)
 

@@ -25,6 +25,9 @@ from tracekit.regression.history import entry, store, trends
 from tracekit.regression.history.entry import Commit, history_entry, median_interval
 from tracekit.report import history as history_report
 from tracekit.report import json as report_json
+from tracekit.report.render import json as render_json
+from tracekit.report.render import text as render_text
+from tracekit.report.render import trends as render_trends
 
 ROOT = Path(__file__).parents[3]
 
@@ -253,12 +256,12 @@ def test_a_metric_that_some_runs_lack_keeps_its_indexes(tmp_path):
     ((shift,),) = [series.shifts for series in group.series]
     assert (shift.last, shift.first) == (11, 12)
     assert np.isnan(group.series[0].values[[3, 15]]).all()
-    assert history_report.sparkline(group.series[0].values.tolist())[3] == " "
+    assert render_trends.sparkline(group.series[0].values.tolist())[3] == " "
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_text_fits_and_lists_every_metric_and_change(slower, width):
-    text = history_report.as_text(trends.groups(store.read(slower)), width=width)
+    text = render_text.render(history_report.document(trends.groups(store.read(slower))), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "fsdp2 · model tiny · 2 ranks · Simulated GPU · simulated" in text
     assert "worse +2" in text or width == 60
@@ -271,12 +274,12 @@ def test_names_from_a_history_cannot_control_a_terminal(tmp_path):
     path = tmp_path / "history.duckdb"
     hostile = simulated_history.report(0, name="\x1b[31mred\x1b]0;title\x07", model={"name": "\x1b[2J"})
     store.add(path, [entry_of(hostile, commit=Commit("\x1b[5m", "\x1b[1mbold", "\x9b4m"), failures=["\x1b[7m"])])
-    text = history_report.as_text(trends.groups(store.read(path)), width=100)
+    text = render_text.render(history_report.document(trends.groups(store.read(path))), width=100)
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
 
 
 def test_the_json_names_runs_of_changes(slower):
-    document = json.loads(history_report.as_json(trends.groups(store.read(slower))))
+    document = json.loads(render_json.render(history_report.document(trends.groups(store.read(slower)))))
     (group,) = document["groups"]
     (change,) = next(each for each in group["metrics"] if each["metric"] == "step_time_ns")["changes"]
     names = {run["run"]: run["name"] for run in group["runs"]}

@@ -12,9 +12,9 @@ from tests.unit.report.test_charts import HOSTILE
 from tracekit.analysis.memory import snapshot_files, usage
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.replay.allocator import playback
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.facts import snapshot_facts
-from tracekit.report import charts, memory
+from tracekit.report import charts
 
 # time      0    1    2    3    4
 # forward   +4             -4
@@ -143,7 +143,7 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
 
 
 def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
-    history, played = memory.play_history(playback.from_snapshot(snapshot, 0))
+    history, played = memory_usage.play_history(playback.from_snapshot(snapshot, 0))
     table = snapshot_facts.over_time(snapshot, history, played)
     assert set(table["owner"]) == {"forward (simulated.py:12)", "outside ops"}
     assert table["live_bytes"].max() == 80 * MIB
@@ -169,7 +169,7 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
     document = program.document()
     document["segments"][0]["blocks"][0]["frames"] = [frame(HOSTILE)]
     read = reader.read(write(tmp_path / "rank00000.memory.pickle", document))
-    history, played = memory.play_history(playback.from_snapshot(read, 0))
+    history, played = memory_usage.play_history(playback.from_snapshot(read, 0))
     figures = [
         charts.memory_over_time(usage.over_time(events).filter(pl.col("owner_kind") == "phase")),
         charts.memory_over_time(snapshot_facts.over_time(read, history, played)),

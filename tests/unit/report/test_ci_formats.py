@@ -26,19 +26,11 @@ from tracekit.regression.gate import CheckResult, result_of_findings
 from tracekit.regression.history import entry as history_entries
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
-from tracekit.report import (
-    codequality,
-    github,
-    html,
-    html_fragments,
-    junit,
-    markdown,
-    markdown_escaping,
-    sarif,
-    text_charts,
-)
+from tracekit.report import html, html_fragments
 from tracekit.report import json as report_json
-from tracekit.report.code_locations import Checkout
+from tracekit.report.ci import codequality, comment, github, junit, sarif, text_charts
+from tracekit.report.ci.code_locations import Checkout
+from tracekit.report.render import markdown
 from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
@@ -76,7 +68,7 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tm
     log = json.loads(sarif.render(gates, Checkout(tmp_path)))
     located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
-    for ci_format in (codequality, github, markdown, junit):
+    for ci_format in (codequality, github, comment, junit):
         ci_format.render(gates, Checkout(tmp_path)).encode()
     document = json.loads(report_json.render(report, report.run).encode())
     assert document["run"]["name"] == "run?"
@@ -350,7 +342,7 @@ def test_names_are_text_in_the_verdict_on_the_page() -> None:
 def test_the_comment_reads_as_its_golden_file(golden: Golden, checkout: Checkout) -> None:
     golden(
         "comment.md",
-        markdown.render(
+        comment.render(
             [sample_gates.with_baseline(), sample_gates.findings_only("runs/other")], checkout, key="nightly"
         ),
     )
@@ -382,7 +374,7 @@ class _Elements(HTMLParser):
 
 @every
 def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
-    shown = markdown.render(gates(), checkout)
+    shown = comment.render(gates(), checkout)
     page = _Elements()
     page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(shown))
     page.close()
@@ -397,15 +389,15 @@ def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], chec
 
 def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown_escaping.escape(HOSTILE)))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown.escape(HOSTILE)))
     shown = page.prose.replace("\u200b", "").strip()
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
 
 
 @pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
-@pytest.mark.parametrize("written", [markdown_escaping.escape, markdown_escaping.code], ids=["text", "code"])
+@pytest.mark.parametrize("written", [markdown.escape, markdown.code], ids=["text", "code"])
 def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
-    shown = markdown_escaping.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
+    shown = markdown.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
     cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(shown))
     assert cells[1::2] == ["x", "y", "z"]
 
@@ -413,9 +405,9 @@ def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
 @pytest.mark.parametrize("text", ["- a", "1. a", "# a", "+ a", "---", "=== "])
 def test_no_name_begins_a_list_or_a_heading(text: str) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown_escaping.escape(text)}"))
+    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{markdown.escape(text)}"))
     assert page.tags == ["p"]
-    assert markdown_escaping.escape("+8.1%") == "+8.1%"
+    assert markdown.escape("+8.1%") == "+8.1%"
 
 
 @pytest.mark.parametrize("runs", [1, 10, 400])
@@ -425,8 +417,8 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
     ]
     passing = sample_gates.findings_only("runs/passes", found=long)
     failing = sample_gates.findings_only("runs/fails", found=long, bar=Severity.WARNING)
-    shown = markdown.render([*[passing] * (runs - 1), failing], checkout)
-    assert len(shown.encode()) <= markdown.MAX_BYTES
+    shown = comment.render([*[passing] * (runs - 1), failing], checkout)
+    assert len(shown.encode()) <= comment.MAX_BYTES
     assert shown.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
     assert runs == 1 or shown.index("`fails`") < shown.index("`passes (1)`")  # what fails comes first
     assert shown.count("<details>") == shown.count("</details>") >= 1
@@ -437,7 +429,7 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
 @pytest.mark.parametrize("key", ["", "a b", "-->", "a--b", "<", "k" * 101, "ä"])
 def test_a_comment_has_a_name_that_hides(key: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a comment"):
-        markdown.marker(key)
+        comment.marker(key)
 
 
 # The picture ---------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support import drawn_traces, sample_gates
 from tracekit.model.run import Run
-from tracekit.report import code_locations
-from tracekit.report.code_locations import Checkout, LocationKind
+from tracekit.report.ci import code_locations
+from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.rules.rule import Finding, Severity
 
 TRAIN = """\

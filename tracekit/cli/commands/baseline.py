@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, ConfigFile, OutputOptions, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ def update(
 @baseline.command(short_help="Show a baseline.")
 def show(file: File) -> None:
     """Show the fingerprint, the findings and the median metrics of a baseline."""
-    from tracekit.report import baseline_text
+    from tracekit.report import baseline as report
 
-    output.emit(baseline_text.render(_read(file), width=output.width(), color=output.color()))
+    OutputOptions().write_text(report.document(_read(file)))
 
 
 @baseline.command(short_help="Print the JSON Schema of baselines.")

@@ -1,6 +1,5 @@
 """``tracekit checkpoint``: verify checkpoints on disk."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,10 @@ from tracekit.cli.options import TableOptions, expand_options
 from tracekit.model import units
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tracekit.ingest.checkpoint_files import Problem, VerifiedCheckpoint
+    from tracekit.report.document import Document
 
 SCHEMA = "tracekit.verify/1"
 checkpoint = typer.Typer(help="Verify checkpoints on disk.", no_args_is_help=True)
@@ -40,23 +42,25 @@ def verify(
     from tracekit.ingest import checkpoint_files
 
     verified = checkpoint_files.verify(path)
-    table.emit(_as_json(verified) if table.is_json else "".join(map(_as_text, verified)))
+    table.write(_document(verified))
     statuses = {ckpt.status for ckpt in verified}
     if statuses != {checkpoint_files.WHOLE}:
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
 
 
-def _as_text(ckpt: "VerifiedCheckpoint") -> str:
-    from tracekit.model import escaping
+def _document(verified: "list[VerifiedCheckpoint]") -> "Document":
+    from tracekit.report.document import Document, Line
 
-    lines = [
-        f"{ckpt.status:<10}  {ckpt.path}  {ckpt.files} files, {units.size(ckpt.total_bytes)}: {_verified_share(ckpt)}"
-    ]
-    lines += [f"  {_problem(problem)}" for problem in ckpt.problems]
-    lines += [f"  note: {note}" for note in ckpt.notes if not ckpt.problems]
+    lines = tuple(Line((text,), wraps=False) for ckpt in verified for text in _lines(ckpt))
+    return Document((lines,), values={"schema": SCHEMA, "checkpoints": [_values(ckpt) for ckpt in verified]})
+
+
+def _lines(ckpt: "VerifiedCheckpoint") -> "Iterator[str]":
+    yield f"{ckpt.status:<10}  {ckpt.path}  {ckpt.files} files, {units.size(ckpt.total_bytes)}: {_verified_share(ckpt)}"
+    yield from (f"  {_problem(problem)}" for problem in ckpt.problems)
+    yield from (f"  note: {note}" for note in ckpt.notes if not ckpt.problems)
     if ckpt.remedy:
-        lines.append(f"  what to do: {ckpt.remedy}")
-    return "".join(escaping.inert(line, len(line) + 1) + "\n" for line in lines)
+        yield f"  what to do: {ckpt.remedy}"
 
 
 def _verified_share(ckpt: "VerifiedCheckpoint") -> str:
@@ -69,19 +73,16 @@ def _problem(problem: "Problem") -> str:
     return f"{'' if problem.rank is None else f'rank {problem.rank}: '}{problem.file} {problem.what}"
 
 
-def _as_json(verified: "list[VerifiedCheckpoint]") -> str:
-    def row(ckpt: "VerifiedCheckpoint") -> dict[str, Any]:
-        problems = [{"rank": problem.rank, "file": problem.file, "what": problem.what} for problem in ckpt.problems]
-        return {
-            "path": ckpt.path,
-            "status": ckpt.status,
-            "kinds": list(ckpt.kinds),
-            "files": ckpt.files,
-            "bytes": ckpt.total_bytes,
-            "checked_bytes": ckpt.checked_bytes,
-            "problems": problems,
-            "notes": list(ckpt.notes),
-            "remedy": ckpt.remedy or None,
-        }
-
-    return json.dumps({"schema": SCHEMA, "checkpoints": [row(ckpt) for ckpt in verified]}, indent=2) + "\n"
+def _values(ckpt: "VerifiedCheckpoint") -> dict[str, Any]:
+    problems = [{"rank": problem.rank, "file": problem.file, "what": problem.what} for problem in ckpt.problems]
+    return {
+        "path": ckpt.path,
+        "status": ckpt.status,
+        "kinds": list(ckpt.kinds),
+        "files": ckpt.files,
+        "bytes": ckpt.total_bytes,
+        "checked_bytes": ckpt.checked_bytes,
+        "problems": problems,
+        "notes": list(ckpt.notes),
+        "remedy": ckpt.remedy or None,
+    }

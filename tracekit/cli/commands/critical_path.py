@@ -31,5 +31,4 @@ def critical_path(
 
     run = source.measure(path.FACTS)
     critical = path.critical_path(run, step)
-    text = report.as_text(critical, run=run.name, top=top, **table.style) if not table.is_json else ""
-    table.emit(text or report.as_json(critical, run=run.name))
+    table.write(report.document(critical, run=run.name, top=top))

@@ -39,6 +39,6 @@ def hang(
     from tracekit.report import hang as report
 
     result = diagnosis.diagnose(dumps.read(folder), min_wait_ns=int(min_wait * 1e9))
-    table.write(report, result)
+    table.write(report.document(result))
     if result.is_hang:
         raise typer.Exit(HANG_FOUND)

@@ -80,7 +80,7 @@ def show(
     metrics = [_metric(name) for names in metric or [] for name in output.split_names(names)]
     groups = trends.groups(store.read(db), metrics=metrics or None, last=last, branch=branch)
     if groups or table.is_json:
-        table.write(report, groups)
+        table.write(report.document(groups))
     else:
         table.emit(f"{db} has no run{f' of branch {branch}' if branch else ''}.\n")
 

@@ -53,22 +53,22 @@ def kernels(
     """
     from tracekit.analysis.compute import kernel_sequences
     from tracekit.analysis.compute import kernels as analysis
-    from tracekit.report import kernel_sequences as sequence_table
+    from tracekit.report import kernels as report
 
     if sequences is not None and launched_by is not None:
         raise ConfigError("--sequences and --launched-by are two tables; give one of them")
     run = source.open()
     if sequences is not None:
-        table.write(kernel_sequences.by_sequence(run, sequences), sequence_table.as_text)
+        table.write(kernel_sequences.by_sequence(run, sequences), report.sequences)
         return
     if launched_by is not None:
-        table.write(kernel_sequences.by_call(run, launched_by), sequence_table.as_text)
+        table.write(kernel_sequences.by_call(run, launched_by), report.sequences)
         return
     ops = analysis.recorded_ops if eager_twin is None else _graph_ops(run, eager_twin, cache=source.cache)
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, output.split_names(by), ops=ops, on_progress=callback)
-    table.write(rows)
+    table.write(rows, report.document)
 
 
 def _graph_ops(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":

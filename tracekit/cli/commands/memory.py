@@ -12,10 +12,10 @@ from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import BadTraceError, InputError
 
 if TYPE_CHECKING:
-    from tracekit.model.memory_snapshot import MemorySnapshot
     from tracekit.model.run import Run
+    from tracekit.model.trace import MemorySnapshot
+    from tracekit.replay.allocator.memory_usage import MemoryUsage
     from tracekit.replay.allocator.playback import History
-    from tracekit.report.memory import MemoryReport
 
 _PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _GIB = 1 << 30
@@ -38,13 +38,13 @@ class ReplayOptions:
         float | None, typer.Option(metavar="GIB", min=0.0, help="Device memory available to the replay.")
     ] = None
 
-    def apply(self, usage: "MemoryReport", history: "History") -> "MemoryReport":
-        """Return the report with the replay of a history."""
-        from tracekit.report import memory as report
+    def apply(self, usage: "MemoryUsage", history: "History") -> "MemoryUsage":
+        """Return the usage with the replay of a history."""
+        from tracekit.replay.allocator import memory_usage
 
         assert self.replay is not None
         capacity_bytes = None if self.device_memory_gib is None else int(self.device_memory_gib * _GIB)
-        return report.with_replay(usage, history, self.replay, capacity_bytes=capacity_bytes)
+        return memory_usage.with_replay(usage, history, self.replay, capacity_bytes=capacity_bytes)
 
 
 @expand_options
@@ -78,10 +78,10 @@ def memory(
         usage = replace(usage, against=_usage(against, ReplayOptions(device=options.device), cache=cache))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
-    table.write(report, usage)
+    table.write(report.document(usage))
 
 
-def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
+def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
     if _is_snapshot(path):
         return _of_snapshot(path, options, cache=cache)
     if snapshots := _snapshots_without_traces(path):
@@ -92,7 +92,7 @@ def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
         return _of_snapshots_among_others(path, options, error)
 
 
-def _of_snapshots_among_others(path: str, options: ReplayOptions, error: BadTraceError) -> "MemoryReport":
+def _of_snapshots_among_others(path: str, options: ReplayOptions, error: BadTraceError) -> "MemoryUsage":
     """Return the memory of a folder's snapshots if none of its other files is a trace. Raises the error without any."""
     from tracekit.analysis.memory import snapshot_files
 
@@ -132,41 +132,41 @@ def _snapshots_without_traces(path: str) -> list[tuple[int, Path]]:
     return []
 
 
-def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> "MemoryReport":
+def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> "MemoryUsage":
     from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.replay.allocator import memory_usage
     from tracekit.replay.allocator import playback as replaying
-    from tracekit.report import memory as report
 
     read = [(rank, reader.read(path)) for rank, path in snapshots]
-    usage = report.of_snapshots(read)
+    usage = memory_usage.of_snapshots(read)
     if options.replay is None:
         return usage
     snapshot = next(candidate for rank, candidate in read if rank == usage.rank)
     return options.apply(usage, replaying.from_snapshot(snapshot, _device(snapshot, options.device)))
 
 
-def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
+def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
     from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.replay.allocator import memory_usage
     from tracekit.replay.allocator import playback as replaying
-    from tracekit.report import memory as report
 
-    if options.replay is not None and report.uses_unit_buffers(options.replay):
-        raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
+    if options.replay is not None and memory_usage.uses_unit_buffers(options.replay):
+        raise InputError(f"{memory_usage.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
     snapshot = reader.read(path, cache=cache)
     device = _device(snapshot, options.device)
-    usage = report.of_snapshot(snapshot, device)
+    usage = memory_usage.of_snapshot(snapshot, device)
     return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, device))
 
 
-def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryReport":
+def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
+    from tracekit.replay.allocator import memory_usage
     from tracekit.replay.allocator.facts import double_buffering
-    from tracekit.report import memory as report
 
-    run = run_loading.open_measured(path, report.FACTS, cache=cache)
-    usage = report.of_run(run)
+    run = run_loading.open_measured(path, memory_usage.FACTS, cache=cache)
+    usage = memory_usage.of_run(run)
     if options.replay is None:
         return usage
-    with_buffers = report.uses_unit_buffers(options.replay)
+    with_buffers = memory_usage.uses_unit_buffers(options.replay)
     return options.apply(
         usage, double_buffering.with_buffers(next(run.traces())) if with_buffers else _history(run, cache=cache)
     )

@@ -36,9 +36,10 @@ def ops(
     at least for the operations and bytes of the calls, over the time that they took.
     """
     from tracekit.analysis.host import ops as analysis
+    from tracekit.report import kernels as report
 
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.ops(run, output.split_names(by), output.split_names(kinds), on_progress=callback)
-    table.write(rows)
+    table.write(rows, report.document)

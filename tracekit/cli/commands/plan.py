@@ -218,7 +218,7 @@ def layout(
         sequence=sequence,
         batch=batch,
     )
-    table.write(layout_report, (job, layouts.plan(job, count=count)))
+    table.write(layout_report.document(job, layouts.plan(job, count=count)))
 
 
 @plan.command(short_help="Bubble and communication of a pipeline.")
@@ -261,11 +261,11 @@ def _model(name: str | None) -> "Model | None":
 
 def _found(name: str) -> "Model":
     """Return the model of this name, or that a path to a config.json describes."""
-    from tracekit.plan import model_configs, models
+    from tracekit.plan import models
 
     path = Path(name)
     is_path = name.endswith(".json") or (name not in models.NAMES and path.is_dir())
-    return model_configs.read(path) if is_path else models.find(name)
+    return models.read(path) if is_path else models.find(name)
 
 
 def _first_known(*values: Any) -> Any:

@@ -13,7 +13,7 @@ def rules(*, table: TableOptions) -> None:
     from tracekit.report import rule_catalog
     from tracekit.rules import documents
 
-    table.write(rule_catalog, documents.all_documents())
+    table.write(rule_catalog.document(documents.all_documents()))
 
 
 @expand_options
@@ -27,4 +27,4 @@ def explain(
     from tracekit.report import rule_catalog
     from tracekit.rules import documents
 
-    result.emit(rule_catalog.explanation(rule_names.find_by_finding(rule, documents.all_documents()), **result.style))
+    result.write_text(rule_catalog.explanation(rule_names.find_by_finding(rule, documents.all_documents())))

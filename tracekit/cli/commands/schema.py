@@ -19,7 +19,11 @@ def schema(
     from tracekit.sql import table_documents
 
     # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
-    is_document = document_format is DocumentFormat.MARKDOWN
-    documents = table_documents.own_documents() if is_document else table_documents.all_documents()
+    is_page = document_format is DocumentFormat.MARKDOWN
+    documents = table_documents.own_documents() if is_page else table_documents.all_documents()
     tables = [table_documents.find(table, documents)] if table else documents
-    result.write_as(document_format, schema_pages, tables)
+    if is_page:
+        result.emit(schema_pages.as_markdown(tables))
+        return
+    write = result.write_json if document_format is DocumentFormat.JSON else result.write_text
+    write(schema_pages.document(tables))

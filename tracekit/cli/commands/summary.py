@@ -80,7 +80,7 @@ def summary(
         run = source.measure(facts, opened)
         rows = rows_of(run)
         missing = _missing_work(run) if by is By.STEP else None
-    table.write(summary_tables, rows)
+    table.write(summary_tables.document(rows))
     if missing:
         output.notify(missing)
 

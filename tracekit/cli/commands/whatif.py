@@ -133,5 +133,5 @@ def whatif(
     asks = bool(names) or not predictions
     savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
-    render = report.as_json if table.is_json else report.as_text
-    table.emit(render(savings, predictions, combined, run=run.name, price=gpu_hour_price))
+    document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
+    table.write(document)

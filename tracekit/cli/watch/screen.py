@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom, TrainingState
 from tracekit.model import escaping, units
-from tracekit.report import text_layout
+from tracekit.report.render import layout
 
 SCHEMA = "tracekit.watch/2"
 MAX_EVENTS = 10
@@ -21,7 +21,7 @@ _SPARK_WIDTH = 40
 _MAX_RANKS_NAMED = 6
 _MAX_LINE = 1000
 _QUIET_S = 10.0
-_WARNING, _ERROR = text_layout.SEVERITY_STYLES["warning"], text_layout.SEVERITY_STYLES["error"]
+_WARNING, _ERROR = layout.SEVERITY_STYLES["warning"], layout.SEVERITY_STYLES["error"]
 
 
 # For a terminal ------------------------------------------------------------------------------------------------------
@@ -29,15 +29,15 @@ _WARNING, _ERROR = text_layout.SEVERITY_STYLES["warning"], text_layout.SEVERITY_
 
 def screen(state: TrainingState, *, height: int) -> RenderableType:
     """Return the state for a terminal, at most `height` lines if no line wraps."""
-    rows = [(text_layout.line((label, text_layout.DIM)), content) for label, content in _facts(state)]
-    parts: list[RenderableType] = [_heading(state), "", text_layout.grid(rows), ""]
+    rows = [(layout.line((label, layout.DIM)), content) for label, content in _facts(state)]
+    parts: list[RenderableType] = [_heading(state), "", layout.grid(rows), ""]
     room = max(1, min(MAX_EVENTS, height - len(rows) - 5))
     return Group(*parts, *_outlier_rows(state, room))
 
 
 def as_text(state: TrainingState, *, width: int, color: bool = False) -> str:
     """Return the state as text at most `width` columns wide."""
-    return text_layout.print_to_string([screen(state, height=1000)], width=width, color=color)
+    return layout.print_to_string([screen(state, height=1000)], width=width, color=color)
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
@@ -60,38 +60,38 @@ def _heading(state: TrainingState) -> Text:
     parts = [state.strategy or "", _count(state.world_size, "rank", "ranks") if state.world_size else ""]
     about = " · ".join(part for part in parts if part)
     step = f"{state.steps_done:,} steps done" if state.steps_done else ""
-    return text_layout.line((state.name, text_layout.BOLD), f"  {about}  ", _state(state), f"  {step}")
+    return layout.line((state.name, layout.BOLD), f"  {about}  ", _state(state), f"  {step}")
 
 
 def _state(state: TrainingState) -> tuple[str, str]:
     if state.is_over:
-        return "ended", text_layout.BOLD
+        return "ended", layout.BOLD
     if not state.steps_done:
-        return "waiting for the first step", text_layout.BOLD
+        return "waiting for the first step", layout.BOLD
     quiet_s = state.quiet_s or 0.0
     if len(state.stalled_ranks) == state.ranks_logging - state.ranks_closed and quiet_s > _QUIET_S:
         return f"no rank has logged for {_age(quiet_s)}", _ERROR
-    return "running", f"{text_layout.BOLD} {text_layout.GOOD}"
+    return "running", f"{layout.BOLD} {layout.GOOD}"
 
 
 def _facts(state: TrainingState) -> Iterator[tuple[str, Text]]:
-    yield "step time", text_layout.line(" · ".join(_times(state)) or "—")
+    yield "step time", layout.line(" · ".join(_times(state)) or "—")
     if state.loss is not None:
         curve = sparkline(state.loss_curve)
         bad = not math.isfinite(state.loss)
-        yield "loss", text_layout.line((f"{state.loss:.4g}", _ERROR if bad else ""), f"  {curve}" if curve else "")
+        yield "loss", layout.line((f"{state.loss:.4g}", _ERROR if bad else ""), f"  {curve}" if curve else "")
     if memory := list(_memory(state)):
-        yield "memory", text_layout.line(" · ".join(memory))
+        yield "memory", layout.line(" · ".join(memory))
     if state.custom_metrics:
         yield (
             "custom",
-            text_layout.line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())),
+            layout.line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())),
         )
-    yield "ranks", text_layout.line(*_ranks(state))
-    yield "saves", text_layout.line(_saves(state))
-    yield "profiled", text_layout.line(_windows(state))
+    yield "ranks", layout.line(*_ranks(state))
+    yield "saves", layout.line(_saves(state))
+    yield "profiled", layout.line(_windows(state))
     if state.bad_lines:
-        yield "logs", text_layout.line((f"{state.bad_lines:,} damaged lines were skipped", _WARNING))
+        yield "logs", layout.line((f"{state.bad_lines:,} damaged lines were skipped", _WARNING))
 
 
 def _times(state: TrainingState) -> Iterator[str]:
@@ -159,20 +159,20 @@ def _outlier_rows(state: TrainingState, room: int) -> Iterator[RenderableType]:
     count = state.outlier_count
     since = f" since step {state.first_step_read:,}" if state.first_step_read else ""
     if not count:
-        yield text_layout.line((f"No outlier steps{since}", text_layout.DIM))
+        yield layout.line((f"No outlier steps{since}", layout.DIM))
         return
     latest = state.outliers[-room:]
     more = f", last {len(latest)} shown" if count > len(latest) else ""
-    yield text_layout.line((f"{_count(count, 'outlier', 'outliers')}{since}{more}", text_layout.BOLD))
-    yield text_layout.indent(text_layout.grid([_cells(outlier) for outlier in latest]))
+    yield layout.line((f"{_count(count, 'outlier', 'outliers')}{since}{more}", layout.BOLD))
+    yield layout.indent(layout.grid([_cells(outlier) for outlier in latest]))
 
 
 def _cells(outlier: OutlierStep) -> list[RenderableType]:
     value, ratio = _value_and_ratio(outlier)
     place = _ranks_affected(outlier).removeprefix("on ")
     return [
-        text_layout.line((_steps(outlier), text_layout.BOLD)),
-        *map(text_layout.line, (value, ratio, place, _reasons(outlier))),
+        layout.line((_steps(outlier), layout.BOLD)),
+        *map(layout.line, (value, ratio, place, _reasons(outlier))),
     ]
 
 

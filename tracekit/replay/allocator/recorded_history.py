@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import polars as pl
 
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import BlockState, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED
 

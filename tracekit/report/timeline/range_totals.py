@@ -1,4 +1,4 @@
-"""What a range of the timeline contains, exactly: time by rank, by kind and by name, and rates of work.
+"""What a range of the timeline contains, exactly: time by rank, by kind, by name and by call path, and rates of work.
 
 A slice that reaches beyond the range counts with the part inside. Busy time is the union of the slices of a rank, so a
 moment counts once; the totals of names add up slices, so concurrent ones all count.
@@ -12,6 +12,7 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import flops
+from tracekit.analysis.host import call_trees
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans, Window
 from tracekit.model.nesting import Ints
@@ -20,7 +21,7 @@ from tracekit.model.trace import Trace
 from tracekit.report.timeline import ranges
 from tracekit.report.timeline.scene import KINDS, Scene
 from tracekit.report.timeline.trace_part import Part
-from tracekit.sync import collective_matching
+from tracekit.sync import alignment, collective_matching
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", ("memcpy", "memset")
 RANK_COLUMNS = {
@@ -86,6 +87,17 @@ _SLICE_COLUMNS = {
     "rank": pl.Int64, "group": pl.String, "source": pl.String, "kind": pl.String, "name_id": pl.Int64, "id": pl.Int64,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "share": pl.Float64,
 }  # fmt: skip
+
+
+def call_paths(run: Run, scene: Scene, rank: int, window: Window, lane: int | None = None) -> pl.DataFrame:
+    """Host time of a rank in a window on the run's clock by call path; reads the rank's trace.
+
+    Columns `call_trees.WINDOW_TREE`; of one `lane` of the trace, or of all host threads. Raises KeyError if the rank
+    has no trace in the scene's window, BadTraceError if it cannot be read.
+    """
+    edges = pl.DataFrame({"window": [scene.window] * 2, "rank": [rank] * 2, "edge_ns": window})
+    begin_ns, end_ns = alignment.on_trace_clock(edges, scene.offsets, ("edge_ns",))["edge_ns"]
+    return call_trees.of_window(run.trace(rank, scene.window), (begin_ns, end_ns), lane)
 
 
 def _slices(scene: Scene, part: Part, window: Window) -> pl.DataFrame:

@@ -16,7 +16,7 @@ from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import decompression, pickle_child, pickles, remote
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import MemorySnapshot
 
 OUT_OF_MEMORY = "oom"
 """The action of an event for a request that failed."""

@@ -1,6 +1,9 @@
 """Collectives by the field's names, with their sizes, and the process groups they run in."""
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import polars as pl
@@ -8,13 +11,37 @@ import polars as pl
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import PP
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.readers.normalize import message_sizes
 from tracekit.ingest.readers.normalize.activities import CommunicationActivity
 from tracekit.ingest.readers.normalize.communication_kernels import op_of
 from tracekit.ingest.readers.normalize.events import Args, MessageBytes
 from tracekit.ingest.readers.normalize.host_slices import Host
 from tracekit.model import schema
 from tracekit.model.manifest import MAX_RANKS
+
+_ITEM_BYTES = {
+    "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4,
+    "half": 2, "float16": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "short": 2, "byte": 1, "int8": 1,
+    "char": 1, "signed char": 1, "unsigned char": 1, "uint8": 1, "bool": 1, "long int": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1, "int16": 2,
+}  # fmt: skip
+# NCCL names its old kernels …_Sum_float(…) and its new ones …_Sum_f32_….
+_KERNEL_DTYPE = re.compile(
+    r"_(?:sum|prod|min|max|minmax|avg|premulsum|sumpostdiv)_(b?f16|f32|f64|f8e4m3|f8e5m2|[iu](?:8|32|64)|u?int\d+_t|float|double|"
+    r"half|__nv_bfloat16)(?=_|\(|$)",
+    re.I,
+)
+_DTYPE_NAMES = {
+    "bf16": "BFloat16", "f16": "Half", "f32": "Float", "f64": "Double", "__nv_bfloat16": "BFloat16", "half": "Half",
+    "float": "Float", "double": "Double", "f8e4m3": "Float8_e4m3fn", "f8e5m2": "Float8_e5m2",
+}  # fmt: skip
+# Gathers and sends move bytes of any type; NCCL runs them as int8, so the kernel name has no dtype.
+_TYPED = ("all_reduce", "reduce_scatter", "reduce")
+# Of these, output and input differ.
+_UNLIKE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_NO_TENSOR = ("", "Scalar", "ScalarList")
+
+_Shapes = tuple[str, str, bool]
+"""Input dims and types as JSON, and whether output and input come first among them; else it is the input alone."""
 
 
 def table(
@@ -86,7 +113,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
     described = next((args for _, args in ((activity.name, stated), *around) if args.collective is not None), stated)
     op = op_of(str(described.collective)) if described.collective is not None else None
     op = op or _op_by_names(activity.name, [name for name, _ in around])
-    by_name = message_sizes.dtype_by_name(op, activity.name)
+    by_name = _dtype_by_name(op, activity.name)
     if isinstance(described.message_bytes, MessageBytes):
         dtype, (sent, received) = by_name, described.message_bytes
     elif described.dtype is not None or described.in_nelems is not None:
@@ -95,7 +122,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
     else:
         # The op's own inputs come first: output and input. Slices inside it have the input only.
         shapes = [_shapes(name, args) for name, args in (*reversed(around), (activity.name, stated))]
-        dtype, sent, received = message_sizes.by_shapes(op, by_name, shapes)
+        dtype, sent, received = _sizes_by_shapes(op, by_name, shapes)
     return (
         activity.activity_id,
         op,
@@ -202,13 +229,13 @@ def _is_kernel(name: str) -> bool:
     return ":" not in name.partition("(")[0] and op_of(name) is not None
 
 
-def _shapes(name: str, args: Args) -> message_sizes.Shapes:
+def _shapes(name: str, args: Args) -> _Shapes:
     dims, kinds = (bytes(raw).decode("utf-8", "replace") for raw in (args.input_dims, args.input_type))
     return dims, kinds, name.startswith(_C10D)
 
 
 def _bytes(elements: Any, dtype: str | None) -> int | None:
-    count, item = _whole(elements), message_sizes.item_bytes(dtype)
+    count, item = _whole(elements), _item_bytes(dtype)
     return None if count is None or item is None else item * count
 
 
@@ -227,3 +254,73 @@ def _whole(value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) < 1 << 53 else None
+
+
+def _item_bytes(dtype: str | None) -> int | None:
+    """Return the size of one element; None where the type is not known."""
+    return _ITEM_BYTES.get(str(dtype).lower())
+
+
+def _dtype_by_name(op: str | None, kernel: str) -> str | None:
+    """Return the element type in a kernel's name; None if the op moves any type as bytes."""
+    return _kernel_dtype(kernel) if op in _TYPED else None
+
+
+def _sizes_by_shapes(
+    op: str | None, dtype: str | None, candidates: Iterable[_Shapes]
+) -> tuple[str | None, int | None, int | None]:
+    """Return dtype, sent and received bytes by the first of `candidates` that gives a size.
+
+    `dtype` is the fallback where no shapes have a type: lists of tensors have none.
+    """
+    shapes = list(candidates)
+    dtype = next((kind for _, kinds, _ in shapes if (kind := _dtype(kinds))), dtype)
+    item = _item_bytes(dtype)
+    for dims, kinds, both_sides in shapes:
+        sent, received = _counts(op, dims, kinds, both_sides)
+        if item is not None and (sent is not None or received is not None):
+            return dtype, None if sent is None else item * sent, None if received is None else item * received
+    return dtype, None, None
+
+
+@lru_cache(maxsize=4096)
+def _counts(op: str | None, dims: str, kinds: str, both_sides: bool) -> tuple[int | None, int | None]:
+    first, second = (_elements(*tensor) for tensor in zip(_two(dims), _two(kinds), strict=True))
+    if op not in _UNLIKE:
+        return first, first
+    return (second, first) if both_sides else (first, None)
+
+
+@lru_cache(maxsize=4096)
+def _dtype(kinds: str) -> str | None:
+    return next((kind for kind in _two(kinds) if isinstance(kind, str) and _item_bytes(kind) is not None), None)
+
+
+def _two(listed: str) -> list[object]:
+    try:
+        parsed = untrusted_json.parse(listed)
+    except ValueError:
+        parsed = None
+    return [*(parsed if isinstance(parsed, list) else []), None, None][:2]
+
+
+def _elements(shape: object, kind: object) -> int | None:
+    """Number of elements of a tensor, or of all tensors of a list; None for what is none or has no shape."""
+    if kind in _NO_TENSOR or not isinstance(shape, list):
+        return None
+    if not shape:
+        return 1 if isinstance(kind, str) and _item_bytes(kind) is not None else None
+    return _product(shape)
+
+
+def _product(shape: object) -> int | None:
+    if isinstance(shape, list) and all(isinstance(n, int) for n in shape):
+        return math.prod(shape)
+    counts = [_product(inner) for inner in shape] if isinstance(shape, list) else [None]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_dtype(name: str) -> str | None:
+    match = _KERNEL_DTYPE.search(name.partition("(")[0])
+    return _DTYPE_NAMES.get(match[1].lower(), match[1]) if match else None

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST

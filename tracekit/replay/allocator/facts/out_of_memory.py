@@ -15,8 +15,8 @@ from tracekit.errors import InputError, TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import Run
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import SegmentState, Settings, playback
 from tracekit.replay.allocator.facts import snapshot_facts
 from tracekit.replay.allocator.playback import History, ReplayResult

@@ -12,10 +12,10 @@ from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
 from tracekit.model.fact import RANK_COLUMNS, Fact, run_fact
 from tracekit.model.memoize import memoize
-from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.schema import Table
 from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.recorded_history import (

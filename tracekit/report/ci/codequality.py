@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import ci_results, sarif
-from tracekit.report.ci_results import CheckItem
-from tracekit.report.code_locations import Checkout
+from tracekit.report.ci import results, sarif
+from tracekit.report.ci.code_locations import Checkout
+from tracekit.report.ci.results import CheckItem
 from tracekit.rules.rule import Severity
 
 _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
@@ -21,9 +21,9 @@ _MAX_TEXT = 1000
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the JSON array: one entry per finding, metric that regressed and budget that is not met."""
     entries = []
-    for name, gate in ci_results.gates_by_name(gates):
+    for name, gate in results.gates_by_name(gates):
         run = name if len(gates) > 1 else ""
-        for item in ci_results.items(gate):
+        for item in results.items(gate):
             location = checkout.locate(gate.report.run, item.finding)
             description = f"{run}: {item.message}" if run else item.message
             entry = {

@@ -1,40 +1,25 @@
-"""What two memory reports differ in: two snapshots of a program, or two runs."""
+"""What the memory allocated at two peaks differs in: of two snapshots of a program, or of two runs."""
 
 import polars as pl
 
-from tracekit.model import schema, units
+from tracekit.model import schema
 
 _UNATTRIBUTED = "(allocated earlier, or without a stack)"
 CATEGORY_COLUMNS = schema.columns("category bytes against_bytes change_bytes", category=pl.String)
 OWNER_COLUMNS = schema.columns("op count against_count bytes against_bytes change_bytes", op=pl.String)
 
 
-def tables(
-    categories: pl.DataFrame, owners: pl.DataFrame, *, other_categories: pl.DataFrame, other_owners: pl.DataFrame
-) -> dict[str, pl.DataFrame]:
-    """Return the change of the memory allocated at the peaks, by title: by category, and by who requested it.
+def by_category(categories: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Change of each category of memory, columns CATEGORY_COLUMNS, the largest first; what is the same is left out.
 
-    The arguments are the categories and live blocks at the peak of this report and the other.
-
-    Columns CATEGORY_COLUMNS and OWNER_COLUMNS, largest change first; what did not change is left out. A change is
-    positive where this report has more.
+    A change is positive where there is more than in the other.
     """
-    return {
-        "Change of the memory at the peak, by what it is for": _difference(
-            categories, other_categories, "category", CATEGORY_COLUMNS
-        ),
-        "Change of the memory at the peak, by who requested it": _difference(owners, other_owners, "op", OWNER_COLUMNS),
-    }
+    return _difference(categories, other, "category", CATEGORY_COLUMNS)
 
 
-def headline(here_bytes: int | None, there_bytes: int | None) -> str:
-    """Difference of the peaks in one sentence."""
-    if here_bytes is None or there_bytes is None:
-        return "The peaks cannot be compared: one of them is not known."
-    change, other_size = here_bytes - there_bytes, units.size(there_bytes)
-    if not change:
-        return "The other has the same peak."
-    return f"That is {units.size(abs(change))} {'more' if change > 0 else 'less'} than the {other_size} of the other."
+def by_owner(owners: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Change of what each op requested, as `by_category`, columns OWNER_COLUMNS."""
+    return _difference(owners, other, "op", OWNER_COLUMNS)
 
 
 def _difference(table: pl.DataFrame, other: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult
-from tracekit.report import ci_results
-from tracekit.report.ci_results import CheckItem, Level
-from tracekit.report.code_locations import Checkout, LocationKind
+from tracekit.report.ci import results
+from tracekit.report.ci.code_locations import Checkout, LocationKind
+from tracekit.report.ci.results import CheckItem, Level
 from tracekit.report.gate_text import headline
 
 MAX_OF_LEVEL = 10
@@ -22,12 +22,12 @@ _MAX_MESSAGE = 3000
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return one summary line per run and the annotations: failures as errors, known findings as notices."""
-    by_name = ci_results.gates_by_name(gates)
+    by_name = results.gates_by_name(gates)
     lines = [
         escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in by_name
     ]
     several = len(gates) > 1
-    items = [(f"{name}: " if several else "", gate, item) for name, gate in by_name for item in ci_results.items(gate)]
+    items = [(f"{name}: " if several else "", gate, item) for name, gate in by_name for item in results.items(gate)]
     for level in Level:
         lines += _of_level(level, [entry for entry in items if entry[2].level is level], checkout)
     return "\n".join(lines) + "\n"

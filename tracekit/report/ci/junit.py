@@ -15,8 +15,9 @@ from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import ci_results, comparison, phrases
-from tracekit.report.code_locations import Checkout
+from tracekit.report import comparison, phrases
+from tracekit.report.ci import results
+from tracekit.report.ci.code_locations import Checkout
 
 _MAX_TEXT = 4000
 _MAX_NAME = 200
@@ -25,7 +26,7 @@ _MAX_NAME = 200
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the XML: a case per rule (skipped if it cannot judge or its findings are ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
-    for name, gate in ci_results.gates_by_name(gates):
+    for name, gate in results.gates_by_name(gates):
         root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
     for count in ("tests", "failures", "errors"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))

@@ -17,9 +17,10 @@ from urllib.parse import quote
 
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import ci_results, phrases
-from tracekit.report.ci_results import CheckItem, ItemKind, Level
-from tracekit.report.code_locations import Checkout, Location
+from tracekit.report import phrases
+from tracekit.report.ci import results
+from tracekit.report.ci.code_locations import Checkout, Location
+from tracekit.report.ci.results import CheckItem, ItemKind, Level
 from tracekit.report.rule_catalog import SECTIONS
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Rule, Severity
@@ -49,13 +50,13 @@ _EXTRA_RULES = {
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
-    named_gates = ci_results.gates_by_name(gates)
-    items = [(name, gate, item) for name, gate in named_gates for item in ci_results.items(gate)]
+    named_gates = results.gates_by_name(gates)
+    items = [(name, gate, item) for name, gate in named_gates for item in results.items(gate)]
     items.sort(key=lambda entry: list(Level).index(entry[2].level))
     rules = _rules(gates)
     indices = {rule["id"]: number for number, rule in enumerate(rules)}
     several = len(gates) > 1
-    results = [
+    entries = [
         _result(item, gate, checkout.locate(gate.report.run, item.finding), name if several else "", indices)
         for name, gate, item in items[:MAX_RESULTS]
     ]
@@ -67,7 +68,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
         "automationDetails": {"id": "tracekit/"},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
-        "results": results,
+        "results": entries,
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -144,7 +145,7 @@ def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
     fired = [verdict.finding.code for gate in gates for verdict in gate.findings]
     rules = {rule.code: rule for rule in all_rules()}
     descriptors = [_descriptor(code, rules.get(code)) for code in dict.fromkeys([*requested, *fired])]
-    used = {item.kind for gate in gates for item in ci_results.items(gate)}
+    used = {item.kind for gate in gates for item in results.items(gate)}
     return descriptors + [_extra_descriptor(*_EXTRA_RULES[kind]) for kind in _EXTRA_RULES if kind in used]
 
 

@@ -13,10 +13,11 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import ci_results, comparison, phrases, text_charts
-from tracekit.report.code_locations import Checkout, LocationKind
+from tracekit.report import comparison, phrases
+from tracekit.report.ci import results, text_charts
+from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.report.gate_text import headline
-from tracekit.report.markdown_escaping import code, escape, table
+from tracekit.report.render.markdown import code, escape, table
 from tracekit.rules.rule import Finding
 
 MAX_BYTES = 65_536
@@ -32,7 +33,7 @@ _MARKS = {True: "❌", False: "✅"}  # of runs that fail or pass
 def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
     """Return the comment on all runs, failing runs first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
-    named_gates = sorted(ci_results.gates_by_name(gates), key=lambda named_gate: not named_gate[1].failures)
+    named_gates = sorted(results.gates_by_name(gates), key=lambda named_gate: not named_gate[1].failures)
     version = escape(gates[0].report.tool_version) if gates else ""
     footer = f"\n<sub>tracekit {version} · `tracekit explain CODE` explains a finding and its fix</sub>\n"
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
@@ -69,7 +70,7 @@ def _title(gates: Sequence[CheckResult]) -> str:
         return f"{mark} {escape(headline(gates[0]))}"
     if not failing:
         return f"{mark} Passed: {len(gates)} runs"
-    return f"{mark} Failed: {ci_results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
+    return f"{mark} Failed: {results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
 
 
 def _head(name: str, gate: CheckResult, *, several: bool) -> str:

@@ -40,7 +40,7 @@ def print_to_string(parts: Sequence[RenderableType], *, width: int, color: bool)
         emoji=False,
     )
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 

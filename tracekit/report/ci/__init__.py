@@ -1,0 +1,1 @@
+"""What CI systems read: results of checks as SARIF, JUnit, Code Quality, annotations and comments."""

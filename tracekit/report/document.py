@@ -1,0 +1,124 @@
+"""What a report says, as a value: lines, tables and notes for people, and the same as values for programs.
+
+A builder makes a document of results; the renderers in `render` write it and compute nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+class Emphasis(Enum):
+    """How much words stand out, and whether they are good news."""
+
+    STRONG = auto()
+    FAINT = auto()
+    GOOD = auto()
+    BETTER = auto()
+    WORSE = auto()
+    DOUBTFUL = auto()
+
+
+Words = str | tuple[str, Emphasis]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Words on a line, which wraps where it is too long; with a mark before it, it is an item of a list."""
+
+    words: tuple[Words, ...]
+    mark: str = ""
+    is_indented: bool = False
+    wraps: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows whose columns carry their units in their names (`escaping.heading`).
+
+    Columns without any value are left out, and where there is little room those of `drop_order`, first to last.
+    """
+
+    rows: "pl.DataFrame"
+    headings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    drop_order: tuple[str, ...] = ()
+    longest_text: int = 60
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A table of texts: its numbers have different units, or are words."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[str, ...] = ()
+    """The headings of columns that are numbers."""
+    is_indented: bool = False
+
+
+@dataclass(frozen=True)
+class Definitions:
+    """Terms with what they mean: rows of lines, of which only the last one wraps."""
+
+    rows: tuple[tuple[Line, ...], ...]
+    is_indented: bool = False
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A quantity over runs: its first and latest value, the interval of that, all values, and the verdict."""
+
+    name: str
+    first: str
+    latest: str
+    interval: str
+    values: tuple[float, ...]
+    verdict: str
+    emphasis: Emphasis
+
+
+@dataclass(frozen=True)
+class Trends:
+    """Quantities over runs, each drawn as a line of bars that takes the room there is."""
+
+    rows: tuple[Trend, ...]
+
+
+Part = Line | Table | Cells | Definitions | Trends
+Section = Sequence[Part]
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A report: sections, what to read first in the first one, then notes; `values` is the same for programs."""
+
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...] = ()
+    values: object = None
+    is_ascii: bool = True
+    """Whether JSON escapes what is not ASCII, as names from traces may contain what is not text."""
+
+
+def line(*words: Words) -> Line:
+    """Words on a line of their own."""
+    return Line(words)
+
+
+def heading(text: str, after: str = "") -> Line:
+    """A strong line, and faint words after it."""
+    return Line(((text, Emphasis.STRONG), (after, Emphasis.FAINT)))
+
+
+def faint(text: str) -> Line:
+    """A line that is less important than others."""
+    return Line(((text, Emphasis.FAINT),))
+
+
+def items(texts: Sequence[str], mark: str = "·") -> tuple[Line, ...]:
+    """A list."""
+    return tuple(Line((text,), mark=mark) for text in texts)

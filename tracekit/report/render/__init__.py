@@ -1,0 +1,1 @@
+"""Documents -> text for a terminal, or JSON."""
