@@ -24,7 +24,7 @@ worst_error_ratio = steps.worst_error_ratio
 
 def cause_names() -> list[str]:
     """Names of the causes that can be removed from a run, those of plug-ins among them."""
-    return [cause.name for cause in causes.of_runs()]
+    return [cause.name for cause in causes.run_causes()]
 
 
 def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
@@ -33,7 +33,7 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
     Between the parts, other sessions can read the run.
     """
     replayed = run.remember("replayed causes", lambda _: set[str]())
-    missing = [cause for cause in causes.of_runs() if cause.name not in replayed]
+    missing = [cause for cause in causes.run_causes() if cause.name not in replayed]
     small = run.compute(representative_ranks.run_of)  # of a run with many ranks, only these are replayed
     parts = len(small.sources) + len(missing)
     read = itertools.count(1)

@@ -54,7 +54,7 @@ def test_a_trace_without_kernels_names_the_device_and_is_not_judged(without):
 
 def test_a_what_if_says_that_no_device_activity_was_recorded(without):
     report, _ = without(DEVICE)
-    names = [cause.name for cause in causes.of_runs()]
+    names = [cause.name for cause in causes.run_causes()]
     reasons = {cause: savings.saving(report.run, cause).unavailable_reason for cause in names}
     unrecorded = [cause for cause, reason in reasons.items() if "no device activity was recorded" in reason]
     assert "blocking-sync" in unrecorded

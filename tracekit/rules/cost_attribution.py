@@ -72,7 +72,7 @@ def attribute_costs(report: Report) -> Report:
             removed.append(removal)
     if removed:
         findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
-        findings = [outlier_steps.once(finding, findings, stalls) for finding in findings]
+        findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
     notes = (*report.notes, _replayed_ranks(report.run, run)) if replayable and run is not report.run else report.notes
     return replace(report, findings=sort_findings(findings), notes=notes)
 
@@ -102,7 +102,7 @@ def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[
     Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
     """
     names = {span.stall for span in removal.stalls}
-    return tuple(span for span in outlier_steps.staying(run, stalls, removal.cause) if span.stall in names)
+    return tuple(span for span in outlier_steps.remaining_spans(run, stalls, removal.cause) if span.stall in names)
 
 
 def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
@@ -141,7 +141,7 @@ def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None
         return None
     cause = finding.what_if.cause
     ranks = finding.ranks if cause.pricing is Pricing.LATE_RANKS else ()
-    return Removal(cause, ranks, outlier_steps.staying(run, stalls, cause))
+    return Removal(cause, ranks, outlier_steps.remaining_spans(run, stalls, cause))
 
 
 def _pricing(finding: Finding) -> Pricing:

@@ -242,7 +242,7 @@ def is_first_use() -> pl.Expr:
 
 def removal(run: Run, finding: Finding) -> Removal:
     """Removal in a replay for a finding of STEP001: its stalls."""
-    stalls = run.table(outlier_steps.outlier_steps).filter(_is_of(finding))
+    stalls = run.table(outlier_steps.outlier_steps).filter(_belongs_to(finding))
     return Removal(SINGLE_STALL, (), tuple(_spans(run, stalls)))
 
 
@@ -250,11 +250,11 @@ def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     """The single stalls that a warning of STEP001 reports, or first uses: columns of `outlier_steps.outlier_steps`."""
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
     for finding in (warning for warning in warnings(findings) if warning.code == OutlierStep.code):
-        is_reported |= _is_of(finding)
+        is_reported |= _belongs_to(finding)
     return run.table(outlier_steps.outlier_steps).filter(is_reported)
 
 
-def staying(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:
+def remaining_spans(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:
     """Host spans of `reported_stalls` that stay where a cause is removed.
 
     None in a window of one step, whose stalls may be steady or single.
@@ -265,14 +265,14 @@ def staying(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...
     return tuple(_spans(run, stalls.filter(pl.col("steps") > 1, ~is_apart)))
 
 
-def once(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
+def downgrade_repeated(finding: Finding, findings: Iterable[Finding], stalls: pl.DataFrame) -> Finding:
     """A finding of STEP001 as information if the rules of its causes warn of the same of some `stalls`.
 
     That is so in a window of one step, whose stalls may be steady or single. Other findings are returned as they are.
     """
     if finding.code != OutlierStep.code or finding.severity <= Severity.INFO:
         return finding
-    matching = stalls.filter(_is_of(finding))
+    matching = stalls.filter(_belongs_to(finding))
     kinds = set(matching["cause"])
     codes = {cause.code() for cause in causes.all_causes() if kinds & set(cause.removed_stalls)}
     is_only_step = bool((matching["steps"] <= 1).all()) and matching.height > 0
@@ -297,7 +297,7 @@ def _spans(run: Run, stalls: pl.DataFrame) -> Iterator[HostSpan]:
                 yield HostSpan(stall["window"], rank, start_ns, end_ns, f"{stall['cause']} in step {stall['step']}")
 
 
-def _is_of(outliers: Finding) -> pl.Expr:
+def _belongs_to(outliers: Finding) -> pl.Expr:
     """Whether a row of `outlier_steps.outlier_steps` belongs to a finding of STEP001."""
     differing = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
     same_ranks = (differing == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")

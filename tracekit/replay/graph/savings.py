@@ -221,7 +221,7 @@ def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay
     changed = graph
     for removal in removals:
         try:
-            changed = removal.changed(changed)
+            changed = removal.apply(changed)
         except InsufficientDataError as error:
             where = f"{removal.cause.name}: " if len(removals) > 1 else ""
             raise InsufficientDataError(f"{where}{error}") from error

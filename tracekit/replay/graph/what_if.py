@@ -99,7 +99,7 @@ def answer(
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
-    requested = ([causes.find(name) for name in names] or causes.of_runs()) if with_causes else ()
+    requested = ([causes.find(name) for name in names] or causes.run_causes()) if with_causes else ()
     replay = savings.replayed_steps(run)
     if replay.is_empty():
         raise InputError(

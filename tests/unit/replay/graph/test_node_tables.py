@@ -24,7 +24,7 @@ def runs():
     return in_memory, in_files
 
 
-@pytest.mark.parametrize("cause", [cause.name for cause in causes.of_runs()])
+@pytest.mark.parametrize("cause", [cause.name for cause in causes.run_causes()])
 def test_savings_are_the_same_with_nodes_in_files(runs, cause):
     in_memory, in_files = (savings.saving(run, cause) for run in runs)
     assert in_files.steps.equals(in_memory.steps)

@@ -48,8 +48,8 @@ def all_causes() -> tuple[Cause, ...]:
     return CAUSES + tuple(point.load() for point in plugins.entry_points(group="tracekit.causes"))
 
 
-def of_runs() -> tuple[Cause, ...]:
-    """The causes that can be removed from a run as it is, without the stalls of a finding."""
+def run_causes() -> tuple[Cause, ...]:
+    """Causes that can be removed from a run as it is, without the stalls of a finding."""
     return tuple(cause for cause in all_causes() if not cause.is_of_finding)
 
 
@@ -58,7 +58,7 @@ def find(name: str) -> Cause:
     by_name = {cause.name: cause for cause in all_causes()}
     if name in by_name:
         return by_name[name]
-    names = [cause.name for cause in of_runs()]
+    names = [cause.name for cause in run_causes()]
     near = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     raise InputError(f"{name!r} is not a known cause; {guess}known causes: {', '.join(names)}")

@@ -44,7 +44,7 @@ class Removal:
         ranks = tuple(sorted({*self.ranks, *other.ranks})) if self.ranks and other.ranks else ()
         return Removal(self.cause, ranks, stalls)
 
-    def changed(self, graph: Graph) -> Graph:
+    def apply(self, graph: Graph) -> Graph:
         """Graph without the cause. Raises InsufficientDataError where the graph lacks what that needs."""
         if self.cause.is_of_finding:
             return self.cause.transform(replace(graph, stalls=self.stalls))
