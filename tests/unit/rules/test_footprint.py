@@ -142,7 +142,7 @@ def test_an_unreadable_snapshot_is_an_issue_and_the_others_are_judged():
     run = run_with_snapshots(program, program)
     (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
-    assert "GLOBAL (os.system)" in found.message
+    assert "os.system" in found.message
     (slack,) = judge(run, CrossStreamSlack())
     assert slack.ranks == (1,)
 
