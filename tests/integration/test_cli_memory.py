@@ -138,7 +138,7 @@ def test_a_malicious_snapshot_is_rejected_by_name(tmp_path):
     path = tmp_path / "a.pickle"
     path.write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
     done = tracekit("memory", path)
-    assert (done.returncode, "GLOBAL (os.system)" in only_line(done)) == (2, True)
+    assert (done.returncode, "os.system" in only_line(done)) == (2, True)
 
 
 def test_two_snapshots_differ_by_what_the_memory_is_for_and_by_who_requested_it(tmp_path):

@@ -91,7 +91,7 @@ def context(words: Sequence[str]) -> State | None:
     package = file_states.of_tree(str(_PACKAGE), left_out=_NO_SOURCES)
     if package is None:
         return None
-    files = FileStates((*package.files, *file_states.of_files([*settings, *_installed()]).files))
+    files = FileStates((*package.files, *file_states.of_files([*settings, *_installed_packages()]).files))
     terminal = [(stream.isatty(), stream.encoding) for stream in (sys.stdout, sys.stderr)]
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
     around = (str(folder), repositories, terminal, shutil.get_terminal_size(), variables, sys.version, sys.path)
@@ -107,7 +107,7 @@ def plugins() -> Iterator[Input]:
             yield Input(Kind.SOURCES if source.is_dir() else Kind.FILE, str(source), _NO_SOURCES)
 
 
-def _installed() -> Iterator[str]:
+def _installed_packages() -> Iterator[str]:
     """Yield the paths of what is installed: names with versions, and the entry points of each distribution."""
     for place in dict.fromkeys(sys.path):
         try:

@@ -15,7 +15,7 @@ import typer
 from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.lazy_commands import LazyCommand, LazyGroup
-from tracekit.cli.question import Question, asked
+from tracekit.cli.question import Question, current_question
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
@@ -85,7 +85,7 @@ def run(question: Question | None = None) -> None:
         if question is not None and (answer := question.answer()):
             output.repeat(answer)
             sys.exit(answer.exit_code)
-        with asked(question or Question()):
+        with current_question(question or Question()):
             app(prog_name="tracekit")
     except TracekitError as error:
         _exit(str(error), error.exit_code)

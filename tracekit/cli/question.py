@@ -89,7 +89,7 @@ def current() -> Question:
 
 
 @contextmanager
-def asked(question: Question) -> Iterator[None]:
+def current_question(question: Question) -> Iterator[None]:
     """Make a question the current one. Its answer is stored when the command exits."""
     token = _current.set(question)
     try:

@@ -97,7 +97,7 @@ def check(
     replayed = of_replays if are_many else ()
     run.measure([*(fact for rule in selected for fact in rule.facts), *FACTS, *facts, *replayed], on_progress)
     findings: list[Finding] = []
-    unrecorded = _unrecorded(run, selected)
+    unrecorded = _blind_spots(run, selected)
     blind_spots = dict(unrecorded)
     for rule in selected:
         if rule.code in unrecorded:
@@ -119,7 +119,7 @@ def check(
     return name_iterations(cost_attribution.attribute_costs(report))
 
 
-def _unrecorded(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
+def _blind_spots(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
     """Return why rules cannot judge a run, by code; rules that can are left out."""
     reasons = list(_reasons(run))
     return {rule.code: reason for rule in rules for families, reason in reasons if family(rule.code) in families}
