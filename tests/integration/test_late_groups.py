@@ -21,6 +21,8 @@ from tracekit.simulate import engine, kineto_writer
 from tracekit.simulate.hybrid import laid_out
 from tracekit.simulate.job import Impairments, Job
 
+pytestmark = pytest.mark.accuracy  # many runs with known faults: `make accuracy`
+
 NANOGPT = Path(__file__).parents[3] / "shared" / "traces" / "nanogpt_h100_8ranks"
 CASES = {
     "8 of 32": ("fsdp2", 32, range(24, 32), "RANK004", "Node 3 (ranks 24–31) straggles"),

@@ -23,8 +23,6 @@ ONE_WORKER = {
 LONG_FILES = (
     "tests/integration/test_record.py",
     "tests/integration/test_yafsdp_parity.py",
-    "tests/integration/test_prices.py",
-    "tests/integration/test_late_groups.py",
     "tests/integration/test_ci_guides.py",
     "tests/integration/test_pipelines.py",
     "tests/integration/test_remote_runs.py",
