@@ -1,6 +1,7 @@
 """Run: all traces of one job, with every answer about it as a method."""
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,9 +39,11 @@ class Run(model.Run):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Build a run as `tracekit.model.run.Run` does; `load` calls this."""
         super().__init__(*args, **options)
-        # An attribute, no property: IPython evaluates no property to complete what follows it.
-        self.tables = Tables(self.table)
-        self._report: Report | None = None
+        # An attribute, no property: IPython evaluates no property to complete what follows it. Neither the tables nor
+        # the report keep the run alive: the folder of an unpacked archive is removed as soon as its run is gone.
+        this_run = weakref.ref(self)
+        self.tables = Tables(lambda name: _require_run(this_run()).table(name))
+        self._report: Callable[[], Report | None] = lambda: None
 
     def table(self, fact: "str | Fact[Any] | TraceFact", reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
         """Rows of a table of docs/schema.md by its name, or of a fact. Measured once, then cached.
@@ -74,9 +77,11 @@ class Run(model.Run):
 
         if rules is not None:
             return report.check(self, rules)
-        if self._report is None:
-            self._report = report.check(self)
-        return self._report
+        judged = self._report()
+        if judged is None:
+            judged = report.check(self)
+            self._report = weakref.ref(judged)
+        return judged
 
     def compare(
         self, other: "model.Run | str | Path", *, by: str | Sequence[str] = (), allow_different: bool = False
@@ -118,6 +123,12 @@ class Run(model.Run):
         from tracekit.library.timeline import Timeline
 
         return Timeline(self.check(), max_bytes)
+
+
+def _require_run(run: Run | None) -> Run:
+    if run is None:
+        raise InputError("the run of these tables no longer exists: assign what tracekit.load returns to a variable")
+    return run
 
 
 def load(
