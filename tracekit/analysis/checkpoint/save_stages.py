@@ -119,7 +119,7 @@ def restores(run: Run) -> pl.DataFrame:
 
 @run_fact
 def save_costs(run: Run) -> pl.DataFrame:
-    """Costs of the saves of each window, by spans of the trace; use ``run.run_table``.
+    """Costs of the saves of each window, by spans of the trace; use ``run.table``.
 
     Columns COST_COLUMNS: saves and blocked_ns (of the rank that saves longest), lost_ns, window_ns and steps (of the
     profiled steps; a window without marked steps is one), reference_ns (a step without a save: the median over ranks

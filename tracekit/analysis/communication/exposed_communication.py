@@ -33,7 +33,7 @@ def exposed_calls(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def exposed_transfers(run: Run) -> pl.DataFrame:
-    """Return `exposed_calls` for the whole run without the time waiting for other ranks; use ``run.run_table``.
+    """Return `exposed_calls` for the whole run without the time waiting for other ranks; use ``run.table``.
 
     Columns window, rank, those of `exposed_calls`, waited_ns (from its start to the last known arrival, hidden or not);
     exposed_ns is that of the rest.
@@ -76,7 +76,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return each rank's communication in steps: hidden, exposed transfer and exposed waiting; use ``run.run_table``.
+    """Return each rank's communication in steps: hidden, exposed transfer and exposed waiting; use ``run.table``.
 
     Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (compute runs
     meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Several devices are summed.
@@ -88,7 +88,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 @run_fact
 def spread(run: Run) -> pl.DataFrame:
-    """Compare each rank's steps with those of the other ranks; use ``run.run_table``.
+    """Compare each rank's steps with those of the other ranks; use ``run.table``.
 
     Columns window, step, rank, start_ns, duration_ns (of its slowest device), median_ns (over ranks), longer_ratio
     (duration over that median, less 1), exposed_ratio and waited_ratio (exposed transfer and waiting as shares of the

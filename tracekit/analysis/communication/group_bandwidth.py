@@ -52,7 +52,7 @@ FACTS: tuple[TraceFact, ...] = (collective_matching.calls, group_axes, exposed_t
 
 @run_fact
 def transfers(run: Run) -> pl.DataFrame:
-    """Return an upper bound of each group's transfer time in each collective; use ``run.run_table``.
+    """Return an upper bound of each group's transfer time in each collective; use ``run.table``.
 
     Columns window, group, members, axis, group_size, ranks (with a trace), step, op, dtype, bytes, nth (of its op, type
     and size in the step and group), transfer_ns, exposed_ns (the longest over ranks), start_ns, dur_ns, rank and
@@ -65,7 +65,7 @@ def transfers(run: Run) -> pl.DataFrame:
 
 @run_fact
 def collective_times(run: Run) -> pl.DataFrame:
-    """Return `transfers` of all ops, also of those without a size; use ``run.run_table``.
+    """Return `transfers` of all ops, also of those without a size; use ``run.table``.
 
     Calls that were matched between ranks are one collective even if their sizes differ, as in an uneven all-to-all:
     bytes is then the largest. Where the trace names no group, members are the ranks that take part, if these are known.
@@ -193,7 +193,7 @@ def first_slow_step(levels: list[float], *, min_ratio: float, share: float) -> i
 
 @run_fact
 def speeds(run: Run) -> pl.DataFrame:
-    """Return the bandwidth of each message of known size; use ``run.run_table``.
+    """Return the bandwidth of each message of known size; use ``run.table``.
 
     Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace (is_whole), as
     `collective_instances.instances`: size over the time from the last arrival to the end; transfers not longer than the
@@ -224,7 +224,7 @@ def speeds(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_kind(run: Run) -> pl.DataFrame:
-    """Return totals of collectives by op, group, element type and size, most time first; use ``run.run_table``.
+    """Return totals of collectives by op, group, element type and size, most time first; use ``run.table``.
 
     Columns KIND_COLUMNS: ranks (with a trace of it), calls and total_ns (of all ranks), p50_ns (of one call), waited_ns
     (until the last known arrival), exposed_ns (concurrent collectives each count it), and the medians of `speeds`.

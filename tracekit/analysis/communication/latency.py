@@ -69,7 +69,7 @@ FACTS: tuple[TraceFact, ...] = (bursts,)
 
 @run_fact
 def by_group(run: Run) -> pl.DataFrame:
-    """Return latency and bandwidth of each group's ring collectives; use ``run.run_table``.
+    """Return latency and bandwidth of each group's ring collectives; use ``run.table``.
 
     Columns group, group_size, hop_ns (latency of one hop of the ring), bytes_per_ns (sent by each rank), is_fitted
     (hop_ns is null if not: sizes are too close together, or not on a line), size_ratio (largest over smallest size that

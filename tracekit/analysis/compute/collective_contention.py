@@ -75,7 +75,7 @@ COLUMNS = {
 def compared_calls(run: Run) -> pl.DataFrame:
     """Compare the collectives of all ranks with the same collectives without concurrent compute.
 
-    Use ``run.run_table``. Columns window, rank, instance (below 0 where no other rank is known to share it),
+    Use ``run.table``. Columns window, rank, instance (below 0 where no other rank is known to share it),
     CALL_COLUMNS', transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group
     has a trace), alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the
     same step if there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged
@@ -127,7 +127,7 @@ def _same(calls: pl.DataFrame, *names: str) -> Ints:
 def by_step(run: Run) -> pl.DataFrame:
     """Return `contention.by_step` for collectives with concurrent compute, and the compute that waited.
 
-    Use ``run.run_table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of
+    Use ``run.table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of
     overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
     that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
@@ -175,7 +175,7 @@ def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
 
 @run_fact
 def all_pairs(run: Run) -> pl.DataFrame:
-    """Return `contention.pairs` including collectives with concurrent compute; use ``run.run_table``."""
+    """Return `contention.pairs` including collectives with concurrent compute; use ``run.table``."""
     rank_pairs = pl.concat([run.table(contention.pairs), contention.pool_pairs(run.table(by_step))])
     return rank_pairs.sort("rank", "device", "kind", "concurrent_kind")
 
@@ -184,7 +184,7 @@ def all_pairs(run: Run) -> pl.DataFrame:
 def bandwidths(run: Run) -> pl.DataFrame:
     """Return the bus bandwidth of collectives by kind and size, alone and with concurrent compute.
 
-    Use ``run.run_table``. Columns op, group, group_size, dtype, bytes, alone_calls, concurrent_calls, alone_ns,
+    Use ``run.table``. Columns op, group, group_size, dtype, bytes, alone_calls, concurrent_calls, alone_ns,
     concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
     for unknown ops), whole. One row per kind and size, the one with most time first.
     """
@@ -211,7 +211,7 @@ def contention_by_phase(run: Run) -> pl.DataFrame:
     """Time in which each kind of work of a rank overlapped another in each phase, and the loss.
 
     Columns PHASE_COLUMNS, as `contention.by_step`, including collectives with concurrent compute; summed over steps,
-    units, devices and windows. Use ``run.run_table``.
+    units, devices and windows. Use ``run.table``.
     """
     key = ["rank", "phase", "kind", "concurrent_kind"]
     both = pl.concat(
@@ -224,7 +224,7 @@ def contention_by_phase(run: Run) -> pl.DataFrame:
 
 @run_fact
 def costliest_calls(run: Run) -> pl.DataFrame:
-    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.run_table``.
+    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
 
     Columns COSTLY_COLUMNS: kind and concurrent_kind (of `concurrency.KINDS`), lost_ns (duration less alone_ns, the solo
     duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest

@@ -59,7 +59,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def waits_for_peers(run: Run) -> pl.DataFrame:
-    """Return the time of collectives in compute gaps until the last rank arrived; use ``run.run_table``.
+    """Return the time of collectives in compute gaps until the last rank arrived; use ``run.table``.
 
     Columns window, rank, those of `compute_gap_causes` (cause `peer`, evidence instances), peer_rank (the last arrival
     among ranks with a trace; null where unknown); one row per piece, sorted by window, rank, device and start.
@@ -140,7 +140,7 @@ def communication_gap_time(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def stalls_by_cause(run: Run) -> pl.DataFrame:
-    """Stall time of each rank in each step, by kind of gap and cause; use ``run.run_table``.
+    """Stall time of each rank in each step, by kind of gap and cause; use ``run.table``.
 
     Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
     `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
@@ -155,13 +155,13 @@ def stalls_by_cause(run: Run) -> pl.DataFrame:
 
 @run_fact
 def stalls_by_rank(run: Run) -> pl.DataFrame:
-    """Return `stalls_by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.run_table``."""
+    """Return `stalls_by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.table``."""
     return _sum_by_rank(run.table(stalls_by_cause))
 
 
 @run_fact
 def idle_by_rank(run: Run) -> pl.DataFrame:
-    """Return the compute part of `stalls_by_rank`, which needs fewer facts; use ``run.run_table``."""
+    """Return the compute part of `stalls_by_rank`, which needs fewer facts; use ``run.table``."""
     sums = sums_across(run, ("rank", "cause"))
     return _sum_by_rank(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 

@@ -101,7 +101,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def pairs(run: Run) -> pl.DataFrame:
-    """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.run_table``.
+    """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.table``.
 
     Columns rank, device, kind, concurrent_kind, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (95% interval:
     percentile bootstrap over steps and units; null for fewer than six), unknown (why there is no result; null where

@@ -34,7 +34,7 @@ _BY_CALL = 0.8
 
 @run_fact(table=AXIS_COMMUNICATION)
 def axis_communication(run: Run) -> pl.DataFrame:
-    """Return the communication of each rank, step, axis and op; use ``run.run_table``. Columns as AXIS_COMMUNICATION.
+    """Return the communication of each rank, step, axis and op; use ``run.table``. Columns as AXIS_COMMUNICATION.
 
     Where steps are marked, collectives outside them are left out. Concurrent collectives of one axis and op count once.
     """

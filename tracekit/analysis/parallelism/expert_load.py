@@ -36,7 +36,7 @@ FACTS: tuple[TraceFact, ...] = (*axis_communication.FACTS, message_sizes)
 
 @run_fact
 def expert_load(run: Run) -> pl.DataFrame:
-    """Return the load of each rank's experts, per pass through a layer of experts; use ``run.run_table``.
+    """Return the load of each rank's experts, per pass through a layer of experts; use ``run.table``.
 
     Columns COLUMNS; one row per rank and pair of all-to-alls: the first brings tokens to the experts, the second
     returns as many. load_bytes is what the first brings, load_tokens its rows (null where not known), mean_bytes the

@@ -34,7 +34,7 @@ _PAIR = ["window", "step", "group", "members", "rank", "peer"]
 
 @run_fact(table=PAIRS)
 def expert_pairs(run: Run) -> pl.DataFrame:
-    """Tokens from each rank to the experts of each rank of its group, itself too; use ``run.run_table``.
+    """Tokens from each rank to the experts of each rank of its group, itself too; use ``run.table``.
 
     Columns as PAIRS; one row per step, rank and peer. The tokens are those of the all-to-alls that bring them to the
     experts: the others return as many. Empty where traces do not record how messages are split, or the group's ranks

@@ -116,7 +116,7 @@ def described_groups(run: Run) -> pl.DataFrame:
 
 @run_fact(table=AXES)
 def group_axes(run: Run) -> pl.DataFrame:
-    """Return the axis of each group in which collectives ran; use ``run.run_table``.
+    """Return the axis of each group in which collectives ran; use ``run.table``.
 
     Columns as AXES; one row per group and members. A description that names an axis counts first, then the manifest,
     whose mesh has a group of these ranks (or, for two ranks that send to each other, one that contains both, of pp or

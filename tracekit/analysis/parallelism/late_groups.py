@@ -27,7 +27,7 @@ _MAX_OWN_WAIT = 0.5
 
 @run_fact
 def groups(run: Run) -> pl.DataFrame:
-    """Return the ranks that arrive late together, such as those of one node; use ``run.run_table``.
+    """Return the ranks that arrive late together, such as those of one node; use ``run.table``.
 
     Columns rank, leader (the lowest rank of the group), late_ranks (all of them, sorted); one row per rank of the
     group; empty where single ranks arrive late. A group is at most half of the ranks of a collective. If it were not

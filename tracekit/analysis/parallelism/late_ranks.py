@@ -59,7 +59,7 @@ FACTS: tuple[TraceFact, ...] = (
 
 @run_fact
 def last_arrivals(run: Run) -> pl.DataFrame:
-    """Rank that arrived last at each collective; use ``run.run_table``.
+    """Rank that arrived last at each collective; use ``run.table``.
 
     Columns window, instance, late_rank (among ranks with a trace; the leader of a group that arrived last; null within
     clock error). A rank that waited as long for a rank of another process group in the same step passes that on: then

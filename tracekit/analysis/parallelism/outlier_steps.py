@@ -48,7 +48,7 @@ _SHOWN_RATIO = 0.3
 
 @run_fact
 def outlier_stalls(run: Run) -> pl.DataFrame:
-    """Return the stalls of the host that other steps of the same rank do not have; use ``run.run_table``.
+    """Return the stalls of the host that other steps of the same rank do not have; use ``run.table``.
 
     Columns STALL_COLUMNS: expected_ns (how long the same place, or the longest stall of the same cause, takes in other
     steps), excess_ns, run_start_ns (on the run's clock), is_first (the first step of several), is_last (after the last
@@ -117,7 +117,7 @@ def _with_retries_of_others(stalls: pl.DataFrame, outliers: pl.DataFrame) -> pl.
 
 @run_fact
 def outlier_steps(run: Run) -> pl.DataFrame:
-    """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.run_table``.
+    """Return the steps that take longer because the host of one rank, or of all, stalled once; use ``run.table``.
 
     Columns COLUMNS: step (null where none is marked), gap_step (in which the device is idle; the work that comes late
     may belong to the next step), is_first (the first of several), cause (of `host_stalls.CAUSES`), detail and name of

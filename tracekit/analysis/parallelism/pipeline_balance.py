@@ -74,7 +74,7 @@ class Balance:
 
 @run_fact
 def stage_times(run: Run) -> pl.DataFrame:
-    """Return the time of each stage in each step: columns window, step, stage, stage_ns; use ``run.run_table``.
+    """Return the time of each stage in each step: columns window, step, stage, stage_ns; use ``run.table``.
 
     It is the median over replicas of its forwards and backwards, without idle time in collectives for late ranks, and
     without replicas of late ranks: a replica that is slow alone is a straggler.
@@ -90,7 +90,7 @@ def stage_times(run: Run) -> pl.DataFrame:
 
 @run_fact
 def own_times(run: Run) -> pl.DataFrame:
-    """Return `pipeline_stages.staged_actions` with own_ns and idle_ns, which sum to their time; use ``run.run_table``.
+    """Return `pipeline_stages.staged_actions` with own_ns and idle_ns, which sum to their time; use ``run.table``.
 
     idle_ns is the time without compute in which the rank waits in collectives for late ranks, or in which weights are
     gathered and gradients scattered: a stage whose first forward contains the only gather of a step is not slow. Ranks

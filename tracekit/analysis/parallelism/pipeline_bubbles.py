@@ -87,7 +87,7 @@ FACTS: tuple[TraceFact, ...] = (*pipeline_stages.FACTS, transfer_spans, collecti
 
 @run_fact(table=BUBBLES)
 def pipeline_bubbles(run: Run) -> pl.DataFrame:
-    """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.run_table``.
+    """Return the bubble of each rank of a pipeline in each step, with its parts and causes; use ``run.table``.
 
     Columns as BUBBLES; one row per rank, stage and step; empty without a pipeline. warmup_ns + steady_ns + cooldown_ns
     = bubble_ns, and so is the sum of the causes: each is what the bubble changes by when the recorded actions are run
@@ -242,7 +242,7 @@ def _with_transfers(run: Run, gaps: pl.DataFrame) -> pl.DataFrame:
 
 @run_fact
 def schedule_cases(run: Run) -> pl.DataFrame:
-    """Durations of the schedule without links, in three cases; use ``run.run_table``.
+    """Durations of the schedule without links, in three cases; use ``run.table``.
 
     Columns window, step, iteration, pipeline, rank, and bubbles (even_ns, stages_ns, ideal_bubble_ns) and durations
     (even_duration_ns, stages_duration_ns, ideal_duration_ns) with equal times, each stage's mean, and their own times.

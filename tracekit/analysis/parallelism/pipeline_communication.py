@@ -45,7 +45,7 @@ MICRO_BATCH_FACTS: tuple[TraceFact, ...] = (
 
 @run_fact
 def arrivals(run: Run) -> pl.DataFrame:
-    """Return the actions for whose input a rank was waiting when it was complete; use ``run.run_table``.
+    """Return the actions for whose input a rank was waiting when it was complete; use ``run.table``.
 
     Columns of `pipeline_bubbles.GAPS`, source_rank (which computed the input) and delay_ns: from then to the start of
     the action, the time of the transfer. Where a rank was busy, with an action or with other compute such as the last
@@ -74,7 +74,7 @@ def arrivals(run: Run) -> pl.DataFrame:
 
 @run_fact
 def links(run: Run) -> pl.DataFrame:
-    """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.run_table``.
+    """Return the transfer time of each link between ranks of a pipeline, and what it costs; use ``run.table``.
 
     Columns LINKS; one row per link and direction: source_stage and rank_stage (their first stages), low_ns and delay_ns
     (lower quartile and median), usual_ns, saved_ns (what the median step is shorter if this link, in both
@@ -144,7 +144,7 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
 
 @run_fact
 def sharded_micro_batches(run: Run) -> pl.DataFrame:
-    """Number of micro-batches that data-parallel collectives run for; use ``run.run_table``.
+    """Number of micro-batches that data-parallel collectives run for; use ``run.table``.
 
     Columns MICRO_BATCH_COLUMNS; one row per rank, step, axis and op (all_gather, reduce_scatter): with_calls
     (micro-batches during or after whose actions such a collective started), exposed_ns (without waits), lost_ns (that
@@ -178,7 +178,7 @@ def sharded_micro_batches(run: Run) -> pl.DataFrame:
 
 @run_fact
 def micro_batch_passes(run: Run) -> pl.DataFrame:
-    """Delay of one pass of each pipeline by those collectives; use ``run.run_table``.
+    """Delay of one pass of each pipeline by those collectives; use ``run.table``.
 
     Columns PASSES; one row per pipeline, for its pass of median duration. Its actions are scheduled on links without
     cost, each with its own duration and the exposed collectives right before it: delayed_ns is what the pass is longer
@@ -227,7 +227,7 @@ def exposed_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
 def data_parallel_calls(run: Run) -> pl.DataFrame:
     """Return the calls of `axis_communication.calls` on data-parallel axes, with exposed_ns and waited_ns.
 
-    Use ``run.run_table``.
+    Use ``run.table``.
     """
     other_axes = [PP, TP, EP, CP, "world"]
     calls = run.table(axis_communication.calls).filter(~pl.col("axis").is_in(other_axes).fill_null(value=True))

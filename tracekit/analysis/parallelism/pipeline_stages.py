@@ -75,7 +75,7 @@ def is_pipelined(run: Run) -> bool:
 
 @run_fact
 def staged_actions(run: Run) -> pl.DataFrame:
-    """Return the forwards and backwards of all ranks with their stage, on one clock; use ``run.run_table``.
+    """Return the forwards and backwards of all ranks with their stage, on one clock; use ``run.table``.
 
     Columns COLUMNS; one row per action. trace_start_ns is the start on the clock of the rank's trace. iteration
     counts repetitions of the same action where no steps are marked; pipeline numbers the replicas: the n-th rank of

@@ -99,7 +99,7 @@ def process_groups(run: Run) -> pl.DataFrame:
 
 @run_fact
 def nodes(run: Run) -> pl.DataFrame:
-    """Return the node of each rank; use ``run.run_table``. Columns rank, node (its name); empty where not known.
+    """Return the node of each rank; use ``run.table``. Columns rank, node (its name); empty where not known.
 
     By the host in the files' names; else each time the device index of consecutive ranks starts again, a node begins,
     or after the GPUs per node that run.json states.

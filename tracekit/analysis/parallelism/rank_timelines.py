@@ -17,7 +17,7 @@ _KEY = ["window", "rank", "activity_id"]
 
 @run_fact
 def states(run: Run) -> pl.DataFrame:
-    """Return the state of each rank over time, on the run's clock; use ``run.run_table``.
+    """Return the state of each rank over time, on the run's clock; use ``run.table``.
 
     Columns COLUMNS; one row per span, disjoint on a device, by start. state: compute; transfer (exposed communication
     with all known ranks present); waiting (all running collectives wait for a rank); copy. The rest is idle. op and
@@ -61,7 +61,7 @@ def totals(rows: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
 
 @run_fact
 def wait_times(run: Run) -> pl.DataFrame:
-    """Time that each rank waited for each other rank; use ``run.run_table``.
+    """Time that each rank waited for each other rank; use ``run.table``.
 
     Columns rank, peer_rank (the last arrival; null where unknown), waited_ns: the states of kind waiting, so that
     concurrent collectives count once and hidden waiting does not count. One row per pair that occurs.
@@ -72,7 +72,7 @@ def wait_times(run: Run) -> pl.DataFrame:
 
 @run_fact
 def awaited_times(run: Run) -> pl.DataFrame:
-    """Time that other ranks wait for each rank in each step; use ``run.run_table``.
+    """Time that other ranks wait for each rank in each step; use ``run.table``.
 
     Columns window, step (of the rank that waits; null outside steps), rank (the last arrival), awaited_ns (the longest
     wait of one other rank), waiting_rank (which rank that is) and all_waits_ns (the sum over ranks); one row per step

@@ -29,7 +29,7 @@ _PLACE = ["window", "rank", "step"]
 
 @run_fact(table=RINGS)
 def ring_overlap(run: Run) -> pl.DataFrame:
-    """Share of a ring's transfers that compute hides; use ``run.run_table``. Columns as RINGS.
+    """Share of a ring's transfers that compute hides; use ``run.table``. Columns as RINGS.
 
     A transfer is under way from its issue to its completion: on a device its kernel, under gloo from the call to the
     end of the wait. Empty without sends and receives along axis cp.

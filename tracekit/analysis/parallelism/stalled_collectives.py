@@ -49,7 +49,7 @@ FACTS: tuple[TraceFact, ...] = (*group_bandwidth.FACTS, host_stalls.host_silence
 
 @run_fact
 def stalled_calls(run: Run) -> pl.DataFrame:
-    """Return the collectives that take far longer than the same ones usually do; use ``run.run_table``.
+    """Return the collectives that take far longer than the same ones usually do; use ``run.table``.
 
     Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
     others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
@@ -88,7 +88,7 @@ def stalled_calls(run: Run) -> pl.DataFrame:
 
 @run_fact
 def stalled_collectives(run: Run) -> pl.DataFrame:
-    """Return the times in which collectives stalled, with the cost for the job; use ``run.run_table``.
+    """Return the times in which collectives stalled, with the cost for the job; use ``run.table``.
 
     Columns COLUMNS: op, group, group_size, bytes, transfer_ns, usual_ns and ranks (with a trace) of the longest
     collective, collectives and groups (how many stalled at once), start_ns and end_ns (of the excess, on the run's

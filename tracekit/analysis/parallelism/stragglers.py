@@ -40,7 +40,7 @@ FACTS: tuple[TraceFact, ...] = (*late_ranks.FACTS, breakdown.ops_by_step)
 
 @run_fact
 def late_calls(run: Run) -> pl.DataFrame:
-    """Return the waits of ranks in collectives for a later arrival; use ``run.run_table``.
+    """Return the waits of ranks in collectives for a later arrival; use ``run.table``.
 
     Columns window, rank, step, phase, unit, op, instance, late_rank (the last arrival among ranks with a trace; the
     lowest rank of a group that arrives late together), activity_id, start_ns and dur_ns (on the clock of the rank's
@@ -62,7 +62,7 @@ def late_calls(run: Run) -> pl.DataFrame:
 def straggler_costs(run: Run) -> pl.DataFrame:
     """Return the time that other ranks lose in each step to each rank that arrived last at least once.
 
-    Ranks that arrive late together (`late_groups.groups`) are one, under the lowest of them. Use ``run.run_table``.
+    Ranks that arrive late together (`late_groups.groups`) are one, under the lowest of them. Use ``run.table``.
     Columns window, step, order (number of the step among those judged), late_rank, late_ranks (all of a group, or
     that one), duration_ns (the median over ranks), waited_ns (in collectives for it, hidden or not: the median over
     the other ranks), idle_ns (the part of it without compute), lost_ns, lost_ratio, share (of all waiting in the
@@ -129,7 +129,7 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
 
 @run_fact
 def late_parts(run: Run) -> pl.DataFrame:
-    """Parts of a window in which most of the waiting in collectives is for each rank; use ``run.run_table``.
+    """Parts of a window in which most of the waiting in collectives is for each rank; use ``run.table``.
 
     Columns window, late_rank, led (such parts), parts (PARTS, with equal numbers of collectives), largest_ratio (the
     share of one collective in all waiting for the rank); one row per window and rank that leads a part. Windows with
@@ -156,7 +156,7 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     and the median), lost_ns (by the other ranks, beyond the median of the steps), compute_ns (of the late rank in the
     step) and usual_compute_ns (the larger of two medians: of its steps, and of all ranks in the step), ops_ratio
     (operators over the same for operators; null if not recorded), window_ns and steps (of the window); one row per step
-    and late rank. Use ``run.run_table``. Fewer than half of the window's steps. Steps with saves, and those in which
+    and late rank. Use ``run.table``. Fewer than half of the window's steps. Steps with saves, and those in which
     the rank's host stalls, are left out.
     """
     costs = run.table(straggler_costs).drop_nulls("step")

@@ -49,7 +49,7 @@ _HALVES = ("all_gather", "reduce_scatter")
 
 @run_fact
 def exposed_calls(run: Run) -> pl.DataFrame:
-    """Return the collectives of axis tp in steps with their exposed time; use ``run.run_table``.
+    """Return the collectives of axis tp in steps with their exposed time; use ``run.table``.
 
     Columns of `axis_communication.calls`, all_exposed_ns (no compute runs), exposed_ns (of that, with all ranks
     present: the transfer).
@@ -63,7 +63,7 @@ def exposed_calls(run: Run) -> pl.DataFrame:
 
 @run_fact
 def exposed_by_step(run: Run) -> pl.DataFrame:
-    """Return the exposed communication of tensor parallelism per rank and step; use ``run.run_table``.
+    """Return the exposed communication of tensor parallelism per rank and step; use ``run.table``.
 
     Columns COLUMNS: passes (of a micro-batch through a layer: half of the all-reduces in forward, or of all if phases
     are not known, that are large or of unknown size; an all-gather and a reduce-scatter count as one), exposed_ns =

@@ -106,7 +106,7 @@ _LABELS = {
 
 @run_fact
 def missing(run: Run) -> pl.DataFrame:
-    """Data that some ranks did not record at all; use ``run.run_table``.
+    """Data that some ranks did not record at all; use ``run.table``.
 
     Columns missing, ranks (that lack it), consequence (what remains unknown), how_to_record.
     """

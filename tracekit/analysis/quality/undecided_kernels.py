@@ -46,7 +46,7 @@ FACTS: tuple[TraceFact, ...] = (undecided_kernels,)
 
 @run_fact
 def ending_together(run: Run) -> pl.DataFrame:
-    """Spread of the starts and the ends of undecided kernels over the ranks of the run; use ``run.run_table``.
+    """Spread of the starts and the ends of undecided kernels over the ranks of the run; use ``run.table``.
 
     Columns TOGETHER_COLUMNS: ranks (that have the kernel equally often), calls (of each), start_spread_ns and
     end_spread_ns (median over calls, first to last rank), residual_ns (clock error), ends_together (the ends are within

@@ -1,4 +1,4 @@
-"""The memory of a run or of a snapshot, replayed under other allocator settings where asked for."""
+"""The memory of a run or of a snapshot, replayed under other allocator settings on request."""
 
 import re
 from collections.abc import Mapping, Sequence
