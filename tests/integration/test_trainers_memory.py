@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from instrumented_trainers import build, parallelism
-from instrumented_trainers.memory import predicted
 from instrumented_trainers.memory.footprint import KINDS
-from instrumented_trainers.memory.predicted import COMPUTE_BYTES
+from instrumented_trainers.memory.predicted import COMPUTE_BYTES, predict_footprint
 from instrumented_trainers.parallelism import STRATEGIES
 from instrumented_trainers.sizes import model_config
 from tests.integration import trainings
@@ -74,7 +73,7 @@ def counted(strategy: str, folder: Path) -> tuple[dict[str, int], dict[str, int 
             activations = {address: size for address, size in saved.items() if address not in weights | inputs}
             found["activations_bytes"] = sum({**activations, **outputs}.values())
         optimizer.zero_grad()
-    return found, dict(predicted(config, options, dist.get_rank()).as_row())
+    return found, dict(predict_footprint(config, options, dist.get_rank()).as_row())
 
 
 def keep(saved: dict[int, int], tensor: Tensor) -> Tensor:
