@@ -79,10 +79,18 @@ class TableStore:
             parquet_files.write(table, part, compression_level=1)
             self._parts[fact] = (part,)
 
-    def keep(self, fact: Measure, table: pl.DataFrame) -> None:
-        """Add the table of a fact of the run, which stays in memory: it is small and needed often."""
+    def find(self, fact: Measure) -> pl.DataFrame | None:
+        """Table of a fact of the run, which was measured or saved; None if it has to be measured."""
+        if fact not in self._tables and (table := self.saved(full_name(fact))) is not None:
+            self._tables[fact] = table
+            self._kept.add(fact)
+        return self._tables.get(fact)
+
+    def keep(self, fact: Measure, table: pl.DataFrame, measured_s: float) -> None:
+        """Add and save the table of a fact of the run, which stays in memory: it is small and needed often."""
         self._tables[fact] = table
         self._kept.add(fact)
+        self.save(full_name(fact), table, measured_s)
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
