@@ -119,7 +119,7 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
     Without collectives of several pipeline stages, where the order of the stages decides who waits.
     """
     pieces = run.table(compute_gap_causes.waits_for_peers)
-    across = run.table(late_groups.across_stages)
+    across = late_groups.across_stages(run)
     if across.is_empty():
         return pieces
     waits = run.table(collective_instances.waits).join(across, on=["window", "instance"], how="semi")
