@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import polars as pl
 
 from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import clock_drops
+from tracekit.analysis.compute import device_counters
 from tracekit.analysis.time import device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -144,9 +144,9 @@ class ClockDrop(Rule):
 
     code: ClassVar[str] = "STEP003"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        clock_drops.clock_drops,
-        clock_drops.slowed_kernels,
-        clock_drops.recorded_clocks,
+        device_counters.clock_drops,
+        device_counters.slowed_kernels,
+        device_counters.recorded_clocks,
         *steps_without_saves.FACTS,
     )
     min_cost_ratio: float = 0.01
@@ -154,10 +154,10 @@ class ClockDrop(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks whose clock drops."""
-        drops = run.table(clock_drops.clock_drops)
+        drops = run.table(device_counters.clock_drops)
         if drops.is_empty():
             return
-        slowed = run.table(clock_drops.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
+        slowed = run.table(device_counters.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
         losses = steps_without_saves.losses(run, slowed, "excess_ns")
         sums = losses.group_by(_DEVICE).agg(
             pl.col("lost_ns", "duration_ns").sum(),
@@ -268,7 +268,7 @@ def _median(stalls: pl.DataFrame) -> int:
 def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
     """The GPU's clock around a drop, as its counters recorded it."""
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
-    rows = run.table(clock_drops.recorded_clocks).filter(is_own)
+    rows = run.table(device_counters.recorded_clocks).filter(is_own)
     if rows.is_empty():
         return _RecordedClock(None, "")
     before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
