@@ -7,14 +7,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
-from tracekit.analysis.compute import (
-    collective_contention,
-    compute_gap_causes,
-    concurrency,
-    contention,
-    device_counters,
-    efficiency,
-)
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters, efficiency
 from tracekit.analysis.compute import kernels as kernel_totals
 from tracekit.analysis.host import call_trees, module_tree, ops
 from tracekit.analysis.parallelism import (
@@ -93,7 +86,7 @@ CONTENTION_PAIRS = _across(
 CONTENTION_BY_PHASE = _across(collective_contention.contention_by_phase)
 MOST_DELAYED_CALLS = _across(collective_contention.costliest_calls)
 PREPARATION = _per_trace(contention.preparation)
-WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
+WORK_KINDS, RECORD_CONTENTION = contention.KINDS, contention.RECORD
 
 MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)

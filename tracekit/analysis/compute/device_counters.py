@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import concurrency
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, DeviceWork, Floats
+from tracekit.analysis.compute import contention
+from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, KINDS, DeviceWork, Floats
 from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
 from tracekit.conventions import device_metrics as names
@@ -160,7 +160,7 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
     """
     parts = [schema.empty(KERNEL_COLUMNS)]
     for drop in _drops(trace):
-        device = next(work for work in concurrency.device_work(trace) if work.device == drop.device)
+        device = next(work for work in contention.device_work(trace) if work.device == drop.device)
         since = (device.kind == KINDS.index(COMPUTE)) & (device.spans[:, 0] >= drop.since_ns)
         rows = np.flatnonzero(since)
         slower = [drop.ratio_of.get(kernel, drop.slowdown) for kernel in device.kernel[rows].tolist()]
@@ -229,12 +229,12 @@ class _Drop:
 def _drops(trace: Trace) -> list[_Drop]:
     stalls = device_stalls.device_stalls(trace)
     paused = columns.ids(stalls["activity_id"])[columns.flags(stalls["kind"] == device_stalls.PAUSED)]
-    drops = (_drop(device, paused) for device in concurrency.device_work(trace))
+    drops = (_drop(device, paused) for device in contention.device_work(trace))
     return [drop for drop in drops if drop is not None]
 
 
 def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
-    is_alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= concurrency.ALONE_RATIO * device.dur_ns
+    is_alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= contention.ALONE_RATIO * device.dur_ns
     is_alone &= (device.kind == KINDS.index(COMPUTE)) & (device.dur_ns > 0)
     is_alone &= ~np.isin(device.work["id"].to_numpy(), paused)
     rows = np.flatnonzero(is_alone)

@@ -7,7 +7,7 @@ waits.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import concurrency, recomputation
+from tracekit.analysis.compute import contention, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
@@ -225,8 +225,8 @@ def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
 
 
 def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
-    """Return the kernel id of each item; null for waits. See `concurrency.DeviceWork`."""
-    devices = concurrency.device_work(trace)
+    """Return the kernel id of each item; null for waits. See `contention.DeviceWork`."""
+    devices = contention.device_work(trace)
     kernel = np.concatenate([np.empty(0, np.uint64), *(device.kernel for device in devices)])
     ref = np.concatenate([np.empty(0, np.int64), *(device.work["id"].to_numpy() for device in devices)])
     return values_at(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))
