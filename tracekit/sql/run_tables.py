@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.compute import device_counters, kernel_sequences, unknown_work
+from tracekit.analysis.compute import device_counters, efficiency, kernel_sequences
 from tracekit.analysis.host import launch_queues, module_tree
 from tracekit.analysis.parallelism import (
     axis_communication,
@@ -38,7 +38,7 @@ FACTS: tuple[PublishedFact, ...] = (
     module_tree.modules,
     launch_queues.launch_queues,
     kernel_sequences.kernel_sequences,
-    unknown_work.unknown_work,
+    efficiency.unknown_work,
     device_counters.device_counters,
     pipeline_bubbles.pipeline_bubbles,
     group_axes.group_axes,

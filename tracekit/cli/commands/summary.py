@@ -86,9 +86,9 @@ def summary(
 
 
 def _missing_work(run: "Run") -> str | None:
-    from tracekit.analysis.compute import unknown_work
+    from tracekit.analysis.compute import efficiency
 
-    return unknown_work.note(run)
+    return efficiency.note(run)
 
 
 # The facts that a table needs, and the function that makes it of the run. Each imports only what it measures with.
@@ -102,11 +102,11 @@ def _by_rank() -> "View":
 
 
 def _by_step() -> "View":
-    from tracekit.analysis.compute import device_counters, efficiency, unknown_work
+    from tracekit.analysis.compute import device_counters, efficiency
     from tracekit.analysis.time import breakdown
 
     facts: list[TraceFact] = [breakdown.by_step, efficiency.by_step, device_counters.device_counters]
-    return [*facts, *unknown_work.FACTS], efficiency.breakdown_by_step
+    return [*facts, *efficiency.FACTS], efficiency.breakdown_by_step
 
 
 def _by_collective() -> "View":
@@ -167,9 +167,9 @@ def _by_stream() -> "View":
 
 
 def _by_unknown_work() -> "View":
-    from tracekit.analysis.compute import unknown_work
+    from tracekit.analysis.compute import efficiency
 
-    return unknown_work.FACTS, unknown_work.by_operator
+    return efficiency.FACTS, efficiency.by_operator
 
 
 def _by_file() -> "View":
