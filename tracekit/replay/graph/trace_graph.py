@@ -7,8 +7,8 @@ waits.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import contention, recomputation
-from tracekit.analysis.time import breakdown, dependencies, launches, trace_columns
+from tracekit.analysis.compute import contention
+from tracekit.analysis.time import backward_passes, breakdown, dependencies, launches, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
 from tracekit.model.fact import trace_fact
@@ -187,7 +187,7 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
-    again = recomputation.recomputed_activities(trace)
+    again = backward_passes.recomputed_activities(trace)
     recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
     recorded = items.select(
