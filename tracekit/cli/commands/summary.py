@@ -161,9 +161,9 @@ def _by_ring() -> "View":
 
 
 def _by_stream() -> "View":
-    from tracekit.analysis.host import launch_queues
+    from tracekit.analysis.host import launch_delay
 
-    return [launch_queues.launch_queues], launch_queues.by_stream
+    return [launch_delay.launch_queues], launch_delay.by_stream
 
 
 def _by_unknown_work() -> "View":
