@@ -9,7 +9,7 @@ from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters, efficiency
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import call_trees, module_tree, ops
+from tracekit.analysis.host import call_trees, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
@@ -101,8 +101,8 @@ SAVE_CRITICAL_PATH = _across(stalls.parts)
 
 KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
 call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
-by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
-module_shares, OUTSIDE_MODULES = module_tree.tree, module_tree.OUTSIDE
+by_module, MODULE_MEASURES = ops.by_module, tuple(ops.MEASURES)
+module_shares, OUTSIDE_MODULES = ops.tree, ops.OUTSIDE
 mesh_coordinates, mesh_groups = rank_places.coordinates, rank_places.groups_of
 operators = ops.ops
 rooflines_by_call = ops.rooflines

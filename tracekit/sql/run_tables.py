@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import device_counters, efficiency, kernel_sequences
-from tracekit.analysis.host import launch_delay, module_tree
+from tracekit.analysis.host import launch_delay, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_pairs,
@@ -35,7 +35,7 @@ FACTS: tuple[PublishedFact, ...] = (
     collective_instances.waits,
     alignment.run_data_quality,
     pipeline_actions.pipeline_actions,
-    module_tree.modules,
+    ops.modules,
     launch_delay.launch_queues,
     kernel_sequences.kernel_sequences,
     efficiency.unknown_work,
