@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters, efficiency
 from tracekit.analysis.compute import kernels as kernel_totals
@@ -109,7 +109,7 @@ rooflines_by_call = ops.rooflines
 kernels = kernel_totals.with_launch_delays
 planning_inputs = saves.planning_inputs
 rank_totals = rank_timelines.totals
-representative_step = steps_without_saves.representative_step
+representative_step = save_stages.representative_step
 
 
 def step_span(run: Run, window: int, step: int | None) -> Window:

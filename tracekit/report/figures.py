@@ -11,7 +11,8 @@ from typing import TypeAlias
 import plotly.graph_objects as go
 import polars as pl
 
-from tracekit.analysis.checkpoint import saves, steps_without_saves
+from tracekit.analysis.checkpoint import saves
+from tracekit.analysis.checkpoint.save_stages import representative_step
 from tracekit.analysis.communication import exposed_communication, group_bandwidth
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, kernels
 from tracekit.analysis.host import ops
@@ -105,7 +106,7 @@ def steps(run: Run) -> RunFigure | None:
 def timeline(run: Run, findings: Sequence[Finding] = ()) -> RunFigure | None:
     """A step of median duration on the slowest rank: phases, work on the device, host."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
-    row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
+    row = representative_step(run, by_step if by_step.height else by_rank)
     if not row:
         return None
     rank, window, start_ns, duration_ns = (

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import device_counters
 from tracekit.analysis.time import device_stalls
 from tracekit.model import units
@@ -73,7 +73,7 @@ class DeviceStall(Rule):
     code: ClassVar[str] = "STREAM005"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *device_stalls.FACTS,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
     )
     min_stall_ratio: float = 0.01
     min_unexplained_ratio: float = 0.05
@@ -147,7 +147,7 @@ class ClockDrop(Rule):
         device_counters.clock_drops,
         device_counters.slowed_kernels,
         device_counters.recorded_clocks,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
     )
     min_cost_ratio: float = 0.01
     warning_cost_ratio: float = 0.03
@@ -158,7 +158,7 @@ class ClockDrop(Rule):
         if drops.is_empty():
             return
         slowed = run.table(device_counters.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
-        losses = steps_without_saves.losses(run, slowed, "excess_ns")
+        losses = save_stages.losses(run, slowed, "excess_ns")
         sums = losses.group_by(_DEVICE).agg(
             pl.col("lost_ns", "duration_ns").sum(),
             pl.len().alias("steps"),
@@ -205,7 +205,7 @@ class _RecordedClock(NamedTuple):
 
 def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | None:
     """Return the loss of the device that loses most; None if it loses a smaller share."""
-    steps = steps_without_saves.losses(run, stalls, "dur_ns")
+    steps = save_stages.losses(run, stalls, "dur_ns")
     device = ["rank", "device"]
     sums = steps.group_by(device).agg(pl.col("lost_ns", "duration_ns").sum())
     ratio = (pl.col("lost_ns") / pl.col("duration_ns")).alias("ratio")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.memory import allocations, steady_state
 from tracekit.analysis.time import backward_passes, breakdown
 from tracekit.model import units
@@ -178,7 +178,7 @@ class NeedlessRecomputation(Rule):
     """
 
     code: ClassVar[str] = "MEM002"
-    facts: ClassVar[tuple[TraceFact, ...]] = (backward_passes.regions, allocations.peaks, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (backward_passes.regions, allocations.peaks, *save_stages.FACTS)
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 
@@ -198,7 +198,7 @@ class NeedlessRecomputation(Rule):
         if free_bytes is None or parts.is_empty():
             return
         affordable = _affordable(parts, free_bytes)
-        steps = steps_without_saves.losses(run, affordable, "compute_ns")
+        steps = save_stages.losses(run, affordable, "compute_ns")
         loss = quoted_step.worst_loss(steps, self.min_saved_ratio)
         if loss is None:
             return

@@ -7,7 +7,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown, summary
 from tracekit.report import step_pair
 
@@ -37,7 +37,7 @@ def test_steps_of_the_same_length_are_said_to_be_that():
 def test_a_recorded_run_offers_its_marked_steps_and_the_representative_one_of_the_report():
     run = tracekit.load(SAMPLE, cache=False)
     marked = step_pair.marked_steps(run)
-    typical = steps_without_saves.representative_step(run)
+    typical = save_stages.representative_step(run)
     assert (marked.rank, marked.step) == (typical["rank"], typical["step"])
     assert marked.table["rank"].unique().sort().to_list() == list(run.ranks)
     by_step = summary.by_step(run).filter(rank=0)

@@ -4,7 +4,7 @@ import statistics
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import rank_places
 from tracekit.model.fact import run_fact
@@ -73,7 +73,7 @@ def groups(run: Run) -> pl.DataFrame:
 def judged_arrivals(run: Run) -> pl.DataFrame:
     """Return `all_arrivals` in steps without saves; where no steps are marked, in the window."""
     marked = pl.col("step").is_not_null() | pl.col("step").is_null().all()
-    return steps_without_saves.without_saves(run, run.table(all_arrivals).filter(marked))
+    return save_stages.without_saves(run, run.table(all_arrivals).filter(marked))
 
 
 @run_fact
@@ -167,7 +167,7 @@ def _computing_longer(run: Run, group: list[int], behind_ns: dict[int, int]) -> 
 
     With experts, all replicas of a stage wait for the slowest in each layer, so that none waits longer for a stage.
     """
-    steps = steps_without_saves.steps(run).group_by("window", "step", "rank").agg(pl.col("compute_ns").max())
+    steps = save_stages.steps(run).group_by("window", "step", "rank").agg(pl.col("compute_ns").max())
     compute_ns = dict(steps.group_by("rank").agg(pl.col("compute_ns").sum()).iter_rows())
     stage_of, longer = rank_places.stages(run), set()
     for stage, ns in behind_ns.items():

@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, rank_places
@@ -52,7 +52,7 @@ FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     compute_gap_causes.compute_gap_causes,
     *rank_places.FACTS,
-    *steps_without_saves.FACTS,
+    *save_stages.FACTS,
 )
 """The facts that the run tables of this module read."""
 
@@ -202,7 +202,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
 @run_fact
 def _own_time(run: Run) -> pl.DataFrame:
     """Return the own time of each rank and step by part: window, step, rank, part, dur_ns; 0 where there is none."""
-    steps = steps_without_saves.steps(run)
+    steps = save_stages.steps(run)
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
     is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
     by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))
