@@ -21,7 +21,7 @@ from tracekit.analysis.parallelism import (
     rank_timelines,
 )
 from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model.intervals import Window
 from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import TraceFact
@@ -45,11 +45,11 @@ def _across(fact: RunFact, *facts: TraceFact) -> Table:
 
 
 BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)
-STEPS_BY_RANK = Table(summary.steps_by_rank)
+STEPS_BY_RANK = Table(breakdown.steps_by_rank)
 
-CLOCKS = _across(summary.by_clock)
+CLOCKS = _across(breakdown.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)
-RUN_CLOCK = _across(summary.run_clock, summary.extent)
+RUN_CLOCK = _across(breakdown.run_clock, breakdown.extent)
 SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
 WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited_times)

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 
@@ -54,7 +54,7 @@ def marked_steps(run: Run, window: int | None = None) -> MarkedSteps:
     if typical is None:
         return MarkedSteps(window or 0, marked)
     typical_window = int(typical["window"] or 0)
-    table = summary.slowest_device(marked.filter(window=typical_window)).sort("rank", "step")
+    table = breakdown.slowest_device(marked.filter(window=typical_window)).sort("rank", "step")
     return MarkedSteps(typical_window, table, typical["rank"], typical["step"])
 
 

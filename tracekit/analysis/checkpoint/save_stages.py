@@ -7,7 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, host_state, summary
+from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
@@ -174,11 +174,11 @@ def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str,
     """Return the step of a run to look at first, a row of `rows`; None where there are no steps.
 
     Of the slowest rank, it is the step nearest to its median, without steps that save unless all of them do. `rows`, by
-    default the marked steps of the breakdown, has the columns of `summary.representative_step`, and window.
+    default the marked steps of the breakdown, has the columns of `breakdown.representative_step`, and window.
     """
     table = run.table(breakdown.by_step).drop_nulls("step") if rows is None else rows
     rest = without_saves(run, table)
-    return summary.representative_step(rest if rest.height else table)
+    return breakdown.representative_step(rest if rest.height else table)
 
 
 def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:

@@ -14,7 +14,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.compute import device_counters, flops, op_bytes, op_flops
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.conventions import devices
 from tracekit.conventions.devices import Device
 from tracekit.model import environment, schema
@@ -123,11 +123,11 @@ def device_of(header: Mapping[str, Any]) -> Device | None:
 
 
 def breakdown_by_step(run: Run) -> pl.DataFrame:
-    """Return the breakdown of each rank's steps (`summary.by_step`), with what their compute and GPUs did after it.
+    """Return the breakdown of each rank's steps (`breakdown.slowest_device_by_step`), with what their compute and GPUs did after it.
 
     These are the columns of `by_step`, then those of `device_counters.OF_STEPS`: null without counters of the GPUs.
     """
-    rows = summary.by_step(run)
+    rows = breakdown.slowest_device_by_step(run)
     counters = run.table(device_counters.device_counters).select(*_STEP, *device_counters.OF_STEPS)
     for table in (run.table(by_step), counters):
         rows = rows.join(table.drop_nulls("step"), on=_STEP, how="left", maintain_order="left")

@@ -96,9 +96,8 @@ def _missing_work(run: "Run") -> str | None:
 
 def _by_rank() -> "View":
     from tracekit.analysis.time import breakdown
-    from tracekit.analysis.time import summary as analysis
 
-    return [breakdown.by_rank, breakdown.by_step], analysis.by_rank
+    return [breakdown.by_rank, breakdown.by_step], breakdown.slowest_device_by_rank
 
 
 def _by_step() -> "View":
@@ -117,10 +116,10 @@ def _by_collective() -> "View":
 
 
 def _by_clock() -> "View":
-    from tracekit.analysis.time import summary as analysis
+    from tracekit.analysis.time import breakdown
     from tracekit.sync import collective_matching
 
-    return [collective_matching.calls], analysis.by_clock
+    return [collective_matching.calls], breakdown.by_clock
 
 
 def _by_contention() -> "View":
