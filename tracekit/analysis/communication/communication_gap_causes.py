@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, device_stalls, gaps, host_state, launches
+from tracekit.analysis.time import breakdown, device_stalls, host_state, launches
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -38,7 +38,7 @@ NEAR_NS = 20_000
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `gaps.communication_gaps`, activity_id and name of the preparation or the awaited
+    Columns COLUMNS: the first six as `launches.communication_gaps`, activity_id and name of the preparation or the awaited
     compute (null where none); one row per piece. Causes: `host` (the next work had not been launched; detail: the
     host's state, `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their
     slowdown by concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy`
@@ -48,7 +48,7 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     adjacent (started within 20 µs of the end of the awaited work), lane_order, span, running (the work ran, and the
     collective reduces computed data).
     """
-    gap_rows = gaps.communication_gaps(trace)
+    gap_rows = launches.communication_gaps(trace)
     parts = [
         _Splitter(trace, device, launches.on_device(trace, gap_rows, device)).table()
         for device in breakdown.devices(trace)
