@@ -6,7 +6,7 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, KINDS, PREPARATION
-from tracekit.analysis.time import launches
+from tracekit.analysis.time import launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -49,7 +49,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
         starts = device.spans[rows, 0]
-        messages = launches.collectives(trace, device.device)
+        messages = launched_work.collectives(trace, device.device)
         parts.append(
             messages.rename({"id": "activity_id", "message_bytes": "bytes"})
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.time import breakdown, launches
+from tracekit.analysis.time import breakdown, launched_work
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
@@ -24,7 +24,7 @@ from tracekit.model.trace import Trace
 
 COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
 """Kinds of work: preparation is small compute outside the main lane, before or after collectives."""
-ALONE_RATIO, CONCURRENT_RATIO = launches.ALONE_RATIO, 0.5
+ALONE_RATIO, CONCURRENT_RATIO = launched_work.ALONE_RATIO, 0.5
 """Work counts as alone up to the first share of overlapped time, as concurrent from the second."""
 
 
@@ -153,7 +153,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     )
     parts = [schema.empty(PREPARATION_COLUMNS)]
     for device in breakdown.lane_devices(trace):
-        prepared = launches.preparation(trace, device)
+        prepared = launched_work.preparation(trace, device)
         if prepared.is_empty():
             continue
         joined = prepared.join(chains, on="collective_id", how="left", maintain_order="left")
@@ -367,7 +367,7 @@ def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
 
 
 def _work_on_device(trace: Trace, device: int) -> DeviceWork:
-    work = launches.work(trace, device)
+    work = launched_work.work(trace, device)
     spans = intervals.from_table(work)
     kind = _kinds(trace, device)
     # Time in which each kind overlapped each span; of its own kind, only other lanes count.
@@ -387,19 +387,19 @@ def _work_on_device(trace: Trace, device: int) -> DeviceWork:
         kind,
         spans,
         concurrent_ns,
-        launches.kernel_ids(trace, device),
+        launched_work.kernel_ids(trace, device),
     )
 
 
 def _kinds(trace: Trace, device: int) -> Ints:
-    work = launches.work_columns(trace, device)
+    work = launched_work.work_columns(trace, device)
     kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
     kind[work.communicates] = KINDS.index(COMMUNICATION)
     if work.computes.any():
         dur = work.spans[:, 1] - work.spans[:, 0]
         main = int(np.argmax(np.bincount(work.lane[work.computes], weights=dur[work.computes])))
-        small = (launches.work(trace, device)["role"] == "communication").to_numpy()
-        small |= np.isin(work.id, launches.preparation(trace, device)["id"].to_numpy())
+        small = (launched_work.work(trace, device)["role"] == "communication").to_numpy()
+        small |= np.isin(work.id, launched_work.preparation(trace, device)["id"].to_numpy())
         kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
     return kind.astype(np.int64)
 

@@ -6,7 +6,7 @@ from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, rank_places
-from tracekit.analysis.time import breakdown, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -38,7 +38,7 @@ QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 def queue_times(trace: Trace) -> pl.DataFrame:
     """Delay from the launch of each collective on a device to its start. Columns activity_id, queued_ns."""
     calls = [
-        launches.collectives(trace, device).select("id", "start_ns", "launched_ns")
+        launched_work.collectives(trace, device).select("id", "start_ns", "launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     ]

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import breakdown, launches, trace_columns
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
 from tracekit.model import columns, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
@@ -49,7 +49,7 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
 
 def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the `backward_starts` of one device, by step and pass."""
-    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
     is_back = columns.flags(work["phase"] == conventions.BACKWARD)
     if not is_back.any():
         return schema.empty(START_COLUMNS)
@@ -98,7 +98,7 @@ def gradient_reductions(trace: Trace) -> pl.DataFrame:
     # Number of optimizers' compute activities launched before each time, shape (n,).
     parts = []
     for device in breakdown.devices(trace):
-        work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+        work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
         updates = arrays.computes & columns.flags(work["phase"] == conventions.OPTIMIZER)
         parts.append(arrays.launched_or_start_ns[updates])
     reduced = gradients.hstack([
@@ -204,7 +204,7 @@ def _places(*tables: pl.DataFrame) -> list[Ints]:
 
 def _gradients(trace: Trace) -> pl.DataFrame:
     """Return the all-reduces and reduce-scatters of backward passes, of kinds that are in no other phase."""
-    calls = pl.concat([launches.collectives(trace, device) for device in breakdown.devices(trace)])
+    calls = pl.concat([launched_work.collectives(trace, device) for device in breakdown.devices(trace)])
     reduces = pl.col("op").is_in(REDUCING) & trace.in_steps
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     elsewhere = reduces & ~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)

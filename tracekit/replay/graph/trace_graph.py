@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import contention
-from tracekit.analysis.time import backward_passes, breakdown, dependencies, launches, trace_columns
+from tracekit.analysis.time import backward_passes, breakdown, dependencies, launched_work, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
 from tracekit.model.fact import trace_fact
@@ -93,7 +93,7 @@ def windows(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the preparation of collectives on devices, from `launches.preparation`.
+    """Return the preparation of collectives on devices, from `launched_work.preparation`.
 
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
@@ -102,7 +102,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     work = np.flatnonzero(nodes["what"].to_numpy() == WORK)
     ref = ids(nodes["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
-        prepared = launches.preparation(trace, device)
+        prepared = launched_work.preparation(trace, device)
         if prepared.is_empty():
             continue
         node, collective = (

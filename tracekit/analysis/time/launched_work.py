@@ -1,4 +1,4 @@
-"""Device work with its launch times, which of it is the same, and the preparation kernels of each collective."""
+"""Device work with its launch times, which of it is the same, the gaps in it, and the preparation of collectives."""
 
 import math
 from dataclasses import dataclass
