@@ -70,7 +70,7 @@ class FirstOpening(Generic[_T]):
 
     @property
     def steps_by_rank(self) -> pl.DataFrame | None:
-        """Return the time breakdown of the ranks read so far, as `breakdown.steps_by_rank`; None while none was read."""
+        """Time breakdown of the ranks read so far, as `breakdown.steps_by_rank`; None while none was read."""
         steps = pl.concat(self._steps).drop_nulls("step") if self._steps else None
         if steps is not None and steps.height:
             return breakdown.sums_of_steps(steps)

@@ -139,8 +139,11 @@ def large(ranks: int, steps: int, units: int) -> Baseline:
         1,
         samples.with_columns(value=pl.Series(random.lognormal(18, 2, samples.height))).select(*SAMPLE_COLUMNS),
         of_units.with_columns(value=pl.Series(random.lognormal(16, 1, of_units.height))).select(*UNIT_COLUMNS),
-        pl.DataFrame([("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)], schema=step_charges.WORK_COLUMNS,
-                     orient="row"),
+        pl.DataFrame(
+            [("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)],
+            schema=step_charges.WORK_COLUMNS,
+            orient="row",
+        ),
         tuple(sample_baselines.known(f"COMM001-{n:08x}") for n in range(20)),
     )  # fmt: skip
     return Baseline("main", sample_baselines.FINGERPRINT, (recording,))

@@ -38,7 +38,7 @@ NEAR_NS = 20_000
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `launched_work.communication_gaps`, activity_id and name of the preparation or the awaited
+    Columns COLUMNS: the first six as `communication_gaps`, activity_id and name of the preparation or the awaited
     compute (null where none); one row per piece. Causes: `host` (the next work had not been launched; detail: the
     host's state, `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their
     slowdown by concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy`

@@ -131,7 +131,19 @@ def by_step(run: Run) -> pl.DataFrame:
     overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
     that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
-    compared = _with_inferred_loss(run.table(compared_calls)).sort("window", "rank", "start_ns")
+    calls = run.table(compared_calls)
+    is_judged = pl.col("judged")
+    sums = calls.group_by("rank").agg(
+        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
+        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
+    )
+    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
+    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
+    compared = (
+        calls.join(
+            sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
+        ).with_columns(inferred.alias("inferred_ns"))
+    ).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     bound = pl.col("so_far_ns") + pl.col("later_ns")
@@ -158,19 +170,6 @@ def by_step(run: Run) -> pl.DataFrame:
         .with_columns(pl.lit(COMMUNICATION).alias("kind"), pl.lit(COMPUTE).alias("concurrent_kind"))
         .pipe(schema.select, {**columns, "waited_ns": pl.Int64})
     )
-
-
-def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
-    is_judged = pl.col("judged")
-    sums = calls.group_by("rank").agg(
-        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
-        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
-    )
-    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
-    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
-    return calls.join(
-        sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
-    ).with_columns(inferred.alias("inferred_ns"))
 
 
 @run_fact

@@ -38,7 +38,7 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `launched_work.compute_gaps`, communication_gap the number of the one whose cause the piece
+    Columns COLUMNS: the first six as `compute_gaps`, communication_gap the number of the one whose cause the piece
     inherits, collective_id and collective_start_ns of the collective that ran or ends that gap; one row per piece.
     Until the last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by
     then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
@@ -145,8 +145,7 @@ def stalls_by_cause(run: Run) -> pl.DataFrame:
     """Stall time of each rank in each step, by kind of gap and cause; use ``run.table``.
 
     Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
-    `launched_work.communication_gaps`) or compute (no compute: `launched_work.compute_gaps`, with waiting for peers separated). One row
-    per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
+    `communication_gaps`) or compute (no compute: `compute_gaps`, with waiting for peers separated). One row per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))

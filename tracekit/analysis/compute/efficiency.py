@@ -123,9 +123,9 @@ def device_of(header: Mapping[str, Any]) -> Device | None:
 
 
 def breakdown_by_step(run: Run) -> pl.DataFrame:
-    """Return the breakdown of each rank's steps (`breakdown.slowest_device_by_step`), with what their compute and GPUs did after it.
+    """Breakdown of each rank's steps: columns of `slowest_device_by_step`, `by_step`, and `device_counters.OF_STEPS`.
 
-    These are the columns of `by_step`, then those of `device_counters.OF_STEPS`: null without counters of the GPUs.
+    The last are null without counters of the GPUs.
     """
     rows = breakdown.slowest_device_by_step(run)
     counters = run.table(device_counters.device_counters).select(*_STEP, *device_counters.OF_STEPS)

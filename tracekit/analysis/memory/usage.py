@@ -182,7 +182,7 @@ def theil_sen(x: npt.NDArray[np.int64], y: npt.NDArray[np.float64]) -> tuple[flo
 
 
 def change_by_category(categories: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
-    """Change of each category of memory, columns CATEGORY_CHANGE_COLUMNS, the largest first; what is the same is left out.
+    """Changes of categories of memory, columns CATEGORY_CHANGE_COLUMNS, the largest first; without those of 0.
 
     A change is positive where there is more than in the other.
     """

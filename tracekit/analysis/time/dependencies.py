@@ -302,7 +302,14 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
     launched = device_work["launched_ns"].to_numpy()
     first = np.append(True, lane[1:] != lane[:-1])
     previous = np.where(first, NEVER, np.append(NEVER, end[:-1]))
-    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _earlier_starts(device_work))
+    # Time at which all work launched earlier had started, if one queue feeds all lanes; else a time long before.
+    since = np.full(len(device_work), NEVER, np.int64)
+    order = start_order(device_work)
+    if order.height:
+        rows = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
+        rows[device_work["item"].to_numpy()] = np.arange(len(device_work))
+        since[rows[order["waiting"].to_numpy()]] = device_work["start_ns"].to_numpy()[rows[order["awaited"].to_numpy()]]
+    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), since)
     is_launched = ids(device_work["launch_id"]) >= 0
     op = trace.collectives["op"]
     reduces = flags(op == "reduce_scatter") | flags(op == "all_reduce")
@@ -353,17 +360,6 @@ def _follows_wait_call(trace: Trace, device_work: pl.DataFrame) -> Flags:
     follows = np.zeros(ops.height, np.bool_)
     follows[rows[1:]] = is_wait[rows[:-1]] & (lane[1:] == lane[:-1]) & ~is_wait[rows[1:]]
     return np.asarray(np.where(launch >= 0, follows[launch], False), np.bool_)
-
-
-def _earlier_starts(device_work: pl.DataFrame) -> Ints:
-    """Time at which all work launched earlier had started, if one queue feeds all lanes; else a time long before."""
-    since = np.full(len(device_work), NEVER, np.int64)
-    order = start_order(device_work)
-    if order.height:
-        rows = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
-        rows[device_work["item"].to_numpy()] = np.arange(len(device_work))
-        since[rows[order["waiting"].to_numpy()]] = device_work["start_ns"].to_numpy()[rows[order["awaited"].to_numpy()]]
-    return since
 
 
 def _main_lane(device_work: pl.DataFrame) -> int:
