@@ -145,7 +145,8 @@ def stalls_by_cause(run: Run) -> pl.DataFrame:
     """Stall time of each rank in each step, by kind of gap and cause; use ``run.table``.
 
     Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
-    `communication_gaps`) or compute (no compute: `compute_gaps`, with waiting for peers separated). One row per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
+    `communication_gaps`) or compute (no compute: `compute_gaps`, with waiting for peers separated). One row per device,
+    step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))

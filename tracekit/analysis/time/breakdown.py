@@ -190,7 +190,7 @@ def slowest_device_by_rank(run: Run) -> pl.DataFrame:
 
 
 def slowest_device_in_steps(run: Run) -> pl.DataFrame:
-    """Time of each rank as `slowest_device_by_rank`, over its marked steps, or its windows where no trace marks steps."""
+    """Time of each rank as `slowest_device_by_rank`, over its marked steps; over its windows where none is marked."""
     sums = slowest_device(steps_by_rank(run)).group_by("rank").agg(pl.col("step").first(), pl.col(_TIMES).sum())
     return sums.with_columns(pl.lit(None, pl.Int64).alias("window")).select(COLUMNS).sort("rank")
 
