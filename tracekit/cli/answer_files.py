@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import BinaryIO
 
 from tracekit import conventions
-from tracekit.cli.answer import Answer, Input, Kind, State
+from tracekit.cli.question import Answer, Input, Kind, State
 from tracekit.ingest import file_states
 from tracekit.ingest.disk_cache import DiskCache, plugin_source
 from tracekit.ingest.file_states import FileStates
