@@ -53,8 +53,7 @@ from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, los
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
-from tracekit.report.charts.what_if import COLOURS as PATH_COLOURS
-from tracekit.report.charts.what_if import critical_path, path_parts, potential_savings, savings_by_rank
+from tracekit.report.charts.what_if import PATH_COLOURS, critical_path, path_parts, potential_savings, savings_by_rank
 
 __all__ = [
     "ALGORITHM",

@@ -9,21 +9,20 @@ from tracekit.model import escaping, units
 from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Kind
 from tracekit.report.charts import style
-from tracekit.report.charts.style import CAUSES, COLOURS
 
 _COLOURS = {
-    Kind.COMMUNICATION: COLOURS["communication"],
-    Kind.STRAGGLERS: COLOURS["waiting"],
-    Kind.CONTENTION: CAUSES["contention"][1],
-    Kind.HOST: CAUSES["host"][1],
-    Kind.COMPUTE: COLOURS["compute"],
+    Kind.COMMUNICATION: style.COLOURS["communication"],
+    Kind.STRAGGLERS: style.COLOURS["waiting"],
+    Kind.CONTENTION: style.CAUSES["contention"][1],
+    Kind.HOST: style.CAUSES["host"][1],
+    Kind.COMPUTE: style.COLOURS["compute"],
 }
 _TEXT_PX = 116
 _WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
-_SEVERAL = ("several causes", COLOURS["evidence"])
+_SEVERAL = ("several causes", style.COLOURS["evidence"])
 
 HOST_COLOUR = "#56B4E9"
-COLOURS = {
+PATH_COLOURS = {
     "compute": style.COLOURS["compute"],
     "communication": style.COLOURS["communication"],
     "memcpy": style.COLOURS["memcpy"],
@@ -78,7 +77,7 @@ def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str]
         by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
-        "remaining": (left_ns, COLOURS["idle"]),
+        "remaining": (left_ns, style.COLOURS["idle"]),
         "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1]),
     }
     figure = go.Figure()
@@ -133,7 +132,7 @@ def critical_path(parts: pl.DataFrame, start_ns: int) -> go.Figure:
         x=ends["x"].to_list(), y=ends["y"].to_list(), mode="lines", hoverinfo="skip", showlegend=False,
         line={"shape": "hv", "width": 1, "color": style.COLOURS["phase"]},
     )  # fmt: skip
-    for kind, colour in COLOURS.items():
+    for kind, colour in PATH_COLOURS.items():
         kind_bars = placed_bars.filter(kind=kind)
         if kind_bars.height:
             _add(figure, kind_bars, kind, colour)
