@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.library.answer import Answer
+from tracekit.library.answers import Answer
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing

@@ -8,8 +8,7 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 import polars as pl
 
 from tracekit.analysis.time import breakdown, launches, trace_columns
-from tracekit.conventions.process_groups import axis_of_description
-from tracekit.conventions.strategies import CP, EP, TP
+from tracekit.conventions.strategies import CP, EP, TP, axis_of_description
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
