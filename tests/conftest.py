@@ -26,7 +26,7 @@ with pytest.MonkeyPatch.context() as only_here:  # commands that tests start hav
     polars.thread_pool_size()  # starts them
 
 # No deadline: the duration of an example depends on the load of the machine, not on the code.
-hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.load_profile("deterministic")
 # Hypothesis also draws constants of the modules that a process has imported, which depend on the tests before.
 providers._get_local_constants = lambda: providers._local_constants  # of no module
@@ -39,6 +39,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with the current output")
+    parser.addoption("--examples-times", type=int, default=1, help="try so many times the examples of each property")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    times = config.getoption("--examples-times")
+    for test in {getattr(item, "obj", None) for item in items if times > 1 and item.get_closest_marker("hypothesis")}:
+        given = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = hypothesis.settings(given, max_examples=times * given.max_examples)
     if hasattr(config, "workerinput"):
         from tests.support import xdist_scheduling
 

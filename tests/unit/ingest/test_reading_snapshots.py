@@ -326,7 +326,7 @@ def test_no_bomb_makes_the_child_take_more_than_its_limit(tmp_path):
 
 def test_a_snapshot_truncated_anywhere_is_refused_with_its_name(tmp_path):
     whole = pickle.dumps(simulated())
-    for end in range(0, len(whole) - 1, 7):
+    for end in range(0, len(whole) - 1, 37):
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
             reader.read(_file(tmp_path, whole[:end]))
 
@@ -338,7 +338,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
         sample_snapshots.as_libtorch(simulated()),
     ]
     refused = []
-    for _ in range(400):
+    for _ in range(80):  # `make fuzz` damages more, with fresh seeds
         data = bytearray(rng.choice(whole))
         for _ in range(rng.randrange(1, 4)):
             place, other = (
@@ -350,7 +350,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
             reader.read(_file(tmp_path, bytes(data)))
         except BadTraceError as error:
             refused.append(str(error))
-    assert 100 < len(refused) < 400
+    assert 20 < len(refused) < 80
     assert not any("\n" in data for data in refused)
 
 

@@ -35,8 +35,22 @@ def _placed_ns(job: Job, axes: Sequence[str]) -> float:
 @pytest.mark.parametrize(
     ("node", "layout", "text", "axes", "moved"),
     [
-        (4, {"tp": 4}, "dp-tp", ["dp_replicate"], "dp_replicate inside nodes, tp across nodes"),
-        (2, {"tp": 2, "pp": 2}, "dp-tp-pp", ["dp_replicate"], "dp_replicate inside nodes, tp across nodes"),
+        pytest.param(
+            4,
+            {"tp": 4},
+            "dp-tp",
+            ["dp_replicate"],
+            "dp_replicate inside nodes, tp across nodes",
+            marks=pytest.mark.accuracy,
+        ),
+        pytest.param(
+            2,
+            {"tp": 2, "pp": 2},
+            "dp-tp-pp",
+            ["dp_replicate"],
+            "dp_replicate inside nodes, tp across nodes",
+            marks=pytest.mark.accuracy,
+        ),
         (2, {"tp": 2, "pp": 2}, "pp,tp,dp", ["pp", "tp"], "pp inside nodes, tp across nodes"),
         (4, {"tp": 2, "pp": 2}, "tp-pp-dp", ["tp", "pp"], "pp inside nodes, dp_replicate across nodes"),
     ],

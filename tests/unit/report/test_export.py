@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracekit
-from tests.support import drawn_traces, perfetto_reader
+from tests.support import drawn_traces, perfetto_reader, shared_findings
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -51,7 +51,7 @@ def recorded(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture(scope="module")
 def recorded_findings(recorded) -> tuple[Finding, ...]:
-    return engine.check(recorded).findings
+    return shared_findings.findings(Path(recorded.path))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(record
 SPANS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(SPANS, SPANS)
 def test_slices_that_overlap_in_any_way_all_come_back(host, device):
     activities = pl.DataFrame(device, schema=["name", "start_ns", "dur_ns"], orient="row").with_row_index("id")

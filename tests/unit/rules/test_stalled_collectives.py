@@ -90,7 +90,9 @@ def test_a_host_that_stalls_is_one_fault(tmp_path: Path):
     assert [(each.code, each.ranks, each.steps) for each in findings] == [("STEP001", (1,), (4,))]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "yafsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(other, marks=pytest.mark.accuracy) for other in ("ddp", "yafsdp"))]
+)
 def test_the_price_of_a_simulated_stall_is_what_truth_says(strategy: str, tmp_path: Path):
     known = written(job(strategy, steps=8, gpus=4, ranks_written=4), tmp_path, "stalled-collective").known_faults[0]
     report = check(tracekit.load(str(tmp_path), cache=False))
