@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from tests.support.wording import Wording
 from tracekit.conventions.gc_pause import gc_paused
 
 # There are more workers than cores: further threads that wait for a core, or spin on it, cost more than they give.
@@ -98,6 +99,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
+    """Yield the function that compares messages with the golden file of the test's module."""
+    module = request.path.relative_to(Path(__file__).parent).with_suffix(".txt")
+    messages = Wording(
+        GOLDEN / "wording" / module,
+        request.node.nodeid.partition("::")[2],
+        is_updated=request.config.getoption("--update-golden"),
+        names={str(tmp_path): "TMP", str(Path(__file__).parents[1]): "REPOSITORY"},
+    )
+    yield messages
+    messages.end()
 
 
 @pytest.fixture(autouse=True, scope="session")
