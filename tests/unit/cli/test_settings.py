@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support import drawn_traces
+from tests.support.wording import Wording
 from tracekit.cli import rule_names, settings_file
 from tracekit.cli import settings as config
 from tracekit.cli.settings import CheckSettings, Ignore
@@ -187,8 +188,8 @@ def test_an_error_is_one_line_that_starts_with_the_file(tmp_path: Path, text: st
     assert "\n" not in message
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
+def test_a_missing_file_is_named(tmp_path: Path, wording: Wording) -> None:
+    with wording.raises(ConfigError):
         config.read(tmp_path / "absent.toml", CATALOG)
 
 
@@ -252,8 +253,8 @@ def test_rules_are_selected_by_code_name_and_family(select: tuple[str, ...], cod
     assert [rule.code for rule in config.configured_rules(CheckSettings(select=select), CATALOG)] == codes
 
 
-def test_a_selection_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean cold-cache"):
+def test_a_selection_that_matches_nothing_is_refused(wording: Wording) -> None:
+    with wording.raises(ConfigError):
         config.configured_rules(CheckSettings(select=("cold-cash",)), CATALOG)
 
 
@@ -295,6 +296,6 @@ def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
     assert rule_names.find_by_finding(name, CATALOG) is SlowStart
 
 
-def test_a_rule_that_is_not_there_is_not_found() -> None:
-    with pytest.raises(ConfigError, match="did you mean slow-start"):
+def test_a_rule_that_is_not_there_is_not_found(wording: Wording) -> None:
+    with wording.raises(ConfigError):
         rule_names.find_by_finding("slow-strat", CATALOG)

@@ -189,12 +189,12 @@ def test_a_folder_that_leads_out_is_not_followed_and_one_inside_is(runs, outside
     assert _names(runs) == ["a", "in"]
 
 
-def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside):
+def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside, wording):
     (entry,) = run_catalog.list_runs([str(runs)]).entries
     trace = runs / "a" / "rank00000.pt.trace.json.gz"
     trace.unlink()
     trace.symlink_to(outside / trace.name)
-    with pytest.raises(InputError, match="is a link to a path outside of those the dashboard was opened on"):
+    with wording.raises(InputError):
         run_store.check(entry)
 
 
@@ -350,17 +350,17 @@ def test_an_uploaded_file_gets_a_name_that_can_only_be_a_trace(given, expected):
 
 
 @pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.pickle.gz", "x.json/..", ""])
-def test_what_is_no_trace_by_its_name_is_refused(name):
-    with pytest.raises(InputError, match="not that of a trace"):
+def test_what_is_no_trace_by_its_name_is_refused(name, wording):
+    with wording.raises(InputError):
         uploads.safe_name(name)
 
 
-def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
+def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path, wording):
     member = gzip.compress(b" " * (64 << 20), 9)
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [') + member * (1 + uploads.MAX_UNPACKED_BYTES // (64 << 20)))
     assert bomb.stat().st_size < 5 << 20
-    with pytest.raises(InputError, match="decompresses to more than 256 MiB"):
+    with wording.raises(InputError):
         uploads.refuse_decompression_bomb(bomb, 256 << 20)
     bomb.write_bytes(member)
     uploads.refuse_decompression_bomb(bomb)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
+from tests.support.wording import Wording
 from tracekit.errors import InputError
 from tracekit.ingest.hang_dumps import flight_recorder, folder, stacks
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
@@ -148,13 +149,15 @@ def test_a_changed_byte_gives_a_dump_or_a_message_but_no_other_error(data: st.Da
         pass
 
 
-def test_a_missing_folder_an_empty_one_and_one_without_dumps_have_messages_of_their_own(tmp_path: Path) -> None:
+def test_a_missing_folder_an_empty_one_and_one_without_dumps_have_messages_of_their_own(
+    tmp_path: Path, wording: Wording
+) -> None:
     with pytest.raises(InputError, match="no such folder"):
         folder.read(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(InputError, match="is a file"):
         folder.read(tmp_path / "notes.txt")
-    with pytest.raises(InputError, match="no dump of a flight recorder"):
+    with wording.raises(InputError):
         folder.read(tmp_path)
 
 

@@ -314,12 +314,12 @@ def test_an_entry_that_disappears_while_its_trace_is_in_use_is_read_again(folder
     assert counted.reads == 3
 
 
-def test_a_file_that_changed_is_not_mixed_with_its_cached_trace(folder, run):
+def test_a_file_that_changed_is_not_mixed_with_its_cached_trace(folder, run, wording):
     loader.load(run)
     cached = loader.load(run).trace(0)
     _touch(run)
     _entries(folder)[0].unlink()
-    with pytest.raises(BadTraceError, match="changed while it was being analysed; run the command again"):
+    with wording.raises(BadTraceError):
         cached.ops  # noqa: B018
 
 

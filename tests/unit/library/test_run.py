@@ -59,8 +59,8 @@ def test_facts_of_traces_and_of_the_run_are_measured_by_one_method(run):
     assert run.table("breakdown").equals(run.table(breakdown.by_step))
 
 
-def test_a_wrong_name_lists_similar_ones_and_all_tables(run):
-    with pytest.raises(InputError, match=r"^step: no such table, did you mean steps\?; the tables are lanes, steps, "):
+def test_a_wrong_name_lists_similar_ones_and_all_tables(run, wording):
+    with wording.raises(InputError):
         run.table("step")
     with pytest.raises(InputError, match="no such table"):
         run.tables["nothing"]
@@ -68,11 +68,11 @@ def test_a_wrong_name_lists_similar_ones_and_all_tables(run):
         _ = run.tables.nothing
 
 
-def test_what_is_no_fact_is_refused_with_the_reason(run):
-    with pytest.raises(TypeError, match="by its name or by a fact, not by int 3"):
+def test_what_is_no_fact_is_refused_with_the_reason(run, wording):
+    with wording.raises(TypeError):
         run.table(3)
     for function in (undecorated, summary.by_rank_in_steps):
-        with pytest.raises(TypeError, match=f"^{function.__name__} was called with each trace .* decorate it with"):
+        with wording.raises(TypeError):
             run.table(function)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import drawn_traces
 from tests.support.rule_examples import ops
+from tests.support.wording import Wording
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
@@ -91,10 +92,10 @@ def picture(compute: str, communication: str) -> str:
         ({"model": {"name": "tiny", "layers": 3}}, "model.layers differs: 2 in a, 3 in b"),
     ],
 )
-def test_a_different_field_that_must_agree_is_named(different: dict[str, object], field: str) -> None:
+def test_a_different_field_that_must_agree_is_named(different: dict[str, object], field: str, wording: Wording) -> None:
     with pytest.raises(NotComparableError) as caught:
         compare(side("a"), side("b", **different))
-    assert str(caught.value) == f"{field}; pass --allow-different to compare anyway"
+    wording(caught.value)
     assert field in compare(side("a"), side("b", **different), allow_different=True).notes
 
 
@@ -131,15 +132,15 @@ def test_only_common_ranks_are_compared() -> None:
     assert comparison.notes == comparison.rank_notes == ("a has ranks 0–2, 5, b 1–2: only ranks 1–2 are compared",)
 
 
-def test_without_a_common_rank_there_is_no_comparison() -> None:
-    with pytest.raises(NotComparableError, match="no rank in common"):
+def test_without_a_common_rank_there_is_no_comparison(wording: Wording) -> None:
+    with wording.raises(NotComparableError):
         compare(side("a", ranks=(0,)), side("b", ranks=(1,)))
     assert compare(side("a", ranks=(0,)), side("b", ranks=(1,)), allow_different=True).changes
 
 
-def test_without_a_common_metric_there_is_no_comparison() -> None:
+def test_without_a_common_metric_there_is_no_comparison(wording: Wording) -> None:
     a = side("a")
-    with pytest.raises(NotComparableError, match="no metric in common"):
+    with wording.raises(NotComparableError):
         compare(a, RunSamples("b", MANIFEST, a.samples.clear()), allow_different=True)
 
 
@@ -318,13 +319,13 @@ def with_clock(name: str, clocks_mhz: tuple[float, float], *, idle: bool = False
     return RunSamples.of(drawn_traces.run(*traces, path=f"runs/{name}", **MANIFEST))
 
 
-def test_the_clock_of_the_slowest_gpu_is_compared() -> None:
+def test_the_clock_of_the_slowest_gpu_is_compared(wording: Wording) -> None:
     compared = compare(with_clock("a", (1755, 1750)), with_clock("b", (1750, 1404)))
     change = next(change for change in compared.changes if change.metric == "sm_clock_mhz")
     assert (change.reference, change.candidate) == pytest.approx((1750, 1404))
     assert change.verdict is Verdict.WORSE
     (note,) = [note for note in compared.notes if "SM clock" in note]
-    assert "1,750 MHz in a, 1,404 MHz in b; kernels that it limits take 1.25 times as long in b as in a" in note
+    wording(note)
 
 
 @pytest.mark.parametrize("after", [with_clock("b", (1750, 1745)), with_clock("b", (1755, 1750), idle=True)])

@@ -14,7 +14,6 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
-from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -287,12 +286,12 @@ def test_one_step_holds_what_touches_its_time_and_what_it_launched_whole():
     ]
 
 
-def test_ranks_are_chosen_and_missing_ones_are_reported():
+def test_ranks_are_chosen_and_missing_ones_are_reported(wording):
     run = drawn_traces.run(*(drawn_traces.trace("step 0\ncompute a", rank=rank) for rank in range(4)))
     assert list(exported(run, ranks=(1, 3)).processes.values()) == ["rank 1", "rank 3"]
-    with pytest.raises(InputError, match=r"--ranks 7: no trace of that rank"):
+    with wording.raises(InputError):
         written(run, ranks=(1, 7))
-    with pytest.raises(InputError, match=r"--step 5: no such step; the traces have 0"):
+    with wording.raises(InputError):
         written(run, step=5)
 
 

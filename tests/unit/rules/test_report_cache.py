@@ -411,7 +411,7 @@ def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
     assert disk_cache.plugin_hash(plugin.Rule) != before
 
 
-def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run):
+def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run, wording):
     report_cache.report(str(run))
     cached = report_cache.report(str(run))
     time.sleep(0.01)
@@ -421,7 +421,7 @@ def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run):
         lambda: cached.run.table(_names),
         lambda: list(cached.run.traces()),
     ):
-        with pytest.raises(InputError, match="changed since it was checked; open it again"):
+        with wording.raises(InputError):
             read_again()
     assert cached.run.ranks == (0, 1)  # the run is shared: no rank is marked as unreadable
     assert cached.run.data_quality.is_empty()

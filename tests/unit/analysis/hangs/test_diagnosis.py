@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
+from tests.support.wording import Wording
 from tracekit.analysis.hangs.causes import Kind
 from tracekit.analysis.hangs.diagnosis import Diagnosis, diagnose
 from tracekit.ingest.hang_dumps import flight_recorder
@@ -161,7 +162,7 @@ def test_roots_of_gather_and_scatter_may_pass_other_tensors() -> None:
         assert diagnosed(calls).kind is Kind.COMMUNICATION
 
 
-def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop() -> None:
+def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop(wording: Wording) -> None:
     # seq        1 2 3 4 5
     # others     r g r g b*     b: broadcast, pending
     # rank 1     r r g b . .    skipped g at 2 of its own
@@ -170,9 +171,7 @@ def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop() -> N
     others[3] = entry("all_gather", 4, state="started")
     found = diagnosed({0: others[:4], 1: skipped, 2: others[:4]})
     assert (ranks_of(found), found.mismatches[0].seq) == ([1], 2)
-    assert (
-        found.culprits[0].reason == "calls all_reduce where others call all_gather: it may have skipped this all_gather"
-    )
+    wording(found.culprits[0].reason)
 
 
 def test_calls_in_the_opposite_order_in_one_group_are_named() -> None:

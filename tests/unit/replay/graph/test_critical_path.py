@@ -243,8 +243,8 @@ def test_idle_time_without_a_reason_has_no_other_owner():
     assert any("do not explain" in doubt for doubt in found.doubts)
 
 
-def test_a_step_that_the_run_does_not_have_is_an_error():
-    with pytest.raises(InputError, match=r"--step 999: no such step; the traces have"):
+def test_a_step_that_the_run_does_not_have_is_an_error(wording):
+    with wording.raises(InputError):
         critical_path(one(SAMPLES / "demo-fsdp2"), 999)
 
 
