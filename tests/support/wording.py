@@ -3,12 +3,15 @@
 `pytest --update-golden` rewrites the sections of the tests that run; they are then reviewed as code.
 """
 
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+_TEMPORARY = re.compile(rf"{tempfile.gettempdir()}/(tmp|tracekit-)\w+")
 
 class Wording:
     """The messages of one test, in the order in which it compares them."""
@@ -19,16 +22,18 @@ class Wording:
         self._expected = _sections(path).get(test, [])
         self._messages: list[str] = []
 
-    def __call__(self, message: object) -> None:
-        """Compare a message with the next one of the section."""
-        text = str(message)
-        for folder, name in self._names.items():
-            text = text.replace(folder, name)
-        place = len(self._messages)
-        self._messages.append(text)
-        if not self._is_updated:
-            assert place < len(self._expected), f"{self._path}: lacks {text!r}; write it with --update-golden"
-            assert text == self._expected[place], f"not as in {self._path}; if intended, --update-golden"
+    def __call__(self, *messages: object) -> None:
+        """Compare messages with the next ones of the section."""
+        for message in messages:
+            text = str(message).removesuffix("\n")
+            for folder, name in self._names.items():
+                text = text.replace(folder, name)
+            text = _TEMPORARY.sub("TEMPORARY", text)
+            place = len(self._messages)
+            self._messages.append(text)
+            if not self._is_updated:
+                assert place < len(self._expected), f"{self._path}: lacks {text!r}; write it with --update-golden"
+                assert text == self._expected[place], f"not as in {self._path}; if intended, --update-golden"
 
     @contextmanager
     def raises(self, error: type[BaseException]) -> Iterator[None]:

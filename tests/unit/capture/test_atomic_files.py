@@ -62,6 +62,6 @@ def test_compressing_removes_the_uncompressed_file(tmp_path: Path) -> None:
     assert gzip.decompress(packed.read_bytes()) == b"{}" * 1000
 
 
-def test_a_failure_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_in_one_line(capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
     notices.report_failure("the trace was not written", OSError("no\nspace"))
-    assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training continues\n")
+    wording(capsys.readouterr().err)

@@ -105,10 +105,10 @@ def test_more_bandwidth_less_bubble_and_less_recomputation_are_faster() -> None:
     assert seconds(Mesh(8, 1, 8)) < seconds(Mesh(8, 1, 8), SELECTIVE) < seconds(Mesh(8, 1, 8), "full")
 
 
-def test_what_cannot_fit_is_an_error_in_one_line() -> None:
+def test_what_cannot_fit_is_an_error_in_one_line(wording: Wording) -> None:
     done = tracekit("plan", "layout", "--model", "405b", "--gpus", 8)
     assert done.returncode == 2
-    assert "no layout of 405b fits on 8 GPUs of 80 GiB" in done.stderr
+    wording(done.stderr)
     assert done.stderr.count("\n") == 1
 
 
@@ -219,7 +219,7 @@ def test_a_missing_file_and_an_impossible_job_are_refused(tmp_path: Path, wordin
         Job.of(models.find("1b"), hardware.find("a100-80"), gpus=0)
 
 
-def test_models_with_experts_cannot_be_simulated(tmp_path: Path) -> None:
+def test_models_with_experts_cannot_be_simulated(tmp_path: Path, wording: Wording) -> None:
     done = tracekit("simulate", "--model", "8x7b", "--gpus", 8, "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert "8x7b cannot be simulated" in done.stderr
+    wording(done.stderr)

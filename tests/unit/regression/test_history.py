@@ -325,13 +325,13 @@ def test_the_commit_comes_from_ci_else_from_git(tmp_path):
     assert entry.known_commit({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
 
 
-def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
+def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path, wording):
     db = tmp_path / "ci" / "history.duckdb"
     files = [simulated_history.write(tmp_path, document) for document in simulated_history.slower_from(8, 14)]
     ci = {"GITHUB_SHA": "ab" * 20, "GITHUB_REF_NAME": "main"}
     done = tracekit("history", "add", *files, "--db", db, **ci)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"tracekit: {db}: 14 runs added\n"
+    wording(done.stderr)
     assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 unchanged\n")
     again = ("history", "add", files[0], "--db", db)
     assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 unchanged\n")

@@ -66,7 +66,7 @@ def test_the_command_explains_a_step_of_a_run():
     assert sum(part["dur_ns"] for part in found["parts"]) == found["step_ns"]
 
 
-def test_the_command_refuses_a_step_that_the_run_does_not_have():
+def test_the_command_refuses_a_step_that_the_run_does_not_have(wording):
     refused = cli_runner.tracekit("critical-path", RUN, "--step", "7", cwd=ROOT)
     assert refused.returncode == 2
-    assert "--step 7: no such step; the traces have" in refused.stderr
+    wording(refused.stderr)

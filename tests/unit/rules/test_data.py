@@ -201,10 +201,10 @@ def test_host_activity_alone_is_a_cpu_run_unless_something_shows_a_device(header
     assert of_trace(dataclasses.replace(trace, header=header)) == issues
 
 
-def test_a_run_without_device_activity_cannot_be_judged_by_rules_on_time():
+def test_a_run_without_device_activity_cannot_be_judged_by_rules_on_time(wording):
     trace = dataclasses.replace(drawn_traces.trace("step 00\ncompute ab", on_device=False), header=NCCL)
     report = check(drawn_traces.run(trace))
-    assert "no device activity was recorded" in report.cannot_judge
+    wording(report.cannot_judge)
     assert {code[:-3] for code in report.blind_spots} >= {"COMM", "HOST", "RANK", "STREAM"}
     assert not any("on the CPU" in note for note in report.notes)
     other = check(drawn_traces.run(trace, drawn_traces.trace("step 00\ncompute ab", rank=1)))
