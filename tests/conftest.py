@@ -111,8 +111,10 @@ def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]
         is_updated=request.config.getoption("--update-golden"),
         names={str(tmp_path): "TMP", str(Path(__file__).parents[1]): "REPOSITORY"},
     )
+    failed = request.session.testsfailed
     yield messages
-    messages.end()
+    if request.session.testsfailed == failed:  # else the test ended early
+        messages.end()
 
 
 @pytest.fixture(autouse=True, scope="session")

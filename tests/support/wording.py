@@ -13,6 +13,7 @@ import pytest
 
 _TEMPORARY = re.compile(rf"{tempfile.gettempdir()}/(tmp|tracekit-)\w+")
 
+
 class Wording:
     """The messages of one test, in the order in which it compares them."""
 
@@ -43,7 +44,9 @@ class Wording:
         self(raised.value)
 
     def end(self) -> None:
-        """Write the section if it is updated."""
+        """Write the section if it is updated; else expect that all its messages were compared."""
+        left = self._expected[len(self._messages) :]
+        assert self._is_updated or not left, f"{self._path}: no more said: {left}; if intended, --update-golden"
         if self._is_updated:
             sections = _sections(self._path)
             sections.pop(self._test, None)
