@@ -95,5 +95,5 @@ def test_ranks_poll_about_once_a_second(tmp_path: Path, monkeypatch: pytest.Monk
     began_s = time.monotonic()
     while windows.upcoming(0) is None:
         looking.poll(0, STEP_NS)
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 120
     assert time.monotonic() - began_s > 0.9

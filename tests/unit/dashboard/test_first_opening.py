@@ -94,7 +94,7 @@ def test_sessions_share_the_opening_that_is_under_way():
 
     def work():
         threads.append(threading.current_thread())
-        assert may_end.wait(60)
+        assert may_end.wait(120)
         return "open"
 
     opening = first_opening.start("key", work)
@@ -104,7 +104,7 @@ def test_sessions_share_the_opening_that_is_under_way():
     assert not opening.has_ended(0)
     may_end.set()
     assert opening.result() == "open"
-    threads[0].join(60)
+    threads[0].join(120)
     assert len(threads) == 1
     assert first_opening.under_way("key") is None
 

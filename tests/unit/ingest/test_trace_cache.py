@@ -607,7 +607,7 @@ def test_old_temporary_files_are_removed(folder):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def _wait_for(happened, process, timeout_s=60):
+def _wait_for(happened, process, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:

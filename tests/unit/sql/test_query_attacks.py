@@ -205,7 +205,7 @@ def test_what_would_run_forever_is_stopped_in_time(run, sql):
     began_s, before = time.monotonic(), set(threading.enumerate())
     with pytest.raises(InputError, match=r"stopped after 0\.3 s"):
         tracekit.query(run, sql, timeout_s=0.3)
-    assert time.monotonic() - began_s < 30  # a hang would be caught, a busy machine is not
+    assert time.monotonic() - began_s < 120  # a hang would be caught, a busy machine is not
     assert set(threading.enumerate()) <= before
 
 

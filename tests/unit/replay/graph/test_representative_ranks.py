@@ -23,6 +23,14 @@ def few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 4)
 
 
+@pytest.fixture(scope="module")
+def twelve_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a simulated run, which tests only read."""
+    folder = tmp_path_factory.mktemp("twelve-ranks")
+    written(job("fsdp2", layers=2, ranks_written=12, steps=2), folder)
+    return folder
+
+
 def priced(of: Report) -> dict[tuple[str, tuple[int, ...]], float]:
     """Return what each finding costs per step in ms, by rule and ranks."""
     return {(each.code, each.ranks): each.cost_ns / 1e6 for each in of.findings}
@@ -56,9 +64,8 @@ def test_pipelines_and_tensor_parallel_groups_are_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_ranks")
-def test_a_finding_on_other_ranks_keeps_its_measured_cost(tmp_path: Path, wording: Wording) -> None:
-    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
-    run = tracekit.load(str(tmp_path), cache=False)
+def test_a_finding_on_other_ranks_keeps_its_measured_cost(twelve_ranks: Path, wording: Wording) -> None:
+    run = tracekit.load(str(twelve_ranks), cache=False)
     shared = {"severity": Severity.WARNING, "fix": "", "impact": 0.1, "cost_ns": 1_000_000}
     late = [Finding("RANK001", message="late", ranks=(n,), what_if=WhatIf(STRAGGLER), **shared) for n in range(8)]
     own = Finding("HOST003", message="measured", ranks=(11,), what_if=WhatIf(DATA_LOADING), **shared)
@@ -69,22 +76,20 @@ def test_a_finding_on_other_ranks_keeps_its_measured_cost(tmp_path: Path, wordin
 
 
 @pytest.mark.usefixtures("few_ranks")
-def test_answers_say_of_how_many_ranks_they_are(tmp_path: Path) -> None:
-    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
-    run = tracekit.load(str(tmp_path), cache=False)
+def test_answers_say_of_how_many_ranks_they_are(twelve_ranks: Path) -> None:
+    run = tracekit.load(str(twelve_ranks), cache=False)
     answers = what_if.answer(run, ("straggler",))
     assert report.caveat(answers) == "Replays 4 of 12 ranks, which represent the others."
 
 
 @pytest.mark.usefixtures("few_ranks")
-def test_of_traces_with_much_work_fewer_ranks_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path)
-    run = tracekit.load(str(tmp_path), cache=False)
+def test_of_traces_with_much_work_fewer_ranks_are_replayed(twelve_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tracekit.load(str(twelve_ranks), cache=False)
     work = int(run.table(representative_ranks.activity_counts)["activities"].sum()) // 12
     monkeypatch.setattr(representative_ranks, "_FEWEST_RANKS", 2)
     for budget, ranks in ((work, 2), (3 * work, 3), (100 * work, 4)):
         monkeypatch.setattr(representative_ranks, "_MOST_ACTIVITIES", budget)
-        assert len(representative_ranks.run_of(tracekit.load(str(tmp_path), cache=False)).ranks) == ranks
+        assert len(representative_ranks.run_of(tracekit.load(str(twelve_ranks), cache=False)).ranks) == ranks
 
 
 def test_a_run_of_few_ranks_is_replayed_whole(tmp_path: Path) -> None:
