@@ -158,7 +158,7 @@ def _has_memory_bound_ops(trace: Trace) -> bool:
 
 
 def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
+    """Compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
     ids = calls["id"]
     row = pl.Series("call_id", flops.counted_op_of_activities(trace, ids))
     called = trace.ops["id"].gather(row.set(row < 0, None)).alias("call_id")

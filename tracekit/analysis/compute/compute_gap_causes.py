@@ -80,10 +80,7 @@ def sums_across(run: Run, by: Sequence[str]) -> pl.DataFrame:
 
 
 def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
-    """Return the waiting for peers and the rest of all compute gaps, with the columns of `waits_for_peers`.
-
-    Lazy: the pieces of thousands of ranks need not be in memory at the same time.
-    """
+    """Waiting for peers and the rest of compute gaps, as `waits_for_peers`; lazy: ranks need not all fit in memory."""
     key = ["window", "instance"]
     last = run.table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
     waits = run.table(collective_instances.waits).join(last, on=key, how="left")
@@ -126,10 +123,9 @@ def chains(trace: Trace) -> pl.DataFrame:
     _, first, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
     by_cause = pieces.select("device", "step", "phase", "unit", "collective_id", "start_ns", communication_gap="gap")
     dur_ns = pieces["dur_ns"].to_numpy()
-    times = {name: np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
-    sums = {f"{name}_ns": _sums(gap, of_cause_ns) for name, of_cause_ns in times.items()}
-    sums["dur_ns"] = _sums(gap, dur_ns)
-    table = by_cause[first].hstack([pl.Series(name, values) for name, values in sums.items()])
+    times = {f"{name}_ns": np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
+    sums = {name: np.bincount(gap, time_ns) for name, time_ns in (times | {"dur_ns": dur_ns}).items()}
+    table = by_cause[first].hstack([pl.Series(name, values.astype(np.int64)) for name, values in sums.items()])
     return table.hstack([_waited_ns(trace, table)]).pipe(schema.select, CHAIN_COLUMNS)
 
 
@@ -171,13 +167,6 @@ def idle_by_rank(run: Run) -> pl.DataFrame:
 _CHAIN_CAUSES = (
     causes.HOST, causes.PREPARATION, causes.CONTENTION, causes.COMPUTE, causes.COPY, causes.DEVICE_STALL, causes.UNKNOWN
 )  # fmt: skip
-
-
-def _sums(group: Ints, values: Ints) -> Ints:
-    """Return the sum of the values of each group, numbered from 0."""
-    sums = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
-    np.add.at(sums, group, values)
-    return sums
 
 
 def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
@@ -248,7 +237,7 @@ def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.Data
     detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
     labels = causes.Labels(cause, detail, evidence)
     collective = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
-    return _table(place, pieces, labels, calls, collective, _Inherited.of(before, np.where(inherits, gap, -1)))
+    return _table(place, pieces, labels, calls, collective, before, np.where(inherits, gap, -1))
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
@@ -265,42 +254,27 @@ def _waits(work: launched_work.WorkColumns, ended_by: pl.Series, calls: causes.A
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
 
 
-class _Inherited(NamedTuple):
-    """The piece of a communication gap whose cause each piece inherits, -1 for none; and that piece's columns."""
-
-    row: Ints
-    gap: Ints
-    collective_id: Ints
-    labels: causes.Labels
-
-    @classmethod
-    def of(cls, before: pl.DataFrame, row: Ints) -> "_Inherited":
-        texts = {"cause": causes.CAUSES, "detail": causes.DETAILS, "evidence": causes.EVIDENCES}
-        labels = causes.Labels(*(_codes(before[name], labels) for name, labels in texts.items()))
-        return cls(row, before["gap"].to_numpy(), before["collective_id"].to_numpy(), labels)
-
-
-def _codes(column: pl.Series, texts: tuple[str, ...]) -> Ints:
-    """Return the index in `texts` of each text, -1 for null."""
-    return columns.to_ints(column.cast(pl.Enum(texts)).to_physical().cast(pl.Int64), -1)
-
-
 def _table(
     place: pl.DataFrame,
     pieces: sweep_line.Pieces,
     labels: causes.Labels,
     calls: causes.ActivitySpans,
     call: Ints,
-    inherited: _Inherited,
+    before: pl.DataFrame,
+    row: Ints,
 ) -> pl.DataFrame:
-    """Return the pieces with the running collective, or the cause inherited from a communication gap."""
-    row, has = inherited.row, inherited.row >= 0
-    pairs = zip(inherited.labels, labels, strict=True)
-    labels = causes.Labels(*(np.where(has, sweep_line.at(gap_label, row, -1), label) for gap_label, label in pairs))
-    gap = sweep_line.at(inherited.gap, row, -1)
-    collective_id = np.where(has, sweep_line.at(inherited.collective_id, row, -1), sweep_line.at(calls.id, call, -1))
-    first, merged = causes.merge_adjacent(pieces, *labels, gap, collective_id)
-    frame = causes.label_pieces(place, merged, causes.Labels(*(label[first] for label in labels)))
+    """Pieces with the running collective, or the cause of the communication gap's piece at `row` of `before`."""
+    has = row >= 0
+    texts = {"cause": causes.CAUSES, "detail": causes.DETAILS, "evidence": causes.EVIDENCES}
+    codes = []
+    for label, (name, values) in zip(labels, texts.items(), strict=True):
+        code = columns.to_ints(before[name].cast(pl.Enum(values)).to_physical().cast(pl.Int64), -1)
+        codes.append(np.where(has, sweep_line.at(code, row, -1), label))
+    gap = sweep_line.at(before["gap"].to_numpy(), row, -1)
+    gap_call = sweep_line.at(before["collective_id"].to_numpy(), row, -1)
+    collective_id = np.where(has, gap_call, sweep_line.at(calls.id, call, -1))
+    first, merged = causes.merge_adjacent(pieces, *codes, gap, collective_id)
+    frame = causes.label_pieces(place, merged, causes.Labels(*(code[first] for code in codes)))
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
     called = columns.rows_or_nulls(starts, columns.rows_of(calls.id, collective_id[first]))
     return schema.select(frame.hstack([*called, columns.with_nulls(gap[first], "communication_gap")]), COLUMNS)

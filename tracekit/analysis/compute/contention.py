@@ -284,20 +284,19 @@ class _PairRows:
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
     """Return the devices with work that overlaps, and the pairs that overlap there."""
-    candidates = [(device, [_pair_rows(device, pair) for pair in PAIRS]) for device in device_work(trace)]
-    compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in candidates]
-    return [(device, pairs) for device, pairs in compared if pairs]
-
-
-def _pair_rows(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
-    """Return the work of one kind that matters to a pair; None where the two never overlapped."""
-    kind, by = map(KINDS.index, pair)
-    is_kind = device.kind == kind
-    touched = is_kind & (device.concurrent_ns[:, by] > 0)
-    if not touched.any():
-        return None
-    has_touched = np.bincount(device.kernel_code[touched], minlength=int(device.kernel_code.max()) + 1) > 0
-    return _PairRows(device, np.flatnonzero(is_kind & has_touched[device.kernel_code]), pair)
+    compared = []
+    for device in device_work(trace):
+        pairs = []
+        for kind, concurrent_kind in PAIRS:
+            is_kind = device.kind == KINDS.index(kind)
+            touched = is_kind & (device.concurrent_ns[:, KINDS.index(concurrent_kind)] > 0)
+            if touched.any():
+                has_touched = np.bincount(device.kernel_code[touched], minlength=int(device.kernel_code.max()) + 1) > 0
+                rows = np.flatnonzero(is_kind & has_touched[device.kernel_code])
+                pairs.append(_PairRows(device, rows, (kind, concurrent_kind)))
+        if pairs:
+            compared.append((device, pairs))
+    return compared
 
 
 def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **columns: list[Any]) -> pl.DataFrame:

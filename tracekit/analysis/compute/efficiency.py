@@ -100,13 +100,19 @@ def of_ops(trace: Trace) -> pl.DataFrame:
     if counted.is_empty():
         return schema.empty(OP_COLUMNS)
     timed = _with_bounds(counted, device_of(trace.header))
+    is_counted = trace.ops["id"].is_in(counted["id"].implode()).to_numpy()
+    work_ns = trace.ops["dur_ns"].to_numpy()
+    if trace.on_device:
+        owner = flops.counted_op_of_activities(trace, counted["id"])
+        work_ns = np.zeros(trace.ops.height, np.int64)
+        np.add.at(work_ns, owner[owner >= 0], trace.activities["dur_ns"].to_numpy()[owner >= 0])
     is_bounded = pl.col("memory_bound_ns").is_not_null() & (
         pl.col("flops").is_null() | pl.col("compute_bound_ns").is_not_null()
     )
     ideal_ns = pl.when(is_bounded).then(pl.max_horizontal("compute_bound_ns", "memory_bound_ns"))
     times = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
     return (
-        timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
+        timed.with_columns(pl.Series("work_ns", work_ns[is_counted]), ideal_ns.alias("ideal_ns"))
         .with_columns(pl.when(pl.col(work).is_not_null()).then("work_ns").alias(name) for name, work in times.items())
         .pipe(schema.select, OP_COLUMNS)
     )
@@ -175,7 +181,7 @@ def note(run: Run) -> str | None:
     missing = by_operator(run).filter(pl.col("flops_unknown_ns") > 0).sort("flops_unknown_ns", descending=True)
     listing = ", ".join(
         f"{row['name']} {row['flops_unknown_ns'] / whole_ns:.1%} ({row['reason']})"
-        for row in missing.head(_NAMED).to_dicts()
+        for row in missing.head(3).to_dicts()
     )
     return (
         f"operations are known for {known_ns / whole_ns:.1%} of the compute time, less than "
@@ -193,19 +199,6 @@ def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
         (pl.col("flops") * _NS / peak).alias("compute_bound_ns"),
         (pl.col("bytes") * _NS / bandwidth).alias("memory_bound_ns"),
     )
-
-
-def _work_times(trace: Trace, ids: pl.Series) -> pl.Series:
-    is_counted = trace.ops["id"].is_in(ids.implode()).to_numpy()
-    if not trace.on_device:
-        return trace.ops["dur_ns"].filter(is_counted).alias("work_ns")
-    owner = flops.counted_op_of_activities(trace, ids)
-    total_ns = np.zeros(trace.ops.height, np.int64)
-    np.add.at(total_ns, owner[owner >= 0], trace.activities["dur_ns"].to_numpy()[owner >= 0])
-    return pl.Series("work_ns", total_ns[is_counted])
-
-
-_NAMED = 3
 
 
 def _compute_ratio(whole_ns: int) -> pl.Expr:

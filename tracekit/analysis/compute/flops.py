@@ -99,9 +99,11 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
     names, code = trace_columns.op_names(trace)
     has_formula = [op_flops.has_formula(name) or op_bytes.has_formula(name) for name in names]
     is_known = np.array(has_formula, np.bool_)[code] & trace_columns.is_kind(trace, "cpu_op")
-    rows = np.flatnonzero(is_known)
-    rows = rows[~np.isin(rows, _host_copies(trace))]
-    calls = trace.ops[rows].drop_nulls("shapes")
+    # A slower link limits copies from and to the host.
+    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & ~trace_columns.is_activity_named(trace, _ON_DEVICE)
+    host_copies = kernels.innermost_op(trace)[is_copy]
+    is_known[host_copies[host_copies >= 0]] = False
+    calls = trace.ops[np.flatnonzero(is_known)].drop_nulls("shapes")
     if calls.is_empty():
         return schema.empty(COUNTED_COLUMNS)
     calls = calls.hstack([_list_dtypes(trace, calls)])
@@ -152,7 +154,11 @@ def compute(trace: Trace) -> pl.DataFrame:
     if trace.on_device:
         by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
         memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
-    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted_calls(trace)["id"]))
+    is_counted, has_work = (
+        (counted_op_of_activities(trace, calls) >= 0)
+        | np.where(owner >= 0, _enclosing(trace, calls)[np.maximum(owner, 0)], False)
+        for calls in (ids, counted_calls(trace)["id"])
+    )
     is_named = work["id"].is_in(_by_kernel_name(trace)["id"].implode())
     is_known = pl.Series(is_counted) | memory_bound | is_named
     return work.with_columns(op, shapes, is_known=is_known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
@@ -228,25 +234,19 @@ def _work(calls: pl.DataFrame) -> pl.DataFrame:
     kinds = calls.select(_CALL).unique(maintain_order=True)
     backward = kinds.filter(pl.col("name").is_in(op_flops.CONVOLUTION_BACKWARDS)).select("name", "shapes").rows()
     outputs = op_flops.convolution_outputs(backward)
-    rows = [
-        _product_work(call[0], call[1], call[2], call[3], outputs)
-        if op_flops.has_formula(call[0])
-        else (None, op_bytes.of_call(*call), None)
-        for call in kinds.iter_rows()
-    ]
+    rows: list[tuple[float | None, float | None, str | None]] = []
+    for name, shapes, dtypes, arguments, *rest in kinds.iter_rows():
+        if not op_flops.has_formula(name):
+            rows.append((None, op_bytes.of_call(name, shapes, dtypes, arguments, *rest), None))
+            continue
+        done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
+        moved_bytes = None if done is None else op_flops.moved_bytes(done, sizes)
+        rows.append((None if done is None else done.flops, moved_bytes, sizes.dtype))
     work = pl.DataFrame(rows, {"flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String}, orient="row")
     return kinds.hstack(work)
 
 
 _CALL = ["name", "shapes", "dtypes", "arguments", "strides", "list_dtype"]
-
-
-def _product_work(
-    name: str, shapes: str, dtypes: str | None, arguments: str | None, outputs: op_flops.OutputShapes
-) -> tuple[float | None, float | None, str | None]:
-    done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
-    flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
-    return flops_of, moved, sizes.dtype
 
 
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
@@ -255,11 +255,10 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
         return schema.empty(_NAMED_COLUMNS)
     work = trace.activities.filter(_IS_COMPUTE)
     names = work["name"].unique().to_list()
-    products = [(name, kernel_product) for name in names if (kernel_product := product(name))]
     rows = [
         (name, kernel_product.flops, kernel_product.dtype)
-        for name, kernel_product in products
-        if kernel_product.flops is not None
+        for name in names
+        if (kernel_product := product(name)) and kernel_product.flops is not None
     ]
     if not rows:
         return schema.empty(_NAMED_COLUMNS)
@@ -282,13 +281,6 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
 _NAMED_COLUMNS = schema.columns(
     "id step phase name shapes flops bytes dtype is_recomputed", flops=pl.Float64, bytes=pl.Float64, shapes=pl.String
 )
-
-
-def _host_copies(trace: Trace) -> nesting.Ints:
-    """Return the rows of ops that launched a copy from or to the host, which a slower link limits."""
-    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & ~trace_columns.is_activity_named(trace, _ON_DEVICE)
-    rows = kernels.innermost_op(trace)[is_copy]
-    return rows[rows >= 0]
 
 
 _ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
@@ -321,12 +313,6 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
     return trace.ops["id"].gather(rows).unique()
-
-
-def _in_calls(trace: Trace, ids: pl.Series, owner: nesting.Ints) -> nesting.Flags:
-    """Mark the activities that one of the calls `ids` launched, or has in it on a CPU run."""
-    encloses = np.where(owner >= 0, _enclosing(trace, ids)[np.maximum(owner, 0)], False)
-    return (counted_op_of_activities(trace, ids) >= 0) | encloses
 
 
 _IS_COMPUTE = pl.col("kind") == "compute"

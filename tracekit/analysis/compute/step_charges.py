@@ -30,6 +30,8 @@ _PART_OF_KIND = {
     "communication": breakdown.EXPOSED_COMMUNICATION,
     **dict.fromkeys(breakdown.COPY_KINDS, breakdown.EXPOSED_COPY),
 }
+_PART = pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
+"""The part of the breakdown that an activity belongs to by its kind."""
 _PLACE = ("step", "device", *KEYS, "cause", "detail")
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
@@ -54,7 +56,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     op, launch = _operator_rows(trace)
     described = trace.activities.select(
         "id",
-        _part().alias("own_part"),
+        _PART.alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
         call_paths.activity_modules(trace),
@@ -225,7 +227,7 @@ def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
 
 def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
     """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
-    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
     parts = work.partition_by("part", "lane")
     lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
     return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
@@ -234,11 +236,6 @@ def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:
     lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64))).select("lane")
     return trace.activities.join(lanes, on="lane", how="semi", maintain_order="left")
-
-
-def _part() -> pl.Expr:
-    """Return the part of the breakdown that an activity belongs to by its kind."""
-    return pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
 
 
 def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
