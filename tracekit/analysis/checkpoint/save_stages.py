@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -43,18 +43,15 @@ def saves(trace: Trace) -> pl.DataFrame:
     Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log covers the whole run, so every
     window of a rank returns the same rows.
     """
-    return _operation(trace, conventions.SAVE)
+    is_save = columns.flags(trace.checkpoints["operation"] == conventions.SAVE)
+    return columns.where(trace.checkpoints[list(COLUMNS)], is_save)
 
 
 @trace_fact
 def loads(trace: Trace) -> pl.DataFrame:
     """Return the stages of this rank's loads, with the columns of `saves`."""
-    return _operation(trace, conventions.LOAD)
-
-
-def _operation(trace: Trace, operation: str) -> pl.DataFrame:
-    stages = trace.checkpoints.select(*COLUMNS)
-    return stages.filter(trace.checkpoints["operation"] == operation) if stages.height else stages
+    is_load = columns.flags(trace.checkpoints["operation"] == conventions.LOAD)
+    return columns.where(trace.checkpoints[list(COLUMNS)], is_load)
 
 
 @trace_fact
@@ -167,7 +164,8 @@ def steps(run: Run) -> pl.DataFrame:
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
     """Return the rows (with columns window and step) of steps in which no rank saves."""
-    return _without_saves(run, rows, is_marked=False)
+    saving = run.table(save_spans).select("window", "step")
+    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
 
 
 def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str, int | None] | None:
@@ -189,8 +187,10 @@ def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
     Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
     """
     sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
+    saving = run.table(save_spans).select("window", "step").drop_nulls("step")
     return (
-        _without_saves(run, _step_times(run), is_marked=True)
+        _step_times(run)
+        .join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
         .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
@@ -209,20 +209,18 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
     lengths = spans[:, 1] - spans[:, 0]
     on_device, stacks = trace.on_device, python.height > 0
 
-    def column(label: str, values: npt.NDArray[np.int64], *, is_known: bool = True) -> pl.Series:
-        return pl.Series(label, values if is_known else [None] * len(spans), pl.Int64)
+    def coverage_ns(rows: pl.DataFrame) -> npt.NDArray[np.int64]:
+        return intervals.coverage(spans, intervals.from_table(rows))
 
-    yield column("copied_ns", _coverage_ns(spans, from_device), is_known=on_device)
-    yield column("pageable_bytes", sizes.astype(np.int64), is_known=on_device)
-    collectives = work.filter(kind == "communication")
-    yield column("collective_ns", _coverage_ns(spans, collectives))
-    yield column("idle_ns", lengths - _coverage_ns(spans, work), is_known=on_device)
-    for label, function in (("write_ns", _WRITE_FUNCTION), ("fsync_ns", _FSYNC_FUNCTION)):
-        yield column(label, _coverage_ns(spans, python.filter(name.str.contains(function))), is_known=stacks)
-
-
-def _coverage_ns(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
-    return intervals.coverage(spans, intervals.from_table(rows))
+    for label, values, is_known in (
+        ("copied_ns", coverage_ns(from_device), on_device),
+        ("pageable_bytes", sizes.astype(np.int64), on_device),
+        ("collective_ns", coverage_ns(work.filter(kind == "communication")), True),
+        ("idle_ns", lengths - coverage_ns(work), on_device),
+        ("write_ns", coverage_ns(python.filter(name.str.contains(_WRITE_FUNCTION))), stacks),
+        ("fsync_ns", coverage_ns(python.filter(name.str.contains(_FSYNC_FUNCTION))), stacks),
+    ):
+        yield pl.Series(label, values if is_known else [None] * len(spans), pl.Int64)
 
 
 def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:
@@ -240,10 +238,3 @@ def _step_times(run: Run) -> pl.DataFrame:
     """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
     steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
     return steps.select(*PLACE, "start_ns", "duration_ns").collect()
-
-
-def _without_saves(run: Run, rows: pl.DataFrame, *, is_marked: bool) -> pl.DataFrame:
-    """Return the rows of steps without saves; with `is_marked`, a save removes only steps that are marked."""
-    saving = run.table(save_spans).select("window", "step")
-    saving = saving.drop_nulls("step") if is_marked else saving
-    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")

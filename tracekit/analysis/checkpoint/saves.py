@@ -14,10 +14,9 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.fact import run_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
 
 # One call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
@@ -148,7 +147,10 @@ def by_save(run: Run) -> pl.DataFrame:
         .then(pl.col("bytes").sum() / (pl.col("storage_ns").max() / 1e9))
         .alias("bytes_per_s"),
     )
-    times, plain_ns = _step_times(run), _median_step_ns(run, table)
+    # The slowest rank's time of each step, and its median over steps without a save.
+    times = run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
+    plain = times.filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
+    plain_ns = None if plain.is_empty() else float(str(plain["step_time_ns"].median()))
     after = times.select(
         "step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("next_step_extra_ns")
     )
@@ -257,7 +259,14 @@ def background_slowdown(run: Run) -> pl.DataFrame:
         pl.col("dur_ns").filter(counted).first().alias("wall_ns"),
     )
     wall, cpu, delay = pl.col("wall_ns"), pl.col("cpu_ns"), pl.col("run_delay_ns")
-    slowdowns = _concurrent_steps(run, table)
+    # The steps that ran during each background save and rank, and their extra time.
+    times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
+    by_times = times.partition_by("rank", as_dict=True)
+    counted_saves = table.drop_nulls("step").group_by("rank", maintain_order=True)
+    slowdowns = schema.concat(
+        [_concurrent_steps(saves, by_times[rank]) for rank, saves in counted_saves if rank in by_times],
+        _CONCURRENT_STEP_COLUMNS,
+    )
     return (
         table.join(counters, on=["save", "rank"], how="left", maintain_order="left")
         .join(slowdowns, on=["save", "rank"], how="inner", maintain_order="left")
@@ -277,7 +286,9 @@ def planning_inputs(run: Run) -> PlanningInputs:
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     manifest = Manifest.of(run.manifest)
     params = manifest.model.parameters
-    size = float(_median(saves, "bytes") or 0)
+    size, rate, slowest_rate, blocked_ns = (
+        float(str(saves[name].median() or 0)) for name in ("bytes", "rate", "slowest_rate", "blocked_ns")
+    )
     starts = saves["start_ns"].sort().diff().drop_nulls()
     ranks = int(str(saves["ranks"].max()))
     return PlanningInputs(
@@ -288,11 +299,11 @@ def planning_inputs(run: Run) -> PlanningInputs:
         params=params,
         checkpoint_bytes=size,
         bytes_per_param=size / params if params is not None and params > 0 else None,
-        write_bytes_per_second=float(_median(saves, "rate") or 0),
-        write_bytes_per_second_per_rank=float(_median(saves, "slowest_rate") or 0),
-        blocked_seconds=float(_median(saves, "blocked_ns") or 0) / 1e9,
+        write_bytes_per_second=rate,
+        write_bytes_per_second_per_rank=slowest_rate,
+        blocked_seconds=blocked_ns / 1e9,
         interval_seconds=_seconds(starts.median()),
-        step_seconds=_seconds(run.table(_recorded_step_times)["value"].median()),
+        step_seconds=_seconds(run.table(save_stages.step_times)["step_time_ns"].median()),
         is_durable=bool(saves["is_durable"].all()),
     )
 
@@ -307,17 +318,8 @@ _CONCURRENT_STEP_COLUMNS = {
 }  # fmt: skip
 
 
-def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
-    """Return, per background save and rank, the steps that ran during it and their extra time."""
-    times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
-    by_rank = times.partition_by("rank", as_dict=True)
-    counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
-    parts = [_concurrent_steps_of_rank(rank_saves, by_rank[rank]) for rank, rank_saves in counted if rank in by_rank]
-    return schema.concat(parts, _CONCURRENT_STEP_COLUMNS)
-
-
-def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
-    """Return `_concurrent_steps` of one rank, from its background saves and its steps in order."""
+def _concurrent_steps(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+    """Steps that ran during the background saves of one rank, and their extra time; `times` are its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
     saved = rank_saves["step"].to_numpy()
     # Step starts are not logged: the next step begins when the save unblocks training.
@@ -338,18 +340,6 @@ def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> 
     return concurrent.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
 
 
-def _step_times(run: Run) -> pl.DataFrame:
-    """Return the time of each step, of the slowest rank."""
-    return run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
-
-
-def _median_step_ns(run: Run, table: pl.DataFrame) -> float | None:
-    """Return the median time of the steps without a save, of the slowest rank; None where unknown."""
-    plain = _step_times(run).filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
-    median = plain["step_time_ns"].median()
-    return None if median is None else float(str(median))
-
-
 def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
     """Return the steps between saves; for a single save, those of this run before it; None where unknown.
 
@@ -367,11 +357,6 @@ def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float
         return round(steps * plain_ns)
     between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()
     return round(float(str(between.median()))) if len(between) else None
-
-
-@trace_fact
-def _recorded_step_times(trace: Trace) -> pl.DataFrame:
-    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(pl.col("value").cast(pl.Float64))
 
 
 def _bandwidths_by_save(stages: pl.DataFrame) -> pl.DataFrame:
@@ -402,10 +387,6 @@ def _bandwidths_by_save(stages: pl.DataFrame) -> pl.DataFrame:
         pl.col("is_durable").all(),
         pl.len().alias("ranks"),
     )
-
-
-def _median(table: pl.DataFrame, column: str) -> Any:
-    return table[column].median()
 
 
 def _seconds(ns: Any) -> float | None:

@@ -24,8 +24,13 @@ DIFFERENCE = schema.columns("node parent name before_self_ns after_self_ns befor
 UNLINKED = "(launch not recorded)"
 MAX_FRAMES = 500
 """Of a stack: the files list whole stacks, so they would grow with the square of the depth."""
-_STEP_NUMBER, _STEP = r"^ProfilerStep#\d+$", "ProfilerStep"
-_UNKNOWN = "?"
+_FRAME = (
+    pl.when(pl.col("name").cast(pl.String).str.contains(r"^ProfilerStep#\d+$"))
+    .then(pl.lit("ProfilerStep"))
+    .otherwise(pl.col("name").cast(pl.String).fill_null("?"))
+    .alias("frame")
+)
+_ROOT = schema.columns("node parent name count self_ns", name=pl.String)
 _SUMS = ("count", "self_ns")
 _Ints = npt.NDArray[np.int64]
 _NONE: _Ints = np.empty(0, np.int64)
@@ -72,7 +77,9 @@ def call_tree(
     # Trees of several traces as one, with total_ns.
     parts = rows.partition_by("window", "rank", maintain_order=True)
     if by_rank:
-        parts = [_add_root(f"rank {part['rank'][0]}", part) for part in parts]
+        for index, part in enumerate(parts):
+            root = pl.DataFrame([(0, -1, f"rank {part['rank'][0]}", 0, 0)], _ROOT, orient="row")
+            parts[index] = pl.concat([root, part.with_columns(pl.col("node", "parent") + 1).select(root.columns)])
     joined = _joined_forest(parts)
     sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
     table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
@@ -215,10 +222,7 @@ def _step_count(trace: Trace) -> pl.DataFrame:
 
 @functools.cache
 def _tree_fact(kind: str, step: int | None) -> TraceFact:
-    def fact(trace: Trace) -> pl.DataFrame:
-        return _host_call_tree(trace, step) if kind == HOST else _device_call_tree(trace, step)
-
-    return fact
+    return functools.partial(_host_call_tree if kind == HOST else _device_call_tree, step=step)
 
 
 def _host_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
@@ -232,7 +236,7 @@ def _host_tree(slices: pl.DataFrame, lanes: pl.DataFrame, counts: _Ints, longest
 
     `counts` is 1 for each row that counts. With `longest`, shape (slices,), the tree has a column longest_id.
     """
-    frames = slices.select("id", "lane", "parent_id", _frame(), ops.self_times(slices))
+    frames = slices.select("id", "lane", "parent_id", _FRAME, ops.self_times(slices))
     joined = frames.join(lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
     # Without the thread's number, which differs between ranks: "thread 140 (pt_autograd_1)" is pt_autograd.
     kind = pl.col("thread").str.extract(r"\((.+?)(?:_\d+)?\)$").fill_null("thread")
@@ -260,7 +264,7 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     if not trace.on_device:
         return _tree(pl.Series([], dtype=pl.String), _NONE, count=_NONE, self_ns=_NONE)
     work = trace.activities if step is None else trace.activities.filter(step=step)
-    slices = trace.ops.select("kind", "parent_id", _frame())
+    slices = trace.ops.select("kind", "parent_id", _FRAME)
     parent = slices["parent_id"].fill_null(-1).to_numpy()
     # Runtime calls, such as cudaLaunchKernel, say nothing that the kernel does not.
     around = nesting.nearest(parent, (slices["kind"] != "runtime").fill_null(True).to_numpy())
@@ -269,22 +273,11 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     op[launch >= 0] = around[launch[launch >= 0]]
     none = np.zeros(slices.height + 1, np.int64)
     return _tree(
-        pl.concat([slices["frame"], pl.Series("frame", [UNLINKED]), work.select(_frame())["frame"]]),
+        pl.concat([slices["frame"], pl.Series("frame", [UNLINKED]), work.select(_FRAME)["frame"]]),
         np.concatenate([parent, [-1], op]),
         count=np.concatenate([none, np.ones(work.height, np.int64)]),
         self_ns=np.concatenate([none, work["dur_ns"].to_numpy()]),
     )
-
-
-def _frame() -> pl.Expr:
-    name = pl.col("name").cast(pl.String).fill_null(_UNKNOWN)
-    return pl.when(name.str.contains(_STEP_NUMBER)).then(pl.lit(_STEP)).otherwise(name).alias("frame")
-
-
-def _add_root(root: str, tree: pl.DataFrame) -> pl.DataFrame:
-    """Return a tree with one more frame around all."""
-    outer = pl.DataFrame({"node": [0], "parent": [-1], "name": [root], "count": [0], "self_ns": [0]})
-    return pl.concat([outer, tree.with_columns(pl.col("node", "parent") + 1).select(outer.columns)])
 
 
 def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
@@ -325,17 +318,11 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
     number = np.cumsum(has_time) - 1
     above = np.where(nodes[:, 0] >= 0, number[nodes[:, 0]], -1)
     if order_by is not None:
-        values["largest"] = _largest(node_of, order_by)
+        order = np.lexsort((-np.arange(len(order_by)), order_by))
+        values["largest"] = np.zeros(first, np.int64)
+        values["largest"][node_of[order]] = order  # of several rows of a node, the last counts
     table = pl.DataFrame({"parent": above, "name": texts.gather(nodes[:, 1]), **values}).filter(pl.Series(has_time))
     return table.with_row_index("node").with_columns(pl.col("node").cast(pl.Int64))
-
-
-def _largest(node_of: _Ints, value: _Ints) -> _Ints:
-    """Return the row with the largest value of each node, the first of equal ones."""
-    order = np.lexsort((-np.arange(len(value)), value))
-    largest = np.zeros(int(node_of.max(initial=-1)) + 1, np.int64)
-    largest[node_of[order]] = order  # of several rows of a node, the last counts
-    return largest
 
 
 def _totals(parent: _Ints, amounts: _Ints) -> _Ints:

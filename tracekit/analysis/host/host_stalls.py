@@ -126,7 +126,11 @@ def host_silences(trace: Trace) -> pl.DataFrame:
     Columns SILENCE_COLUMNS: name (on a CPU run, of an op that computes all the time; null where there is none); one row
     per silence of 0.5 ms or more, by start. A process whose threads all wait is silent, too.
     """
-    at_ns = _edges(trace)
+    # Times at which slices begin or end; on a CPU run, activities too.
+    spans = [trace_columns.spans(trace)]
+    if not trace.on_device:
+        spans.append(intervals.from_table(trace.activities))
+    at_ns = distinct(np.concatenate(spans))
     if len(at_ns) < 2:
         return schema.empty(SILENCE_COLUMNS)
     length_ns = np.diff(at_ns)
@@ -294,15 +298,6 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
         slice_names.append(names[int(long[covers.argmax()])] if covers.any() else None)
     return slice_names
-
-
-def _edges(trace: Trace) -> Ints:
-    """Times at which slices of the host begin or end, sorted, each time once."""
-    spans = [trace_columns.spans(trace)]
-    if not trace.on_device:
-        start = trace.activities["start_ns"].to_numpy()
-        spans.append(np.stack((start, start + trace.activities["dur_ns"].to_numpy()), axis=1))
-    return distinct(np.concatenate(spans))
 
 
 def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:

@@ -183,25 +183,19 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     windows = trace_columns.windows(trace)
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
     begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()
-    windows = windows.with_columns(
-        pl.when(is_first)
-        .then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64)))
-        .otherwise("start_ns")
-        .alias("start_ns")
-    )
+    begins_ns = pl.when(is_first).then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64))).otherwise("start_ns")
+    windows = windows.with_columns(start_ns=begins_ns)
     parts = [schema.empty(WAIT_COLUMNS)]
     for (device,), device_windows in windows.group_by("device", maintain_order=True):
-        spans = device_windows.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
+        ordered = device_windows.sort("start_ns")
+        spans = ordered.select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
         loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
-        loading = (
-            device_windows.sort("start_ns")[pieces.span[loads]]
-            .select("step")
-            .with_columns(
-                pl.lit(device, pl.Int64).alias("device"),
-                pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
-                pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
-            )
+        loading = ordered[pieces.span[loads]].select(
+            "step",
+            pl.lit(device, pl.Int64).alias("device"),
+            pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
+            pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
         )
         parts.append(schema.select(loading, WAIT_COLUMNS))
     return pl.concat(parts)
@@ -287,9 +281,12 @@ def launch_queues(trace: Trace) -> pl.DataFrame:
     work = trace.activities.select("lane", "launch_id", "start_ns", "dur_ns")
     linked = work.join(calls, on="launch_id", how="left", maintain_order="left")
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream", "name")
-    rows = [_stream(lane, lane_work) for (lane,), lane_work in linked.group_by("lane", maintain_order=True)]
-    if not rows:
-        return QUEUES.empty()
+    rows = []
+    for (lane,), lane_work in linked.group_by("lane", maintain_order=True):
+        launched, short = lane_work.drop_nulls("call_ns"), lane_work.filter(pl.col("dur_ns") < SHORT_NS)
+        row: dict[str, object] = {"lane": lane, "activities": lane_work.height, "launched": launched.height}
+        row |= {"short_ratio": short.height / lane_work.height, "short_ns": short["dur_ns"].sum()}
+        rows.append(row | (_queue(launched) if launched.height else {}))
     queues = pl.DataFrame(rows, schema={"lane": pl.Int64, **_MEASURED}).join(lanes, on="lane")
     return QUEUES.conform(queues).sort("device", "stream", "name")
 
@@ -336,19 +333,6 @@ def _ops_around(trace: Trace, rows: Ints) -> Ints:
 
 
 _MEASURED = {column.name: column.dtype for column in QUEUES.columns if column.name not in ("device", "stream", "name")}
-
-
-def _stream(lane: object, work: pl.DataFrame) -> dict[str, object]:
-    launched = work.drop_nulls("call_ns")
-    is_short = work["dur_ns"] < SHORT_NS
-    row: dict[str, object] = {
-        "lane": lane,
-        "activities": work.height,
-        "launched": launched.height,
-        "short_ratio": is_short.mean(),
-        "short_ns": work.filter(is_short)["dur_ns"].sum(),
-    }
-    return row | (_queue(launched) if launched.height else {})
 
 
 def _queue(launched: pl.DataFrame) -> dict[str, object]:

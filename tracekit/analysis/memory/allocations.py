@@ -139,13 +139,10 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     """
     if trace.allocations.is_empty():
         return schema.empty(PEAK_COLUMNS)
-    usage = live(trace)
-    peaks = usage.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
-        "device", keep="first", maintain_order=True
-    )
+    is_peak = pl.col("live_bytes") == pl.col("live_bytes").max().over("device")
+    peaks = live(trace).filter(is_peak).unique("device", keep="first", maintain_order=True)
     moments = peaks.select("device", "event", "at_ns", "live_bytes")
-    parts = [_owners_at(trace, *row) for row in moments.iter_rows()]
-    return pl.concat(parts) if parts else schema.empty(PEAK_COLUMNS)
+    return schema.concat([_owners_at(trace, *row) for row in moments.iter_rows()], PEAK_COLUMNS)
 
 
 @trace_fact
@@ -269,13 +266,13 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     marks = ops.select(
         module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(user.implode())
     )
-    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    ids = ops["id"].to_numpy()
+    up, forward = (columns.rows_of(ids, columns.to_ints(ops[name], -1)) for name in ("parent_id", "forward_id"))
     rows = np.minimum(np.searchsorted(ids, table["op_id"].to_numpy()), len(ids) - 1)
-    forward = _row_of(ops, "forward_id")[rows]
     locations = {}
     for kind in ("module", "stack"):
         marked = nesting.nearest(up, marks[kind].to_numpy())
-        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward))
+        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward[rows]))
         row = np.where(around >= 0, around, before)
         names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(conventions.MODULE_PREFIX)
         locations[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
@@ -305,10 +302,3 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     )  # fmt: skip
     ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return schema.select(ordered, PEAK_COLUMNS)
-
-
-def _row_of(ops: pl.DataFrame, column: str) -> Ints:
-    """Return, for each row of `ops`, the row of the op whose id a column holds; -1 for none. Sorted by id."""
-    ids, targets = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(ids, targets), max(len(ids) - 1, 0))
-    return np.where((targets >= 0) & (ids[row] == targets), row, -1) if len(ids) else row

@@ -54,16 +54,15 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
 
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
-    names = sorted((p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
+    names = sorted(
+        (p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))),
+        key=lambda path: [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))],
+    )
     ranks: dict[int, Path] = {}
     for place, path in enumerate(p for p in names if p.is_file()):
         stated = re.search(r"rank[-_]?(\d{1,6})", path.name)
         ranks[int(stated[1]) if stated else place] = path
     return sorted(ranks.items())
-
-
-def _natural(path: Path) -> list[tuple[str, int]]:
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))]
 
 
 def without_traces(path: Path) -> tuple[SnapshotFile, ...]:

@@ -47,7 +47,10 @@ def stalls(trace: Trace) -> pl.DataFrame:
     """
     calls, idle = _calls(trace), _idle(trace)
     rows = []
-    for step, device, start_ns, duration_ns in _windows(trace).iter_rows():
+    windows = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
+    skipped_ns = pl.when(pl.col("step").is_null()).then(pl.col("duration_ns") // 2).otherwise(0)
+    windows = windows.with_columns(pl.col("start_ns") + skipped_ns, pl.col("duration_ns") - skipped_ns)
+    for step, device, start_ns, duration_ns in windows.iter_rows():
         end_ns = start_ns + duration_ns
         within = pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
         step_calls = calls.filter(within) if calls.height else calls
@@ -155,9 +158,3 @@ def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
     next_start = np.append(starts[1:], np.iinfo(np.int64).max)
     reach = np.minimum(np.minimum(gap_end, ends + hidden_ns), next_start)
     return np.stack((starts, np.maximum(reach, ends)), axis=1)
-
-
-def _windows(trace: Trace) -> pl.DataFrame:
-    steps = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
-    skipped_ns = pl.when(pl.col("step").is_null()).then(pl.col("duration_ns") // 2).otherwise(0)
-    return steps.with_columns(pl.col("start_ns") + skipped_ns, pl.col("duration_ns") - skipped_ns)
