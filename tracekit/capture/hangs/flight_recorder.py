@@ -4,18 +4,39 @@ Gloo's records collectives, but neither the ranks of its groups nor sends and re
 """
 
 import contextlib
+import functools
 import json
 import pickle
 import sys
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed import distributed_c10d
 
-from tracekit.capture.hangs import host_calls
+from tracekit.capture.hangs import threads
 from tracekit.capture.hangs.messages import MessageLog
+
+_CLOCK_STEP_NS = 10**6
+# Methods of a process group -> operations as the flight recorder names them (ProcessGroupNCCL.cpp).
+_OPERATIONS = {
+    "allreduce": "all_reduce", "allreduce_coalesced": "allreduce_coalesced", "allgather": "all_gather",
+    "_allgather_base": "_all_gather_base", "all_gather_single": "_all_gather_base",
+    "allgather_coalesced": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced", "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "_reduce_scatter_base", "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced", "broadcast": "broadcast", "reduce": "reduce",
+    "gather": "gather", "scatter": "scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all", "barrier": "all_reduce_barrier", "monitored_barrier": "monitored_barrier",
+    "send": "send", "recv": "recv", "recv_anysource": "recv",
+}  # fmt: skip
+_MESSAGES = frozenset({"send", "recv"})
 
 _NAMES = ("_dump_fr_trace", "_dump_nccl_trace")
 _MAX_LISTED_RANKS = 1 << 16
@@ -49,7 +70,7 @@ def dump(messages: MessageLog, *, most_entries: int | None = None) -> dict[str, 
         entries += recorder_entries
         result.update({key: value for key, value in recorder.items() if recorder_entries or key not in result})
     entries += messages.entries()
-    host_calls.add(entries)
+    add_host_calls(entries)
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
     for number, entry in enumerate(entries):
         entry["record_id"] = number
@@ -98,3 +119,75 @@ def mark_failed(entries: list[dict[str, Any]], error: str, callers: set[tuple[st
             return
     if entries:
         entries[-1]["failed"] = error
+
+
+def observe_calls() -> None:
+    """Observe the collectives, sends and receives of process groups: 0.4 to 0.8 µs a call."""
+    group = distributed.ProcessGroup
+    for name, op in _OPERATIONS.items():
+        method = getattr(group, name, None)
+        if method is not None and getattr(method, "__code__", None) is not _in_call_code():
+            setattr(group, name, _observe(method, op))
+
+
+def _observe(method: Callable[..., Any], op: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def in_call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        call = (op, time.time_ns())  # noqa: F841 `add_host_calls` reads it from the frame, as nothing is to be undone then
+        return method(group, *args, **kwargs)
+
+    vars(in_call)["_torchdynamo_disable"] = True
+    return in_call
+
+
+def _in_call_code() -> CodeType:
+    """Return the code that all observed methods share."""
+    return next(const for const in _observe.__code__.co_consts if isinstance(const, CodeType))
+
+
+def add_host_calls(entries: list[dict[str, Any]]) -> None:
+    """Mark the entries whose call has not returned to the host, and add the calls that have no entry."""
+    for frame in list(sys._current_frames().values()):
+        values = _innermost_call(frame)
+        if values is not None:
+            with contextlib.suppress(Exception):  # of a group that is being destroyed: the dump goes on without it
+                _add_call(values, entries)
+
+
+def _innermost_call(frame: FrameType | None) -> dict[str, Any] | None:
+    code = _in_call_code()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or "call" not in frame.f_locals:
+        return None
+    return {**frame.f_locals, "caller": frame.f_back}
+
+
+def _add_call(values: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+    group, (op, entered_ns) = values["group"], values["call"]
+    name = (str(group.group_name), str(group.group_desc))
+    same = [entry for entry in entries if str(entry["process_group"][0]) == name[0]]
+    recorded = [entry for entry in same if entry["time_created_ns"] >= entered_ns - _CLOCK_STEP_NS]
+    if recorded:
+        recorded[-1]["host_in_call"] = True
+        return
+    is_message = op in _MESSAGES
+    number = "p2p_seq_id" if is_message else "collective_seq_id"
+    seq = 1 + max((entry[number] for entry in same if bool(entry.get("is_p2p")) is is_message), default=0)
+    entries.append({
+        "process_group": name, "collective_seq_id": 0 if is_message else seq, "p2p_seq_id": seq if is_message else 0,
+        "op_id": seq, "profiling_name": f"{group.name().lower()}:{_call_name(op, group.rank(), values['args'])}",
+        "time_created_ns": entered_ns, "input_sizes": [], "input_dtypes": [], "output_sizes": [], "output_dtypes": [],
+        "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+        "retired": False, "is_p2p": is_message, "frames": threads.stack(values["caller"]), "host_in_call": True,
+        "is_recorded": False,
+    })  # fmt: skip
+
+
+def _call_name(op: str, rank: int, args: Iterable[Any]) -> str:
+    """Return the operation; of a send or receive, with its ranks in the group."""
+    if op not in _MESSAGES:
+        return op
+    values = tuple(args)
+    peer = values[1] if len(values) > 2 else "?"
+    return f"send {rank}->{peer}" if op == "send" else f"recv {rank}<-{peer}"

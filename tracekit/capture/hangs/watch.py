@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from tracekit import conventions
 from tracekit.capture import atomic_files, notices, rank_info
-from tracekit.capture.hangs import flight_recorder, host_calls, threads
+from tracekit.capture.hangs import flight_recorder, threads
 from tracekit.capture.hangs.messages import MessageLog
 
 SCHEMA = "tracekit.hang/1"
@@ -88,7 +88,7 @@ class HangWatch:
         self._stacks.write(f"# {json.dumps(_process())}\n")
         self._stacks.flush()
         self._messages.install()
-        host_calls.install()
+        flight_recorder.observe_calls()
         self._observe_failures()
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._stop.set)
