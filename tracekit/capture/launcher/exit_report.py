@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import notices, uploader
+from tracekit.capture import atomic_files, notices, uploader
 from tracekit.capture.launch_settings import Settings
-from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
 from tracekit.conventions import object_storage, python_child
 
@@ -39,7 +38,7 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     for note in notes:
         if object_storage.is_url(settings.out) and not note.ended:
             _wait_until_gone(note.folder)
-        merge.finish(Path(settings.scratch), note.folder, note.rank)
+        atomic_files.move_traces(Path(settings.scratch), note.folder, note.rank)
         if object_storage.is_url(settings.out) and not note.ended:
             _upload_rest(settings, note)
     if quiet:
