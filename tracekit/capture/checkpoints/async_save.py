@@ -18,9 +18,8 @@ import torch
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, io_counters, operation
 from tracekit.capture.checkpoints.io_counters import Counters
-from tracekit.capture.checkpoints.log_entry import Entry, with_counters
 from tracekit.capture.checkpoints.operation import Operation, Row
-from tracekit.capture.checkpoints.recording import guard, patch_for_all
+from tracekit.capture.checkpoints.recording import Entry, guard, patch_for_all, with_counters
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch

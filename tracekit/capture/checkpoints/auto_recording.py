@@ -15,9 +15,8 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, operation, recording, single_file
 from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
-from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guard
+from tracekit.capture.checkpoints.recording import Endable, Entry, RecordedCall, Recording, RunContext, guard
 
 Begin = Callable[[RunContext, Path, tuple[Any, ...], dict[str, Any]], Endable | None]
 

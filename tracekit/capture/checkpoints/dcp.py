@@ -15,9 +15,8 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording, storage_streams
-from tracekit.capture.checkpoints.log_entry import Entry
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.recording import RecordedCall, patch_for_all
+from tracekit.capture.checkpoints.recording import Entry, RecordedCall, patch_for_all
 from tracekit.capture.rank_info import this_rank
 
 

@@ -21,9 +21,8 @@ import torch.serialization
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording
 from tracekit.capture.checkpoints.async_save import tensor_bytes
-from tracekit.capture.checkpoints.log_entry import Entry, RunContext
 from tracekit.capture.checkpoints.operation import Operation, OperationKind, current
-from tracekit.capture.checkpoints.recording import Attach, Endable, patch_for_all
+from tracekit.capture.checkpoints.recording import Attach, Endable, Entry, RunContext, patch_for_all
 
 MIN_BYTES = 1 << 20
 MIN_NS = 10_000_000
