@@ -14,7 +14,7 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, operation, recording, single_file
-from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
+from tracekit.capture.checkpoints.dcp import BackgroundSave, current_background_save, in_daemon
 from tracekit.capture.checkpoints.operation import Operation
 from tracekit.capture.checkpoints.recording import Endable, Entry, RecordedCall, Recording, RunContext, guard
 

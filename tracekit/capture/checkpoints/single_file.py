@@ -20,7 +20,7 @@ import torch.serialization
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording
-from tracekit.capture.checkpoints.async_save import tensor_bytes
+from tracekit.capture.checkpoints.dcp import tensor_bytes
 from tracekit.capture.checkpoints.operation import Operation, OperationKind, current
 from tracekit.capture.checkpoints.recording import Attach, Endable, Entry, RunContext, patch_for_all
 
