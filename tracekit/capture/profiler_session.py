@@ -292,12 +292,8 @@ def _refuse_second_profiler() -> None:
 def _pass_on(out: int, terminal: int) -> None:
     with open(out, "rb") as lines, open(terminal, "wb", buffering=0) as target:
         for line in lines:
-            if not _is_noise(line):
+            if not (line.startswith(b"USDT:") or any(remark in line for remark in _NOISE)):
                 target.write(line)
-
-
-def _is_noise(line: bytes) -> bool:
-    return line.startswith(b"USDT:") or any(remark in line for remark in _NOISE)
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:

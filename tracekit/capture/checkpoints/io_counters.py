@@ -52,7 +52,8 @@ def read(thread: int, proc: str = _PROC) -> Counters:
     pages = _values(_DIRTY, _text(f"{proc}/meminfo"), 1024)
     pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"), 1000)
     process_io = _values(_OWN_IO, _text(f"{proc}/self/io"))
-    cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
+    fields = _text(f"{proc}/self/task/{thread}/schedstat").split()
+    cpu_ns, run_delay_ns = (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
     if thread == threading.get_native_id():
         cpu_ns = time.thread_time_ns()  # the same clock, but exact: Linux updates the other once per tick
     return Counters(
@@ -151,11 +152,6 @@ def _text(path: str) -> bytes:
 
 def _values(pattern: re.Pattern[bytes], text: bytes, unit: int = 1) -> dict[str, int]:
     return {name.decode(): int(value) * unit for name, value in pattern.findall(text)}
-
-
-def _schedule(text: bytes) -> tuple[int | None, int | None]:
-    fields = text.split()
-    return (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
 
 
 def _difference(before: int | None, after: int | None) -> int | None:
