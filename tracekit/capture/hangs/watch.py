@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from tracekit import conventions
 from tracekit.capture import atomic_files, notices, rank_info
 from tracekit.capture.hangs import flight_recorder, threads
-from tracekit.capture.hangs.messages import MessageLog
+from tracekit.capture.hangs.flight_recorder import MessageLog
 
 SCHEMA = "tracekit.hang/1"
 TIMEOUT, ERROR, EXIT = "timeout", "error", "exit"
