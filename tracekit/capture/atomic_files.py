@@ -85,7 +85,7 @@ def uncompressed_name(rank: int, window: int) -> str:
 
 
 def claim_folder(out: Path, training: str) -> Path:
-    """Return the folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
+    """Folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
 
     A folder is free if it is empty or does not exist. It is then marked as this training's: ranks on other nodes find
     it, and other trainings skip it. Raises OSError where none can be written.
@@ -105,7 +105,7 @@ def claim_folder(out: Path, training: str) -> Path:
 
 
 def folder_owner(folder: Path) -> str | None:
-    """Return the name of the training that claimed a folder; None if none did."""
+    """Name of the training that claimed a folder; None if none did."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -166,7 +166,7 @@ def _try_create(mark: Path, training: str) -> bool:
 
 
 def _path_in_run(path: Path) -> Path:
-    """Return the path in the run for a file of a part."""
+    """Path in the run for a file of a part."""
     match = _UNCOMPRESSED.fullmatch(path.name)
     if match is None:
         return path

@@ -119,17 +119,17 @@ class AutoRecorder:
     # Called by recorded saves and loads -------------------------------------------------------------------------------
 
     def folder(self) -> Path | None:
-        """Return the run's folder; None where nothing is recorded: without an optimizer yet, or on other ranks."""
+        """Run's folder; None where nothing is recorded: without an optimizer yet, or on other ranks."""
         if self._on and threading.get_ident() == self._loop_thread:
             self._safe(self._begin)()  # a load comes before the first step
         return self._recorder.folder if self._recorder is not None else None
 
     def rank(self) -> int:
-        """Return the rank that is recorded."""
+        """Rank that is recorded."""
         return self._recorder.rank if self._recorder is not None else rank_info.this_rank()
 
     def step(self) -> int | None:
-        """Return the optimizer steps done; None before the recording begins."""
+        """Optimizer steps done; None before the recording begins."""
         return self._recorder.steps_done if self._recorder is not None else None
 
     # Called from the script's wrapped functions -----------------------------------------------------------------------
@@ -330,7 +330,7 @@ class AutoRecorder:
 
 
 def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
-    """Return the run's folder, or its upload to a URL from a folder that the ranks on this node share."""
+    """Run's folder, or its upload to a URL from a folder that the ranks on this node share."""
     training = training_name(settings)
     if not object_storage.is_url(settings.out):
         return atomic_files.claim_folder(Path(settings.out), training)
@@ -340,7 +340,7 @@ def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
 
 
 def training_name(settings: launch_settings.Settings) -> str:
-    """Return a name that all ranks of this training share and no other training has.
+    """Name that all ranks of this training share and no other training has.
 
     The ranks agree through the process group's store, without waiting for one another.
     """
@@ -357,7 +357,7 @@ def training_name(settings: launch_settings.Settings) -> str:
 
 
 def _sum(losses: list[Any]) -> "PendingScalar":
-    """Return the sum of one step's losses, the tensors that backward was called on, as it is copied from the device."""
+    """Sum of one step's losses, the tensors that backward was called on, as it is copied from the device."""
     from tracekit.capture.metrics import PendingScalar
 
     return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())

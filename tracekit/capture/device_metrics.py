@@ -50,7 +50,7 @@ class Nvml:
         return type(error).__name__ in _NVML_ABSENT
 
     def _physical(self, device: DeviceIdentity) -> Any:
-        """Return the handle of a GPU; of a MIG instance that of the GPU it is a part of.
+        """Handle of a GPU; of a MIG instance that of the GPU it is a part of.
 
         A MIG instance has its own UUID in CUDA, and clocks, power and temperature only as part of its GPU.
         """
@@ -174,12 +174,12 @@ def _amd_counters(smi: Any, handle: Any) -> dict[str, Callable[[], float | None]
 
 
 def _number(value: object) -> float | None:
-    """Return a number; None for AMD SMI's "N/A"."""
+    """Number; None for AMD SMI's "N/A"."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _watts(value: object) -> float | None:
-    """Return a limit in watts, which versions of AMD SMI give in watts or microwatts."""
+    """Limit in watts, which versions of AMD SMI give in watts or microwatts."""
     number = _number(value)
     return number if number is None or number < 1e5 else number / 1e6
 
@@ -208,7 +208,7 @@ class Counters(Protocol):
 
 
 def open_counters(device: DeviceIdentity) -> Counters:
-    """Return the counters of a GPU. Raises what the vendor's library raises where they cannot be read."""
+    """Counters of a GPU. Raises what the vendor's library raises where they cannot be read."""
     return AmdSmi(device) if device.is_amd else Nvml(device)
 
 
@@ -234,7 +234,7 @@ class DeviceMetrics:
         self._latest_s = 0.0
 
     def take(self) -> Values:
-        """Return the counters over the samples since the last call, under `NAMES`.
+        """Counters over the samples since the last call, under `NAMES`.
 
         The first call begins to sample, and returns None values. Without a sample since the last call they are those of
         the latest one, if that is recent, else None.
@@ -318,7 +318,7 @@ class _Reader:
         self.incomplete: tuple[list[str], Exception] | None = None
 
     def sample(self) -> Values:
-        """Return the counters now, None where one cannot be read. Raises the error of a GPU that no longer answers."""
+        """Counters now, None where one cannot be read. Raises the error of a GPU that no longer answers."""
         sample: dict[str, float | None] = {}
         errors: dict[str, Exception] = {}
         for name, counter in list(self._counters.items()):
@@ -364,7 +364,7 @@ class _Samples:
             self._reasons = (self._reasons or 0) | int(reasons)
 
     def values(self) -> dict[str, float | None]:
-        """Return the values by `NAMES`."""
+        """Values by `NAMES`."""
         values = dict(NOTHING)
         for name, (count, total, low, high) in self._averaged.items():
             values[name] = round(total / count, _PRECISION)

@@ -88,7 +88,7 @@ class ManifestFile:
 
 
 def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
-    """Return the manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
+    """Manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
 
     `provided` holds what only the training knows (strategy, mesh, model, arguments, …); it overrides what is detected.
     """
@@ -160,7 +160,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _commit(commit: object) -> dict[str, Any]:
-    """Return the commit of the working directory, and whether tracked files differ from it; null where unknown."""
+    """Commit of the working directory, and whether tracked files differ from it; null where unknown."""
     if commit is not None:
         return {"commit": commit} if git.is_sha(commit) else {}
     folder = Path.cwd()

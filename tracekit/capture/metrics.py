@@ -27,13 +27,13 @@ class Pending:
         return self._event is None or bool(self._event.query())
 
     def value(self) -> float:
-        """Return the number; wait for the event if the device has not reached it."""
+        """Number; wait for the event if the device has not reached it."""
         if self._event is not None:
             self._event.synchronize()
         return self._read()
 
     def map(self, function: Callable[[float], float]) -> "Pending":
-        """Return a function of the number, which can be read when the number can."""
+        """Function of the number, which can be read when the number can."""
         return Pending(self._event, lambda: function(self._read()))
 
 
@@ -107,7 +107,7 @@ class MetricsLog:
 
 
 def allocator_counters() -> dict[str, int]:
-    """Return the counters of the CUDA caching allocator of this process's device; none without CUDA."""
+    """Counters of the CUDA caching allocator of this process's device; none without CUDA."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     counters = torch.cuda.memory_stats_as_nested_dict()
@@ -149,7 +149,7 @@ class StepTimer:
         self._began = None
 
     def end(self) -> Pending | None:
-        """Return the time of the step that ends now; None if it is unknown."""
+        """Time of the step that ends now; None if it is unknown."""
         if self._began is None:
             return None
         began_ns, began = self._began

@@ -241,7 +241,7 @@ class ModuleSpans:
                     span.__exit__(None, None, None)
 
     def _name_modules(self, module: torch.nn.Module, calls: "Calls") -> str:
-        """Return the span's name for a module that was not seen before, and remember those of all modules in it.
+        """Span's name for a module that was not seen before, and remember those of all modules in it.
 
         A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
@@ -297,7 +297,7 @@ def _pass_on(out: int, terminal: int) -> None:
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module of the training inside torch's wrappers."""
+    """Module of the training inside torch's wrappers."""
     for name in ("module", *_WRAPPING) if isinstance(module, _PARALLEL) else _WRAPPING:
         inner = module._modules.get(name)
         if inner is not None:
@@ -306,7 +306,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _parts(root: torch.nn.Module, path: str) -> list[str]:
-    """Return the names on a path below the root without those of wrappers."""
+    """Names on a path below the root without those of wrappers."""
     names = path.split(".") if path else []
     if names and names[0] == "module" and isinstance(root, _PARALLEL):
         names = names[1:]

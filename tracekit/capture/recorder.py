@@ -134,7 +134,7 @@ class Recorder:
 
     @property
     def steps_done(self) -> int:
-        """Return the optimizer steps done, those before this recording included."""
+        """Optimizer steps done, those before this recording included."""
         return self._step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
@@ -281,7 +281,7 @@ class Recorder:
                 self._upload.submit(self._files_of(window))
 
     def _files_of(self, window: Window) -> list[Path]:
-        """Return the paths of this rank's files of a window, of its logs and, if it leads, of the manifest."""
+        """Paths of this rank's files of a window, of its logs and, if it leads, of the manifest."""
         folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
         traces = [
             conventions.rank_file(self.rank, s) for s in (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
@@ -331,7 +331,7 @@ def _leave_to_parent_after_fork(recorder: Recorder) -> None:
 
 
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:
-    """Return the window schedule of a run, and the length of a requested window."""
+    """Window schedule of a run, and the length of a requested window."""
     first, end = parse_steps(steps or DEFAULT_STEPS) if not isinstance(steps, tuple) else steps
     if steps is None:
         return WindowSchedule(None), end - first

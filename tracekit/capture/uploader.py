@@ -106,7 +106,7 @@ class Uploader:
                 path.unlink(missing_ok=True)
 
     def _run_url(self) -> str:
-        """Return the URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
+        """URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
         if self._target is None:
             self._target = self._url if self._training is None else self._claim_url(self._training)
             if self._training is not None:  # the launcher waits for it
@@ -146,7 +146,7 @@ class Uploader:
 
 
 def target_file(folder: Path) -> Path:
-    """Return the file next to a staging folder that states the URL of its run."""
+    """File next to a staging folder that states the URL of its run."""
     return folder.with_name(f"{folder.name}.url")
 
 
@@ -191,7 +191,7 @@ class RunUpload:
 
     @classmethod
     def to(cls, url: str, scratch: "str | os.PathLike[str] | None") -> "RunUpload":
-        """Return the upload of a run to a URL, with a new staging folder in `scratch` or the system's folder."""
+        """Upload of a run to a URL, with a new staging folder in `scratch` or the system's folder."""
         parent = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
         return cls(url, parent / f"tracekit-upload-{uuid.uuid4().hex[:12]}")
 
@@ -299,7 +299,7 @@ def _put_file(url: str, source: Path) -> None:
 
 
 def _writable(url: str) -> "tuple[Any, str]":
-    """Return the file system of a URL and the path in it, its folder made where the file system has folders."""
+    """File system of a URL and the path in it, its folder made where the file system has folders."""
     system, path = object_storage.connect(url)
     if object_storage.protocol(url) not in _OBJECT_STORES:  # these would make a bucket
         system.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -307,7 +307,7 @@ def _writable(url: str) -> "tuple[Any, str]":
 
 
 def _complete_lines(path: Path) -> bytes:
-    """Return a log up to the end of its last complete line."""
+    """Log up to the end of its last complete line."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
 
@@ -319,7 +319,7 @@ def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
 
 
 def _environment() -> "dict[str, str]":
-    """Return the environment of the uploading process: this one's, without recording it."""
+    """Environment of the uploading process: this one's, without recording it."""
     inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
     return python_child.environment(inherited)
 

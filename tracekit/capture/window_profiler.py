@@ -264,7 +264,7 @@ def _window_folders(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _size_bytes(folders: list[Path]) -> int:
-    """Return the bytes of the files in folders, not of those in folders within."""
+    """Bytes of the files in folders, not of those in folders within."""
     total = 0
     for folder in folders:
         for path in folder.iterdir():

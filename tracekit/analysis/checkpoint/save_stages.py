@@ -38,7 +38,7 @@ PLACE = ("window", "rank", "step", "device")
 
 @trace_fact
 def saves(trace: Trace) -> pl.DataFrame:
-    """Return the stages of this rank's saves from the checkpoint log.
+    """Stages of this rank's saves from the checkpoint log.
 
     Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log covers the whole run, so every
     window of a rank returns the same rows.
@@ -49,21 +49,21 @@ def saves(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def loads(trace: Trace) -> pl.DataFrame:
-    """Return the stages of this rank's loads, with the columns of `saves`."""
+    """Stages of this rank's loads, with the columns of `saves`."""
     is_load = columns.flags(trace.checkpoints["operation"] == conventions.LOAD)
     return columns.where(trace.checkpoints[list(COLUMNS)], is_load)
 
 
 @trace_fact
 def step_times(trace: Trace) -> pl.DataFrame:
-    """Return the step times of the metrics log. Columns step, step_time_ns; one row per step."""
+    """Step times of the metrics log. Columns step, step_time_ns; one row per step."""
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select("step", step_time_ns="value")
 
 
 @trace_fact
 @memoize
 def save_spans(trace: Trace) -> pl.DataFrame:
-    """Return the spans of the trace that are saves: the recorder's own, and others recognized by name.
+    """Spans of the trace that are saves: the recorder's own, and others recognized by name.
 
     Columns SPAN_COLUMNS; one row per span of time that the host spends in saves, named after its first slice. `step` is
     the step in whose host window it begins; null outside steps. The trace shows copies from the device (`copied_ns`,
@@ -84,7 +84,7 @@ def save_spans(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def restores(run: Run) -> pl.DataFrame:
-    """Return the loads of a run, each over all its ranks; one row per load, in order of time. Columns RESTORE_COLUMNS.
+    """Loads of a run, each over all its ranks; one row per load, in order of time. Columns RESTORE_COLUMNS.
 
     `rank` is the slowest, `dur_ns` its time. `unique_bytes` is the size of the checkpoint: for a single file the most
     that a rank reads of it, else the size in its metadata; null where neither is known. `amplification` is what all
@@ -155,7 +155,7 @@ FACTS: tuple[TraceFact, ...] = (breakdown.by_step, save_spans)
 
 
 def steps(run: Run) -> pl.DataFrame:
-    """Return the breakdown of the steps without saves: columns window, rank and those of `breakdown.by_step`.
+    """Breakdown of the steps without saves: columns window, rank and those of `breakdown.by_step`.
 
     A trace without marked steps is one step, null.
     """
@@ -163,13 +163,13 @@ def steps(run: Run) -> pl.DataFrame:
 
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows (with columns window and step) of steps in which no rank saves."""
+    """Rows (with columns window and step) of steps in which no rank saves."""
     saving = run.table(save_spans).select("window", "step")
     return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
 
 
 def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str, int | None] | None:
-    """Return the step of a run to look at first, a row of `rows`; None where there are no steps.
+    """Step of a run to look at first, a row of `rows`; None where there are no steps.
 
     Of the slowest rank, it is the step nearest to its median, without steps that save unless all of them do. `rows`, by
     default the marked steps of the breakdown, has the columns of `breakdown.representative_step`, and window.
@@ -180,7 +180,7 @@ def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str,
 
 
 def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Return the loss of each step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
+    """Loss of each step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
 
     A trace without marked steps is one step, null, also with a save in it.
 
@@ -224,7 +224,7 @@ def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
 
 
 def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:
-    """Return the median of the steps without saves, if possible without those after saves; never of the first step."""
+    """Median of the steps without saves, if possible without those after saves; never of the first step."""
     marked = {step: ns for step, ns in lengths.items() if step is not None}
     for left_out in (saving | {step + 1 for step in saving}, saving):
         plain_ns = sorted(ns for step, ns in marked.items() if step not in left_out and step != min(marked))

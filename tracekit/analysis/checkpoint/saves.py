@@ -56,7 +56,7 @@ class PlanningInputs:
 
 @run_fact
 def stages(run: Run) -> pl.DataFrame:
-    """Return the log lines of all saves, without duplicates, with the files of one save grouped.
+    """Log lines of all saves, without duplicates, with the files of one save grouped.
 
     Columns save, window, rank and those of `save_stages.saves`; one row per line of the log. A save by torch.save or
     safetensors is everything written after one step into one folder.
@@ -74,7 +74,7 @@ def stages(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return the times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
+    """Times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
 
     `blocked_ns` is the blocked time of the training thread, and `stages_ns` the sum of its stages; `written_ns` runs to
     the end of all work, and `durable_ns` is the same where every file was synced after its last byte. `storage_ns` is
@@ -123,7 +123,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_save(run: Run) -> pl.DataFrame:
-    """Return the saves of a run; one row per save, in order of time.
+    """Saves of a run; one row per save, in order of time.
 
     Columns save, step, start_ns, ranks, background, blocked_ns, written_ns, durable, durable_ns, bytes (the longest
     over ranks and, of bytes, the sum), bytes_per_s (all bytes over the longest time in writing and syncing; null where
@@ -174,7 +174,7 @@ def by_save(run: Run) -> pl.DataFrame:
 
 
 def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return the cost of all saves after one step together; one row per step, in order of time.
+    """Cost of all saves after one step together; one row per step, in order of time.
 
     Takes rows of `by_save`, and `by_rank`. Columns step, save (that blocked longest), start_ns, interval_steps,
     interval_ns, saves (how many), blocked_ns (of the rank that all of them blocked longest) and overhead_ratio (of
@@ -191,7 +191,7 @@ def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return the columns of `by_training_step` except those of the interval."""
+    """Columns of `by_training_step` except those of the interval."""
     blocked_ns, key = pl.col("blocked_ns"), ["step", "save_without_step"]
     table = some.with_columns(save_without_step("save"))
     # Independent ranks save at the same time, so their times do not add up.
@@ -206,13 +206,13 @@ def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def save_without_step(name: str) -> pl.Expr:
-    """Return a grouping key next to the step that identifies saves without a step number: the column `name`."""
+    """Grouping key next to the step that identifies saves without a step number: the column `name`."""
     return pl.when(pl.col("step").is_null()).then(name).alias("save_without_step")
 
 
 @run_fact
 def duplicate_files(run: Run) -> pl.DataFrame:
-    """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
+    """Files that several ranks wrote in one save; one row per save and path, in order of time.
 
     Columns save, path, step, window, rank (the slowest), start_ns, dur_ns, ranks, bytes (of all) and repeated_bytes (of
     all but one).
@@ -238,7 +238,7 @@ def duplicate_files(run: Run) -> pl.DataFrame:
 
 @run_fact
 def background_slowdown(run: Run) -> pl.DataFrame:
-    """Return the training time lost during each background save; one row per save and rank with a metrics log.
+    """Training time lost during each background save; one row per save and rank with a metrics log.
 
     Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: unknown), steps
     (that ran during it), baseline_step_ns (the median step of that rank otherwise), lost_ns, python_ns (of the save in
@@ -341,7 +341,7 @@ def _concurrent_steps(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataF
 
 
 def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
-    """Return the steps between saves; for a single save, those of this run before it; None where unknown.
+    """Steps between saves; for a single save, those of this run before it; None where unknown.
 
     A resumed run begins at another step than 0.
     """
@@ -352,7 +352,7 @@ def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
 
 
 def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
-    """Return the training time between saves, from steps or else from the clock; None where unknown."""
+    """Training time between saves, from steps or else from the clock; None where unknown."""
     if plain_ns and steps:
         return round(steps * plain_ns)
     between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()

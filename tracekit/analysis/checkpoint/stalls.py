@@ -57,7 +57,7 @@ _WAITED_RATIO = 0.5
 
 @run_fact
 def parts(run: Run) -> pl.DataFrame:
-    """Return the parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
+    """Parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
 
     `clock` is BLOCKED for the training thread, BACKGROUND for the rest. `rank` and `stage` are those with most of that
     kind; `whole_ns` is the longest total over ranks and `ratio` the kind's share of it. `envelope_ratio` is the share
@@ -85,7 +85,7 @@ def parts(run: Run) -> pl.DataFrame:
 
 @run_fact
 def dominant(run: Run) -> pl.DataFrame:
-    """Return the dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
+    """Dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
     largest = run.table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
 
@@ -140,7 +140,7 @@ def _parts(stages: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def critical_path(stages: pl.DataFrame) -> pl.DataFrame:
-    """Return the stages on the critical path of one save: in each leg, those of the rank with most work.
+    """Stages on the critical path of one save: in each leg, those of the rank with most work.
 
     `stages` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
     """
@@ -152,7 +152,7 @@ def critical_path(stages: pl.DataFrame) -> pl.DataFrame:
 
 
 def _excess_ns(stages: pl.DataFrame, rank: Any) -> int:
-    """Return the slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
+    """Slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
 
     Normalized, since ranks may write different amounts: under ZeRO-1 the first data-parallel rank writes a third more.
     """

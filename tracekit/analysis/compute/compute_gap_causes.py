@@ -36,7 +36,7 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 @trace_fact
 @memoize
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
-    """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
+    """Pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
     Columns COLUMNS: the first six as `compute_gaps`, communication_gap the number of the one whose cause the piece
     inherits, collective_id and collective_start_ns of the collective that ran or ends that gap; one row per piece.
@@ -44,9 +44,8 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
     `host` while the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`.
     Before all that, `device_stall` and `unknown` with detail queued are as for `gap_causes`: nothing of the program
-    would keep the device idle then.
-    Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
-    synchronize); where a copy runs, the copy.
+    would keep the device idle then. Where the host synchronizes with the device while a collective runs, the cause is
+    that collective (detail synchronize); where a copy runs, the copy.
     """
     compute_gaps, before = launched_work.compute_gaps(trace), causes.gap_causes(trace)
     parts: list[pl.DataFrame] = []
@@ -61,7 +60,7 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def waits_for_peers(run: Run) -> pl.DataFrame:
-    """Return the time of collectives in compute gaps until the last rank arrived; use ``run.table``.
+    """Time of collectives in compute gaps until the last rank arrived; use ``run.table``.
 
     Columns window, rank, those of `compute_gap_causes` (cause `peer`, evidence instances), peer_rank (the last arrival
     among ranks with a trace; null where unknown); one row per piece, sorted by window, rank, device and start.
@@ -159,7 +158,7 @@ def stalls_by_rank(run: Run) -> pl.DataFrame:
 
 @run_fact
 def idle_by_rank(run: Run) -> pl.DataFrame:
-    """Return the compute part of `stalls_by_rank`, which needs fewer facts; use ``run.table``."""
+    """Compute part of `stalls_by_rank`, which needs fewer facts; use ``run.table``."""
     sums = sums_across(run, ("rank", "cause"))
     return _sum_by_rank(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 
@@ -197,7 +196,7 @@ class _Wait(NamedTuple):
 
 
 def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
-    """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
+    """Pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launched_work.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]

@@ -47,7 +47,7 @@ class DeviceWork:
 
     @cached_property
     def kernel_code(self) -> Ints:
-        """Return a number from 0 for each piece of work, equal for equal `kernel`."""
+        """Number from 0 for each piece of work, equal for equal `kernel`."""
         return np.unique(self.kernel, return_inverse=True)[1].astype(np.int64)
 
     @property
@@ -127,7 +127,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def by_kernel(trace: Trace) -> pl.DataFrame:
-    """Return the slowdown of each kernel by each concurrent kind of work.
+    """Slowdown of each kernel by each concurrent kind of work.
 
     Columns KERNEL_COLUMNS: alone_ns and concurrent_ns are medians, the latter of calls overlapped for at least half of
     their time; slowdown is overlapped time over that of the same work alone; step, lane, start_ns and dur_ns are of the
@@ -139,7 +139,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the preparation of collectives on devices, its slowdown by compute, and the compute that waited.
+    """Preparation of collectives on devices, its slowdown by compute, and the compute that waited.
 
     Columns PREPARATION_COLUMNS: alone_ns (solo duration of the same kernel), sample (alone; scaled from another grid;
     null: none), collective_id (which it prepares), communication_gap (that contains it, null where none), gap_ns,
@@ -163,7 +163,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def pairs(run: Run) -> pl.DataFrame:
-    """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.table``.
+    """Slowdown of each kind of work by each concurrent kind, by rank; use ``run.table``.
 
     Columns rank, device, kind, concurrent_kind, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (95% interval:
     percentile bootstrap over steps and units; null for fewer than six), unknown (why there is no result; null where
@@ -173,7 +173,7 @@ def pairs(run: Run) -> pl.DataFrame:
 
 
 def pool_pairs(steps: pl.DataFrame, *, min_slowdown: float = 0.0) -> pl.DataFrame:
-    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS').
+    """Rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS').
 
     Pairs with a slowdown of at most `min_slowdown` are left out before their interval is drawn, which takes most of the
     time: its lower bound is not above the slowdown.
@@ -204,13 +204,13 @@ PAIR_COLUMNS = {
 
 @trace_fact
 def device_count(trace: Trace) -> pl.DataFrame:
-    """Return the number of devices with activity. Column devices; one row."""
+    """Number of devices with activity. Column devices; one row."""
     return pl.DataFrame({"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]})
 
 
 @memoize
 def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
-    """Return the work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
+    """Work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
     return tuple(_work_on_device(trace, device) for device in breakdown.devices(trace) if device is not None)
 
 
@@ -283,7 +283,7 @@ class _PairRows:
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
-    """Return the devices with work that overlaps, and the pairs that overlap there."""
+    """Devices with work that overlaps, and the pairs that overlap there."""
     compared = []
     for device in device_work(trace):
         pairs = []
@@ -300,7 +300,7 @@ def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
 
 
 def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **columns: list[Any]) -> pl.DataFrame:
-    """Return the used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
+    """Used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
     number = np.repeat(np.arange(len(pairs)), [len(rows) for rows in used])
     kinds = pl.DataFrame([rows.pair for rows in pairs], {"kind": pl.String, "concurrent_kind": pl.String}, orient="row")
     row = np.concatenate([rows.row[index] for rows, index in zip(pairs, used, strict=True)])
@@ -409,7 +409,7 @@ def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
 
 
 def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
-    """Return the quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
+    """Quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
     rows = np.flatnonzero(which)
     rows = rows[np.lexsort((values[rows], key[rows]))]
     many = np.bincount(key[rows], minlength=count)

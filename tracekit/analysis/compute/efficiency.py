@@ -57,7 +57,7 @@ _KEYS = ("name", "reason")
 
 @trace_fact
 def by_step(trace: Trace) -> pl.DataFrame:
-    """Return the operations of each step, and how much of the device's peak they are.
+    """Operations of each step, and how much of the device's peak they are.
 
     Columns step, flops (of `flops.each_product`; null where there are none), flops_coverage_ratio (share of the compute
     time for which they are known), work_coverage_ratio (share of the compute time of calls whose operations or bytes
@@ -90,7 +90,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
 
 
 def of_ops(trace: Trace) -> pl.DataFrame:
-    """Return the operations of each call that has a formula, the time they took, and the time that they need at least.
+    """Operations of each call that has a formula, the time they took, and the time that they need at least.
 
     Columns OP_COLUMNS: id (of ops), flops_ns and bytes_ns (the kernels that the call and the ops in it launched, on a
     CPU run its own duration, where flops or bytes are known), ideal_ns (by the roofline; null where device, element
@@ -119,7 +119,7 @@ def of_ops(trace: Trace) -> pl.DataFrame:
 
 
 def device_of(header: Mapping[str, Any]) -> Device | None:
-    """Return the kind of device that a header lists; None for none, several kinds, or one that is not known.
+    """Kind of device that a header lists; None for none, several kinds, or one that is not known.
 
     What a user states of devices (`environment.DEVICE_OVERRIDES`) replaces the values of the table.
     """
@@ -142,7 +142,7 @@ def breakdown_by_step(run: Run) -> pl.DataFrame:
 
 @trace_fact(table=UNKNOWN_WORK)
 def unknown_work(trace: Trace) -> pl.DataFrame:
-    """Return the compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
+    """Compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
 
     Where no steps are marked, that of the window; saves are left out. Operators that multiply no matrices have known
     operations, none, and may have unknown bytes.
@@ -159,7 +159,7 @@ def unknown_work(trace: Trace) -> pl.DataFrame:
 
 
 def by_operator(run: Run) -> pl.DataFrame:
-    """Return the unknown work of all ranks and windows: the columns of UNKNOWN_WORK, one row per operator and reason.
+    """Unknown work of all ranks and windows: the columns of UNKNOWN_WORK, one row per operator and reason.
 
     compute_ratio is the share in the compute of all ranks.
     """
@@ -191,7 +191,7 @@ def note(run: Run) -> str | None:
 
 
 def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
-    """Return the calls with the least time that operations and bytes need on the device, null where unknown."""
+    """Calls with the least time that operations and bytes need on the device, null where unknown."""
     peaks = dict(device.peaks) if device else {}
     peak = pl.col("dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)
     bandwidth = pl.lit(device.memory_bytes_per_s if device else None, pl.Float64)
@@ -202,7 +202,7 @@ def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
 
 
 def _compute_ratio(whole_ns: int) -> pl.Expr:
-    """Return the share of total_ns in the whole compute; null where no compute takes time."""
+    """Share of total_ns in the whole compute; null where no compute takes time."""
     return pl.col("total_ns") / pl.when(whole_ns > 0).then(whole_ns)
 
 

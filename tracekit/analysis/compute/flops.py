@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float | None:
-        """Return the floating-point operations; None where a dimension is not known."""
+        """Floating-point operations; None where a dimension is not known."""
         flops = 2.0
         for size in self.dims.values():
             if size is None:
@@ -52,7 +52,7 @@ _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions
 
 @trace_fact
 def flops(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of each step in products, convolutions and attention, saves excluded.
+    """Floating-point operations of each step in products, convolutions and attention, saves excluded.
 
     Columns step, phase, name, flops; one row per step, phase and operator. Formulas: `op_flops`. Empty where the
     profiler recorded no shapes. `coverage` says for how much of the compute time the operations are known.
@@ -64,7 +64,7 @@ def flops(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def products(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of the steps by operator and shapes: the work of a step, in any order.
+    """Floating-point operations of the steps by operator and shapes: the work of a step, in any order.
 
     Columns PRODUCT_COLUMNS; one row per operator and shapes of its inputs.
     """
@@ -75,7 +75,7 @@ def products(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def each_product(trace: Trace) -> pl.DataFrame:
-    """Return the products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
+    """Products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
 
     Columns EACH_COLUMNS; one row per call of an operator, or per kernel outside of these whose name states its whole
     problem (`product`): its name is the kernel's, its shapes are null.
@@ -87,7 +87,7 @@ def each_product(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def counted_calls(trace: Trace) -> pl.DataFrame:
-    """Return the calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
+    """Calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
 
     Columns COUNTED_COLUMNS: id (of ops), flops (null for operators that memory bandwidth limits), bytes (read and
     written at least: each input and output once; null where types were not recorded), dtype (element type of the first
@@ -115,7 +115,7 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def coverage(trace: Trace) -> pl.DataFrame:
-    """Return the compute time of each step whose operations are known: counted, or none of the counted kinds.
+    """Compute time of each step whose operations are known: counted, or none of the counted kinds.
 
     Columns COVERAGE_COLUMNS: known_ns, work_ns (of calls whose operations or bytes are known), compute_ns; one row per
     step. Times of concurrent kernels add up.
@@ -135,7 +135,7 @@ def coverage(trace: Trace) -> pl.DataFrame:
 
 
 def compute(trace: Trace) -> pl.DataFrame:
-    """Return the compute of a trace, and which of its work is known.
+    """Compute of a trace, and which of its work is known.
 
     Columns of activities, op and shapes (the innermost operator around the launch and its inputs, or null), is_known
     (whether its floating-point operations are known), has_work (whether they or its bytes are); one row per activity.
@@ -222,7 +222,7 @@ def has_tile_only(name: str) -> bool:
 
 
 def _outermost(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls that are in no other of them."""
+    """Calls that are in no other of them."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     reached_ns = end_ns.cum_max().shift(1).over("lane")
     # Slices of a thread are sorted by start, outer ones first.
@@ -230,7 +230,7 @@ def _outermost(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the work of the distinct calls: columns name, shapes, dtypes, arguments, flops, bytes, dtype."""
+    """Work of the distinct calls: columns name, shapes, dtypes, arguments, flops, bytes, dtype."""
     kinds = calls.select(_CALL).unique(maintain_order=True)
     backward = kinds.filter(pl.col("name").is_in(op_flops.CONVOLUTION_BACKWARDS)).select("name", "shapes").rows()
     outputs = op_flops.convolution_outputs(backward)
@@ -250,7 +250,7 @@ _CALL = ["name", "shapes", "dtypes", "arguments", "strides", "list_dtype"]
 
 
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
-    """Return the kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
+    """Kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
     if not trace.on_device:
         return schema.empty(_NAMED_COLUMNS)
     work = trace.activities.filter(_IS_COMPUTE)
@@ -287,7 +287,7 @@ _ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
 
 
 def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
-    """Return the element type of the lists of tensors that calls take, by their kernels: column list_dtype."""
+    """Element type of the lists of tensors that calls take, by their kernels: column list_dtype."""
     ids = calls["id"].filter(calls["dtypes"].str.contains("TensorList", literal=True))
     if ids.is_empty():
         return pl.Series("list_dtype", [None], pl.String).new_from_index(0, calls.height)
@@ -355,7 +355,7 @@ _TILED = re.compile(
 
 
 def _arguments(text: str) -> list[str]:
-    """Return the arguments of a template up to its closing bracket; what is nested in them stays text."""
+    """Arguments of a template up to its closing bracket; what is nested in them stays text."""
     arguments, depth, begun = [], 0, 0
     for index, letter in enumerate(text):
         if letter in "<(":

@@ -49,7 +49,7 @@ class EagerTwin:
         ).get_columns()
 
     def of_rank(self, rank: int) -> Trace:
-        """Return the twin's trace of a rank, or of its first rank where it has no such rank."""
+        """Twin's trace of a rank, or of its first rank where it has no such rank."""
         twin_rank = rank if rank in self.run.ranks else self.run.ranks[0]
         if twin_rank not in self._traces:
             self._traces[twin_rank] = self.run.trace(twin_rank)
@@ -68,12 +68,12 @@ def kernels(
     ops: OpColumns = recorded_ops,
     on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
-    """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
+    """Activities of a run summed by kind and `by` (of KEYS), most total time first.
 
-    Columns by, kind, `MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
-    last. Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the
-    innermost op around the launch, `module` is as in `call_paths`. One row per combination; names are never cut or
-    merged. Raises ConfigError on an unknown key.
+    Columns by, kind, `MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to last.
+    Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the innermost op
+    around the launch, `module` is as in `call_paths`. One row per combination; names are never cut or merged. Raises
+    ConfigError on an unknown key.
     """
     require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
@@ -106,7 +106,7 @@ def with_launch_delays(
 
 
 def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = recorded_ops) -> pl.DataFrame:
-    """Return the time from launch to start of the activities of `kernels`.
+    """Time from launch to start of the activities of `kernels`.
 
     Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: median and 95th
     percentile of the time from the end of the launching runtime call to the start. Short delays mean that the device
@@ -157,7 +157,7 @@ def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
 
 
 def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
-    """Return the activities with whatever of the keys is not a column of theirs."""
+    """Activities with whatever of the keys is not a column of theirs."""
     work = trace.activities
     if "stream" in keys or "device" in keys:
         lanes = trace.lanes.select("lane", "device", stream="name")
@@ -247,7 +247,7 @@ def is_replayed(trace: Trace) -> pl.Series:
 
 
 def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
-    """Return the operators that launched the replayed kernels of a trace when they were captured.
+    """Operators that launched the replayed kernels of a trace when they were captured.
 
     The kernels that one graph launch puts on a stream are looked up in the twin: as a run of kernels of the same names
     in the same order on one stream. Where several runs of the twin match, only what they agree on is taken. Columns

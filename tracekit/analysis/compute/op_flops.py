@@ -61,7 +61,7 @@ _MAX_WORK = 1e24
 
 
 def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputShapes | None = None) -> Work | None:
-    """Return the work of a call of an operator that has a formula; None where inputs don't determine it.
+    """Work of a call of an operator that has a formula; None where inputs don't determine it.
 
     `shapes` and `arguments` are the columns of the ops table. Where a convolution's stride was not recorded, its output
     is taken from `outputs` (see `convolution_outputs`).
@@ -102,7 +102,7 @@ def is_memory_bound_kernel(name: str) -> bool:
 
 
 def convolution_outputs(backward_calls: Sequence[tuple[str, str]]) -> OutputShapes:
-    """Return the outputs of convolutions as their backward passes state them, from pairs of name and shapes.
+    """Outputs of convolutions as their backward passes state them, from pairs of name and shapes.
 
     Of an input and a weight that have outputs of several shapes (by stride), none is returned.
     """
@@ -125,7 +125,7 @@ class InputBytes(NamedTuple):
 
 
 def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
-    """Return the size of the inputs, from the columns of the ops table. Lists of tensors are not sized.
+    """Size of the inputs, from the columns of the ops table. Lists of tensors are not sized.
 
     What a product writes to (out=), which is recorded after its inputs, is none of them.
     """
@@ -141,7 +141,7 @@ def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
 
 
 def moved_bytes(done: Work, inputs: InputBytes) -> float | None:
-    """Return the bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
+    """Bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
     if inputs.total is None or inputs.dtype is None:
         return None
     element_bytes = max(devices.ELEMENT_BYTES[inputs.dtype], _LEAST_OUTPUT_BYTES)
@@ -149,7 +149,7 @@ def moved_bytes(done: Work, inputs: InputBytes) -> float | None:
 
 
 def operations(name: str, dims: Sequence[Any], values: Sequence[str]) -> tuple[float, float] | None:
-    """Return the operations of a call and the elements it writes; None where its inputs do not determine them.
+    """Operations of a call and the elements it writes; None where its inputs do not determine them.
 
     Raises ValueError, TypeError or IndexError for inputs that are not this operator's.
     """
@@ -166,7 +166,7 @@ def operations(name: str, dims: Sequence[Any], values: Sequence[str]) -> tuple[f
 
 
 def attention(name: str) -> Attention | None:
-    """Return the places of the arguments of an attention operator; None for other operators."""
+    """Places of the arguments of an attention operator; None for other operators."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     if _SCALED_DOT_PRODUCT_BACKWARD.match(name):
@@ -184,7 +184,7 @@ _LEAST_OUTPUT_BYTES = 2
 
 
 def _product(left_at: int) -> _Formula:
-    """Return the formula of an operator whose factors are inputs `left_at` and the next one."""
+    """Formula of an operator whose factors are inputs `left_at` and the next one."""
 
     def formula(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001 the signature of a formula
         lhs, rhs = dims[left_at : left_at + 2]
@@ -196,7 +196,7 @@ def _product(left_at: int) -> _Formula:
 
 
 def _vector_product(left_at: int) -> _Formula:
-    """Return the formula of a product whose left factor, a matrix or vector, is multiplied by a vector."""
+    """Formula of a product whose left factor, a matrix or vector, is multiplied by a vector."""
     return lambda dims, values: Work(2.0 * math.prod(dims[left_at]), math.prod(dims[left_at][:-1]))  # noqa: ARG005
 
 
@@ -238,7 +238,7 @@ _TEMPLATE_PRODUCT = re.compile(r"^triton_tem_fused_(\w*_)?(add|b|badd)?mm(_|$)")
 
 
 def _convolution(stride: int, padding: int, dilation: int, transposed: int | None) -> _Formula:
-    """Return the formula of a convolution, from the places of its arguments."""
+    """Formula of a convolution, from the places of its arguments."""
 
     def formula(dims: Shapes, values: Sequence[str]) -> Work | None:
         source, weight = dims[:2]
@@ -261,7 +261,7 @@ def _spread(text: str, length: int) -> list[int]:
 
 
 def _convolution_work(source: Shape, weight: Shape, convolved: Shape) -> Work:
-    """Return the work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
+    """Work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
 
     The weight is (outputs, inputs / groups, kernel…), transposed (inputs, outputs / groups, kernel…).
     """
@@ -396,7 +396,7 @@ def _unpack(places: Attention, packed: list[_Shape], dims: Sequence[Any], values
 
 
 def _seen_keys(places: Attention, values: Sequence[str]) -> float:
-    """Return the most keys that a query is multiplied with: infinite without a window."""
+    """Most keys that a query is multiplied with: infinite without a window."""
     if places.window is None or len(values) < places.window + 2:
         return math.inf
     before, after = (int(text) if text not in ("", "None") else -1 for text in values[places.window :][:2])

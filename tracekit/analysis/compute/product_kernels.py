@@ -59,7 +59,7 @@ _TILE = re.compile(r"_(?:tilesize)?(\d{2,3})x(\d{2,3})(?=[x_])")
 @trace_fact
 @memoize
 def misaligned_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
+    """Kernels of products whose rows in memory do not begin at multiples of 16 bytes.
 
     Columns COLUMNS: name (of the kernel), saved_ns (less what the call needs at the share of the roofline that aligned
     products of the trace reach; null where that is not known), padding (JSON: each dimension that is not a multiple,
@@ -108,7 +108,7 @@ def misaligned_kernels(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def without_tensor_cores(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of 32-bit products that do not use the tensor cores of a device that has TF32.
+    """Kernels of 32-bit products that do not use the tensor cores of a device that has TF32.
 
     Columns COLUMNS: saved_ns (less the time at half the peak in TF32, or 80% of the memory bandwidth; where the call's
     shapes are not known, by the ratio of the peaks), padding null; one row per kernel. Empty where the device is
@@ -165,7 +165,7 @@ def with_calls(trace: Trace) -> pl.DataFrame:
 
 
 def _usual_ratio(kernels: pl.DataFrame) -> float:
-    """Return the median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
+    """Median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
     aligned = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= MIN_NS)
     if aligned["call_id"].n_unique() < _MIN_CALLS:
         return _USUAL_RATIO
@@ -212,7 +212,7 @@ def _padding(op: str | None, shapes: str | None, strides: str | None, element_by
 
 
 def _contiguous(strides: list[Any], sizes: tuple[int, int, int]) -> set[int]:
-    """Return the dimensions of which the rows of a factor, or of the result, are made in memory."""
+    """Dimensions of which the rows of a factor, or of the result, are made in memory."""
     rows, inner, columns = sizes
     lhs, rhs = strides
     contiguous = {columns}  # the result is written by rows
@@ -233,7 +233,7 @@ def pads(padding: str) -> list[tuple[int, int]]:
 @trace_fact
 @memoize
 def partial_waves(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of products of which 20% or more is an idle part of the last of two to four waves.
+    """Kernels of products of which 20% or more is an idle part of the last of two to four waves.
 
     A wave is one block on each multiprocessor; a block computes a tile, whose size is in the kernel's name. Only
     kernels with exactly one block per tile of the result are known: not those that divide the inner dimension, or keep
@@ -287,7 +287,7 @@ def _wave_count(grid: str, count: int) -> int:
 
 
 def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
-    """Return the waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
+    """Waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
     rows = []
     for name, grid, op, shapes in kernels.select(_KIND).unique(maintain_order=True).iter_rows():
         try:

@@ -93,7 +93,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def unit_samples(trace: Trace) -> pl.DataFrame:
-    """Return the time of each FSDP unit's work in each step.
+    """Time of each FSDP unit's work in each step.
 
     Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, in which any compute of the unit
     ran, and `exposed_communication_ns`, in which its communication ran and no compute of the rank. A unit's work is
@@ -117,7 +117,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def work(trace: Trace) -> pl.DataFrame:
-    """Return the rank's work in the median step by name, saves excluded.
+    """Rank's work in the median step by name, saves excluded.
 
     Columns kind, phase, name, amount; one row per kind, phase and name. For activities (compute, communication, memcpy,
     memset) the amount is time in ns, by activity name; for `flops` the operations of `flops.flops`, by op; for `sent`
@@ -143,7 +143,7 @@ def work(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def save_work(trace: Trace) -> pl.DataFrame:
-    """Return the stages of the rank's median blocking save. Columns as `work`, kind `save`.
+    """Stages of the rank's median blocking save. Columns as `work`, kind `save`.
 
     The amount is in ns, the median over saves; everything saved after one step is one save.
     """
@@ -213,7 +213,7 @@ def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> 
 
 
 def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the activity (its id) that each moment is charged to, -1 for none, and the part as an index of PARTS."""
+    """Activity (its id) that each moment is charged to, -1 for none, and the part as an index of PARTS."""
     owner = np.full(len(at_ns), -1, np.int64)
     part = np.full(len(at_ns), PARTS.index(IDLE), np.int64)
     for lane in lanes:
@@ -226,7 +226,7 @@ def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
 
 
 def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
-    """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
+    """Lanes of a device in the order in which they count: by part, then by time, the longest first."""
     work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
     parts = work.partition_by("part", "lane")
     lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
@@ -259,7 +259,7 @@ def _compute(trace: Trace) -> Spans:
 
 
 def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.NDArray[np.int64]]:
-    """Return the spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
+    """Spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
     if not len(spans):
         return intervals.EMPTY, np.empty(0, np.int64)
     origin_ns = int(spans[:, 0].min())

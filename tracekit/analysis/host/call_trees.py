@@ -51,7 +51,7 @@ def call_tree(
     by_rank: bool = False,
     on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
-    """Return the time of a run by call stack: columns TREE, one row per different stack.
+    """Time of a run by call stack: columns TREE, one row per different stack.
 
     Rows are numbered by node, each after its parent, which is -1 for the outermost frames. Of the host: the self time
     of each slice under those that enclose it, below the kind of its thread. Of the device: the duration of each
@@ -88,7 +88,7 @@ def call_tree(
 
 
 def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataFrame:
-    """Return the host time of a part of a trace by call stack, of one thread or by default of all.
+    """Host time of a part of a trace by call stack, of one thread or by default of all.
 
     Columns WINDOW_TREE, rows as in `call_tree` of the host; `window` is in ns on the clock of the trace. Slices count
     with their part inside the window. longest_id is the id of the op with the longest such part, the first of equal
@@ -153,7 +153,7 @@ def steps(run: Run, *, step: int | None = None, ranks: Sequence[int] | None = No
 
 
 def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
-    """Return the stack of each node of a tree, outermost frame first."""
+    """Stack of each node of a tree, outermost frame first."""
     node_stacks: list[tuple[str, ...]] = []
     for parent, name in tree.select("parent", "name").iter_rows():
         node_stacks.append((*(node_stacks[parent] if parent >= 0 else ()), name))
@@ -161,7 +161,7 @@ def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
 
 
 def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
-    """Return the Python functions that ran while the work in `evidence` was done or launched, the longest first.
+    """Python functions that ran while the work in `evidence` was done or launched, the longest first.
 
     `evidence` has columns start_ns and dur_ns, on the clock of the trace. Columns file, line, function, inside_ns; one
     row per function. The time of a function includes its callees, and it comes before them. No rows where the trace has
@@ -186,7 +186,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
 
 
 def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
-    """Return the innermost function of the program (not of torch) in which a launching thread is at each time.
+    """Innermost function of the program (not of torch) in which a launching thread is at each time.
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
@@ -232,7 +232,7 @@ def _host_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
 
 
 def _host_tree(slices: pl.DataFrame, lanes: pl.DataFrame, counts: _Ints, longest: _Ints | None = None) -> pl.DataFrame:
-    """Return the tree of an ops table, or of a part that has the parents of its rows, below the kinds of threads.
+    """Tree of an ops table, or of a part that has the parents of its rows, below the kinds of threads.
 
     `counts` is 1 for each row that counts. With `longest`, shape (slices,), the tree has a column longest_id.
     """
@@ -281,7 +281,7 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
 
 
 def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """Return the names and parents of several trees below each other. Columns name, parent (the row)."""
+    """Names and parents of several trees below each other. Columns name, parent (the row)."""
     parts, first = [], 0
     for tree in trees:
         parent = pl.when(pl.col("parent") >= 0).then(pl.col("parent") + first).otherwise(-1)
@@ -294,8 +294,8 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
     """Return frames with the same stack as one node: columns node, parent, name and `sums`.
 
     `parent` is the row of the frame around each frame, -1 for none. Deeper frames than MAX_FRAMES count as part of the
-    frame at that depth. Nodes below which all sums are 0 are left out. With
-    `order_by`, a column largest has the row of each node where it is largest, the first of equal ones.
+    frame at that depth. Nodes below which all sums are 0 are left out. With `order_by`, a column largest has the row of
+    each node where it is largest, the first of equal ones.
     """
     texts = names.unique(maintain_order=True)
     codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
@@ -335,7 +335,7 @@ def _totals(parent: _Ints, amounts: _Ints) -> _Ints:
 
 
 def _around(row: Ints, at_ns: Ints, parent: Ints, end_ns: Ints) -> Ints:
-    """Return the innermost slice that still runs at each time: `row` or one around it; -1 for none."""
+    """Innermost slice that still runs at each time: `row` or one around it; -1 for none."""
     for _ in range(_MAX_DEPTH):
         ended = (row >= 0) & (end_ns[np.maximum(row, 0)] <= at_ns)
         if not ended.any():

@@ -72,7 +72,7 @@ BY_FILE_COLUMNS = schema.columns(
 
 @trace_fact
 def host_stalls(trace: Trace) -> pl.DataFrame:
-    """Return the longest gaps in compute that the host causes, with what it did.
+    """Longest gaps in compute that the host causes, with what it did.
 
     So is the time from a device's last work to the end of the last step on the host, in which nothing follows.
 
@@ -121,7 +121,7 @@ def is_first_use() -> pl.Expr:
 
 @trace_fact
 def host_silences(trace: Trace) -> pl.DataFrame:
-    """Return the longest times in which no slice begins or ends on any thread of the process.
+    """Longest times in which no slice begins or ends on any thread of the process.
 
     Columns SILENCE_COLUMNS: name (on a CPU run, of an op that computes all the time; null where there is none); one row
     per silence of 0.5 ms or more, by start. A process whose threads all wait is silent, too.
@@ -144,7 +144,7 @@ def host_silences(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def io_calls(trace: Trace) -> pl.DataFrame:
-    """Return the file system calls of a trace, with the step in whose time on the host each began; by start.
+    """File system calls of a trace, with the step in whose time on the host each began; by start.
 
     Columns IO_COLUMNS; step is null for calls between and outside the recorded steps.
     """
@@ -160,7 +160,7 @@ def io_calls(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def io_calls_of_run(run: Run) -> pl.DataFrame:
-    """Return the file system calls of all ranks, once each: columns rank and IO_COLUMNS, by rank and start.
+    """File system calls of all ranks, once each: columns rank and IO_COLUMNS, by rank and start.
 
     A log covers the whole process, so each window of a rank has the same calls; the step is that of any window.
     """
@@ -170,7 +170,7 @@ def io_calls_of_run(run: Run) -> pl.DataFrame:
 
 
 def io_by_file(run: Run) -> pl.DataFrame:
-    """Return the calls of each rank by kind and file, the longest first. Columns BY_FILE_COLUMNS.
+    """Calls of each rank by kind and file, the longest first. Columns BY_FILE_COLUMNS.
 
     `busy_ns` is the time in which any of the calls ran, `moved_bytes_per_s` the bytes over that time (null for calls
     that move none), `longest_call` the function of the longest call.
@@ -198,7 +198,7 @@ def io_by_file(run: Run) -> pl.DataFrame:
 
 
 def io_during(rows: pl.DataFrame, spans: intervals.Spans) -> pl.DataFrame:
-    """Return the calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
+    """Calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
     overlap_ns = intervals.coverage(intervals.from_table(rows), intervals.union(spans))
     overlapping = rows.with_columns(pl.Series("overlap_ns", overlap_ns, pl.Int64)).filter(pl.col("overlap_ns") > 0)
     return overlapping.sort("overlap_ns", "start_ns", descending=[True, False])
@@ -211,7 +211,7 @@ def io_covered_ns(overlapping: pl.DataFrame, spans: intervals.Spans) -> int:
 
 
 def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
+    """Host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
     by_state = pieces.group_by("gap", "detail").agg(
         pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
     )
@@ -264,7 +264,7 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
 
 
 def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them."""
+    """Pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them."""
     is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
     _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
     host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
@@ -288,7 +288,7 @@ def _shows(trace: Trace, cause: str) -> Flags:
 
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:
-    """Return the name of the shortest slice that covers half of each span."""
+    """Name of the shortest slice that covers half of each span."""
     ops, lengths = trace_columns.spans(trace), trace.ops["dur_ns"].to_numpy()
     long = np.flatnonzero(during & (lengths >= int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())))
     long = long[np.lexsort((trace.ops["id"].to_numpy()[long], lengths[long]))]
@@ -301,7 +301,7 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
 
 
 def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
-    """Return the innermost op that computes during each span; None where there is none, or the device computes."""
+    """Innermost op that computes during each span; None where there is none, or the device computes."""
     if trace.on_device:
         return [None] * len(start_ns)
     ops = trace_columns.spans(trace)

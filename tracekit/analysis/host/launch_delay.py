@@ -62,7 +62,7 @@ QUEUES = schema.table(
 
 @trace_fact
 def host_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the time of compute gaps that the host causes, by its state.
+    """Time of compute gaps that the host causes, by its state.
 
     Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
@@ -109,7 +109,7 @@ class _HostTime:
 
 
 def _by_state(trace: Trace, pieces: pl.DataFrame, rows: Ints) -> _HostTime:
-    """Return the pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
+    """Pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
     _, begins, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
     details = pieces["detail"].fill_null("")[rows]
     _, detail = np.unique(details.hash().to_numpy(), return_inverse=True)
@@ -173,7 +173,7 @@ def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> In
 
 @trace_fact
 def data_waits(trace: Trace) -> pl.DataFrame:
-    """Return the time in which the host loads data, within the device windows of the steps.
+    """Time in which the host loads data, within the device windows of the steps.
 
     The first window begins with the recording: a rank that loads data then is late for its first collective. Columns
     device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
@@ -203,7 +203,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def device_reads(trace: Trace) -> pl.DataFrame:
-    """Return the ops of forward and backward that read a device value onto the host, such as aten::item.
+    """Ops of forward and backward that read a device value onto the host, such as aten::item.
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
@@ -219,7 +219,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def places(trace: Trace) -> pl.DataFrame:
-    """Return the number of each compute activity among those of its name in its step and lane.
+    """Number of each compute activity among those of its name in its step and lane.
 
     Columns name, activity_id, nth (from 0).
     """
@@ -237,7 +237,7 @@ def places(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def exposed_copies(trace: Trace) -> pl.DataFrame:
-    """Return the copies between host and device that are exposed: no compute and no collective runs meanwhile.
+    """Copies between host and device that are exposed: no compute and no collective runs meanwhile.
 
     Columns COPY_COLUMNS: op (the outermost aten op around the launch, else the innermost op), stack (the innermost code
     location of the program around it, where stacks were recorded), direction (TO_DEVICE or TO_HOST), memory (of the
@@ -271,7 +271,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
 
 @trace_fact(table=QUEUES)
 def launch_queues(trace: Trace) -> pl.DataFrame:
-    """Return the launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
+    """Launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
 
     The queue grows by one when a launching call begins and shrinks when the activity starts. Empty on a CPU run.
     """
@@ -292,7 +292,7 @@ def launch_queues(trace: Trace) -> pl.DataFrame:
 
 
 def by_stream(run: Run) -> pl.DataFrame:
-    """Return the launch queues of all ranks for display: columns window, rank and those of QUEUES."""
+    """Launch queues of all ranks for display: columns window, rank and those of QUEUES."""
     return run.table(launch_queues).sort("window", "rank", "device", "stream")
 
 
@@ -318,7 +318,7 @@ def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
 
 
 def _ops_around(trace: Trace, rows: Ints) -> Ints:
-    """Return the row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
+    """Row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
     row = kernels.innermost_op(trace)[rows]
     if trace.ops.is_empty():
         return row

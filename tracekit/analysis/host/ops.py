@@ -58,16 +58,15 @@ def ops(
     *,
     on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
-    """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
+    """Host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
     Columns by, kind, `kernels.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
-    roofline_ratio.
-    self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
-    nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
-    none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices. flops and bytes are
-    those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their rates in 10^12/s
-    while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at least over the
-    time that they took; null where not known. Raises ConfigError on an unknown key or kind.
+    roofline_ratio. self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns
+    counts a slice nested in another of its name twice. device_ns is the time of the activities that the op itself
+    launched; null where none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices.
+    flops and bytes are those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their
+    rates in 10^12/s while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at
+    least over the time that they took; null where not known. Raises ConfigError on an unknown key or kind.
     """
     kernels.require_known("--by", by, KEYS)
     kernels.require_known("--kind", kinds, KINDS)
@@ -131,7 +130,7 @@ def device_times(trace: Trace) -> pl.Series:
 
 
 def rooflines(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
+    """Calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
 
     Columns ROOFLINE_COLUMNS: work_ns (time of their kernels), flops_per_byte (null where memory bandwidth limits the
     operator), roofline_ratio (of `ops`), above_ns (work_ns less what the roofline needs: the most that faster kernels
@@ -152,7 +151,7 @@ def rooflines(run: Run) -> pl.DataFrame:
 
 @trace_fact
 def roofs(trace: Trace) -> pl.DataFrame:
-    """Return the peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
+    """Peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
     device = efficiency.device_of(trace.header)
     if device is None:
         return pl.DataFrame(schema=ROOF_COLUMNS)
@@ -193,7 +192,7 @@ def modules(trace: Trace) -> pl.DataFrame:
 
 
 def by_module(run: Run) -> pl.DataFrame:
-    """Return the modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
+    """Modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
     sums = pl.col(*MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
     calls = pl.col("calls").sum() + pl.when(pl.col("calls").count() > 0).then(0)  # the sum of no values is 0, not null
     summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), calls, sums)
@@ -237,12 +236,12 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
 
 @trace_fact
 def _trace_totals(trace: Trace) -> pl.DataFrame:
-    """Return the trace's total self time. Columns self_ns, on_device; one row."""
+    """Trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})
 
 
 def _own_measures(trace: Trace) -> pl.DataFrame:
-    """Return the measures of each module without those inside it, null for outside: columns module and MEASURES."""
+    """Measures of each module without those inside it, null for outside: columns module and MEASURES."""
     of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(call_paths.op_modules(trace))
     of_activity = trace.activities.select(
         pl.col("id").alias("activity_id"), call_paths.activity_modules(trace), "kind", "dur_ns"
@@ -263,13 +262,13 @@ def _own_measures(trace: Trace) -> pl.DataFrame:
 def _module_values(
     rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
 ) -> pl.DataFrame:
-    """Return the values of a column with their modules: columns module, measure, value."""
+    """Values of a column with their modules: columns module, measure, value."""
     joined = rows.join(modules_of.select(key, "module"), on=key, how="left")
     return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))
 
 
 def _totals(sums: pl.DataFrame) -> pl.DataFrame:
-    """Return the measures of each module with those inside it: columns module, total_…."""
+    """Measures of each module with those inside it: columns module, total_…."""
     in_modules = sums.drop_nulls("module")
     levels = [in_modules, *(in_modules.with_columns(_ancestor(level)) for level in range(1, _max_depth(in_modules)))]
     nested = pl.concat(levels).drop_nulls("module")
@@ -277,7 +276,7 @@ def _totals(sums: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ancestor(levels: int) -> pl.Expr:
-    """Return the path of the module so many levels up; null where there is none."""
+    """Path of the module so many levels up; null where there is none."""
     names = pl.col("module").str.split(_SEPARATOR)
     length = names.list.len().cast(pl.Int64) - levels
     return pl.when(length > 0).then(names.list.head(length).list.join(_SEPARATOR)).alias("module")

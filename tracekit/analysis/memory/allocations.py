@@ -46,7 +46,7 @@ _UNSPLIT_BYTES = 1 << 20
 
 @trace_fact
 def blocks(trace: Trace) -> pl.DataFrame:
-    """Return the blocks that were allocated or freed, each allocation matched with its free by address.
+    """Blocks that were allocated or freed, each allocation matched with its free by address.
 
     Columns BLOCK_COLUMNS: start_event and end_event are rows of the allocations table, op requested it; one row per
     block. The start is null for a block from before the window, the end for one that outlives it. A block that ends
@@ -59,7 +59,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
 
 
 def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
-    """Return the blocks of `events`, rows of the allocations table with their number as the column event.
+    """Blocks of `events`, rows of the allocations table with their number as the column event.
 
     Columns as `blocks` without op, unordered.
     """
@@ -113,7 +113,7 @@ def live(trace: Trace) -> pl.DataFrame:
 
 
 def live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
-    """Return the bytes of these blocks that are allocated after each of `events`, shape (n,).
+    """Bytes of these blocks that are allocated after each of `events`, shape (n,).
 
     A block on the host ends where its address is allocated again, as in `live`.
     """
@@ -129,7 +129,7 @@ def _bytes_until(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
 
 @trace_fact
 def at_peak(trace: Trace) -> pl.DataFrame:
-    """Return the owners of memory at the peak.
+    """Owners of memory at the peak.
 
     Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the forward op whose
     gradient it computes), stack (likewise the innermost code location outside torch; both only with recorded Python
@@ -191,7 +191,7 @@ def churn(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def new_sizes(trace: Trace) -> pl.DataFrame:
-    """Return the allocations of at least 1 MiB whose size no earlier step of the trace allocated.
+    """Allocations of at least 1 MiB whose size no earlier step of the trace allocated.
 
     Columns step, device, start_ns, dur_ns (0), bytes, phase, unit; one row per allocation. Only memory of the trace's
     work; allocations of saves and of the backend inside its collectives are left out, and so is the first step, where

@@ -31,7 +31,7 @@ class SnapshotFile:
 
 
 def files(run: Run) -> tuple[SnapshotFile, ...]:
-    """Return the snapshot files of a run, by window and rank: of a local folder, or next to remote traces.
+    """Snapshot files of a run, by window and rank: of a local folder, or next to remote traces.
 
     Files that cannot be accessed, such as broken links, are returned by `unreadable` instead.
     """
@@ -39,7 +39,7 @@ def files(run: Run) -> tuple[SnapshotFile, ...]:
 
 
 def first_files(run: Run) -> tuple[SnapshotFile, ...]:
-    """Return the first snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
+    """First snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
     first, remaining = [], MAX_TOTAL_BYTES
     for file in files(run):
         remaining -= file.size_bytes
@@ -50,7 +50,7 @@ def first_files(run: Run) -> tuple[SnapshotFile, ...]:
 
 
 def in_folder(folder: Path) -> list[tuple[int, Path]]:
-    """Return the pickles in a folder or one below, each with the rank in its name, or else its place in the list.
+    """Pickles in a folder or one below, each with the rank in its name, or else its place in the list.
 
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
@@ -66,14 +66,14 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
 
 
 def without_traces(path: Path) -> tuple[SnapshotFile, ...]:
-    """Return the snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
+    """Snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
     listed = in_folder(path) if path.is_dir() else [(0, path)]
     states = [(rank, file, file.stat()) for rank, file in listed]
     return tuple(SnapshotFile(rank, 0, str(file), stat.st_size, stat.st_mtime_ns) for rank, file, stat in states)
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:
-    """Return a row of RUN_DATA_QUALITY for each snapshot file that cannot be accessed."""
+    """Row of RUN_DATA_QUALITY for each snapshot file that cannot be accessed."""
     return _scan(run)[1]
 
 

@@ -42,7 +42,7 @@ OWNER_CHANGE_COLUMNS = schema.columns("op count against_count bytes against_byte
 
 @trace_fact
 def over_time(trace: Trace) -> pl.DataFrame:
-    """Return the allocated bytes of each owner over the window.
+    """Allocated bytes of each owner over the window.
 
     Columns OWNER_COLUMNS: owner_kind is phase, unit or op, live_bytes that of all owners; one row per device, kind of
     owner, time and owner. There are at most 600 times, the maximum and minimum of each time span, so that no peak is
@@ -64,7 +64,7 @@ def lifetimes(trace: Trace) -> pl.DataFrame:
 
 
 def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return the table of `over_time` from blocks and live bytes."""
+    """Table of `over_time` from blocks and live bytes."""
     parts = [schema.empty(OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
         # Maximum and minimum of live bytes in each of _SPANS equal time spans, in order.
@@ -86,7 +86,7 @@ def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, .
 
 
 def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
-    """Return the table of `lifetimes` from blocks."""
+    """Table of `lifetimes` from blocks."""
     allocated = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
     size, lived = allocated["bytes"].to_numpy(), allocated["lifetime_ns"].fill_null(0).to_numpy()
     low_bytes, high_bytes = _cell(size, _SIZE_EDGES)
@@ -104,7 +104,7 @@ def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
 
 @trace_fact
 def growth(trace: Trace) -> pl.DataFrame:
-    """Return the growth of allocated memory per step.
+    """Growth of allocated memory per step.
 
     Columns device, source (events: of the allocator in the trace; metrics: the log of every step), steps, first_step,
     last_step, first_bytes, last_bytes, slope_bytes (per step: the median over all pairs of steps), low_bytes and
@@ -195,7 +195,7 @@ def change_by_owner(owners: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
 
 
 def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
-    """Return the edges between which each value lies."""
+    """Edges between which each value lies."""
     place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
     return edges[place], edges[place + 1]
 

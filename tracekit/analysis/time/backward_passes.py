@@ -78,12 +78,12 @@ def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
 @trace_fact
 @memoize
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
-    """Return the collectives that reduce gradients, each with its backward pass.
+    """Collectives that reduce gradients, each with its backward pass.
 
     Columns REDUCTION_COLUMNS (backward_count: passes of the step; updates: compute of optimizers before it, so that
-    equal numbers mean that no optimizer ran in between); one row per collective. These are the all-reduces
-    and reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward
-    reduces activations (tensor parallelism), so that kind is left out.
+    equal numbers mean that no optimizer ran in between); one row per collective. These are the all-reduces and
+    reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward reduces
+    activations (tensor parallelism), so that kind is left out.
     """
     starts = backward_starts(trace)
     if starts.is_empty():
@@ -149,7 +149,7 @@ def regions(trace: Trace) -> pl.DataFrame:
 
 
 def recomputed_activities(trace: Trace) -> pl.DataFrame:
-    """Return the compute that runs again in backward, also of a CPU run.
+    """Compute that runs again in backward, also of a CPU run.
 
     Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
     row per activity. Without columns where there is none.
@@ -190,20 +190,20 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
 
 
 def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> Ints:
-    """Return the row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
+    """Row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
     key, row_key = _places(starts, rows)
     return columns.last_rows(key, starts["launched_ns"].to_numpy(), row_key, at_ns)
 
 
 def _places(*tables: pl.DataFrame) -> list[Ints]:
-    """Return a number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
+    """Number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
     both = pl.concat([table.select("device", "step") for table in tables])
     place = columns.to_ints(both.select(pl.struct("device", "step").rank("dense")).to_series(), 0)
     return np.split(place.astype(np.int64), np.cumsum([table.height for table in tables])[:-1])
 
 
 def _gradients(trace: Trace) -> pl.DataFrame:
-    """Return the all-reduces and reduce-scatters of backward passes, of kinds that are in no other phase."""
+    """All-reduces and reduce-scatters of backward passes, of kinds that are in no other phase."""
     calls = pl.concat([launched_work.collectives(trace, device) for device in breakdown.devices(trace)])
     reduces = pl.col("op").is_in(REDUCING) & trace.in_steps
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
@@ -213,7 +213,7 @@ def _gradients(trace: Trace) -> pl.DataFrame:
 
 
 def _allocated_bytes(region_rows: pl.DataFrame, trace: Trace) -> pl.Series:
-    """Return the bytes allocated and not freed while the host was in each region."""
+    """Bytes allocated and not freed while the host was in each region."""
     span = pl.col("span").fill_null("")
     events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
     if events.is_empty():

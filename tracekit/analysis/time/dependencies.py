@@ -62,7 +62,7 @@ ITEM_COLUMNS = schema.columns(
 
 @trace_fact
 def dependencies(trace: Trace) -> pl.DataFrame:
-    """Return the dependencies of each piece of device work, and of the host calls that wait for device work.
+    """Dependencies of each piece of device work, and of the host calls that wait for device work.
 
     Columns as DEPENDENCIES; one row per wait. Empty on a CPU run. Where a trace has no event waits of streams, they are
     inferred: see `tracekit.analysis.time.dependencies`.
@@ -97,7 +97,7 @@ def dependencies(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def lane_items(trace: Trace) -> pl.DataFrame:
-    """Return the items on each device stream in order: activities, and recorded waits for events.
+    """Items on each device stream in order: activities, and recorded waits for events.
 
     Columns ITEM_COLUMNS: item is a number, ref activities.id or ops.id of the wait call, end_ns of a wait that of the
     call, launched_ns the start of the launching call (else of the item itself), launched_reach_ns the latest
@@ -113,7 +113,7 @@ def lane_items(trace: Trace) -> pl.DataFrame:
 
 
 def _launched_work(trace: Trace) -> pl.DataFrame:
-    """Return the activities of devices by lane and start, with is_wait (false), ref and their launch times."""
+    """Activities of devices by lane and start, with is_wait (false), ref and their launch times."""
     activities, lanes = trace.activities, trace.lanes
     place = rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
     device = at(ids(lanes["device"]), place, -1)
@@ -140,7 +140,7 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def item_waits(trace: Trace) -> pl.DataFrame:
-    """Return the waits between items of different lanes.
+    """Waits between items of different lanes.
 
     Columns waiting, awaited (items), lag_ns, kind, inferred; one row per wait.
     """
@@ -172,7 +172,7 @@ def completion_ns(trace: Trace) -> Ints:
 
 
 def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
-    """Return the items that each host call (ops.id) waited for, from CUDA's synchronization records."""
+    """Items that each host call (ops.id) waited for, from CUDA's synchronization records."""
     if trace.syncs.is_empty():
         return {}
     syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
@@ -192,7 +192,7 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
 
 
 def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
-    """Return the last item launched on each lane before each time; -1 for none."""
+    """Last item launched on each lane before each time; -1 for none."""
     last_item = np.full(len(lane), -1, np.int64)
     lanes, reach, item = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "item"))
     for lane_id in distinct(lane):
@@ -204,7 +204,7 @@ def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
 
 
 def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the inferred event waits of streams. Columns waiting, awaited (items), lag_ns, kind, inferred.
+    """Inferred event waits of streams. Columns waiting, awaited (items), lag_ns, kind, inferred.
 
     Work is classed by name, lane, phase and the kernel before it on its lane. A class waits for the work on another
     lane that was launched last before it (or up to three earlier) if no member started before that work ended, and at
@@ -256,7 +256,7 @@ class _Work:
         return np.bincount(self.code[which], minlength=self.classes)
 
     def launched_before(self, lane: int, back: int) -> Ints:
-        """Return the last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
+        """Last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
         rows = np.flatnonzero(self.lane == lane)
         reach = np.maximum.accumulate(self.launched[rows])
         index = np.searchsorted(reach, self.launched, side="left") - 1 - back
@@ -291,7 +291,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _awaited_lanes(lane: Ints) -> list[int]:
-    """Return the lanes that others may wait for, in their order: those with most work, as each is compared with all."""
+    """Lanes that others may wait for, in their order: those with most work, as each is compared with all."""
     lanes, count = np.unique(lane, return_counts=True)
     return sorted(map(int, lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]]))
 
@@ -331,7 +331,7 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
 
 
 def _classes(device_work: pl.DataFrame) -> Ints:
-    """Return a number for each piece of work, equal for those of one name, lane, phase and kernel before it."""
+    """Number for each piece of work, equal for those of one name, lane, phase and kernel before it."""
     lane = device_work["lane"].to_numpy()
     name, phase = (_codes(device_work[column]) for column in ("name", "phase"))
     before = np.where(np.append(True, lane[1:] != lane[:-1]), -1, np.append(-1, name[:-1]))
@@ -388,7 +388,7 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the waits between collectives of one group on different lanes, in launch order. Columns WAIT_COLUMNS.
+    """Waits between collectives of one group on different lanes, in launch order. Columns WAIT_COLUMNS.
 
     A group whose collectives overlap has none.
     """
@@ -412,7 +412,7 @@ def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
-    """Return the order of starts over all lanes where one queue feeds them; else none. Columns WAIT_COLUMNS.
+    """Order of starts over all lanes where one queue feeds them; else none. Columns WAIT_COLUMNS.
 
     One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
@@ -450,7 +450,7 @@ def _stream_waits(trace: Trace) -> pl.DataFrame:
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
-    """Return the previous item on each item's lane; where work overlaps on one lane, the last that had ended."""
+    """Previous item on each item's lane; where work overlaps on one lane, the last that had ended."""
     lane, start, end = (items[name].to_numpy() for name in ("lane", "start_ns", "end_ns"))
     is_wait = items["is_wait"].to_numpy()
     count = len(items)

@@ -144,7 +144,7 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
 
 
 def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
-    """Return the step in whose device window each moment is."""
+    """Step in whose device window each moment is."""
     windows = trace_columns.windows(trace).filter(pl.col("device") == device)
     spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
     index = pl.Series(sweep_line.running(spans, at_ns), dtype=pl.Int64)
@@ -152,7 +152,7 @@ def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
 
 
 def common_length(lengths_ns: Ints) -> float | None:
-    """Return the length that most stalls have, None if they differ or are few; sums of several slices are left out."""
+    """Length that most stalls have, None if they differ or are few; sums of several slices are left out."""
     if len(lengths_ns) < MIN_STALLS:
         return None
     middle = float(np.median(lengths_ns))
@@ -216,7 +216,7 @@ def kernel_durations(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def long_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the compute kernels that are as long as a stall, on devices with recurring stalls.
+    """Compute kernels that are as long as a stall, on devices with recurring stalls.
 
     Columns KERNEL_COLUMNS; one row per kernel.
     """
@@ -329,7 +329,7 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
 
 
 def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
-    """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
+    """Compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
     stream may run meanwhile, unless that can't slow it as much.
@@ -353,7 +353,7 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
 
 
 def _usual_ns(code: Ints, dur_ns: Ints, slice_ns: float | None) -> Ints:
-    """Return the usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
+    """Usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
 
     That is the median, or the lower quartile where that differs by `slice_ns` or a multiple of it.
     """
@@ -384,7 +384,7 @@ def _other_lanes(work: launched_work.WorkColumns, compute: Ints) -> Spans:
 
 
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the quartiles of the values with the same code, for each value."""
+    """Quartiles of the values with the same code, for each value."""
     if not len(values):
         return values, values, values
     order = np.lexsort((values, code))

@@ -33,7 +33,7 @@ COMPUTE, GAP = "compute", "gap"
 
 @memoize
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the activities of one device by start: columns of `schema.ACTIVITIES`, launched_ns, role, device.
+    """Activities of one device by start: columns of `schema.ACTIVITIES`, launched_ns, role, device.
 
     launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
     op that it is or that issued it; null where unknown. role is its lane's.
@@ -79,7 +79,7 @@ def work_columns(trace: Trace, device: int | None) -> WorkColumns:
 
 
 def on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the rows of a table of the trace's work that are of one device, by its column device."""
+    """Rows of a table of the trace's work that are of one device, by its column device."""
     if breakdown.devices(trace) == (device,):
         return rows
     return rows.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
@@ -111,7 +111,7 @@ def messages(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
+    """Communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
     all_work, moved = work(trace, device), messages(trace)
     calls = columns.where(all_work[_without(all_work, "bytes")], work_columns(trace, device).communicates)
     row = columns.rows_of(moved["id"].to_numpy(), calls["id"].to_numpy())
@@ -124,7 +124,7 @@ def _without(table: pl.DataFrame, column: str) -> list[str]:
 
 @memoize
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
+    """Preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
     Preparation is work launched under the same FSDP span as the collective and before it (evidence span), or work
     directly before it on its communication lane (lane). overlapped_ns is the time in which other lanes computed.
@@ -137,7 +137,7 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
 
 @memoize
 def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
-    """Return an id for each row of a device's `work`, shape (n,); equal for the same work.
+    """Id for each row of a device's `work`, shape (n,); equal for the same work.
 
     Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
     kernels on its lane, two on either side.
@@ -153,7 +153,7 @@ def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint
 
 @memoize
 def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """Return an id for each row of the work, from shapes where the launching op has them, and where it has."""
+    """Id for each row of the work, from shapes where the launching op has them, and where it has."""
     device_work = work(trace, device)
     plain = device_work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
     if trace.ops["shapes"].null_count() == trace.ops.height:
@@ -166,17 +166,17 @@ def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64]
 
 
 def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    """Return an id for each row's place in the program, shape (n,): its name and those of its neighbours."""
+    """Id for each row's place in the program, shape (n,): its name and those of its neighbours."""
     return _in_context(work.select(pl.col("name").hash(seed=0)).to_series().to_numpy(), work)
 
 
 @memoize
 def communication_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of a phase in which no collective runs although more of the phase follow.
+    """Spans of a phase in which no collective runs although more of the phase follow.
 
     Columns COMMUNICATION_COLUMNS: gap (number in the trace), collective_id, name and op of the next collective, which
-    ends the gap; one row per gap. A phase begins with the first activity launched in it;
-    unknown phases and steps count as one each. Collectives of saves end no gap.
+    ends the gap; one row per gap. A phase begins with the first activity launched in it; unknown phases and steps count
+    as one each. Collectives of saves end no gap.
     """
     parts = [_closing_collectives(trace, device) for device in breakdown.devices(trace)]
     return _number_gaps([schema.empty(COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
@@ -184,7 +184,7 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def compute_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of each step's device window without compute.
+    """Spans of each step's device window without compute.
 
     Columns COMPUTE_COLUMNS: gap (number in the trace), step of the window, phase to name of the compute that ends the
     gap (null at the end of the trace); one row per gap.
@@ -197,7 +197,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
 
 
 def step_parts(trace: Trace) -> pl.DataFrame:
-    """Return the time of each step in compute of each name, and in the gaps without compute before each name.
+    """Time of each step in compute of each name, and in the gaps without compute before each name.
 
     Columns PART_COLUMNS; one row per step, device, part (compute or gap) and name, '' for a gap that no compute ends. A
     gap holds the exposed communication, the copies and the idle time before the compute that ends it.
@@ -341,7 +341,7 @@ def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
 
 
 def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the spans of the windows without compute, with the compute that ends each."""
+    """Spans of the windows without compute, with the compute that ends each."""
     device_work, arrays = work(trace, device), work_columns(trace, device)
     rows = np.flatnonzero(arrays.computes)
     busy = intervals.union(arrays.spans[rows])

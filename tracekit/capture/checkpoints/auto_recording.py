@@ -114,7 +114,7 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _folder(library: str) -> Path | None:
-    """Return the folder to record a call on this thread into; None where it is not recorded."""
+    """Folder to record a call on this thread into; None where it is not recorded."""
     try:
         # A save inside another save is part of it.
         if operation.current() is not None:

@@ -301,7 +301,7 @@ def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
 
 
 def current_background_save() -> BackgroundSave | None:
-    """Return the asynchronous save that the calling thread works for."""
+    """Asynchronous save that the calling thread works for."""
     save: BackgroundSave | None = getattr(_here, "background", None)
     return save
 
@@ -317,7 +317,7 @@ def in_daemon() -> bool:
 
 
 def tensor_bytes(value: Any, limit_bytes: int | None = None, limit_items: int = 1 << 20) -> int:
-    """Return the bytes of the tensors in nested dicts, lists, tuples and modules, counting this process's parts only.
+    """Bytes of the tensors in nested dicts, lists, tuples and modules, counting this process's parts only.
 
     Stops at `limit_bytes`, or after `limit_items` items.
     """

@@ -37,7 +37,7 @@ class Counters:
     storage_read_bytes: int | None
 
     def until(self, later: "Counters") -> Change:
-        """Return the fields of the log: levels before and after, and the increase of the counters."""
+        """Fields of the log: levels before and after, and the increase of the counters."""
         levels = {
             "dirty_before_bytes": self.dirty_bytes,
             "dirty_after_bytes": later.dirty_bytes,
@@ -105,7 +105,7 @@ class WrittenFiles:
         self._unidentified = 0
 
     def open(self, stream: Any) -> File:
-        """Return the file behind a stream that was opened to write."""
+        """File behind a stream that was opened to write."""
         try:
             key = _key(stream.fileno())
         except (AttributeError, OSError, ValueError):

@@ -192,7 +192,7 @@ class Operation:
 
     @property
     def start_ns(self) -> int:
-        """Return the Unix time at which it began."""
+        """Unix time at which it began."""
         return self._clock.first_ns[self.kind.first_stage]
 
     def on_log_event(self, function: str, event: str) -> None:
@@ -236,7 +236,7 @@ class Operation:
         self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
     def thread_clock(self) -> StageClock:
-        """Return the clock of the calling thread, which takes part in this operation from now on."""
+        """Clock of the calling thread, which takes part in this operation from now on."""
         thread = threading.get_ident()
         if thread == self._thread and self._clock.stage != AT_WORK:
             return self._clock
@@ -254,15 +254,15 @@ class Operation:
             self._counts.add(conventions.TOTAL, size_bytes, files, calls)
 
     def counted_bytes(self, stage: str) -> int | None:
-        """Return the bytes that `stage` has moved so far; None where not known."""
+        """Bytes that `stage` has moved so far; None where not known."""
         return self._counts.of(stage)["bytes"]
 
     def counted_files(self, stage: str) -> int | None:
-        """Return the files of `stage` so far; None where not known."""
+        """Files of `stage` so far; None where not known."""
         return self._counts.of(stage)["files"]
 
     def rows(self) -> list[Row]:
-        """Return a row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
+        """Row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
         times = self._times()
         return [
             {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
@@ -330,7 +330,7 @@ def running(operation: Operation) -> Iterator[None]:
 
 
 def current() -> Operation | None:
-    """Return the operation that the calling thread runs or takes part in; None if there is none."""
+    """Operation that the calling thread runs or takes part in; None if there is none."""
     of_thread: Operation | None = getattr(_here, "operation", None)
     if of_thread is not None or not _running:
         return of_thread
@@ -351,7 +351,7 @@ def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def span(stage: str = "") -> contextlib.AbstractContextManager[Any]:
-    """Return the span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
+    """Span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
 
     A span takes tens of microseconds and releases the GIL, for which a saving thread may be waiting.
     """

@@ -36,7 +36,7 @@ class Entry:
     thread: int | None = field(default_factory=threading.get_native_id)
 
     def on_worker(self, worker: str) -> "Entry":
-        """Return the entry for the calling thread, which is a `worker`."""
+        """Entry for the calling thread, which is a `worker`."""
         return replace(self, worker=worker, thread=threading.get_native_id())
 
     def line(self, stage: str, start_ns: int, dur_ns: int, *, blocking: bool, **more: Any) -> Row:
@@ -45,7 +45,7 @@ class Entry:
         return self.lines([row], blocking=blocking)[0]
 
     def lines(self, rows: list[Row], *, blocking: bool) -> list[Row]:
-        """Return the lines of an operation's rows."""
+        """Lines of an operation's rows."""
         operation = {"checkpoint": self.checkpoint, "operation": self.operation, "step": self.step}
         caller = {"rank": self.rank, "call": self.call, "worker": self.worker}
         ids = {"process": os.getpid(), "thread": self.thread}
@@ -68,7 +68,7 @@ class RunContext:
     step: Callable[[], int | None]
 
     def entry(self, folder: Path, operation: str, call: str, path: str | None) -> Entry:
-        """Return the entry of an operation on `path` that the calling thread begins."""
+        """Entry of an operation on `path` that the calling thread begins."""
         is_main = threading.get_ident() == threading.main_thread().ident
         return Entry(
             folder=folder,
@@ -247,7 +247,7 @@ def patch_for_all(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
 
 def with_counters(row: Row, durable: bool | None, before: Counters, after: Counters) -> Row:
-    """Return an operation's total row with durability and counters added."""
+    """Operation's total row with durability and counters added."""
     return {**row, "durable": durable, **before.until(after)}
 
 
@@ -258,10 +258,10 @@ _uses_lock = threading.Lock()
 
 
 def checkpoint_name(path: str | None, operation: str) -> str:
-    """Return a name for what is saved or loaded at `path`, the same on every rank.
+    """Name for what is saved or loaded at `path`, the same on every rank.
 
-    It is the last two parts of the path, since checkpoints often contain files of the same name. A repeated name gets
-    a number: ``run/latest``, then ``run/latest#2``.
+    It is the last two parts of the path, since checkpoints often contain files of the same name. A repeated name gets a
+    number: ``run/latest``, then ``run/latest#2``.
     """
     parts = [part for part in re.split(r"[/\\]+", path or "") if part not in ("", ".")]
     name = "/".join(parts[-2:]) or "memory"

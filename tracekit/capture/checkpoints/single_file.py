@@ -184,7 +184,7 @@ def _path(target: Any) -> str | None:
 
 
 def _size_bytes(target: Any) -> int | None:
-    """Return the size of a file or memory buffer; None for anything else, or a missing file."""
+    """Size of a file or memory buffer; None for anything else, or a missing file."""
     if type(target) is io.BytesIO:
         return target.getbuffer().nbytes
     try:

@@ -41,12 +41,12 @@ class MessageLog:
             setattr(group, name, self._observe(getattr(group, name), op))
 
     def progress(self) -> tuple[int, int]:
-        """Return the number of calls made, and that of the last ones which are complete."""
+        """Number of calls made, and that of the last ones which are complete."""
         calls = list(self._calls)
         return sum(self._numbers.values()), sum(_is_complete(call) for call in calls)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the calls as entries of a flight recorder."""
+        """Calls as entries of a flight recorder."""
         return [_entry(call) for call in list(self._calls)]
 
     def _observe(self, method: Callable[..., Any], op: str) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def _entry(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stack() -> list[dict[str, Any]]:
-    """Return the callers of the observed method, innermost first."""
+    """Callers of the observed method, innermost first."""
     frames: list[dict[str, Any]] = []
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and len(frames) < _MAX_FRAMES:
@@ -155,7 +155,7 @@ def is_available() -> bool:
 
 
 def progress(messages: MessageLog) -> str:
-    """Return a text that changes whenever a call is made or completes. It costs about 0.1 ms."""
+    """Text that changes whenever a call is made or completes. It costs about 0.1 ms."""
     texts = []
     for name in _NAMES:
         as_json = getattr(torch._C._distributed_c10d, f"{name}_json", None)
@@ -166,7 +166,7 @@ def progress(messages: MessageLog) -> str:
 
 
 def dump(messages: MessageLog, *, most_entries: int | None = None) -> dict[str, Any]:
-    """Return the flight recorder's dump in torch's format, with stacks; of its entries the last ones, if limited."""
+    """Flight recorder's dump in torch's format, with stacks; of its entries the last ones, if limited."""
     with _without_inductor():
         dumps = [call() for name in _NAMES if (call := getattr(torch._C._distributed_c10d, name, None))]
     recorders = [pickle.loads(data) for data in dumps]  # noqa: S301 of this very process
@@ -248,7 +248,7 @@ def _observe(method: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 
 def _in_call_code() -> CodeType:
-    """Return the code that all observed methods share."""
+    """Code that all observed methods share."""
     return next(const for const in _observe.__code__.co_consts if isinstance(const, CodeType))
 
 
@@ -292,7 +292,7 @@ def _add_call(values: dict[str, Any], entries: list[dict[str, Any]]) -> None:
 
 
 def _call_name(op: str, rank: int, args: Iterable[Any]) -> str:
-    """Return the operation; of a send or receive, with its ranks in the group."""
+    """Operation; of a send or receive, with its ranks in the group."""
     if op not in _MESSAGES:
         return op
     values = tuple(args)

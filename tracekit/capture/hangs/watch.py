@@ -240,7 +240,7 @@ class HangWatch:
             self._reason = reason
 
     def _dead_ranks(self) -> list[int]:
-        """Return the ranks of this host that began to be watched and whose processes do not exist any more."""
+        """Ranks of this host that began to be watched and whose processes do not exist any more."""
         dead = []
         assert self._folder is not None
         for path in self._folder.glob(f"rank*{conventions.STACKS_SUFFIX}"):
@@ -257,12 +257,12 @@ class HangWatch:
 
 
 def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:
-    """Return the thread that raised, as far as it is known."""
+    """Thread that raised, as far as it is known."""
     return [{"name": threading.current_thread().name, "is_main": True, "frames": frames}] if frames else []
 
 
 def _process(pid: "int | None" = None) -> dict[str, Any]:
-    """Return the identity of a process of this host: a process id is used again after its process has ended."""
+    """Identity of a process of this host: a process id is used again after its process has ended."""
     pid = os.getpid() if pid is None else pid
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -244,7 +244,7 @@ def _has_bucket(url: str) -> bool:
 
 
 def _name() -> str:
-    """Return a name that one job's launchers on several nodes share, if a scheduler provides a job id."""
+    """Name that one job's launchers on several nodes share, if a scheduler provides a job id."""
     job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
     if job is not None:
         return "job-" + re.sub(r"[^\w.-]+", "-", job)

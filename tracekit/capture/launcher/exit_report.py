@@ -51,7 +51,7 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
 
 
 def read_notes(folder: Path) -> tuple[list[Note], int]:
-    """Return the notes of a command's recorded processes, and how many reported that they could not begin."""
+    """Notes of a command's recorded processes, and how many reported that they could not begin."""
     notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def _training(staging: Path) -> str:
 
 
 def _uploaded_to(staging: Path, settings: Settings) -> str:
-    """Return the URL that a staging folder was uploaded to."""
+    """URL that a staging folder was uploaded to."""
     try:
         return uploader.target_file(staging).read_text(encoding="utf-8")
     except OSError:  # nothing was uploaded
@@ -164,7 +164,7 @@ def _traced_ranks(run: "Path | str", ranks: Iterable[int]) -> list[int]:
 
 
 def _uploaded_names(url: str) -> set[str]:
-    """Return the names of the files in the run at a URL, without folders; none if it cannot be listed."""
+    """Names of the files in the run at a URL, without folders; none if it cannot be listed."""
     try:
         system, path = object_storage.connect(url)
         paths = object_storage.call_with_retries(url, lambda: system.find(path))

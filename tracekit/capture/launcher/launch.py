@@ -66,12 +66,12 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
 
 
 def new_name() -> str:
-    """Return a unique name for one start of a command."""
+    """Unique name for one start of a command."""
     return uuid.uuid4().hex[:12]
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Return the environment in which each Python records itself as `settings` say."""
+    """Environment in which each Python records itself as `settings` say."""
     path = os.environ.get("PYTHONPATH")
     return {
         **(recorder_variables(settings) if settings.hang_timeout_s is not None else {}),
@@ -82,7 +82,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def recorder_variables(settings: Settings) -> dict[str, str]:
-    """Return the variables of torch's flight recorder; those that the user has set come first.
+    """Variables of torch's flight recorder; those that the user has set come first.
 
     The recorder of NCCL also writes a dump itself, when its own timeout ends a collective.
     """
@@ -138,7 +138,7 @@ def _folders(settings: Settings) -> Iterator[Settings]:
 
 
 def _resolve(command: list[str]) -> list[str]:
-    """Return the command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
+    """Command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):
         return [sys.executable, *command]
