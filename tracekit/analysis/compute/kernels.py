@@ -62,11 +62,7 @@ def recorded_ops(trace: Trace) -> list[pl.Series]:
 
 
 def kernels(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    *,
-    ops: OpColumns = recorded_ops,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), *, ops: OpColumns = recorded_ops, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
     """Activities of a run summed by kind and `by` (of KEYS), most total time first.
 
@@ -86,11 +82,7 @@ def kernels(
 
 
 def with_launch_delays(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    *,
-    ops: OpColumns = recorded_ops,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), *, ops: OpColumns = recorded_ops, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
     """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
     require_known("--by", by, KEYS)

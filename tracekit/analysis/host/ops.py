@@ -52,11 +52,7 @@ OUTSIDE = "outside modules"
 
 
 def ops(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    kinds: Sequence[str] = ("cpu_op",),
-    *,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), kinds: Sequence[str] = ("cpu_op",), *, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
     """Host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
