@@ -68,10 +68,11 @@ def parts(run: Run) -> pl.DataFrame:
     if lines.is_empty():
         return schema.empty(COLUMNS)
     clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
+    counts = pl.col("bytes", "files", "calls", "run_delay_ns")
     works = (
         lines.filter(pl.col("stage") != conventions.COMPLETE)
         .group_by("save", clock, "rank", "stage", maintain_order=True)
-        .agg(pl.col("dur_ns").sum(), *(_known_sum(name) for name in ("bytes", "files", "calls", "run_delay_ns")))
+        .agg(pl.col("dur_ns").sum(), pl.when(counts.is_not_null().any()).then(counts.sum()))
     )
     rows = [
         {"save": save, "clock": clock} | part
@@ -88,10 +89,6 @@ def dominant(run: Run) -> pl.DataFrame:
     """Dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
     largest = run.table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
-
-
-def _known_sum(name: str) -> pl.Expr:
-    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
 def _parts(stages: pl.DataFrame) -> Iterator[dict[str, Any]]:

@@ -112,7 +112,7 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
 def op_modules(trace: Trace) -> pl.Series:
     """Return, for each row of the trace's ops, the path of its module, such as ``Transformer.layers.0.attention``.
 
-    Modules are those of the spans that `record --modules` opens, else of the profiler's frames (``nn.Module: Linear_3``),
+    Modules are those of the spans that `record --modules` opens, else of the profiler's frames (``nn.Module: Linear``),
     whose path is that of the modules around it, else FSDP's units. A slice belongs to the innermost one around it; a
     backward op to that of the forward op whose gradient it computes. Null outside modules.
     """

@@ -81,10 +81,16 @@ def compared_calls(run: Run) -> pl.DataFrame:
     there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged (whether there
     is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row per call.
     """
-    transfers = _with_transfer(run)
-    if transfers.is_empty():
+    call_key, key = ["window", "rank", "activity_id"], ["window", "instance"]
+    instances = run.table(collective_instances.waits).select(*call_key, "instance").unique(call_key)
+    rank_calls = run.table(calls).join(instances, on=call_key, how="left", maintain_order="left")
+    if rank_calls.is_empty():
         return schema.empty(COLUMNS)
-    key = ["window", "instance"]
+    # A call known on one rank only is its own instance.
+    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
+    is_whole = (pl.len().over(key) >= pl.col("group_size")).fill_null(value=False)
+    transfers = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
+    transfers = transfers.with_columns(is_whole.alias("whole"))
     last_calls = transfers.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
     facts = _compare_instances(last_calls).rename({"dur_ns": "transfer_ns"})
     joined = transfers.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
@@ -251,18 +257,6 @@ def costliest_calls(run: Run) -> pl.DataFrame:
 
 
 _CASES = ("alone", "concurrent")
-
-
-def _with_transfer(run: Run) -> pl.DataFrame:
-    """Calls of all ranks with their instance; a call known on one rank only is its own instance."""
-    key = ["window", "rank", "activity_id"]
-    instances = run.table(collective_instances.waits).select(*key, "instance").unique(key)
-    rank_calls = run.table(calls).join(instances, on=key, how="left", maintain_order="left")
-    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
-    together = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
-    return together.with_columns(
-        (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
-    )
 
 
 def _others(device: contention.DeviceWork, rows: Ints) -> Ints:

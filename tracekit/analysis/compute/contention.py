@@ -368,7 +368,14 @@ def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
 def _work_on_device(trace: Trace, device: int) -> DeviceWork:
     work = launched_work.work(trace, device)
     spans = intervals.from_table(work)
-    kind = _kinds(trace, device)
+    arrays = launched_work.work_columns(trace, device)
+    kind = np.where(arrays.computes, KINDS.index(COMPUTE), KINDS.index(COPY)).astype(np.int64)
+    kind[arrays.communicates] = KINDS.index(COMMUNICATION)
+    if arrays.computes.any():
+        computing_ns = np.bincount(arrays.lane[arrays.computes], (spans[:, 1] - spans[:, 0])[arrays.computes])
+        small = (work["role"] == "communication").to_numpy()
+        small |= np.isin(arrays.id, launched_work.preparation(trace, device)["id"].to_numpy())
+        kind[arrays.computes & (arrays.lane != int(np.argmax(computing_ns))) & small] = KINDS.index(PREPARATION)
     # Time in which each kind overlapped each span; of its own kind, only other lanes count.
     concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
     for code in distinct(kind):
@@ -388,19 +395,6 @@ def _work_on_device(trace: Trace, device: int) -> DeviceWork:
         concurrent_ns,
         launched_work.kernel_ids(trace, device),
     )
-
-
-def _kinds(trace: Trace, device: int) -> Ints:
-    work = launched_work.work_columns(trace, device)
-    kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
-    kind[work.communicates] = KINDS.index(COMMUNICATION)
-    if work.computes.any():
-        dur = work.spans[:, 1] - work.spans[:, 0]
-        main = int(np.argmax(np.bincount(work.lane[work.computes], weights=dur[work.computes])))
-        small = (launched_work.work(trace, device)["role"] == "communication").to_numpy()
-        small |= np.isin(work.id, launched_work.preparation(trace, device)["id"].to_numpy())
-        kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
-    return kind.astype(np.int64)
 
 
 def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:

@@ -108,7 +108,10 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
         return schema.empty(COUNTED_COLUMNS)
     calls = calls.hstack([_list_dtypes(trace, calls)])
     is_known = pl.col("flops").is_not_null() | pl.col("bytes").is_not_null()
-    calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).pipe(_outermost)
+    calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).sort("id")
+    # Slices of a thread are sorted by start, outer ones first.
+    reached_ns = (pl.col("start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("lane")
+    calls = calls.filter((pl.col("start_ns") >= reached_ns).fill_null(value=True))
     is_repeated = np.isin(calls["id"].to_numpy(), _recomputed_ids(trace, calls["id"]).to_numpy())
     return schema.select(calls.with_columns(pl.Series("is_recomputed", is_repeated)), COUNTED_COLUMNS)
 
@@ -219,14 +222,6 @@ def unknown_part(name: str) -> str | None:
 def has_tile_only(name: str) -> bool:
     """Return whether a name is that of a library's matrix product, of which it states the tile only."""
     return bool(_TILED.search(name)) and product(name) is None
-
-
-def _outermost(calls: pl.DataFrame) -> pl.DataFrame:
-    """Calls that are in no other of them."""
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    reached_ns = end_ns.cum_max().shift(1).over("lane")
-    # Slices of a thread are sorted by start, outer ones first.
-    return calls.sort("id").filter((pl.col("start_ns") >= reached_ns).fill_null(value=True))
 
 
 def _work(calls: pl.DataFrame) -> pl.DataFrame:

@@ -241,9 +241,14 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     of the result, fewer_… (the most of them that take one wave less; 0 where none do), more_… (the most that take no
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
-    count = _multiprocessors(trace.header)
-    if count is None or not _has_few_waves(trace, count) or flops.counted_calls(trace).is_empty():
-        return schema.empty(WAVE_COLUMNS)  # without counted calls there is no roofline
+    counts = [device.get("numSms") for device in environment.devices(trace.header)]
+    count = counts[0] if counts and all(number == counts[0] for number in counts) else None
+    if type(count) is not int or not 0 < count < 1 << 31:
+        return schema.empty(WAVE_COLUMNS)
+    kinds = trace.activities[["name", "grid"]].unique().drop_nulls("grid").iter_rows()
+    has_few_waves = any(1 < _wave_count(grid, count) <= _MAX_WAVES for name, grid in kinds if _TILE.search(name))
+    if not has_few_waves or flops.counted_calls(trace).is_empty():  # without counted calls there is no roofline
+        return schema.empty(WAVE_COLUMNS)
     kernels = with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= MIN_NS, pl.col("grid").is_not_null()
     )
@@ -274,12 +279,6 @@ class _Waves(NamedTuple):
     columns: int
     fewer_columns: int
     more_columns: int
-
-
-def _has_few_waves(trace: Trace, count: int) -> bool:
-    """Return whether a kernel whose name has a tile runs in two to four waves: the work of products costs much more."""
-    kinds = trace.activities[["name", "grid"]].unique().drop_nulls("grid")
-    return any(1 < _wave_count(grid, count) <= _MAX_WAVES for name, grid in kinds.iter_rows() if _TILE.search(name))
 
 
 def _wave_count(grid: str, count: int) -> int:
@@ -320,10 +319,3 @@ def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: i
                 columns, fewer // (down * batches) * wide, more // (down * batches) * wide,
             )  # fmt: skip
     return None
-
-
-def _multiprocessors(header: Mapping[str, Any]) -> int | None:
-    """Count the multiprocessors of each device of a header; None where it does not say, or they differ."""
-    counts = [device.get("numSms") for device in environment.devices(header)]
-    count = counts[0] if counts and all(number == counts[0] for number in counts) else None
-    return count if type(count) is int and 0 < count < 1 << 31 else None

@@ -83,8 +83,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     place and nth are then those of the first compute of the last step); one row per gap of MIN_STALL_NS or more, by
     start.
     """
-    pieces = _long_gaps(compute_gap_causes.compute_gap_causes(trace))
-    stalls = pl.concat([_stalls(trace, pieces), *_after_last_work(trace)])
+    stalls = pl.concat([_stalls(trace), *_after_last_work(trace)])
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
@@ -210,8 +209,14 @@ def io_covered_ns(overlapping: pl.DataFrame, spans: intervals.Spans) -> int:
     return int(np.sum(intervals.coverage(intervals.union(spans), ran)))
 
 
-def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
+def _stalls(trace: Trace) -> pl.DataFrame:
     """Host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
+    # The pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them.
+    pieces = compute_gap_causes.compute_gap_causes(trace)
+    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
+    _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
+    host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
+    pieces = pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
     by_state = pieces.group_by("gap", "detail").agg(
         pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
     )
@@ -261,14 +266,6 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         )
         name, nth = first.select("name_of", "nth").row(0) if first.height else (None, None)
         yield pl.DataFrame([row | {"place": name, "nth": nth, "is_last": True}], schema=_STALL_COLUMNS)
-
-
-def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them."""
-    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
-    _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
-    host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
-    return pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
 
 
 def _shows(trace: Trace, cause: str) -> Flags:

@@ -255,12 +255,15 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     activities, op = trace.activities[copies], _ops_around(trace, copies)
     op_id = columns.to_ints(columns.values_at(trace.ops["id"], op), -1)
     issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.to_ints(activities["launch_id"], -1)), "op_id")
+    memory = np.full(len(copies), None, object)  # the name may not state it (AMD, managed memory)
+    for pattern, kind in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
+        memory[trace_columns.is_activity_named(trace, pattern)[copies]] = kind
     added = [
         issuers,
         columns.with_nulls(device, "device"),
         columns.values_at(trace.ops["name"], op).alias("op"),
         pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
-        _memory(trace, copies),
+        pl.Series("memory", memory, pl.String),
         pl.Series("exposed_ns", exposed_ns),
     ]
     located = activities.hstack(added).join(
@@ -294,15 +297,6 @@ def launch_queues(trace: Trace) -> pl.DataFrame:
 def by_stream(run: Run) -> pl.DataFrame:
     """Launch queues of all ranks for display: columns window, rank and those of QUEUES."""
     return run.table(launch_queues).sort("window", "rank", "device", "stream")
-
-
-def _memory(trace: Trace, copies: Ints) -> pl.Series:
-    """Kind of host memory that each copy reads or writes; null where its name has none (AMD, managed memory)."""
-    kind = pl.lit(None, pl.String)
-    for pattern, memory in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
-        is_named = pl.Series(trace_columns.is_activity_named(trace, pattern)[copies])
-        kind = pl.when(pl.lit(is_named)).then(pl.lit(memory)).otherwise(kind)
-    return pl.select(kind.alias("memory")).to_series()
 
 
 def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:

@@ -1,7 +1,6 @@
 """Allocated bytes over time by owner, their growth from step to step, and block lifetimes by size."""
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,6 @@ GROWTH_COLUMNS = {
 LEAST_STEPS = 5
 _MOST_STEPS = 1500  # 1.1 million pairs
 _DEVIATIONS = 2.5758293  # 99%
-_EVENTS, _METRICS = "events", "metrics"
 
 _UNATTRIBUTED = "(allocated earlier, or without a stack)"
 CATEGORY_CHANGE_COLUMNS = schema.columns("category bytes against_bytes change_bytes", category=pl.String)
@@ -115,30 +113,20 @@ def growth(trace: Trace) -> pl.DataFrame:
     unfreed allocations inside collectives, and unfreed blocks of a size of which another was allocated again at the
     same address without a free in between.
     """
-    series = [*_from_events(trace), *_from_log(trace)]
+    series: list[tuple[int | None, str, pl.Series, pl.Series]] = []
+    if trace.allocations.height:
+        usage = allocations.live(trace).filter(allocations.of_training(trace))
+        usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
+        ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
+        for (device,), part in ends.group_by("device", maintain_order=True):
+            series.append((device, "events", part["step"], part["live_bytes"]))
+    if trace.metrics.height:
+        logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step").slice(1)
+        series.append((None, "metrics", logged["step"], logged["value"].cast(pl.Int64)))
     rows = [
         (device, source, *_slope(steps, used)) for device, source, steps, used in series if len(steps) >= LEAST_STEPS
     ]
     return pl.DataFrame(rows, schema=GROWTH_COLUMNS, orient="row")
-
-
-def _from_events(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
-    """Yield each device with the bytes that are allocated at the end of each step, by the allocator's events."""
-    if trace.allocations.is_empty():
-        return
-    usage = allocations.live(trace).filter(allocations.of_training(trace))
-    usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
-    ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
-    for (device,), part in ends.group_by("device", maintain_order=True):
-        yield device, _EVENTS, part["step"], part["live_bytes"]
-
-
-def _from_log(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
-    """Yield the bytes that are allocated at the end of each step but the first, by the metrics log."""
-    if trace.metrics.is_empty():
-        return
-    logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step").slice(1)
-    yield None, _METRICS, logged["step"], logged["value"].cast(pl.Int64)
 
 
 def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:

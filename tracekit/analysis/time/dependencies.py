@@ -269,7 +269,9 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
     waiting: list[Ints] = []
     awaited: list[Ints] = []
     explained = np.zeros(len(work.item), bool)
-    for lane in _awaited_lanes(work.lane):
+    # Others may wait for the lanes with most work, as each is compared with all.
+    lanes, count = np.unique(work.lane, return_counts=True)
+    for lane in sorted(map(int, lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]])):
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
@@ -277,8 +279,8 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             is_pair = (on >= 0) & ~(work.carries & work.carries[on])
             done = is_pair & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= work.near)
-            count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
-            waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
+            pair_count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
+            waits = open_ & (pair_count > 0) & (broken <= _BROKEN * pair_count) & (bound >= _BINDING)
             if lane == main and back == 0:
                 waits |= open_ & (work.count(work.reduces & is_pair) > 0) & (broken == 0)
             rows = np.flatnonzero(done & waits[work.code])
@@ -288,12 +290,6 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             open_ &= ~waits
     late_items, after = _right_after(work, work.late_alone & ~explained)
     return _waits(np.concatenate((*waiting, late_items)), np.concatenate((*awaited, after)), "event")
-
-
-def _awaited_lanes(lane: Ints) -> list[int]:
-    """Lanes that others may wait for, in their order: those with most work, as each is compared with all."""
-    lanes, count = np.unique(lane, return_counts=True)
-    return sorted(map(int, lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]]))
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
@@ -432,17 +428,12 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _device_lanes(trace: Trace) -> pl.DataFrame:
-    return trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
-
-
 def _stream_waits(trace: Trace) -> pl.DataFrame:
     if trace.syncs.is_empty():
         return pl.DataFrame()
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
-    lane_waits = waits.select("device", "stream", pl.col("call_id").alias("ref")).join(
-        _device_lanes(trace), on=["device", "stream"]
-    )
+    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
+    lane_waits = waits.select("device", "stream", ref="call_id").join(lanes, on=["device", "stream"])
     row = rows_of(trace.ops["id"].to_numpy(), lane_waits["ref"].to_numpy())
     lane_waits, called_ns = where(lane_waits, row >= 0), pl.Series(trace.ops["start_ns"].to_numpy()[row[row >= 0]])
     times = dict.fromkeys(("start_ns", "end_ns", "launched_ns", "launched_reach_ns"), called_ns)
