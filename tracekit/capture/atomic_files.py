@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are complete, and folders that one training claims."""
+"""Files of a run: complete when they get their final name, in a folder that one training claims, merged from parts."""
 
 import contextlib
 import errno

@@ -25,7 +25,6 @@ from tracekit.capture.step_inference import StepCounter
 from tracekit.conventions import object_storage
 
 if TYPE_CHECKING:
-    from tracekit.capture.metrics import PendingScalar
     from tracekit.capture.recorder import Recorder
     from tracekit.capture.uploader import RunUpload
 
@@ -222,7 +221,11 @@ class AutoRecorder:
             return
         metrics: dict[str, Any] = {}
         if self._losses:
-            metrics["loss"] = _sum(self._losses)
+            from tracekit.capture.metrics import PendingScalar
+
+            # The tensors that backward was called on; their sum is copied from the device.
+            losses = [loss.reshape(()) for loss in self._losses]
+            metrics["loss"] = PendingScalar(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         if self._skipped:
             metrics["skipped"] = 1
         self._losses, self._skipped = [], False
@@ -354,13 +357,6 @@ def training_name(settings: launch_settings.Settings) -> str:
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
             return settings.launch
     return new_name
-
-
-def _sum(losses: list[Any]) -> "PendingScalar":
-    """Sum of one step's losses, the tensors that backward was called on, as it is copied from the device."""
-    from tracekit.capture.metrics import PendingScalar
-
-    return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())
 
 
 def _wrap(

@@ -73,7 +73,10 @@ class MetricsLog:
 
     def collect(self) -> None:
         """Collect earlier rows whose numbers are available. Functions among these may wait for the device."""
-        while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
+        while self._pending:
+            is_ready = all(value.ready for value in self._pending[0].values() if isinstance(value, Pending))
+            if not is_ready and len(self._pending) <= _MOST_PENDING:
+                return
             self._collect_oldest()
 
     def add(self, row: Mapping[str, Number]) -> None:
@@ -118,7 +121,6 @@ def allocator_counters() -> dict[str, int]:
 
 _PEAKS = {conventions.ALLOCATED_METRIC: "allocated", conventions.RESERVED_METRIC: "reserved"}
 
-
 _COUNTERS = {
     conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
     conventions.DEVICE_FREE_METRIC: "num_device_free",
@@ -159,15 +161,11 @@ class StepTimer:
             pending = Pending(None, lambda: took_ns)
         else:
             pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
-        self._note(pending)
-        self.latest_ns = self.latest_ns or took_ns
-        return pending
-
-    def _note(self, time_ns: Pending) -> None:
-        """Note a step's time, and read the earlier ones that are known by now."""
-        self._measured.append(time_ns)
+        self._measured.append(pending)
         while self._measured and self._measured[0].ready:
             self.latest_ns = int(self._measured.popleft().value())
+        self.latest_ns = self.latest_ns or took_ns
+        return pending
 
     def _event(self) -> torch.cuda.Event | None:
         """Record an event; None on the CPU, before the training uses the GPU, and where the GPU has failed."""
@@ -179,10 +177,6 @@ class StepTimer:
         except RuntimeError:  # the training's own next call raises it
             return None
         return event
-
-
-def _is_ready(row: Mapping[str, Number]) -> bool:
-    return all(value.ready for value in row.values() if isinstance(value, Pending))
 
 
 def _number(value: Number) -> float | None:

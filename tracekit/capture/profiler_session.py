@@ -149,7 +149,6 @@ class _ForeignProfiler:
 
 _foreign = _ForeignProfiler()
 
-
 _own = threading.local()
 
 

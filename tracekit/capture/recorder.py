@@ -239,7 +239,9 @@ class Recorder:
         self._profiler.end(self._step)
         self._step += 1
         if not last:
-            self._poll_requests()
+            if self._requests is not None and self._profiler.idle:
+                with self._guard("a requested window is not recorded"):
+                    self._requests.poll(self._step, self._timer.latest_ns)
             self._profiler.begin(self._step)
         self._begin_step()
 
@@ -264,11 +266,6 @@ class Recorder:
         if self._data_wait_ns is not None:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
-
-    def _poll_requests(self) -> None:
-        if self._requests is not None and self._profiler.idle:
-            with self._guard("a requested window is not recorded"):
-                self._requests.poll(self._step, self._timer.latest_ns)
 
     def _on_written(self, window: Window, steps: int) -> None:
         """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""

@@ -73,7 +73,8 @@ class Uploader:
                 f"{self._folder}: copy them to {object_storage.shown(self._target or self._url)}"
             )
             return False
-        self._remove_staging_folder()
+        if not any(_RUN_FILE.match(path.name) for path in self._folder.rglob("*") if path.is_file()):
+            shutil.rmtree(self._folder, ignore_errors=True)  # no other rank has files there
         return True
 
     def _upload_all(self, paths: "list[Path]") -> "OSError | None":
@@ -98,10 +99,11 @@ class Uploader:
         if not path.is_file():  # a log has got its final name, or the file is uploaded
             return
         if self._is_log(path):
-            content = _complete_lines(path)
-            object_storage.call_with_retries(target, lambda: _put_bytes(target, content))
+            content = path.read_bytes()
+            content = content[: content.rfind(b"\n") + 1]  # up to the end of the last complete line
+            object_storage.call_with_retries(target, lambda: _put(target, content))
         else:
-            object_storage.call_with_retries(target, lambda: _put_file(target, path))
+            object_storage.call_with_retries(target, lambda: _put(target, path))
             if path.name != conventions.MANIFEST_FILE:
                 path.unlink(missing_ok=True)
 
@@ -138,11 +140,6 @@ class Uploader:
 
     def _is_log(self, path: Path) -> bool:
         return path.name.removesuffix(conventions.PARTIAL_SUFFIX).endswith(_LOGS)
-
-    def _remove_staging_folder(self) -> None:
-        """Remove the folder unless files of other ranks are there."""
-        if not any(_RUN_FILE.match(path.name) for path in self._folder.rglob("*") if path.is_file()):
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def target_file(folder: Path) -> Path:
@@ -200,11 +197,13 @@ class RunUpload:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         words = [str(self.folder), self.url, "--rank", str(rank), "--parent", str(os.getpid())]
         words += ["--training", self._training] if self._training is not None else []
+        # This process's environment, without recording the uploading process.
+        inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
         self._process = subprocess.Popen(  # noqa: S603 a module of our own
             python_child.module_command("tracekit.capture.uploader", *words, *(["--leads"] if leads else [])),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # the training's
-            env=_environment(),
+            env=python_child.environment(inherited),
             start_new_session=True,  # Ctrl-C ends the training, and then what it recorded is uploaded
         )
 
@@ -219,7 +218,9 @@ class RunUpload:
 
     def submit(self, paths: Iterable[Path]) -> None:
         """Upload those of the files that exist, soon. Raises OSError if the uploading process is gone."""
-        self._send("".join(json.dumps({"file": str(path)}) + "\n" for path in paths if path.exists()))
+        if self._process is None or self._process.poll() is not None:
+            raise BrokenPipeError(f"the process that uploads ended; files are in {self.folder}")
+        _write(self._process, "".join(json.dumps({"file": str(path)}) + "\n" for path in paths if path.exists()))
 
     def finish(self, environment: Mapping[str, str] = os.environ) -> None:
         """Upload the rest, and wait for it up to a limit. Raises TimeoutError if that is not enough."""
@@ -236,11 +237,6 @@ class RunUpload:
                 f"after {wait_s:g} s the upload to {self.url} continues in process {process.pid}; "
                 f"files that are not uploaded are in {self.folder}"
             ) from None
-
-    def _send(self, lines: str) -> None:
-        if self._process is None or self._process.poll() is not None:
-            raise BrokenPipeError(f"the process that uploads ended; files are in {self.folder}")
-        _write(self._process, lines)
 
 
 def _serve(uploader: Uploader, work: "queue.Queue[Path | None]") -> None:
@@ -288,14 +284,12 @@ def _create(url: str, content: bytes) -> None:
         system.pipe_file(path, content, mode="create")
 
 
-def _put_bytes(url: str, content: bytes) -> None:
+def _put(url: str, content: "bytes | Path") -> None:
     system, path = _writable(url)
-    system.pipe_file(path, content)
-
-
-def _put_file(url: str, source: Path) -> None:
-    system, path = _writable(url)
-    system.put_file(str(source), path)
+    if isinstance(content, Path):
+        system.put_file(str(content), path)
+    else:
+        system.pipe_file(path, content)
 
 
 def _writable(url: str) -> "tuple[Any, str]":
@@ -306,22 +300,10 @@ def _writable(url: str) -> "tuple[Any, str]":
     return system, path
 
 
-def _complete_lines(path: Path) -> bytes:
-    """Log up to the end of its last complete line."""
-    content = path.read_bytes()
-    return content[: content.rfind(b"\n") + 1]
-
-
 def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text.encode())
     process.stdin.flush()
-
-
-def _environment() -> "dict[str, str]":
-    """Environment of the uploading process: this one's, without recording it."""
-    inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
-    return python_child.environment(inherited)
 
 
 def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":

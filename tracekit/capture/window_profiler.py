@@ -120,7 +120,11 @@ class WindowProfiler:
                 torch.cuda.synchronize()  # what was queued before runs before the window, which has no launch of it
             if self._options.snapshot:
                 with self._guard("there is no memory snapshot"):
-                    _begin_snapshot(self._options.device)
+                    if self._options.device != "cuda":
+                        raise RuntimeError(
+                            "memory snapshots need the CUDA allocator, but this training runs on the CPU"
+                        )
+                    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
             self._session.start()
         if self._session.started:
             self._session.mark(step)
@@ -229,13 +233,6 @@ def prune(run: Path, budget_bytes: int) -> list[int]:
         removed.append(next(iter(folders)))
         shutil.rmtree(folders.pop(removed[-1]), ignore_errors=True)
     return removed
-
-
-def _begin_snapshot(device: str) -> None:
-    """Start the allocator's history. Raises RuntimeError where there is no CUDA allocator."""
-    if device != "cuda":
-        raise RuntimeError("memory snapshots need the CUDA allocator, but this training runs on the CPU")
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
 
 
 def _end_snapshot(path: Path) -> None:

@@ -55,7 +55,10 @@ class WindowSchedule:
         if not spans:
             return None
         first, end = min(spans)
-        return Window(self._number(first), first, end)
+        before = sum(other < first for other, _ in self._requested)
+        if self._first is not None and first > self._first:
+            before += 1 if self._every is None else -(-(first - self._first) // self._every)
+        return Window(before, first, end)
 
     def request(self, first: int, end: int) -> bool:
         """Add a window, unless it would overlap another; return whether it was added."""
@@ -95,12 +98,6 @@ class WindowSchedule:
         """Windows that a span may touch."""
         regular = [self._regular(max(0, first)), self._regular(max(0, end))]
         return [*(span for span in regular if span is not None), *self._requested]
-
-    def _number(self, first: int) -> int:
-        before = 0
-        if self._first is not None and first > self._first:
-            before = 1 if self._every is None else -(-(first - self._first) // self._every)
-        return before + sum(other < first for other, _ in self._requested)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -277,7 +277,6 @@ _NAMED_COLUMNS = schema.columns(
     "id step phase name shapes flops bytes dtype is_recomputed", flops=pl.Float64, bytes=pl.Float64, shapes=pl.String
 )
 
-
 _ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
 
 

@@ -24,7 +24,6 @@ SCALAR_TYPES: Mapping[str, str] = {
 }  # fmt: skip
 """Element types by the number that an argument `dtype` has (c10/core/ScalarType.h)."""
 
-
 _FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
 _COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
 _CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}

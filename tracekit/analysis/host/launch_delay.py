@@ -1,4 +1,4 @@
-"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, and exposed copies."""
+"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, exposed copies, and launch queues."""
 
 import itertools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The backward passes of each step, one per micro-batch, and the gradient reductions of each pass."""
+"""The backward passes of each step, one per micro-batch: gradient reductions, and forward work that runs again."""
 
 import numpy as np
 import polars as pl

@@ -41,7 +41,6 @@ _PLANNING: dict[tuple[str, str], Stage] = {
     ("global_step", "end"): conventions.WAIT,
 }
 
-
 SAVE = OperationKind(
     conventions.PLAN,
     {
@@ -54,13 +53,11 @@ SAVE = OperationKind(
     conventions.FINISH,
 )
 
-
 LOAD = OperationKind(
     conventions.PLAN,
     {**_PLANNING, ("read_data", "start"): AT_WORK, ("read_data", "end"): conventions.WAIT},
     conventions.PLAN,
 )
-
 
 ASYNC_SAVE = OperationKind(
     conventions.PLAN,
@@ -73,9 +70,7 @@ ASYNC_SAVE = OperationKind(
     conventions.FINISH,
 )
 
-
 FILE_SAVE = OperationKind(conventions.SERIALIZE, {}, conventions.FINISH)
-
 
 FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
 
@@ -83,12 +78,9 @@ FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
 # A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside one of these.
 _WAITING = ("wait", "join", "acquire")
 
-
 _JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
 
-
 _ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin without Python's knowledge
-
 
 _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
 
@@ -308,9 +300,7 @@ class _Counts:
 
 _here = threading.local()
 
-
 _running: list[Operation] = []
-
 
 _running_lock = threading.Lock()
 
@@ -344,7 +334,10 @@ def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
         operation = current()
         if operation is None:
             return original(*args)
-        with operation.syncing(_descriptor(args)):
+        descriptor = args[0] if args else None
+        if descriptor is not None and not isinstance(descriptor, int):
+            descriptor = int(descriptor.fileno())
+        with operation.syncing(descriptor):
             return original(*args)
 
     return sync
@@ -383,12 +376,6 @@ def _waits(frame: FrameType) -> bool:
         return False
     caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
     return caller is not None and caller.f_code.co_name in _WAITING
-
-
-def _descriptor(args: tuple[Any, ...]) -> int | None:
-    if not args:
-        return None
-    return args[0] if isinstance(args[0], int) else int(args[0].fileno())
 
 
 def _open_span(stage: Stage) -> Any:

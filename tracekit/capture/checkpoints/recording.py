@@ -1,4 +1,4 @@
-"""Record a call that saves or loads so that no failure reaches the caller, and the patches that this needs."""
+"""Record a call that saves or loads so that no failure reaches the caller: patches, and lines of the log."""
 
 import collections
 import contextlib

@@ -249,11 +249,8 @@ class HangWatch:
                     process = json.loads(file.readline().removeprefix("# "))
                 if process["host"] == platform.node() and process != _process(process["pid"]):
                     dead.append(int(path.name.removeprefix("rank").removesuffix(conventions.STACKS_SUFFIX)))
-        return [rank for rank in sorted(dead) if not self._has_dump(rank)]
-
-    def _has_dump(self, rank: int) -> bool:
-        assert self._folder is not None
-        return (self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX)).exists()
+        dumps = {rank: self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX) for rank in sorted(dead)}
+        return [rank for rank, dump in dumps.items() if not dump.exists()]
 
 
 def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:

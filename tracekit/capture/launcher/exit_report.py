@@ -36,11 +36,16 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     """Move remaining traces into the run; report what was recorded on this node and what to run next."""
     notes, failed = read_notes(Path(settings.notes))
     for note in notes:
-        if object_storage.is_url(settings.out) and not note.ended:
-            _wait_until_gone(note.folder)
+        is_unfinished_upload = object_storage.is_url(settings.out) and not note.ended
+        deadline = time.monotonic() + _ORPHAN_WAIT_S
+        while is_unfinished_upload and note.folder.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.1)  # the uploading process of a killed rank empties and removes its staging folder
         atomic_files.move_traces(Path(settings.scratch), note.folder, note.rank)
-        if object_storage.is_url(settings.out) and not note.ended:
-            _upload_rest(settings, note)
+        if is_unfinished_upload and note.folder.is_dir():  # what that process left
+            training = note.folder.name.removeprefix(uploader.STAGING_PREFIX)
+            upload = uploader.RunUpload(settings.out, note.folder, training=training)
+            upload.begin(note.rank, leads=note.rank == min(settings.ranks or (0,)))
+            upload.finish()
     if quiet:
         return
     if not notes and not failed:
@@ -96,8 +101,10 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     notices.notify(f"recorded {_named_ranks(traced)} in {path}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
         return  # the leading rank is on another node, which reports the rest
-    if code == 0:
-        _wait_for_traces(place, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
+    ranks = set(range(notes[0].world_size) if settings.ranks is None else settings.ranks)
+    deadline = time.monotonic() + _OTHERS_WAIT_S
+    while code == 0 and time.monotonic() < deadline and len(_traced_ranks(place, ranks)) < len(ranks):
+        time.sleep(0.2 if isinstance(place, Path) else 2.0)  # for other nodes' traces
     if has_analysis():
         print_check(place)
     dashboard = f", tracekit dashboard {_display_path(folder.parent)}" if isinstance(place, Path) else ""
@@ -127,26 +134,6 @@ def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
 
-def _upload_rest(settings: Settings, note: Note) -> None:
-    """Upload what a killed rank and its uploading process left in its staging folder."""
-    if note.folder.is_dir():
-        leads = note.rank == min(settings.ranks or (0,))
-        upload = uploader.RunUpload(settings.out, note.folder, training=_training(note.folder))
-        upload.begin(note.rank, leads=leads)
-        upload.finish()
-
-
-def _wait_until_gone(staging: Path) -> None:
-    """Wait while the uploading process of a killed rank empties and removes its staging folder, up to a limit."""
-    deadline = time.monotonic() + _ORPHAN_WAIT_S
-    while staging.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def _training(staging: Path) -> str:
-    return staging.name.removeprefix(uploader.STAGING_PREFIX)
-
-
 def _uploaded_to(staging: Path, settings: Settings) -> str:
     """URL that a staging folder was uploaded to."""
     try:
@@ -172,13 +159,6 @@ def _uploaded_names(url: str) -> set[str]:
         notices.notify(str(error))
         return set()
     return {str(path).rsplit("/", 1)[-1] for path in paths}
-
-
-def _wait_for_traces(run: "Path | str", ranks: "set[int]") -> None:
-    """Wait for other nodes' traces, up to a limit."""
-    deadline = time.monotonic() + _OTHERS_WAIT_S
-    while time.monotonic() < deadline and len(_traced_ranks(run, ranks)) < len(ranks):
-        time.sleep(0.2 if isinstance(run, Path) else 2.0)
 
 
 def _steps(folder: Path, note: Note) -> int:

@@ -107,7 +107,10 @@ def report_hang(settings: Settings, *, quiet: bool) -> None:
         if not _has_hung(folder):
             _remove(folder)
         elif not quiet:
-            _print(folder)
+            notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
+            if exit_report.has_analysis():  # stdout is the training's
+                command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
+                subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603
 
 
 @contextlib.contextmanager
@@ -216,11 +219,3 @@ def _remove(folder: Path) -> None:
         if [path.name for path in run.iterdir()] == [conventions.CLAIM_FILE]:
             (run / conventions.CLAIM_FILE).unlink()
             run.rmdir()
-
-
-def _print(folder: Path) -> None:
-    """Print the diagnosis on stderr, if this Python can make it: stdout is the training's."""
-    notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
-    if exit_report.has_analysis():
-        command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
-        subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own
