@@ -1,7 +1,5 @@
 """Checkpoint saves and restores: the time of each stage on each rank, costs, and which spans of a trace are saves."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -10,7 +8,6 @@ from tracekit import conventions
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
-from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
@@ -79,7 +76,29 @@ def save_spans(trace: Trace) -> pl.DataFrame:
         return schema.empty(SPAN_COLUMNS)
     first = np.searchsorted(slices["start_ns"].to_numpy(), merged[:, 0], side="left")
     dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
-    return slices[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
+    work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
+    from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
+    pageable = from_device.filter(name.str.contains("Pageable", literal=True))
+    span_row = np.searchsorted(merged[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
+    within = (span_row >= 0) & (pageable["start_ns"].to_numpy() < merged[np.maximum(span_row, 0), 1])
+    sizes = np.bincount(span_row[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(merged))
+    python = trace.ops.filter(kind == "python")
+
+    def coverage_ns(rows: pl.DataFrame) -> npt.NDArray[np.int64]:
+        return intervals.coverage(merged, intervals.from_table(rows))
+
+    inside = (
+        ("copied_ns", coverage_ns(from_device), trace.on_device),
+        ("pageable_bytes", sizes.astype(np.int64), trace.on_device),
+        ("collective_ns", coverage_ns(work.filter(kind == "communication")), True),
+        ("idle_ns", merged[:, 1] - merged[:, 0] - coverage_ns(work), trace.on_device),
+        ("write_ns", coverage_ns(python.filter(name.str.contains(_WRITE_FUNCTION))), python.height > 0),
+        ("fsync_ns", coverage_ns(python.filter(name.str.contains(_FSYNC_FUNCTION))), python.height > 0),
+    )
+    columns_inside = [
+        pl.Series(label, values if is_known else [None] * len(merged), pl.Int64) for label, values, is_known in inside
+    ]
+    return slices[first].select("step", "name", "start_ns", dur_ns, *columns_inside)
 
 
 @run_fact
@@ -195,32 +214,6 @@ def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
         .with_columns(pl.col("lost_ns").fill_null(0))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
     )
-
-
-def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
-    """Yield what happens inside each span, the last columns of SPAN_COLUMNS."""
-    work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
-    from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
-    pageable = from_device.filter(name.str.contains("Pageable", literal=True))
-    span_row = np.searchsorted(spans[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
-    within = (span_row >= 0) & (pageable["start_ns"].to_numpy() < spans[np.maximum(span_row, 0), 1])
-    sizes = np.bincount(span_row[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(spans))
-    python = trace.ops.filter(kind == "python")
-    lengths = spans[:, 1] - spans[:, 0]
-    on_device, stacks = trace.on_device, python.height > 0
-
-    def coverage_ns(rows: pl.DataFrame) -> npt.NDArray[np.int64]:
-        return intervals.coverage(spans, intervals.from_table(rows))
-
-    for label, values, is_known in (
-        ("copied_ns", coverage_ns(from_device), on_device),
-        ("pageable_bytes", sizes.astype(np.int64), on_device),
-        ("collective_ns", coverage_ns(work.filter(kind == "communication")), True),
-        ("idle_ns", lengths - coverage_ns(work), on_device),
-        ("write_ns", coverage_ns(python.filter(name.str.contains(_WRITE_FUNCTION))), stacks),
-        ("fsync_ns", coverage_ns(python.filter(name.str.contains(_FSYNC_FUNCTION))), stacks),
-    ):
-        yield pl.Series(label, values if is_known else [None] * len(spans), pl.Int64)
 
 
 def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:

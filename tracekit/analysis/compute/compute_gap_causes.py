@@ -125,7 +125,20 @@ def chains(trace: Trace) -> pl.DataFrame:
     times = {f"{name}_ns": np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
     sums = {name: np.bincount(gap, time_ns) for name, time_ns in (times | {"dur_ns": dur_ns}).items()}
     table = by_cause[first].hstack([pl.Series(name, values.astype(np.int64)) for name, values in sums.items()])
-    return table.hstack([_waited_ns(trace, table)]).pipe(schema.select, CHAIN_COLUMNS)
+    # Time that compute waited for each communication gap: those of some length, each until the next one.
+    idle = compute_gap_causes(trace)
+    is_wait = (idle["cause"] == causes.COLLECTIVE).to_numpy() | idle["communication_gap"].is_not_null().to_numpy()
+    device, idle_device = (columns.to_ints(rows["device"], -1) for rows in (table, idle))
+    start, idle_start, idle_ns = table["start_ns"].to_numpy(), idle["start_ns"].to_numpy(), idle["dur_ns"].to_numpy()
+    is_long = table["dur_ns"].to_numpy() > causes.NEAR_NS
+    waited_ns = np.zeros(table.height, np.int64)
+    for device_number in distinct(device):
+        long = np.flatnonzero(is_long & (device == device_number))
+        long = long[np.argsort(start[long], kind="stable")]
+        waits = np.flatnonzero(is_wait & (idle_device == device_number))
+        last = sweep_line.last_until(start[long], idle_start[waits])
+        np.add.at(waited_ns, long[last[last >= 0]], idle_ns[waits][last >= 0])
+    return schema.select(table.hstack([pl.Series("waited_ns", waited_ns)]), CHAIN_COLUMNS)
 
 
 @trace_fact
@@ -166,24 +179,6 @@ def idle_by_rank(run: Run) -> pl.DataFrame:
 _CHAIN_CAUSES = (
     causes.HOST, causes.PREPARATION, causes.CONTENTION, causes.COMPUTE, causes.COPY, causes.DEVICE_STALL, causes.UNKNOWN
 )  # fmt: skip
-
-
-def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
-    """Time that compute waited for each communication gap: those of some length, each until the next one."""
-    pieces = compute_gap_causes(trace)
-    is_collective = (pieces["cause"] == causes.COLLECTIVE).to_numpy()
-    is_wait = is_collective | (columns.to_ints(pieces["communication_gap"], -1) >= 0)
-    device, of_piece = (columns.to_ints(table["device"], -1) for table in (gaps, pieces))
-    start, piece_ns, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
-    is_long = gaps["dur_ns"].to_numpy() > causes.NEAR_NS
-    waited_ns = np.zeros(gaps.height, np.int64)
-    for device_number in distinct(device):
-        long = np.flatnonzero(is_long & (device == device_number))
-        long = long[np.argsort(start[long], kind="stable")]
-        waits = np.flatnonzero(is_wait & (of_piece == device_number))
-        last = sweep_line.last_until(start[long], piece_ns[waits])
-        np.add.at(waited_ns, long[last[last >= 0]], dur_ns[waits][last >= 0])
-    return pl.Series("waited_ns", waited_ns)
 
 
 class _Wait(NamedTuple):

@@ -120,7 +120,25 @@ def by_step(trace: Trace) -> pl.DataFrame:
     other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
-    parts = [_sum_by_step(device, pairs) for device, pairs in _all_compared(trace)]
+    parts = []
+    for device, pairs in _all_compared(trace):
+        used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
+        both = list(zip(pairs, used, strict=True))
+        table = _with_pairs(
+            device.work.select("device", "step", "phase", "unit"),
+            pairs,
+            used,
+            overlapped_ns=[rows.concurrent_ns[index] for rows, index in both],
+            judged_calls=[rows.is_judged[index].astype(np.int64) for rows, index in both],
+            judged_ns=[np.where(rows.is_judged, rows.concurrent_ns, 0)[index] for rows, index in both],
+            lost_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
+        )
+        sums = (
+            table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
+            .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
+            .with_columns(pl.col("lost_ns").round())
+        )
+        parts.append(schema.select(sums, STEP_COLUMNS))
     return schema.concat(parts, STEP_COLUMNS)
 
 
@@ -306,26 +324,6 @@ def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **
     row = np.concatenate([rows.row[index] for rows, index in zip(pairs, used, strict=True)])
     added = [pl.Series(name, np.concatenate(parts)) for name, parts in columns.items()]
     return work[row].hstack([*kinds[number], *added])
-
-
-def _sum_by_step(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
-    used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
-    both = list(zip(pairs, used, strict=True))
-    table = _with_pairs(
-        device.work.select("device", "step", "phase", "unit"),
-        pairs,
-        used,
-        overlapped_ns=[rows.concurrent_ns[index] for rows, index in both],
-        judged_calls=[rows.is_judged[index].astype(np.int64) for rows, index in both],
-        judged_ns=[np.where(rows.is_judged, rows.concurrent_ns, 0)[index] for rows, index in both],
-        lost_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
-    )
-    sums = (
-        table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
-        .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
-        .with_columns(pl.col("lost_ns").round())
-    )
-    return schema.select(sums, STEP_COLUMNS)
 
 
 def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:

@@ -240,7 +240,12 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     rows = np.flatnonzero(is_alone)
     ids, code = np.unique(device.kernel[rows], return_inverse=True)
     dur = device.dur_ns[rows].astype(np.float64)
-    change = _change(code, dur)
+    if not len(rows):
+        return None
+    # The sample from which on the same kernels take longest, compared with those before.
+    relative = np.log(dur)
+    mean = np.bincount(code, relative) / np.bincount(code)
+    change = int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
     if min(change, len(rows) - change) < _MIN_SAMPLES:
         return None
     after = np.arange(len(rows)) >= change
@@ -263,15 +268,6 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     step = device.work["step"][int(rows[change])]
     ratio_of = dict(zip(ids[is_compared].tolist(), ratio[is_compared].tolist(), strict=True))
     return _Drop(device.device, step, int(device.spans[rows[change], 0]), slowdown, low, high, ratio_of)
-
-
-def _change(code: Ints, dur: Floats) -> int:
-    """Sample from which on the same kernels take longest, compared with those before."""
-    if not len(dur):
-        return 0
-    relative = np.log(dur)
-    mean = np.bincount(code, relative) / np.bincount(code)
-    return int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
 
 
 def _spread(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:

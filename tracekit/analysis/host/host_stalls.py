@@ -14,7 +14,7 @@ from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Flags, Ints, distinct
+from tracekit.model.sweep_line import Flags, distinct
 from tracekit.model.trace import Trace
 
 PROFILER, COMPILE, AUTOTUNE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA, LAUNCH, SYNC, OTHER = (
@@ -136,9 +136,18 @@ def host_silences(trace: Trace) -> pl.DataFrame:
     longest = np.argsort(-length_ns, kind="stable")[:_MAX_SILENCES]
     silences = np.sort(longest[length_ns[longest] >= _MIN_SILENCE_NS])
     start, end = at_ns[silences], at_ns[silences + 1]
-    return pl.DataFrame({"start_ns": start, "dur_ns": end - start}).with_columns(
-        pl.Series("name", _computing_ops(trace, start, end), pl.String)
-    ).pipe(schema.select, SILENCE_COLUMNS)  # fmt: skip
+    names: list[str | None] = [None] * len(start)
+    if not trace.on_device:
+        # The innermost op that computes during each silence.
+        ops = trace_columns.spans(trace)
+        waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
+        computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
+        computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
+        for index, (start_ns, end_ns) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+            around = computes[(ops[computes, 0] <= start_ns) & (ops[computes, 1] >= end_ns)]
+            names[index] = trace.ops["name"][int(around[0])] if len(around) else None
+    silence_rows = pl.DataFrame({"start_ns": start, "dur_ns": end - start})
+    return schema.select(silence_rows.with_columns(pl.Series("name", names, pl.String)), SILENCE_COLUMNS)
 
 
 @trace_fact
@@ -295,19 +304,3 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
         slice_names.append(names[int(long[covers.argmax()])] if covers.any() else None)
     return slice_names
-
-
-def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
-    """Innermost op that computes during each span; None where there is none, or the device computes."""
-    if trace.on_device:
-        return [None] * len(start_ns)
-    ops = trace_columns.spans(trace)
-    waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
-    computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
-    computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
-    first, past = ops[computes, 0], ops[computes, 1]
-    names: list[str | None] = []
-    for start, end in zip(start_ns.tolist(), end_ns.tolist(), strict=True):
-        around = np.flatnonzero((first <= start) & (past >= end))
-        names.append(trace.ops["name"][int(computes[around[0]])] if len(around) else None)
-    return names

@@ -1,4 +1,4 @@
-"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, exposed copies, and launch queues."""
+"""Launch delay: gaps that the host causes and its state in them, device reads, exposed copies, and launch queues."""
 
 import itertools
 from dataclasses import dataclass

@@ -145,9 +145,21 @@ def item_waits(trace: Trace) -> pl.DataFrame:
     Columns waiting, awaited (items), lag_ns, kind, inferred; one row per wait.
     """
     items = lane_items(trace)
-    recorded = _event_waits(trace, items)
-    parts = [recorded] if recorded.height else [event_waits(trace, items)]
-    parts += [communicator_order(trace, items), start_order(items)]
+    recorded = schema.empty(WAIT_COLUMNS)
+    if trace.syncs.height:
+        waits = trace.syncs.filter(pl.col("kind") == "stream_wait")
+        waits = waits.drop_nulls(["call_id", "record_id", "awaited_stream"])
+        lanes = trace.lanes.select("device", awaited_lane="lane", awaited_stream="stream")
+        wait_items = items.filter("is_wait").select("lane", "item", call_id="ref")
+        waits = waits.join(wait_items, on="call_id").join(lanes, on=["device", "awaited_stream"])
+        row = rows_of(trace.ops["id"].to_numpy(), waits["record_id"].to_numpy())
+        waits, row = where(waits, row >= 0), row[row >= 0]
+        last = last_before(items, waits["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
+        awaited = pl.Series("awaited", last, pl.Int64)
+        recorded = waits.select(awaited, waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False)
+        recorded = recorded.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+    event = recorded if recorded.height else event_waits(trace, items)
+    parts = (event, communicator_order(trace, items), start_order(items))
     return pl.concat([schema.select(part, WAIT_COLUMNS) for part in parts])
 
 
@@ -448,32 +460,16 @@ def _previous(items: pl.DataFrame) -> pl.Series:
     before = np.arange(count, dtype=np.int64) - 1
     before[1:][lane[1:] != lane[:-1]] = -1
     safe = np.maximum(before, 0)
-    overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _SLACK_NS)
+    overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _OVERLAP_SLACK_NS)
     for row in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
         earlier = before[row]
-        while earlier >= 0 and end[earlier] > start[row] + _SLACK_NS:
+        while earlier >= 0 and end[earlier] > start[row] + _OVERLAP_SLACK_NS:
             earlier = before[earlier]
         before[row] = earlier
     return pl.Series("previous", before)
 
 
-_SLACK_NS = 1_000
-
-
-def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    if trace.syncs.is_empty():
-        return schema.empty(WAIT_COLUMNS)
-    waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
-    lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
-    wait_items = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
-    lane_waits = waits.join(wait_items, on="call_id").join(lanes, on=["device", "awaited_stream"])
-    row = rows_of(trace.ops["id"].to_numpy(), lane_waits["record_id"].to_numpy())
-    lane_waits, row = where(lane_waits, row >= 0), row[row >= 0]
-    awaited = last_before(items, lane_waits["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
-    waits = lane_waits.select(
-        pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
-    )
-    return waits.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+_OVERLAP_SLACK_NS = 1_000
 
 
 def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.DataFrame:

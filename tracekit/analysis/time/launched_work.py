@@ -113,13 +113,10 @@ def messages(trace: Trace) -> pl.DataFrame:
 def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
     """Communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
     all_work, moved = work(trace, device), messages(trace)
-    calls = columns.where(all_work[_without(all_work, "bytes")], work_columns(trace, device).communicates)
+    call_columns = [name for name in all_work.columns if name != "bytes"]
+    calls = columns.where(all_work[call_columns], work_columns(trace, device).communicates)
     row = columns.rows_of(moved["id"].to_numpy(), calls["id"].to_numpy())
-    return calls.hstack(columns.rows_or_nulls(moved[_without(moved, "id")], row))
-
-
-def _without(table: pl.DataFrame, column: str) -> list[str]:
-    return [name for name in table.columns if name != column]
+    return calls.hstack(columns.rows_or_nulls(moved[[name for name in moved.columns if name != "id"]], row))
 
 
 @memoize
