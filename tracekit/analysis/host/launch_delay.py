@@ -263,7 +263,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
         columns.with_nulls(device, "device"),
         columns.values_at(trace.ops["name"], op).alias("op"),
         pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
-        pl.Series("memory", memory, pl.String),
+        pl.Series("memory", memory.tolist(), pl.String),
         pl.Series("exposed_ns", exposed_ns),
     ]
     located = activities.hstack(added).join(
