@@ -166,7 +166,6 @@ def _try_create(mark: Path, training: str) -> bool:
 
 
 def _path_in_run(path: Path) -> Path:
-    """Path in the run for a file of a part."""
     match = _UNCOMPRESSED.fullmatch(path.name)
     if match is None:
         return path

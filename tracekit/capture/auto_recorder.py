@@ -288,7 +288,6 @@ class AutoRecorder:
                     Path(self._settings.scratch).rmdir()
 
     def _write_status(self, *, ended: bool) -> None:
-        """Report this rank's recording to the launcher."""
         recorder = self._recorder
         assert recorder is not None
         self._write_note(

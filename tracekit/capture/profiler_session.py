@@ -240,7 +240,7 @@ class ModuleSpans:
                     span.__exit__(None, None, None)
 
     def _name_modules(self, module: torch.nn.Module, calls: "Calls") -> str:
-        """Span's name for a module that was not seen before, and remember those of all modules in it.
+        """Name the span of a module that was not seen before, and those of all modules in it.
 
         A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
@@ -296,7 +296,6 @@ def _pass_on(out: int, terminal: int) -> None:
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Module of the training inside torch's wrappers."""
     for name in ("module", *_WRAPPING) if isinstance(module, _PARALLEL) else _WRAPPING:
         inner = module._modules.get(name)
         if inner is not None:

@@ -236,7 +236,6 @@ def prune(run: Path, budget_bytes: int) -> list[int]:
 
 
 def _end_snapshot(path: Path) -> None:
-    """Write the allocator's history, and stop it."""
     try:
         with atomic_files.atomic_write(path) as partial:
             torch.cuda.memory._dump_snapshot(str(partial))

@@ -191,7 +191,6 @@ class _Wait(NamedTuple):
 
 
 def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
-    """Pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launched_work.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]

@@ -301,7 +301,6 @@ class _PairRows:
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
-    """Devices with work that overlaps, and the pairs that overlap there."""
     compared = []
     for device in device_work(trace):
         pairs = []

@@ -99,7 +99,6 @@ def device_counters(trace: Trace) -> pl.DataFrame:
 
 
 def _sampled_clocks(trace: Trace) -> pl.DataFrame:
-    """Clocks by step from the samples of a profiler, taken in the step's device window."""
     samples = trace.counters.filter(pl.col("name").str.starts_with(_SAMPLED_CLOCK)).sort("at_ns")
     steps = trace.steps.drop_nulls("step").select("step", "start_ns", "end_ns", "device").sort("start_ns")
     if samples.is_empty() or steps.is_empty():

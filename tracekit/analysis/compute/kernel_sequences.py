@@ -123,7 +123,6 @@ def _work(trace: Trace) -> pl.DataFrame:
 
 
 def _lane_sequences(work: pl.DataFrame, longest: int) -> list[dict[str, object]]:
-    """Sequences of one lane: the columns of _MEASURED."""
     step = work["step"].fill_null(-1).to_numpy()
     part = np.cumsum(np.diff(step, prepend=step[:1]) != 0)
     runs = recurring_runs.find(work["code"].to_numpy(), part, longest=longest)

@@ -164,18 +164,22 @@ def modules(trace: Trace) -> pl.DataFrame:
     the self times of `ops`. Sorted by path.
     """
     sums = _own_measures(trace)
-    paths = sums.select("module").drop_nulls()
-    nested = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _max_depth(paths)))])
-    calls = call_paths.module_calls(trace)
-    rows = pl.concat([nested.drop_nulls().unique(), sums.filter(pl.col("module").is_null()).select("module").head(1)])
+    total_columns = [pl.col(name).sum().alias(f"total_{name}") for name in MEASURES]
+    # Each module with those inside it: rows once for their module, and once for each module around it.
     module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
-    parent = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    outer = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    levels = [sums.drop_nulls("module")]
+    while levels[-1].height:
+        levels.append(levels[-1].with_columns(outer.alias("module")).drop_nulls("module"))
+    totals = pl.concat(levels).group_by("module").agg(total_columns)
+    calls = call_paths.module_calls(trace)
+    rows = pl.concat([totals.select("module"), sums.filter(pl.col("module").is_null()).select("module").head(1)])
     joined = (
         rows.join(sums, on="module", how="left", nulls_equal=True)
-        .join(_totals(sums), on="module", how="left")
+        .join(totals, on="module", how="left")
         .join(calls, on="module", how="left")
         .with_columns(
-            parent.alias("parent"),
+            outer.alias("parent"),
             module.str.count_matches(_SEPARATOR, literal=True).cast(pl.Int64).alias("depth"),
             pl.when(module.is_not_null() & (calls.height > 0)).then(pl.col("calls").fill_null(0)).alias("calls"),
             *(pl.col(name).fill_null(0) for name in MEASURES),
@@ -232,7 +236,6 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
 
 @trace_fact
 def _trace_totals(trace: Trace) -> pl.DataFrame:
-    """Trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})
 
 
@@ -258,26 +261,5 @@ def _own_measures(trace: Trace) -> pl.DataFrame:
 def _module_values(
     rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
 ) -> pl.DataFrame:
-    """Values of a column with their modules: columns module, measure, value."""
     joined = rows.join(modules_of.select(key, "module"), on=key, how="left")
     return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))
-
-
-def _totals(sums: pl.DataFrame) -> pl.DataFrame:
-    """Measures of each module with those inside it: columns module, total_…."""
-    in_modules = sums.drop_nulls("module")
-    levels = [in_modules, *(in_modules.with_columns(_ancestor(level)) for level in range(1, _max_depth(in_modules)))]
-    nested = pl.concat(levels).drop_nulls("module")
-    return nested.group_by("module").agg(pl.col(name).sum().alias(f"total_{name}") for name in MEASURES)
-
-
-def _ancestor(levels: int) -> pl.Expr:
-    """Path of the module so many levels up; null where there is none."""
-    names = pl.col("module").str.split(_SEPARATOR)
-    length = names.list.len().cast(pl.Int64) - levels
-    return pl.when(length > 0).then(names.list.head(length).list.join(_SEPARATOR)).alias("module")
-
-
-def _max_depth(rows: pl.DataFrame) -> int:
-    """Count the names of the longest path."""
-    return int(rows.select(pl.col("module").str.split(_SEPARATOR).list.len().max().fill_null(0)).item())

@@ -315,7 +315,6 @@ def _device_of(trace: Trace) -> dict[int, int | None]:
 
 
 def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
-    """Breakdown of each window, shape (windows, TERMS)."""
     compute, communication, copy = sets
     terms = (
         compute,

@@ -280,8 +280,6 @@ class Operation:
 
 
 class _Counts:
-    """Bytes, files and calls by stage, counted from several threads."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}

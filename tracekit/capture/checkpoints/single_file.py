@@ -84,7 +84,6 @@ class _SmallTransfer:
 
 
 def _attach_torch_file(running: Operation, window: contextlib.ExitStack) -> None:
-    """Time the file of an operation until `window` closes."""
     _attached.add(running)
     window.callback(_attached.discard, running)
     for name, wrap in (

@@ -117,7 +117,6 @@ def _entry(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stack() -> list[dict[str, Any]]:
-    """Callers of the observed method, innermost first."""
     frames: list[dict[str, Any]] = []
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and len(frames) < _MAX_FRAMES:
@@ -205,7 +204,6 @@ def _without_inductor() -> Iterator[None]:
 
 
 def _groups() -> dict[str, dict[str, str]]:
-    """Return names, descriptions and global ranks of this process's groups."""
     groups = {}
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
         name, description = str(group.group_name), str(group.group_desc)

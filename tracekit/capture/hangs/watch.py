@@ -132,7 +132,6 @@ class HangWatch:
         faulthandler.cancel_dump_traceback_later()
 
     def _on_resume(self) -> None:
-        """Remove the dump of a wait that has ended."""
         with self._lock:
             if self._reason == TIMEOUT and not self._has_failed:
                 self._path.unlink(missing_ok=True)
@@ -254,7 +253,6 @@ class HangWatch:
 
 
 def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:
-    """Thread that raised, as far as it is known."""
     return [{"name": threading.current_thread().name, "is_main": True, "frames": frames}] if frames else []
 
 

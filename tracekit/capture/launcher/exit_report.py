@@ -135,7 +135,6 @@ def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
 
 
 def _uploaded_to(staging: Path, settings: Settings) -> str:
-    """URL that a staging folder was uploaded to."""
     try:
         return uploader.target_file(staging).read_text(encoding="utf-8")
     except OSError:  # nothing was uploaded
