@@ -267,15 +267,6 @@ class _Streams:
     lanes: Ints
     ops: pl.DataFrame
 
-    def places(self, names: tuple[str, ...]) -> Ints:
-        """Rows at which a run of kernels with these names begins."""
-        codes = [self.codes.get(name, -1) for name in names]
-        starts: Ints = np.flatnonzero(self.tokens[: len(self.tokens) - len(names) + 1] == codes[0])
-        starts = starts[self.lanes[starts] == self.lanes[starts + len(names) - 1]]
-        for offset, code in enumerate(codes):
-            starts = starts[self.tokens[starts + offset] == code]
-        return starts
-
 
 @memoize
 def _streams(twin: Trace) -> _Streams:
@@ -290,7 +281,12 @@ def _streams(twin: Trace) -> _Streams:
 
 def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
     """Yield op and shapes of each of these kernels in the twin, None where unknown or not the same everywhere."""
-    starts = streams.places(names)
+    # Rows at which a run of kernels with these names begins.
+    codes = [streams.codes.get(name, -1) for name in names]
+    starts: Ints = np.flatnonzero(streams.tokens[: len(streams.tokens) - len(names) + 1] == codes[0])
+    starts = starts[streams.lanes[starts] == streams.lanes[starts + len(names) - 1]]
+    for offset, code in enumerate(codes):
+        starts = starts[streams.tokens[starts + offset] == code]
     for offset in range(len(names)):
         same = streams.ops[starts + offset]
         agreed = [same[name].unique() for name in REPLAY_COLUMNS]

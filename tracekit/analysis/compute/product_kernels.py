@@ -268,17 +268,7 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
 _KIND = ["name", "grid", "op", "shapes"]
 
 
-class _Waves(NamedTuple):
-    """The blocks of a product, and how many rows and columns fill its waves."""
-
-    blocks: int
-    wave_count: int
-    rows: int
-    fewer_rows: int
-    more_rows: int
-    columns: int
-    fewer_columns: int
-    more_columns: int
+_WAVES = ("blocks", "wave_count", "rows", "fewer_rows", "more_rows", "columns", "fewer_columns", "more_columns")
 
 
 def _wave_count(grid: str, count: int) -> int:
@@ -286,7 +276,7 @@ def _wave_count(grid: str, count: int) -> int:
 
 
 def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
-    """Waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
+    """Waves of each kind of kernel that has some: columns _KIND and _WAVES."""
     rows = []
     for name, grid, op, shapes in kernels.select(_KIND).unique(maintain_order=True).iter_rows():
         try:
@@ -295,11 +285,11 @@ def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
             continue
         if waves is not None:
             rows.append((name, grid, op, shapes, *waves))
-    types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_Waves._fields, pl.Int64())}
+    types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_WAVES, pl.Int64())}
     return pl.DataFrame(rows, pl.Schema(types), orient="row")
 
 
-def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: int) -> _Waves | None:
+def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: int) -> tuple[int, ...] | None:
     tile, blocks = _TILE.search(name), math.prod(map(int, grid.split("x")))
     wave_count = _wave_count(grid, count)
     if tile is None or op is None or op not in LEFT or shapes is None:
@@ -313,7 +303,7 @@ def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: i
         down, across, batches = -(-rows // high), -(-columns // wide), math.prod(batch)
         if down * across * batches == blocks:
             fewer, more = ((waves * count) for waves in (wave_count - 1, wave_count))
-            return _Waves(
+            return (
                 blocks, wave_count,
                 rows, fewer // (across * batches) * high, more // (across * batches) * high,
                 columns, fewer // (down * batches) * wide, more // (down * batches) * wide,

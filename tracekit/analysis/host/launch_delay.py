@@ -64,7 +64,7 @@ QUEUES = schema.table(
 def host_gaps(trace: Trace) -> pl.DataFrame:
     """Time of compute gaps that the host causes, by its state.
 
-    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
+    Columns gap, device, step, phase, unit (as `compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without

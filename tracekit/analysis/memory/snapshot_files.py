@@ -9,7 +9,6 @@ from tracekit import conventions
 from tracekit.conventions import object_storage
 from tracekit.ingest.trace_origins import RemoteTrace
 from tracekit.model.run import Run
-from tracekit.model.source import Source
 
 PICKLES = (".pickle", ".pkl")
 SUFFIXES = tuple(f"{pickle}{ending}" for pickle in PICKLES for ending in ("", ".gz", ".zst"))
@@ -78,15 +77,21 @@ def unreadable(run: Run) -> list[tuple[object, ...]]:
 
 
 def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]:
+    snapshots: list[SnapshotFile] = []
     if object_storage.is_url(run.path):
-        return tuple(filter(None, map(_remote, run.sources))), []
+        for source in run.sources:
+            remote = source.origin.snapshot if isinstance(source.origin, RemoteTrace) else None
+            if remote is not None:
+                version = zlib.crc32((remote.version or "").encode())
+                place = (source.rank, source.window, remote.shown)
+                snapshots.append(SnapshotFile(*place, remote.size_bytes or 0, version))
+        return tuple(snapshots), []
     folder = Path(run.path)
     folders = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
-    snapshots: list[SnapshotFile] = []
     bad: list[tuple[object, ...]] = []
-    for place in folders:
-        window = re.fullmatch(r"window(\d+)", place.name)
-        for file in sorted(place.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")):
+    for window_folder in folders:
+        window = re.fullmatch(r"window(\d+)", window_folder.name)
+        for file in sorted(window_folder.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")):
             rank = re.search(r"rank(\d+)", file.name)
             if rank is None:
                 continue
@@ -99,11 +104,3 @@ def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]
             number = int(window[1]) if window else 0
             snapshots.append(SnapshotFile(int(rank[1]), number, str(file), stat.st_size, stat.st_mtime_ns))
     return tuple(sorted(snapshots, key=lambda file: (file.window, file.rank))), bad
-
-
-def _remote(source: Source) -> SnapshotFile | None:
-    file = source.origin.snapshot if isinstance(source.origin, RemoteTrace) else None
-    if file is None:
-        return None
-    version = zlib.crc32((file.version or "").encode())
-    return SnapshotFile(source.rank, source.window, file.shown, file.size_bytes or 0, version)
