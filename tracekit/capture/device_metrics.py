@@ -329,16 +329,13 @@ class _Reader:
                     del self._counters[name]
                 else:
                     errors[name] = error
-        self._judge(sample, errors)
-        return sample
-
-    def _judge(self, sample: Values, errors: Mapping[str, Exception]) -> None:
         self._failed = 0 if sample else self._failed + 1
         if self._failed == _MAX_FAILED:
             raise next(iter(errors.values()), RuntimeError("this GPU has no counters"))
         if errors and self._is_first:
             self.incomplete = list(errors), next(iter(errors.values()))
         self._is_first = False
+        return sample
 
 
 class _Samples:

@@ -63,7 +63,8 @@ class MetricsLog:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-        earlier = _lines_before(first_step, path)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if first_step and path.exists() else []
+        earlier = [line for line in lines if json.loads(line)["step"] < first_step]
         self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)
         self._file.flush()
@@ -183,10 +184,3 @@ def _number(value: Number) -> float | None:
     if isinstance(value, Pending):
         return value.value()
     return value() if callable(value) else value
-
-
-def _lines_before(step: int, path: Path) -> list[str]:
-    if step == 0 or not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if json.loads(line)["step"] < step]

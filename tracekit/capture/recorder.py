@@ -138,7 +138,13 @@ class Recorder:
         return self._step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
-        _leave_to_parent_after_fork(self)
+        reference = weakref.ref(self)
+
+        def leave_to_parent() -> None:
+            if (recorder := reference()) is not None:
+                recorder._leave_to_parent()
+
+        os.register_at_fork(after_in_child=leave_to_parent)
         with self._guard("the run folder cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._leads:
@@ -275,18 +281,14 @@ class Recorder:
             self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
         if self._upload is not None:
             with self._guard(f"window {window.number} is not uploaded yet"):
-                self._upload.submit(self._files_of(window))
-
-    def _files_of(self, window: Window) -> list[Path]:
-        """Paths of this rank's files of a window, of its logs and, if it leads, of the manifest."""
-        folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
-        traces = [
-            conventions.rank_file(self.rank, s) for s in (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
-        ]
-        logs = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
-        run_files = [conventions.rank_file(self.rank, suffix) for suffix in logs]
-        run_files += [conventions.MANIFEST_FILE] if self._leads else []
-        return [*(folder / name for name in traces), *(self.folder / name for name in run_files)]
+                # This rank's files of the window, of its logs and, if it leads, of the manifest.
+                folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
+                suffixes = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
+                run_files = [conventions.rank_file(self.rank, suffix) for suffix in suffixes]
+                run_files += [conventions.MANIFEST_FILE] if self._leads else []
+                suffixes = (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
+                traces = [folder / conventions.rank_file(self.rank, suffix) for suffix in suffixes]
+                self._upload.submit([*traces, *(self.folder / name for name in run_files)])
 
     @contextlib.contextmanager
     def _timed_data_wait(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -314,17 +316,6 @@ class Recorder:
                 self._metrics.leave_to_parent()
         self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
         self._profiler.leave_to_parent()
-
-
-def _leave_to_parent_after_fork(recorder: Recorder) -> None:
-    """Call `recorder._leave_to_parent` in each process that is forked from this one, as long as the recorder exists."""
-    reference = weakref.ref(recorder)
-
-    def leave() -> None:
-        if (live := reference()) is not None:
-            live._leave_to_parent()
-
-    os.register_at_fork(after_in_child=leave)
 
 
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:

@@ -63,7 +63,13 @@ class Uploader:
 
     def finish(self) -> bool:
         """Upload the rest; report what could not be uploaded, and return whether that is nothing."""
-        files = self._own_files()
+        # This rank's complete files, and its logs also while they are written.
+        start = conventions.rank_file(self._rank, ".")
+        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
+        files = [path for path in files if _RUN_FILE.match(path.name)]
+        files = [path for path in files if self._is_log(path) or not path.name.endswith(conventions.PARTIAL_SUFFIX)]
+        manifest = self._folder / conventions.MANIFEST_FILE
+        files += [manifest] if self._leads and manifest.is_file() else []
         error = self._upload_all(files)
         for path in set(files) - set(self._waiting):
             path.unlink(missing_ok=True)  # logs and the manifest, which stay until now
@@ -128,15 +134,6 @@ class Uploader:
             if owner == training:
                 return url
         raise StorageError(f"{self._url} to {self._url}-{_MAX_FOLDERS - 1} are all in use", kind=object_storage.OTHER)
-
-    def _own_files(self) -> "list[Path]":
-        """Return this rank's files: complete ones, and logs also while they are written."""
-        start = conventions.rank_file(self._rank, ".")
-        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
-        files = [path for path in files if _RUN_FILE.match(path.name)]
-        files = [p for p in files if self._is_log(p) or not p.name.endswith(conventions.PARTIAL_SUFFIX)]
-        manifest = self._folder / conventions.MANIFEST_FILE
-        return [*files, manifest] if self._leads and manifest.is_file() else files
 
     def _is_log(self, path: Path) -> bool:
         return path.name.removesuffix(conventions.PARTIAL_SUFFIX).endswith(_LOGS)
@@ -209,7 +206,10 @@ class RunUpload:
 
     def require_room(self) -> None:
         """Raise RuntimeError if uploads are so far behind that another window has no room in the staging folder."""
-        waiting_bytes = sum(size for path, size in _sizes(self.folder) if path.name.startswith("rank"))
+        waiting_bytes = 0
+        for path in self.folder.rglob("rank*"):
+            with contextlib.suppress(OSError):  # uploaded meanwhile
+                waiting_bytes += path.stat().st_size if path.is_file() else 0
         if waiting_bytes > self.max_bytes:
             raise RuntimeError(
                 f"uploads to {self.url} are {waiting_bytes >> 20:,} MiB behind, more than the disk budget of "
@@ -304,12 +304,6 @@ def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text.encode())
     process.stdin.flush()
-
-
-def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # uploaded meanwhile
-            yield path, path.stat().st_size if path.is_file() else 0
 
 
 if __name__ == "__main__":

@@ -140,10 +140,6 @@ class BackgroundSave:
         ):
             if len(times_ns) == 2:
                 lines.append(entry.line(stage, times_ns[0], times_ns[1] - times_ns[0], blocking=False))
-        lines.append(self._last_line(end_ns, self._before))
-        self.entry.write(lines)
-
-    def _last_line(self, end_ns: int, before: Counters) -> Row:
         saved = self.operation
         line = self.entry.line(
             conventions.COMPLETE,
@@ -153,8 +149,9 @@ class BackgroundSave:
             bytes=saved and saved.counted_bytes(conventions.TOTAL),
             files=saved and saved.counted_files(conventions.TOTAL),
         )
-        durable = saved.files.durable() if saved else None
-        return with_counters({**line, "worker": self._worker}, durable, before, io_counters.read(before.thread))
+        durable, after = saved.files.durable() if saved else None, io_counters.read(self._before.thread)
+        lines.append(with_counters({**line, "worker": self._worker}, durable, self._before, after))
+        self.entry.write(lines)
 
 
 @contextlib.contextmanager

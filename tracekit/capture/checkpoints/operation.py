@@ -255,14 +255,6 @@ class Operation:
 
     def rows(self) -> list[Row]:
         """Row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
-        times = self._times()
-        return [
-            {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
-            for stage in conventions.CHECKPOINT_STAGES
-            if stage in times
-        ]
-
-    def _times(self) -> dict[str, tuple[int, int]]:
         total_ns = self._end_ns - self.start_ns
         times = apportion(self._clock.spent_ns.get(AT_WORK, 0), self._workers.values())
         for stage, spent_ns in self._clock.spent_ns.items():
@@ -273,7 +265,11 @@ class Operation:
             first_ns, other_ns = times.get(stage, (start_ns, 0))
             times[stage] = (min(first_ns, start_ns), other_ns + spent_ns)
         times[conventions.TOTAL] = (self.start_ns, total_ns)
-        return times
+        return [
+            {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
+            for stage in conventions.CHECKPOINT_STAGES
+            if stage in times
+        ]
 
     def _on_own_thread(self) -> bool:
         return threading.get_ident() == self._thread

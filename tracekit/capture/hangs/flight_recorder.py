@@ -12,7 +12,7 @@ import time
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -276,23 +276,17 @@ def _add_call(values: dict[str, Any], entries: list[dict[str, Any]]) -> None:
     if recorded:
         recorded[-1]["host_in_call"] = True
         return
-    is_message = op in _MESSAGES
+    is_message, call_name = op in _MESSAGES, op
+    if is_message:  # with its ranks in the group
+        peer = values["args"][1] if len(values["args"]) > 2 else "?"
+        call_name = f"{op} {group.rank()}->{peer}" if op == "send" else f"{op} {group.rank()}<-{peer}"
     number = "p2p_seq_id" if is_message else "collective_seq_id"
     seq = 1 + max((entry[number] for entry in same if bool(entry.get("is_p2p")) is is_message), default=0)
     entries.append({
         "process_group": name, "collective_seq_id": 0 if is_message else seq, "p2p_seq_id": seq if is_message else 0,
-        "op_id": seq, "profiling_name": f"{group.name().lower()}:{_call_name(op, group.rank(), values['args'])}",
+        "op_id": seq, "profiling_name": f"{group.name().lower()}:{call_name}",
         "time_created_ns": entered_ns, "input_sizes": [], "input_dtypes": [], "output_sizes": [], "output_dtypes": [],
         "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
         "retired": False, "is_p2p": is_message, "frames": threads.stack(values["caller"]), "host_in_call": True,
         "is_recorded": False,
     })  # fmt: skip
-
-
-def _call_name(op: str, rank: int, args: Iterable[Any]) -> str:
-    """Operation; of a send or receive, with its ranks in the group."""
-    if op not in _MESSAGES:
-        return op
-    values = tuple(args)
-    peer = values[1] if len(values) > 2 else "?"
-    return f"send {rank}->{peer}" if op == "send" else f"recv {rank}<-{peer}"

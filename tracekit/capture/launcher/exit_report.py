@@ -91,7 +91,10 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
             steps = _steps(folder, note)
             after = f", after at least {steps} steps" if steps else ""  # an uploaded log is no longer here
             notices.notify(f"rank {note.rank} was killed while recording{after}; complete files remain")
-    place: Path | str = _uploaded_to(folder, settings) if object_storage.is_url(settings.out) else folder
+    place: Path | str = folder
+    if object_storage.is_url(settings.out):
+        target = uploader.target_file(folder)  # missing where nothing was uploaded
+        place = target.read_text(encoding="utf-8") if target.is_file() else settings.out
     traced = _traced_ranks(place, (note.rank for note in notes))
     path = _display_path(folder) if isinstance(place, Path) else place
     if not traced:
@@ -134,30 +137,18 @@ def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
 
-def _uploaded_to(staging: Path, settings: Settings) -> str:
-    try:
-        return uploader.target_file(staging).read_text(encoding="utf-8")
-    except OSError:  # nothing was uploaded
-        return settings.out
-
-
 def _traced_ranks(run: "Path | str", ranks: Iterable[int]) -> list[int]:
     name = {rank: conventions.rank_file(rank, conventions.TRACE_SUFFIX) for rank in ranks}
     if isinstance(run, str):
-        present = _uploaded_names(run)
+        try:
+            system, path = object_storage.connect(run)
+            paths = object_storage.call_with_retries(run, lambda: system.find(path))
+        except object_storage.StorageError as error:
+            notices.notify(str(error))
+            return []
+        present = {str(path).rsplit("/", 1)[-1] for path in paths}
         return [rank for rank in name if name[rank] in present]
     return [rank for rank in name if (run / name[rank]).exists() or next(run.glob(f"*/{name[rank]}"), None)]
-
-
-def _uploaded_names(url: str) -> set[str]:
-    """Names of the files in the run at a URL, without folders; none if it cannot be listed."""
-    try:
-        system, path = object_storage.connect(url)
-        paths = object_storage.call_with_retries(url, lambda: system.find(path))
-    except object_storage.StorageError as error:
-        notices.notify(str(error))
-        return set()
-    return {str(path).rsplit("/", 1)[-1] for path in paths}
 
 
 def _steps(folder: Path, note: Note) -> int:
