@@ -31,8 +31,7 @@ class Packets:
 
     `at_ns` is on the trace's main clock. `sequence` and `generation` identify what an event refers to: generations are
     numbered through the file. `needs_state` flags packets that are void before their sequence was cleared. The spans of
-    events, interned data, track descriptors and bundles of Chrome's events are of `data`; begin and end are equal where
-    a packet has none.
+    events, interned data and track descriptors are of `data`; begin and end are equal where a packet has none.
     """
 
     data: bytes
@@ -47,7 +46,6 @@ class Packets:
     interned: tuple[Ints, Ints]
     descriptor: tuple[Ints, Ints]
     defaults: tuple[Ints, Ints]
-    chrome: tuple[Ints, Ints]
     damaged: int
     read_bytes: int
     total_bytes: int
@@ -64,7 +62,7 @@ class Packets:
         return replace(self, **{name: getattr(self, name)[rows] for name in columns}, **spans)  # type: ignore[arg-type]
 
 
-_SPANS = ("event", "interned", "descriptor", "defaults", "chrome")
+_SPANS = ("event", "interned", "descriptor", "defaults")
 
 
 def is_perfetto(head: bytes) -> bool:
@@ -124,7 +122,6 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
         interned=(column["interned"], column["interned_end"]),
         descriptor=(column["descriptor"], column["descriptor_end"]),
         defaults=(column["defaults"], column["defaults_end"]),
-        chrome=(column["chrome"], column["chrome_end"]),
         damaged=int(column["damaged"].sum()),
         read_bytes=intact,
         total_bytes=total,
@@ -207,7 +204,6 @@ def _chunk(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
     spans = {
         "event": F.TRACK_EVENT, "interned": F.INTERNED, "descriptor": F.DESCRIPTOR, "defaults": F.DEFAULTS,
         "snapshot": F.CLOCK_SNAPSHOT, "packed": F.COMPRESSED, "zstd": F.ZSTD_COMPRESSED,
-        "chrome": F.CHROME_EVENTS,
     }  # fmt: skip
     for name, number in spans.items():
         columns[name], columns[f"{name}_end"] = fields.spans(number)

@@ -15,10 +15,8 @@ from tracekit.ingest.readers.normalize import columns, event_categories, event_t
 from tracekit.ingest.readers.normalize import events as profiler_events
 from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.perfetto import events as event_columns
-from tracekit.ingest.readers.perfetto import packets as packet_columns
 from tracekit.ingest.readers.perfetto import wire
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
-from tracekit.ingest.readers.perfetto.packets import Packets
 from tracekit.ingest.readers.perfetto.tracks import Tracks, counters
 from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags, Ints
 from tracekit.ingest.readers.reader import TraceInfo
@@ -30,15 +28,7 @@ _BATCH = 1 << 14
 _MOST_DEPTH, _MOST_ENTRIES = 8, 4096
 _FLOWS = ((F.FLOW, FIXED64), (F.LAST_FLOW, FIXED64), (F.OLD_FLOW, VARINT), (F.OLD_LAST_FLOW, VARINT))
 _EARLIER_EXPORT = frozenset({"step", "compute"})
-_MEMORY = "cpu_instant_event"
-# Field numbers of events of Chrome in bundles, as files had them before there were tracks: Perfetto's
-# protos/perfetto/trace/chrome/chrome_trace_event.proto. Bundles that hold JSON text, or texts by number, are not read.
-_EVENTS = 1  # of ChromeEventBundle
-_NAME, _CATEGORY = 1, 10
-_TIME_US, _PHASE, _THREAD, _DURATION_US, _PROCESS = 2, 3, 4, 5, 11
-_ARGUMENT = 14
-_ARGUMENT_NAME, _BOOL, _UINT, _INT, _DOUBLE, _TEXT, _POINTER, _JSON = 1, 2, 3, 4, 5, 6, 7, 8
-_PHASES = "XBEiI"
+_NAMES_OF_ROCPROFV3 = {"copy_bytes": "bytes", "queue": "stream"}
 
 
 def traces(path: str, events: Events) -> Sequence[TraceInfo]:
@@ -47,8 +37,6 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
     Raises BadTraceError if no slice has a category of PyTorch's profiler.
     """
     is_known = _known(events) & (events.kind == F.BEGIN)
-    if not is_known.any() and (bundled := _bundled_events(events)):
-        return [TraceInfo(start_ns=min(int(event["ts"]) for event in bundled) * 1000)]
     if not is_known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
@@ -77,10 +65,6 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     builder = columns.ColumnBuilder(has_several_ranks=False)
     for batch in converter.batches(rows, moments):
         builder.add(batch)
-    bundled = [] if info.shares_file else _bundled_events(events)
-    for first in range(0, len(bundled), _BATCH):
-        part = bundled[first : first + _BATCH]
-        builder.add([profiler_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
     builder.finish()
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(event_columns.issues(events, slices)), schema.DATA_QUALITY.schema, orient="row")
@@ -91,11 +75,6 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
 def _known(events: Events) -> Flags:
     codes = [i for i, category in enumerate(events.categories) if event_categories.is_known(category)]
     return np.isin(events.category, codes)
-
-
-def _bundled_events(events: Events) -> list[dict[str, Any]]:
-    """Return the events of Chrome in bundles that have a category of PyTorch's profiler."""
-    return [event for event in _chrome_events(events.packets) if event_categories.is_known(event["cat"])]
 
 
 def _what_it_is(events: Events) -> str:
@@ -171,7 +150,8 @@ class _Converter:
         columns = (arguments.event, arguments.name, arguments.field, arguments.value, *arguments.annotation)
         for event, name, field, value, begin, end in zip(*(column.tolist() for column in columns), strict=True):
             if name >= 0:
-                by_event.setdefault(event, {})[arguments.names[name]] = self._value(event, field, value, begin, end)
+                key = _NAMES_OF_ROCPROFV3.get(arguments.names[name], arguments.names[name])
+                by_event.setdefault(event, {})[key] = self._value(event, field, value, begin, end)
         return by_event
 
     def _value(self, event: int, field: int, value: int, begin: int, end: int) -> Any:
@@ -226,63 +206,6 @@ def _maybe_json(text: str) -> Any:
     """Return a list that a text states as JSON, as converters of Chrome traces write them; else the text."""
     if not text.startswith("["):
         return text
-    try:
-        return untrusted_json.parse(text)
-    except ValueError:
-        return text
-
-
-def _chrome_events(packets: Packets) -> list[dict[str, Any]]:
-    """Return the slices and moments of all bundles, in file order, with the fields that Chrome's JSON has."""
-    rows = np.flatnonzero(packets.chrome[1] > packets.chrome[0])
-    if not len(rows):
-        return []
-    bundles = wire.fields(packets.data, packets.chrome[0][rows], packets.chrome[1][rows])
-    which = bundles.where(_EVENTS, LENGTH)
-    begin = np.sort(bundles.value[which])
-    fields = wire.fields(packets.data, begin, (bundles.value + bundles.size)[which][np.argsort(bundles.value[which])])
-    numbers = (_PHASE, _PROCESS, _THREAD, _TIME_US, _DURATION_US)
-    columns = (fields.column(number, VARINT).tolist() for number in numbers)
-    texts = (packet_columns.strings(packets.data, *fields.spans(number)) for number in (_NAME, _CATEGORY))
-    args = _arguments(packets.data, fields)
-    return [
-        {"ph": chr(phase), "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name, "cat": category, "args": values}
-        for phase, pid, tid, ts, dur, name, category, values in zip(*columns, *texts, args, strict=True)
-        if 0 < phase < 128 and chr(phase) in _PHASES
-    ]
-
-
-def _arguments(data: bytes, fields: wire.Fields) -> list[dict[str, Any]]:
-    """Return the arguments of each event by name."""
-    rows = fields.where(_ARGUMENT, LENGTH)
-    inner = wire.fields(data, fields.value[rows], fields.value[rows] + fields.size[rows])
-    names = packet_columns.strings(data, *inner.spans(_ARGUMENT_NAME))
-    by_event: list[dict[str, Any]] = [{} for _ in fields.damaged]
-    values = dict(_values(data, inner))
-    for number, (event, name) in enumerate(zip(fields.owner[rows].tolist(), names, strict=True)):
-        if number in values:
-            by_event[event][name] = values[number]
-    return by_event
-
-
-def _values(data: bytes, inner: wire.Fields) -> Iterator[tuple[int, Any]]:
-    """Yield the place of each argument, and its value."""
-    for number in (_BOOL, _UINT, _INT, _POINTER):
-        yield from ((owner, bool(v) if number == _BOOL else v) for owner, v in _pairs(inner, number, VARINT))
-    yield from ((owner, float(np.int64(v).view(np.float64))) for owner, v in _pairs(inner, _DOUBLE, FIXED64))
-    for number in (_TEXT, _JSON):
-        rows = inner.where(number, LENGTH)
-        texts = packet_columns.strings(data, inner.value[rows], inner.value[rows] + inner.size[rows])
-        for owner, text in zip(inner.owner[rows].tolist(), texts, strict=True):
-            yield owner, _parse_or_keep(text) if number == _JSON else text
-
-
-def _pairs(inner: wire.Fields, number: int, kind: int) -> Iterator[tuple[int, int]]:
-    rows: Ints = inner.where(number, kind)
-    yield from zip(inner.owner[rows].tolist(), inner.value[rows].tolist(), strict=True)
-
-
-def _parse_or_keep(text: str) -> Any:
     try:
         return untrusted_json.parse(text)
     except ValueError:
