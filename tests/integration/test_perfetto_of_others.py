@@ -1,4 +1,4 @@
-"""What Perfetto files of other tools have besides slices: counters, packed packets, events of Chrome, kernels of AMD."""
+"""What Perfetto files of other tools have besides slices: counters, packed packets, Chrome's events, kernels of AMD."""
 
 import zlib
 
