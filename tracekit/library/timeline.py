@@ -6,7 +6,7 @@ from html import escape
 
 from tracekit.library.answer import Answer
 from tracekit.library.report import Report
-from tracekit.report import shared_timeline, shared_view
+from tracekit.report import shared_view
 
 _HEIGHT_PX = 720
 
@@ -22,7 +22,7 @@ class Timeline(Answer):
     @cached_property
     def page(self) -> str:
         """The page: it holds its scripts and its data, needs no server and makes no request."""
-        return shared_view.render(shared_timeline.view(self.report, self.report.run, {}, self.max_bytes))
+        return shared_view.render(shared_view.timeline_view(self.report, self.report.run, {}, self.max_bytes))
 
     def as_html(self) -> str:
         """The page in a frame. Its scripts cannot reach the notebook, nor the notebook's style sheet the timeline."""

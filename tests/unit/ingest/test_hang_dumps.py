@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
 from tracekit.errors import InputError
-from tracekit.ingest.hang_dumps import flight_recorder, folder, stacks
+from tracekit.ingest.hang_dumps import flight_recorder, folder
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
 from tracekit.model.hang_dump import CallState
 
@@ -208,16 +208,16 @@ def test_stacks_of_faulthandler_and_py_spy_are_laid_next_to_dumps(tmp_path: Path
 def test_py_spy_writes_the_same_stacks_as_json() -> None:
     frames = [{"name": "wait", "filename": "threading.py", "line": 331}]
     threads = [{"pid": 4711, "thread_name": "MainThread", "active": False, "frames": frames, "os_thread_id": 4711}]
-    (thread,) = stacks.parse_json(json.loads(json.dumps(threads)))
+    (thread,) = folder.parse_json(json.loads(json.dumps(threads)))
     assert thread.is_main
     assert [(frame.function, frame.line) for frame in thread.frames] == [("wait", 331)]
-    assert stacks.parse_json([1, 2]) == ()
+    assert folder.parse_json([1, 2]) == ()
 
 
 @given(st.text(max_size=300))
 def test_any_text_is_stacks_or_none(text: str) -> None:
-    stacks.parse_text(text)
-    stacks.parse_text("(most recent call first):" + text)
+    folder.parse_text(text)
+    folder.parse_text("(most recent call first):" + text)
 
 
 def test_unpickling_reads_what_torch_writes() -> None:

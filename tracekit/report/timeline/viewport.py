@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
-from tracekit.report.timeline import ranges
+from tracekit.report.timeline import trace_part
 from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
 from tracekit.report.timeline.trace_part import Part
@@ -91,12 +91,12 @@ def records_at(records: Array, segments: Array, is_drawn: Flags, window: Window,
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
-    low = ranges.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
+    low = trace_part.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
     near = np.minimum(low + _FEW, past)
     is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # true for most segments at a high zoom
-    high = ranges.first_true(low, np.where(is_near, near, past), lambda i: start_ns[i] >= end_ns)
+    high = trace_part.first_true(low, np.where(is_near, near, past), lambda i: start_ns[i] >= end_ns)
     counts = high - low
-    return ranges.positions(low, counts), np.repeat(which, counts)
+    return trace_part.positions(low, counts), np.repeat(which, counts)
 
 
 def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
