@@ -112,7 +112,6 @@ def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
 
 
 def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
-    """Return an issue for each problem of the archives that the files were unpacked from."""
     opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
     return [
         QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
@@ -123,8 +122,6 @@ def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
 
 
 def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Header | BadTraceError]]:
-    """Yield each file with its header, or with what is wrong with it."""
-
     def header(file: File) -> Header | BadTraceError:
         try:
             return headers.read(file, cache=cache)

@@ -276,7 +276,7 @@ def _find_files(location: str, folders: Folders, *, cache: bool) -> list[File]:
         return _find_remote_files(location, folders, cache=cache)
     path = Path(location)
     if path.is_dir():
-        return list(_walk(path)) or _in_archives_of(path)
+        return list(map(_file, _walk_paths(path))) or _in_archives_of(path)
     if archives.is_archive(path):
         return _in_archive(archives.unpack(path, is_read_by_tracekit))
     if path.exists():
@@ -301,10 +301,6 @@ def _neighbors(files: Iterable[File]) -> Iterator[File]:
         with contextlib.suppress(OSError):
             companions = [p for p in sorted(folder.iterdir()) if p.name.lower().endswith(readers.companion_suffixes())]
             yield from (replace(_file(path), is_neighbor=True) for path in companions if path.is_file())
-
-
-def _walk(root: Path) -> Iterator[File]:
-    return map(_file, _walk_paths(root))
 
 
 def _walk_paths(root: Path) -> Iterator[Path]:

@@ -61,7 +61,7 @@ def _parts(folder: Path) -> list[Part]:
     if shards and not parts:
         what = f"is missing, and {len(shards)} shards are there: the save did not end, or is under way"
         parts.append(Part("torch.distributed.checkpoint", (formats.problem(formats.METADATA_FILE, what),)))
-    if parts and _others_are_sealed(folder):
+    if parts and any((other / _SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder):
         what = "is missing, but other checkpoints here have one: the save did not end, or is under way"
         parts.append(Part("seal", (formats.problem(_SEAL_FILE, what),)))
     tensors = [name for name in names if name.endswith(formats.SAFETENSORS_SUFFIX)]
@@ -80,10 +80,6 @@ def _one_file(path: Path) -> Part:
     if not path.name.endswith(formats.ZIP_SUFFIXES):
         raise InputError(f"{path}: is no checkpoint: name its folder, or a file *{', *'.join(formats.ZIP_SUFFIXES)}")
     return formats.check_zip_archives(path.parent, [path.name])
-
-
-def _others_are_sealed(folder: Path) -> bool:
-    return any((other / _SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder)
 
 
 def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoint]:

@@ -148,7 +148,6 @@ def _named_rank(file: Path) -> int | None:
 
 
 def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
-    """Return the latest dump of each rank."""
     by_rank: dict[int, RankDump] = {}
     for dump in dumps:
         other = by_rank.get(dump.rank)

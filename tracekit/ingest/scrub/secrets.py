@@ -192,7 +192,6 @@ def _spans(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]
 
 
 def _replace_spans(text: bytes, spans: Iterator[tuple[int, int]], stand_in: Callable[[bytes], bytes]) -> bytes:
-    """Return `text` with each span replaced; spans are in order."""
     parts, done = [], 0
     for start, end in spans:
         parts += [text[done:start], stand_in(text[start:end])]

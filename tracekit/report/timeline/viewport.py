@@ -65,7 +65,6 @@ _Columns = dict[str, Array]
 
 
 def _rectangles(part: Part, is_drawn: Flags, window: Window, level: int) -> _Columns:
-    """Return the rectangles of one trace, column by column."""
     positions, of_slice = records_at(part.slices, part.slice_segments, is_drawn, window, level)
     slices = np.take(part.slices, positions)
     positions, of_run = records_at(part.runs, part.run_segments, is_drawn, window, level)
@@ -100,7 +99,6 @@ def records_at(records: Array, segments: Array, is_drawn: Flags, window: Window,
 
 
 def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
-    """Return the order by track, row and start; no two are the same."""
     if not len(track):
         return np.empty(0, np.int64)
     since = start_ns - start_ns.min()

@@ -128,8 +128,22 @@ def allocation_table(memory: pl.DataFrame, host: Host, lanes: Ints, base_ns: int
     rows = memory.filter(pl.col("delta_bytes").is_not_null()).sort("at_ns", maintain_order=True)
     at_ns = rows["at_ns"].to_numpy() + base_ns
     lane = lanes[rows["lane"].to_numpy()] if len(rows) else np.empty(0, np.int64)
-    op = _innermost(host, lane, at_ns)
-    context = host.context(op)
+    # The innermost slice on the lane at each moment; -1 where there is none.
+    innermost = np.full(len(at_ns), -1, np.int64)
+    first = np.searchsorted(host.lane, np.arange(int(host.lane.max()) + 2)) if len(host.lane) else np.zeros(1, np.int64)
+    for which in np.unique(lane[lane >= 0]):
+        if which + 1 >= len(first):
+            continue
+        begin, end = first[which], first[which + 1]
+        on_lane = lane == which
+        before = np.searchsorted(host.start_ns[begin:end], at_ns[on_lane], side="right")
+        innermost[on_lane] = np.where(before > 0, begin + before - 1, -1)
+    while len(host.lane):
+        late = (innermost >= 0) & (host.end_ns[np.maximum(innermost, 0)] < at_ns)
+        if not late.any():
+            break
+        innermost[late] = host.parent[innermost[late]]
+    context = host.context(innermost)
     step = host.steps.at(at_ns)
     steps = pl.Series("step", host.steps.step).gather(id_column(step)) if len(host.steps.step) else context[0]
     return rows.select(
@@ -139,7 +153,7 @@ def allocation_table(memory: pl.DataFrame, host: Host, lanes: Ints, base_ns: int
         "delta_bytes",
         "allocated_bytes",
         "reserved_bytes",
-        id_column(op, "op_id"),
+        id_column(innermost, "op_id"),
         steps,
         *context[1:],
     )
@@ -205,27 +219,8 @@ def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
 
 
 def _calls_of_syncs(host: Host, correlation: pl.Series) -> Ints:
-    """Return the runtime call of each correlation id; -1 for none."""
+    """Runtime call of each correlation id; -1 for none."""
     return host.find("runtime", "correlation", np.maximum(correlation.to_numpy(), 0))
-
-
-def _innermost(host: Host, lane: Ints, at_ns: Ints) -> Ints:
-    """Return the innermost slice on a lane at each moment; -1 where there is none."""
-    innermost = np.full(len(at_ns), -1, np.int64)
-    first = np.searchsorted(host.lane, np.arange(int(host.lane.max()) + 2)) if len(host.lane) else np.zeros(1, np.int64)
-    for which in np.unique(lane[lane >= 0]):
-        if which + 1 >= len(first):
-            continue
-        begin, end = first[which], first[which + 1]
-        on_lane = lane == which
-        before = np.searchsorted(host.start_ns[begin:end], at_ns[on_lane], side="right")
-        innermost[on_lane] = np.where(before > 0, begin + before - 1, -1)
-    while len(host.lane):
-        late = (innermost >= 0) & (host.end_ns[np.maximum(innermost, 0)] < at_ns)
-        if not late.any():
-            break
-        innermost[late] = host.parent[innermost[late]]
-    return innermost
 
 
 def _main_work(activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
@@ -274,7 +269,16 @@ def _iteration_steps(host: Host, work: pl.DataFrame, repetition: Repetition) -> 
         on_device = True
     else:
         ids = issued.to_numpy()
-        begin = _begins(host, ids)
+        # Start of the outermost slice that issued each piece of work, but began after the one before did.
+        before = np.append(np.iinfo(np.int64).min, host.start_ns[ids[:-1]])
+        outermost = ids.copy()
+        while True:
+            above = host.parent[outermost]
+            climbs = (above >= 0) & (host.start_ns[np.maximum(above, 0)] > before)
+            if not climbs.any():
+                break
+            outermost = np.where(climbs, above, outermost)
+        begin = np.maximum.accumulate(host.start_ns[outermost])
         after = begin[repetition.end] if repetition.end < len(begin) else host.end_ns.max() + 1
         on_device = False
     edges = np.append(begin[starts], after)
@@ -282,17 +286,3 @@ def _iteration_steps(host: Host, work: pl.DataFrame, repetition: Repetition) -> 
         numbers, edges[:-1], edges[1:],
         alike_ratio=repetition.alike_ratio, covered_ratio=covered, on_device=on_device,
     )  # fmt: skip
-
-
-def _begins(host: Host, issued: Ints) -> Ints:
-    """Return the start of the outermost slice that issued each piece of work, but began after the one before did."""
-    before = np.append(np.iinfo(np.int64).min, host.start_ns[issued[:-1]])
-    outermost = issued.copy()
-    while True:
-        above = host.parent[outermost]
-        climbs = (above >= 0) & (host.start_ns[np.maximum(above, 0)] > before)
-        if not climbs.any():
-            break
-        outermost = np.where(climbs, above, outermost)
-    begins: Ints = np.maximum.accumulate(host.start_ns[outermost])
-    return begins

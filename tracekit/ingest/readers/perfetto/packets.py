@@ -165,7 +165,12 @@ def _unpack(data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints]) -
             elif zstd_past:
                 piece = _unzstd(data[zstd_begin:zstd_past], limit)
             else:
-                piece = _with_length(data[start:end])
+                packet = data[start:end]
+                size, length = len(packet), bytearray()
+                while size > 0x7F:
+                    length.append(size & 0x7F | 0x80)
+                    size >>= 7
+                piece = bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
         except (zlib.error, OSError):
             continue
         parts.append(piece)
@@ -182,14 +187,6 @@ def _unzstd(packed: bytes, limit: int) -> bytes:
 
     with pa.CompressedInputStream(pa.BufferReader(packed), "zstd") as stream:
         return bytes(stream.read(limit))
-
-
-def _with_length(packet: bytes) -> bytes:
-    size, length = len(packet), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
 
 
 def _columns(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
@@ -319,7 +316,7 @@ def _clock_key(clock: Ints, sequence: Ints) -> Ints:
 
 
 def _default_clocks(data: bytes, generation: Ints, defaults: tuple[Ints, Ints]) -> Ints:
-    """Return the clock that the sequence of each packet states as its default; 0 for none."""
+    """Clock that the sequence of each packet states as its default; 0 for none."""
     rows = np.flatnonzero(defaults[1] > defaults[0])
     stated = wire.fields(data, defaults[0][rows], defaults[1][rows]).column(F.CLOCK_ID)
     by_generation = np.zeros(int(generation.max(initial=0)) + 1, np.int64)

@@ -136,7 +136,6 @@ class Rows:
 
 
 def _table(arguments: Arguments, of_events: Ints, columns: Mapping[str, pl.DataType], event_count: int) -> pl.DataFrame:
-    """Return a row for each of the events, with these columns from its arguments."""
     place = np.full(event_count, -1, np.int64)
     place[of_events] = np.arange(len(of_events))
     rows = np.flatnonzero(place[arguments.event] >= 0)
@@ -175,7 +174,9 @@ def facts(events: Events) -> tuple[list[TraceFacts], RunFacts]:
         )
         for row in stated.unique("sequence", keep="first", maintain_order=True).iter_rows(named=True)
     ]
-    return traces, RunFacts(_object(manifest[0] if manifest else None), tuple(issues.iter_rows(named=True)))
+    text = manifest[0] if manifest else None
+    parsed = None if text is None else _json(text)
+    return traces, RunFacts(parsed if isinstance(parsed, dict) else {}, tuple(issues.iter_rows(named=True)))
 
 
 def _first_events(events: Events) -> dict[int, int]:
@@ -196,11 +197,6 @@ def _parts(events: Events) -> dict[int, tuple[int, int] | None]:
 
 def _parse_header(header: pl.DataFrame) -> dict[str, Any]:
     return {key: _json(value) for key, value in header.select("key", "value").drop_nulls().iter_rows()}
-
-
-def _object(text: str | None) -> Mapping[str, Any]:
-    parsed = None if text is None else _json(text)
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _json(text: str) -> Any:
