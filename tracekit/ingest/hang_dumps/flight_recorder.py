@@ -4,7 +4,6 @@ Source of the fields: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightR
 --hang-timeout` writes the same JSON with stacks of the calls, and its own part under "tracekit".
 """
 
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from tracekit.ingest import pickle_child, pickles, untrusted_json
+from tracekit.ingest.pickles import ManyPickles
 from tracekit.model.hang_dump import Call, CallState, Frame, RankDump, SystemCall, ThreadStack
 from tracekit.model.manifest import MAX_RANKS
 
@@ -36,11 +36,11 @@ class BadDumpError(ValueError):
     """A file that is no dump, or a damaged one. The message is a predicate, such as "is truncated"."""
 
 
-def load(data: bytes) -> Any:
-    """Return the value of a pickle or JSON file. Raises BadDumpError."""
+def load(data: bytes, many: ManyPickles) -> Any:
+    """Return the value of a pickle, which `many` reads, or of a JSON file. Raises BadDumpError."""
     try:
         if data[:1] == b"\x80":
-            return json.loads(pickles.read(pickle_child.PLAIN, io.BytesIO(data))[0])
+            return json.loads(many.read(pickle_child.PLAIN, data)[0])
         return untrusted_json.parse(data)
     except pickles.WrongFormError as error:
         raise BadDumpError(f"is no plain data ({error})") from None

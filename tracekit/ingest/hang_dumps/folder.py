@@ -13,6 +13,7 @@ from typing import Any
 from tracekit.errors import InputError
 from tracekit.ingest.hang_dumps import flight_recorder
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
+from tracekit.ingest.pickles import ManyPickles
 from tracekit.model.hang_dump import Frame, HangDumps, RankDump, ThreadStack
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.units import duration, ranges
@@ -52,11 +53,12 @@ def read(path: Path) -> HangDumps:
     notes: list[str] = []
     dumps: list[RankDump] = []
     texts: list[_Stacks] = []
-    for file in _files(path):
-        try:
-            _read_file(file, dumps, texts)
-        except BadDumpError as error:
-            notes.append(f"{file.name}: {error}; it is left out")
+    with ManyPickles() as many:
+        for file in _files(path):
+            try:
+                _read_file(file, many, dumps, texts)
+            except BadDumpError as error:
+                notes.append(f"{file.name}: {error}; it is left out")
     if not dumps and not any(stacks.rank is not None for stacks in texts):
         reason = f": {notes[0]}" if notes else ""
         raise InputError(f"{path}: no dump of a flight recorder that can be used{reason}; {_HOW_TO}")
@@ -103,7 +105,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+def _read_file(file: Path, many: ManyPickles, dumps: list[RankDump], texts: list[_Stacks]) -> None:
     """Add what a file contains; nothing if it is neither a dump nor stacks. Raises BadDumpError if it is damaged."""
     with file.open("rb") as opened:
         head = opened.read(64)
@@ -118,15 +120,15 @@ def _read_file(file: Path, dumps: list[RankDump], texts: list[_Stacks]) -> None:
         return
     data = file.read_bytes()
     if is_pickle or is_json:
-        _read_value(file, data, dumps, texts)
+        _read_value(file, data, many, dumps, texts)
     elif threads := parse_text(text := data.decode("utf-8", "replace")):
         texts.append(_Stacks(str(file), _named_rank(file), process_id(text), threads))
 
 
-def _read_value(file: Path, data: bytes, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+def _read_value(file: Path, data: bytes, many: ManyPickles, dumps: list[RankDump], texts: list[_Stacks]) -> None:
     if data[:1] != b"\x80" and b'"frames"' not in data and b'"version"' not in data:
         return
-    value = flight_recorder.load(data)
+    value = flight_recorder.load(data, many)
     if flight_recorder.is_dump(value):
         rank = flight_recorder.stated_rank(value)
         rank = _named_rank(file) if rank is None else rank
