@@ -60,8 +60,9 @@ def row(table: pl.DataFrame) -> dict[str, object]:
 
 
 def hta_has_it(shows_the_fault: Callable[[Path], bool]) -> Callable[[Path], None]:
-    """Make a test of a function that says whether HTA shows a fault."""
+    """Make a test of a function that says whether HTA shows a fault; only `make accuracy` runs it."""
 
+    @pytest.mark.accuracy
     @functools.wraps(shows_the_fault)
     def test(tmp_path: Path) -> None:
         pytest.importorskip("hta", reason="needs the extra [hta]")

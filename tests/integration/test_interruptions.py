@@ -1,5 +1,7 @@
 """Kills while a training is recorded, two processes on one history and cache, and files that may not grow."""
 
+import functools
+import itertools
 import json
 import os
 import resource
@@ -186,6 +188,38 @@ def test_scrub_replaces_no_device(run: Path) -> None:
     assert (run / "out").is_fifo()
 
 
+@contextmanager
+def _clock_set_back(reading: int) -> Iterator[None]:
+    """Set the clock a day back from a reading of it on."""
+    readings, time_s, time_ns = itertools.count(), time.time, time.time_ns
+
+    def offset_s() -> int:
+        return -86_400 if next(readings) >= reading else 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: time_s() + offset_s())
+        patch.setattr(time, "time_ns", lambda: time_ns() + offset_s() * 10**9)
+        yield
+
+
+@pytest.mark.parametrize("reading", [0, 3, 20])
+def test_a_clock_that_is_set_back_changes_no_report_and_loses_no_run(run: Path, reading: int) -> None:
+    tracekit = functools.partial(cli_runner.tracekit, cwd=run, TRACEKIT_CACHE_DIR=str(run / "cache"))
+    report = tracekit("check", "run", "--format", "json")
+    with _clock_set_back(reading):
+        again = tracekit("check", "run", "--format", "json")
+    assert (again.returncode, again.stdout) == (report.returncode, report.stdout), again.stderr
+    kineto_files.write(run / "later" / "rank00000.pt.trace.json", kineto_files.trace(0, start_us=900, steps=4))
+    for name, commit in (("run", "a" * 40), ("later", "b" * 40)):
+        with _clock_set_back(reading):
+            added = tracekit("history", "add", name, "--db", "h.duckdb", "--commit", commit)
+        assert added.returncode == 0, added.stderr
+    runs = store.read(run / "h.duckdb").runs
+    assert sorted(runs["commit"]) == ["a" * 40, "b" * 40]
+    if reading == 0:
+        assert max(runs["added_ns"]) < time.time_ns() - 80_000 * 10**9  # the clock was set back
+
+
 # Imported by each Python process that has its folder in PYTHONPATH.
 SET_BACK = """
 import itertools, os, time
@@ -200,35 +234,13 @@ time.time_ns = lambda: _time_ns() + _offset_s() * 10**9
 """
 
 
-def with_clock_set_back(folder: Path, reading: int, *words: object) -> "subprocess.CompletedProcess[str]":
-    """Run a command whose clock is a day back from a reading of it on, in all of its processes."""
-    (folder / "clock").mkdir(exist_ok=True)
-    (folder / "clock" / "sitecustomize.py").write_text(SET_BACK)
-    path = f"{cli_runner.ROOT}{os.pathsep}{folder / 'clock'}"
-    cache = {"TRACEKIT_CACHE_DIR": str(folder / "cache"), "SET_BACK_AT": str(reading)}
-    return cli_runner.in_a_process(*words, cwd=folder, PYTHONPATH=path, **cache)
-
-
-@pytest.mark.parametrize("reading", [0, 3])
-def test_a_clock_that_is_set_back_changes_no_report_and_loses_no_run(run: Path, reading: int) -> None:
-    cache = str(run / "cache")
-    report = cli_runner.tracekit("check", "run", "--format", "json", cwd=run, TRACEKIT_CACHE_DIR=cache)
-    again = with_clock_set_back(run, reading, "check", "run", "--format", "json")
-    assert (again.returncode, again.stdout) == (report.returncode, report.stdout), again.stderr
-    kineto_files.write(run / "later" / "rank00000.pt.trace.json", kineto_files.trace(0, start_us=900, steps=4))
-    for name, commit in (("run", "a" * 40), ("later", "b" * 40)):
-        added = with_clock_set_back(run, reading, "history", "add", name, "--db", "h.duckdb", "--commit", commit)
-        assert added.returncode == 0, added.stderr
-    runs = store.read(run / "h.duckdb").runs
-    assert sorted(runs["commit"]) == ["a" * 40, "b" * 40]
-    if reading == 0:
-        assert max(runs["added_ns"]) < time.time_ns() - 80_000 * 10**9  # the clock was set back
-
-
 def test_a_training_is_recorded_while_the_clock_is_set_back(tmp_path: Path) -> None:
     script = cli_runner.ROOT / "tests" / "integration" / "scripts" / "plain_single.py"
     words = ("record", "--out", tmp_path / "recorded", "--", sys.executable, script)
-    done = with_clock_set_back(tmp_path, 10, *words)
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(SET_BACK)
+    path = f"{cli_runner.ROOT}{os.pathsep}{tmp_path / 'clock'}"
+    done = cli_runner.in_a_process(*words, cwd=tmp_path, PYTHONPATH=path, SET_BACK_AT="10")
     assert done.returncode == 0, done.stderr
     checked = cli_runner.tracekit(
         "check", tmp_path / "recorded", "--format", "json", "--fail-on", "never", "--no-cache"
