@@ -1,4 +1,7 @@
-"""What rules claim of recorded runs, recomputed from the raw files in plain Python."""
+"""What rules claim of recorded runs, recomputed from the raw files in plain Python.
+
+Most of it takes seconds per trace: `make accuracy` runs it.
+"""
 
 import copy
 import functools
@@ -150,7 +153,6 @@ def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
     assert re.search(r"most for rank 0 \(5\d\.\d%\), rank 6 \(4\d\.\d%\)", uneven.message)
 
 
-@pytest.mark.accuracy
 def test_what_device_mallocs_stall_is_idle_time_of_the_device():
     run = others("torchrec_v100_4ranks")
     found = judge(run, SteadyDeviceAllocation())["device calls"]
