@@ -78,7 +78,7 @@ def report(run: str | Path, *options: str, start: Callable[..., Done] = tracekit
 def test_the_report_of_a_remote_run_is_that_of_the_local_run_and_a_second_command_fetches_nothing(
     s3: Server, near: str
 ) -> None:
-    assert report(SAMPLE_URL, start=in_a_process) == near
+    assert report(SAMPLE_URL) == near
     first = s3.traces_fetched()
     heads = [each for each in first if each.range == f"bytes=0-{HEAD_BYTES - 1}"]
     assert len(heads) == 2, first
