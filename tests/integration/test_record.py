@@ -263,6 +263,7 @@ def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     assert len(losses(done)) == 2
 
 
+@pytest.mark.accuracy  # tests/unit/capture/test_merge.py merges what ranks left on their own disks
 def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> None:
     """Each node has its recorder and its scratch disk; only the folder of runs is theirs together."""
     port = str(recorded.free_port())
