@@ -12,6 +12,9 @@ def others_in_accuracy(cases: Iterable[Any], everyday: Collection[Any]) -> list[
     """Mark the cases that are not in `everyday` with `accuracy`; a tuple is the values of several arguments.
 
     Raises ValueError if a case of every day is none of the cases.
+
+    >>> [(case.values, [mark.name for mark in case.marks]) for case in others_in_accuracy(["a", ("b", 2)], ["a"])]
+    [(('a',), []), (('b', 2), ['accuracy'])]
     """
     cases = list(cases)
     if missing := set(everyday) - set(cases):
