@@ -183,7 +183,7 @@ def test_a_cluster_that_cannot_be_used_is_refused(options, message, monkeypatch)
 
 @pytest.mark.parametrize("command", others_in_accuracy(["check", "summary", "query"], ["check"]))
 def test_commands_print_the_same_with_processes(command, tmp_path):
-    run = ROOT / "sample_traces" / "demo-yafsdp"
+    run = ROOT / "sample_traces" / "faults" / "healthy-fsdp2"
     more = ["SELECT rank, kind, sum(dur_ns) AS total FROM activities GROUP BY ALL ORDER BY ALL"] * (command == "query")
     printed = [
         tracekit(command, run, *more, "--format", "json", "--executor", kind, "--workers", 2)
