@@ -318,7 +318,9 @@ def test_hta_fault_09_a_stream_that_waits_for_a_collective_shows_as_exposed_comm
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no traces of other projects next to this checkout")
-@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "hta_nccl_args_a100"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nanogpt_h100_8ranks", marks=pytest.mark.accuracy), "hta_nccl_args_a100"]
+)
 def test_hta_fault_09_on_recorded_runs_no_communication_hides_in_idle_time(name):
     run = load(TRACES / name)
     found = run.table(breakdown.by_rank)
