@@ -15,7 +15,7 @@ from tracekit.rules.rule import Severity
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "merged_ddp_mi300_4ranks"
 pytestmark = [
-    pytest.mark.accuracy,  # tests/unit/analysis has the bandwidth of links
+    pytest.mark.accuracy,  # a public recording in a merged file
     pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded traces are not in ../shared"),
 ]
 DEVICE = {"deviceProperties": [{"name": "AMD Instinct MI300X"}]}  # the merged file names no device
