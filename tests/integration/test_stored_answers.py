@@ -80,7 +80,12 @@ FORMATS = [("check", "--format", str(name)) for name in ReportFormat]
 TABLES = [("summary", "--by", by, "--format", kind) for by in ("rank", "step") for kind in ("text", "json")]
 
 
-@pytest.mark.parametrize("words", [*FORMATS, *TABLES], ids="-".join)
+# Text, JSON and HTML; the other formats are made of the same parts.
+EVERYDAY_WORDS = [*FORMATS[:3], *TABLES]
+OTHER_WORDS = [pytest.param(words, marks=pytest.mark.accuracy) for words in FORMATS[3:]]
+
+
+@pytest.mark.parametrize("words", [*EVERYDAY_WORDS, *OTHER_WORDS], ids="-".join)
 def test_a_stored_answer_equals_that_of_the_command(words, run, loads):
     command, *options = words
     fresh = cli_runner.tracekit(command, run, *options, "--no-cache")
@@ -144,7 +149,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-EVERYDAY = {*(("check", change) for change in CHANGES), *(("summary", change) for change in ("a trace", "a log"))}
+# A summary takes a quarter of the time, and its answer depends on the same.
+EVERYDAY = {
+    *(("summary", change) for change in CHANGES),
+    *(("check", change) for change in ("a trace", "the manifest", "a settings file")),
+}
 
 
 @pytest.mark.parametrize(
