@@ -168,7 +168,9 @@ def test_what_the_recorder_starts_imports_nothing_from_the_current_folder(hostil
     assert not has_executed(hostile)
 
 
-@pytest.mark.parametrize("program", [("train.py",), ("-m", "train")], ids=" ".join)
+@pytest.mark.parametrize(
+    "program", [("train.py",), pytest.param(("-m", "train"), marks=pytest.mark.accuracy)], ids=" ".join
+)
 def test_a_recorded_training_imports_from_its_own_folder(tmp_path: Path, program: tuple[str, ...]):
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "helper.py").write_text("ANSWER = 42\n")
