@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, question
-from tracekit.cli.answer import Input, Kind
 from tracekit.cli.options import OutputOptions
+from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracekit.cli import output, question
-from tracekit.cli.answer import Input, Kind
+from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from tracekit.report import history as history_report
 from tracekit.report import json as report_json
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
-from tracekit.report.render import trends as render_trends
 
 ROOT = Path(__file__).parents[3]
 
@@ -256,7 +255,7 @@ def test_a_metric_that_some_runs_lack_keeps_its_indexes(tmp_path):
     ((shift,),) = [series.shifts for series in group.series]
     assert (shift.last, shift.first) == (11, 12)
     assert np.isnan(group.series[0].values[[3, 15]]).all()
-    assert render_trends.sparkline(group.series[0].values.tolist())[3] == " "
+    assert render_text.sparkline(group.series[0].values.tolist())[3] == " "
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -23,8 +23,9 @@ from tracekit.regression.metrics import METRICS, all_metrics
 from tracekit.regression.samples import run_samples
 from tracekit.regression.thresholds import Thresholds, parse_limit
 from tracekit.report import baseline as baseline_report
-from tracekit.report import baseline_json, comparison, gate_text, history_figures
+from tracekit.report import baseline_json, comparison, gate_text
 from tracekit.report import json as report_json
+from tracekit.report.charts import many_runs
 from tracekit.report.render import text as render_text
 from tracekit.rules.registry import all_rules
 
@@ -98,7 +99,7 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
     store.add(database, [history_entry(document, report_json.comparison_side(document))])
     (group,) = trends.groups(store.read(database))
     series = next(series for series in group.series if series.metric == plugin)
-    assert isinstance(history_figures.of_series(group, series), go.Figure)
+    assert isinstance(many_runs.of_series(group, series), go.Figure)
 
     assert "`activity_count`" in comparison.metrics_page()
     assert settings.read(settings_file(tmp_path, plugin), all_rules()).baseline.metrics == (plugin,)

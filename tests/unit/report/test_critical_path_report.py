@@ -9,7 +9,7 @@ import pytest
 from tests.support import cli_runner
 from tracekit.ingest.loader import load
 from tracekit.replay.graph.critical_path.path import critical_path
-from tracekit.report import critical_path as report
+from tracekit.report import what_if
 from tracekit.report.export import perfetto
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
@@ -26,7 +26,7 @@ def path():
 
 
 def test_json_has_the_step_and_parts_that_tile_it(path):
-    found = json.loads(render_json.render(report.document(path, run="demo", top=5)))
+    found = json.loads(render_json.render(what_if.path_document(path, run="demo", top=5)))
     assert found["step"] == path.step
     for name in ("parts", "compact"):
         parts = found[name]
@@ -38,7 +38,7 @@ def test_json_has_the_step_and_parts_that_tile_it(path):
 
 
 def test_text_names_the_step_its_owners_and_what_has_slack(path, wording):
-    text = render_text.render(report.document(path, run="demo", top=5), width=120)
+    text = render_text.render(what_if.path_document(path, run="demo", top=5), width=120)
     wording(text)
     for title in ("By rank and kind", "Owners of the path", "Not on the path, least slack first", "more owners"):
         assert title in text

@@ -14,6 +14,7 @@ from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import polars as pl
+from tracekit.cli.options import DocumentFormat, DocumentFormatOption
 
 _DEFAULT_ROWS = 100
 _GIB = 1 << 30
@@ -69,6 +70,28 @@ def query(
             with output.progress() as bar:
                 rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
+
+
+@expand_options
+def schema(
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
+    *,
+    document_format: DocumentFormatOption = DocumentFormat.TEXT,
+    result: OutputOptions,
+) -> None:
+    """List the tables that tracekit query reads, with the unit and meaning of each column."""
+    from tracekit.report import schema_pages
+    from tracekit.sql import table_documents
+
+    # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
+    is_page = document_format is DocumentFormat.MARKDOWN
+    documents = table_documents.own_documents() if is_page else table_documents.all_documents()
+    tables = [table_documents.find(table, documents)] if table else documents
+    if is_page:
+        result.emit(schema_pages.as_markdown(tables))
+        return
+    write = result.write_json if document_format is DocumentFormat.JSON else result.write_text
+    write(schema_pages.document(tables))
 
 
 def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:
