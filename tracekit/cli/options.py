@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from tracekit.cli.settings import Catalog, CheckSettings
-    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.report.document import Document
 
@@ -146,17 +146,17 @@ class ExecutorOptions:
 
         Call it before Polars is imported: it also sets the number of Polars' threads.
         """
-        from tracekit.executors import defaults, open_executor
+        from tracekit import executors
 
-        defaults.limit_polars_threads(paths)
+        executors.limit_polars_threads(paths)
         kind, workers = self.executor, self.workers
         if kind is None:
-            processes = None if self.cluster else defaults.process_count(paths)
+            processes = None if self.cluster else executors.process_count(paths)
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
         if self.cluster or kind is ExecutorKind.DASK:
             question.current().withdraw()
-        return open_executor(kind.value, workers=workers, cluster=self.cluster)
+        return executors.open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
-from tracekit.model.executor import Executor, Threads
 from tracekit.model.fact import Fact, Scope, run_fact
-from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.source import Executor, LoadedTraces, Source, Threads
 from tracekit.model.table_store import SavedTables, TableStore
 from tracekit.model.trace import Trace, TraceFact
 

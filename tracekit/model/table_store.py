@@ -1,5 +1,7 @@
 """TableStore: the tables of a run in memory, as Parquet files where they need too much of it, and saved on disk."""
 
+import os
+import re
 import sys
 import tempfile
 import weakref
@@ -10,14 +12,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import polars as pl
 
-from tracekit.model import parquet_files
 from tracekit.model.trace import TraceFact
+
+_CODE = re.compile(r"\(os error (\d+)\)")
 
 Measure: TypeAlias = Callable[[Any], pl.DataFrame]
 """A fact of a trace or of a run."""
 Place = tuple[int, int]
 """Window and rank of a trace."""
-
 
 _MAX_FRAMES = 32
 """So many tables become one: a small table takes 100 times the memory of its rows."""
@@ -73,7 +75,7 @@ class TableStore:
             self._tables[fact] = table
         else:
             part = self.new_part()
-            parquet_files.write(table, part, compression_level=1)
+            write_parquet(table, part, compression_level=1)
             self._parts[fact] = (part,)
 
     def find(self, fact: Measure) -> pl.DataFrame | None:
@@ -174,6 +176,20 @@ def full_name(fact: Measure) -> str | None:
     return f"{module}.{name}" if is_reached else None
 
 
+def write_parquet(table: pl.DataFrame, path: Path, *, compression_level: int | None = None) -> None:
+    """Write a table. Raises OSError where the file cannot be written, such as on a full disk.
+
+    Polars raises its own ComputeError there.
+    """
+    try:
+        table.write_parquet(path, compression="zstd", compression_level=compression_level)
+    except pl.exceptions.ComputeError as error:
+        code = _CODE.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+
+
 class Collector:
     """Takes the tables of several facts, trace by trace."""
 
@@ -201,7 +217,7 @@ class Collector:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()
-            parquet_files.write(pending.table(), part, compression_level=1)
+            write_parquet(pending.table(), part, compression_level=1)
             self._parts.setdefault(fact, []).append(part)
 
 

@@ -11,7 +11,8 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tracekit.errors import InputError
-from tracekit.library import report
+from tracekit.library import answers as library_answers
+from tracekit.library.answers import COLUMNS, Answer
 from tracekit.library.run import Run
 from tracekit.replay.graph import what_if
 from tracekit.report import comparison, figures, step_change
@@ -28,7 +29,7 @@ def run() -> Run:
 
 
 @pytest.fixture(scope="module")
-def answers(run: Run) -> dict[str, report.Answer]:
+def answers(run: Run) -> dict[str, Answer]:
     other = SAMPLES / "demo-fsdp2"
     return {
         "report": run.check(),
@@ -73,12 +74,12 @@ def test_findings_are_a_typed_table_also_without_any(run):
     assert table["ranks"].to_list() == [list(finding.ranks) for finding in run.check().findings]
     empty = run.check(rules=[]).to_frame()
     assert empty.is_empty()
-    assert dict(empty.schema) == dict(table.schema) == dict(report.COLUMNS)
+    assert dict(empty.schema) == dict(table.schema) == dict(COLUMNS)
 
 
 def test_names_of_findings_are_text_in_a_notebook(run):
     finding = Finding("COMM001", Severity.ERROR, "<script>alert(1)</script>", "<b>fix</b>")
-    shown = report.Report(run, (finding,), ("<i>note</i>",), (), "1")._repr_html_()
+    shown = library_answers.Report(run, (finding,), ("<i>note</i>",), (), "1")._repr_html_()
     assert not any(tag in shown for tag in ("<script", "<b>fix", "<i>note"))
 
 

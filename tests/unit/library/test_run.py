@@ -7,8 +7,7 @@ import tracekit
 from tests.support import drawn_traces
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.library.run import Run
-from tracekit.library.tables import Tables
+from tracekit.library.run import Run, Tables
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.sql import run_tables
 

@@ -4,9 +4,8 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
-from tracekit.model.executor import Threads
 from tracekit.model.run import Run
-from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.source import LoadedTraces, Source, Threads
 from tracekit.model.trace import LazyTrace, Trace
 
 STEPS = schema.STEPS.empty()

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
-from tracekit.model.executor import Measured
 from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.source import Measured, Source
 from tracekit.model.table_store import TableStore
 
 
