@@ -157,7 +157,7 @@ def test_the_cache_serves_an_archive_that_did_not_change(tmp_path, monkeypatch):
     first = tables(tracekit.load(path))
     archives._unpack_version.cache_clear()
     run = tracekit.load(path)
-    monkeypatch.setattr("tracekit.ingest.trace_origins.ArchivedTrace.local", lambda self: pytest.fail("read again"))
+    monkeypatch.setattr("tracekit.ingest.files.ArchivedTrace.local", lambda self: pytest.fail("read again"))
     assert all(table.equals(first[key]) for key, table in tables(run).items())
 
 
