@@ -1,11 +1,14 @@
 """Tables of facts are the same in memory and in Parquet parts."""
 
+import inspect
+
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Measured, Source
 from tracekit.model.table_store import Collector, TableStore
@@ -109,3 +112,21 @@ def test_a_trace_without_tables_is_an_issue_and_the_others_stay():
     assert run.table(lambda trace: pl.DataFrame()).rows() == [(0, 1, 1)]
     assert run.ranks == (1,)
     assert run.data_quality["message"].to_list() == ["rank0: gone"]
+
+
+def test_a_fact_that_reads_a_fact_is_two_frames_deeper():
+    # Whoever reads a stack of facts, in an error or a profile, sees facts and nothing that only forwards.
+    depths = []
+
+    @run_fact
+    def inner(run):
+        depths.append(len(inspect.stack()))
+        return pl.DataFrame()
+
+    @run_fact
+    def outer(run):
+        depths.append(len(inspect.stack()))
+        return run.table(inner)
+
+    Run("run", []).table(outer)
+    assert depths[1] - depths[0] == 2
