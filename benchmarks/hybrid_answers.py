@@ -13,8 +13,7 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import pipeline_changes, rank_order, savings
 from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.simulate import engine
-from tracekit.simulate.hybrid import Hybrid, equal_stages
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Hybrid, Impairments, Job, equal_stages
 
 MATTERS = 0.03  # share of the step from which a change is an answer worth having
 CLOSE = 0.1

@@ -6,9 +6,9 @@ from functools import partial
 
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
-from tracekit.simulate import engine, fault_registry, hybrid
+from tracekit.simulate import engine, fault_registry
 from tracekit.simulate.fault_registry import Fault, impair, on_hardware, register
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Impairments, Job, move_layers
 
 FAULTS: dict[str, Fault] = {}
 _fault = partial(register, FAULTS, plain=False, hybrid=True)
@@ -48,7 +48,7 @@ def _slow_stage(job: Job, args: Sequence[str]) -> Job:
 )
 def _unbalanced_stages(job: Job, args: Sequence[str]) -> Job:
     layers = int(fault_registry.argument(args, 1, 1))
-    return replace(job, hybrid=hybrid.move_layers(job.mesh, stage=_stage(job, args, 1), layers=layers))
+    return replace(job, hybrid=move_layers(job.mesh, stage=_stage(job, args, 1), layers=layers))
 
 
 @_fault(
