@@ -136,10 +136,7 @@ class Device:
     def _pass_time(self, now_ns: int) -> None:
         kinds = self.resident
         self.record.account.pass_time(
-            now_ns,
-            computing=kinds[COMPUTE] > 0,
-            communicating=kinds[COMMUNICATION] > 0,
-            copying=kinds[COPY] > 0,
+            now_ns, computing=kinds[COMPUTE] > 0, communicating=kinds[COMMUNICATION] > 0, copying=kinds[COPY] > 0
         )
 
     def rates(self) -> list[tuple[Work, float]]:

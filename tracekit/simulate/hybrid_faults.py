@@ -125,11 +125,7 @@ def _read_each_action(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "slow-tensor-link",
-    "TP002",
-    "[:FACTOR]",
-    "collectives of tensor parallelism take FACTOR times as long (6)",
-    axis=TP,
+    "slow-tensor-link", "TP002", "[:FACTOR]", "collectives of tensor parallelism take FACTOR times as long (6)", axis=TP
 )
 def _slow_tensor_link(job: Job, args: Sequence[str]) -> Job:
     _require_ranks(job.mesh.layout.tp, "--tp")

@@ -1,4 +1,4 @@
-"""A simulated run on disk, all marked as simulated: traces, metrics, run.json, and truth.json with what each fault costs."""
+"""A simulated run on disk, all marked as simulated: traces, metrics, run.json, and truth.json with each fault's cost."""
 
 import json
 import zlib

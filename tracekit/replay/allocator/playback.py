@@ -340,13 +340,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     addresses = sorted(sizes)
     return tuple(
         SegmentState(
-            begin,
-            end - begin,
-            0,
-            small,
-            0,
-            expandable=False,
-            blocks=tuple(_blocks(begin, end, addresses, sizes)),
+            begin, end - begin, 0, small, 0, expandable=False, blocks=tuple(_blocks(begin, end, addresses, sizes))
         )
         for begin, end, small in sorted(ranges)
     )

@@ -203,8 +203,7 @@ def _split(trace: Trace, recorded: _CallRows) -> _CallRows:
 def _is_asynchronous(copies: pl.DataFrame, call: Ints, recorded: _CallRows) -> Flags:
     """Mark copies that the host never waits for; `call` is the row of each one's launch in `recorded`, or -1."""
     names = copies.select(
-        to_device=pl.col("name").str.contains("HtoD", literal=True),
-        is_async=pl.col("name").str.contains(_ASYNCHRONOUS),
+        to_device=pl.col("name").str.contains("HtoD", literal=True), is_async=pl.col("name").str.contains(_ASYNCHRONOUS)
     )
     to_device, size = flags(names["to_device"]), ids(copies["bytes"])
     later = to_device & (call >= 0)

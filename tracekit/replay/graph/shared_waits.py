@@ -55,14 +55,7 @@ def _places(nodes: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     of_rank = ["rank", *_OF_NAME]
     with_nth = work.with_columns(nth=pl.int_range(pl.len()).over(of_rank), times=pl.len().over(of_rank))
     return with_nth.select(
-        "window",
-        "rank",
-        "node",
-        "lane",
-        "launch",
-        "start_ns",
-        "end_ns",
-        place=pl.struct(_PLACE).rank("dense"),
+        "window", "rank", "node", "lane", "launch", "start_ns", "end_ns", place=pl.struct(_PLACE).rank("dense")
     )
 
 

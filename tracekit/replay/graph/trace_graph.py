@@ -17,16 +17,7 @@ from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import filled_devices, host_time, recorded_stalls
 from tracekit.replay.graph.host_time import Calls
-from tracekit.replay.graph.nodes import (
-    EDGE_COLUMNS,
-    HOST,
-    WAIT,
-    WORK,
-    TraceGraph,
-    edge_table,
-    gap_series,
-    number_nodes,
-)
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, WAIT, WORK, TraceGraph, edge_table, gap_series, number_nodes
 
 KERNEL_GAP_NS = 1_000
 """The least time between two kernels of a stream, unless a shorter one is recorded, such as in CUDA graphs."""

@@ -66,9 +66,7 @@ def with_buffers(trace: Trace) -> History:
     sizes = per_step.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
     buffers = [_static_segment(number, size) for number, size in enumerate(sizes * BUFFERS, 1)]
     return dataclasses.replace(
-        recorded,
-        **{name: getattr(history, name) for name in _PLAYED},
-        start=(*buffers, *history.start),
+        recorded, **{name: getattr(history, name) for name in _PLAYED}, start=(*buffers, *history.start)
     )
 
 

@@ -18,13 +18,7 @@ from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import MemorySnapshot
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.recorded_history import (
-    ALLOC,
-    REQUEST,
-    SEGMENT_ALLOCATIONS,
-    SEGMENT_FREES,
-    is_replayed,
-)
+from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST, SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
 from tracekit.replay.allocator.settings import SMALL_BYTES
 
 FRAGMENTATION_COLUMNS = schema.columns(
@@ -161,9 +155,7 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
     place = pl.format("{} ({}:{})", "name", pl.col("file").str.split("/").list.last(), "line")
     of_stack = frames.group_by("stack", maintain_order=True).agg(
         place=pl.coalesce(
-            place.filter(is_user_code).first(),
-            place.filter(of_framework).first(),
-            place.filter(python).first(),
+            place.filter(is_user_code).first(), place.filter(of_framework).first(), place.filter(python).first()
         ),
         function=pl.col("name").filter(~pl.col("name").str.contains(_RECORDER)).first(),
         node=pl.col("name").str.extract(_NODE).drop_nulls().first(),

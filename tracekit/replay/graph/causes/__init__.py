@@ -11,12 +11,7 @@ from tracekit.errors import InputError
 from tracekit.model import plugins
 from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.cause import Cause
-from tracekit.replay.graph.causes.collectives import (
-    COMMUNICATION,
-    SLOW_LINK,
-    SMALL_COLLECTIVES,
-    UNBALANCED_EXPERTS,
-)
+from tracekit.replay.graph.causes.collectives import COMMUNICATION, SLOW_LINK, SMALL_COLLECTIVES, UNBALANCED_EXPERTS
 from tracekit.replay.graph.causes.contention import GIVE_WAY, PREPARATION, SLOWED_COLLECTIVES, SLOWED_COMPUTE
 from tracekit.replay.graph.causes.device_time import (
     CLOCK_DROP,
