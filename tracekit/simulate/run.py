@@ -1,4 +1,4 @@
-"""A simulated run on disk, all marked as simulated: traces, metrics, run.json, and truth.json with each fault's cost."""
+"""A simulated run on disk, all marked as simulated: traces, metrics, run.json, and truth.json with costs of faults."""
 
 import json
 import zlib

@@ -19,7 +19,7 @@ from tracekit.analysis.time import device_stalls
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
+from tracekit.replay.graph import contraction, filled_devices, nodes, trace_graph
 from tracekit.replay.graph.nodes import WORK, HostSpan, NodeTable
 from tracekit.sync import alignment, collective_matching
 
@@ -172,7 +172,7 @@ def graphs(run: Run) -> list[Graph]:
     stored, corrected = _nodes(run)
     all_nodes = _with_columns(stored, corrected)
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
-    shared = shared_waits.shared_waits(all_nodes.select(*shared_waits.NODES), own_edges)
+    shared = nodes.shared_waits(all_nodes.select(*nodes.NODES), own_edges)
     edges = pl.concat([own_edges, shared.select(own_edges.columns)])
     counts = stored.select("window").to_series().value_counts(sort=False).sort("window")  # rows are by window and rank
     built, first = [], 0
@@ -191,7 +191,7 @@ def _nodes(run: Run) -> tuple[NodeTable, pl.DataFrame]:
     stored = NodeTable.of(nodes)
     times = stored.select("window", "rank", "start_ns", "end_ns")
     on_clock = alignment.on_run_clock(times, run.offsets, ("start_ns", "end_ns")).select("start_ns", "end_ns")
-    return stored, on_clock.with_columns(recorded_stalls.pauses_on_other_ranks(run, stored))
+    return stored, on_clock.with_columns(trace_graph.pauses_on_other_ranks(run, stored))
 
 
 def _with_columns(nodes: NodeTable, columns: pl.DataFrame) -> NodeTable:

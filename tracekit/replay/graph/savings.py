@@ -10,12 +10,16 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, dependency_graph, representative_ranks, steps
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph import causes, dependency_graph, representative_ranks
 from tracekit.replay.graph.causes import contention, device_time
 from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
 from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
+from tracekit.replay.graph.nodes import NodeTable
+
+REPLAY_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns")
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -50,6 +54,81 @@ class Saving:
     before_steps_ns: int = 0
 
 
+def step_durations(graph: Graph, played: Replay, *, unchanged: Replay | None = None) -> pl.DataFrame:
+    """Return each step's recorded and replayed device window: from its first node's start to the next step's.
+
+    Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
+    with its last activity. The first begins as in the `unchanged` replay, if given: what happens sooner after the
+    recording began saves time too.
+    """
+    place = ["rank", "device"]
+    windows = graph.windows.sort(*place, "start_ns")
+    first = windows["first"].to_numpy()
+    is_first = windows.select((pl.col("start_ns") == pl.col("start_ns").min().over(place)).alias("is_first"))[
+        "is_first"
+    ]
+    begins = np.where(is_first.to_numpy(), (unchanged or played).start_ns[first], played.start_ns[first])
+    ends = _lasts(graph, played).rename({"end": "own_end"})
+    rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
+        ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    until = pl.col("begin").shift(-1).over(place)
+    return rows.with_columns(
+        pl.lit(graph.window, pl.Int64).alias("window"),
+        (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
+        (pl.coalesce(until, "own_end") - pl.col("begin")).alias("replayed_ns"),
+    ).pipe(schema.select, REPLAY_COLUMNS)
+
+
+def step_times_by_rank(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the step time of each rank: the mean over its steps, of its slowest device.
+
+    `table` has the columns of `STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns, saved_ns; one
+    row per rank.
+    """
+    times = pl.col("duration_ns", "replayed_ns", "without_ns")
+    per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
+    per_device = table.group_by("window", "rank", "device").agg(times.sum())
+    sums = per_device.group_by("window", "rank").agg(times.max()).group_by("rank").agg(times.sum())
+    means = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
+    return means.sort("rank").select(
+        "rank", pl.col("duration_ns", "replayed_ns", "without_ns", "saved_ns") // pl.col("per")
+    )
+
+
+def worst_error_ratio(table: pl.DataFrame) -> float:
+    """Return the largest relative difference of a replayed step from its recording, over all ranks."""
+    recorded = table.filter(pl.col("duration_ns") > 0)
+    off = (recorded["replayed_ns"] / recorded["duration_ns"] - 1).abs().to_numpy()
+    return float(off.max(initial=0.0))
+
+
+def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
+    """End of the last activity of each step."""
+    rows, number, places = _places_of_work(graph.frame)
+    end = np.full(places.height, np.iinfo(np.int64).min)
+    np.maximum.at(end, number, played.end_ns[graph.done[rows]])
+    return places.hstack([pl.Series("end", end)])
+
+
+@memoize
+def _places_of_work(frame: NodeTable) -> tuple[Ints, Ints, pl.DataFrame]:
+    """Return the nodes that are work, the number of each one's rank, device and step, and these places by number."""
+    nodes = frame.select("rank", "device", "step", "kind")
+    rows = np.flatnonzero(nodes["kind"].is_not_null().to_numpy())
+    of_work = nodes[rows].drop("kind")
+    ranks = of_work.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
+    _, first, number = np.unique(ranks, return_index=True, return_inverse=True)
+    return rows, number, of_work[first]
+
+
+def total_ns(table: pl.DataFrame, column: str) -> int:
+    """Return the total duration of all windows, each on its slowest rank."""
+    per_rank = table.group_by("window", "rank", "device").agg(pl.col(column).sum())
+    longest = per_rank.group_by("window").agg(pl.col(column).max())[column]
+    return int(np.sum(longest.to_numpy())) if longest.len() else 0
+
+
 def saving(run: Run, cause: str) -> Saving:
     """Potential saving of a run without a cause, from a replay of its dependency graph.
 
@@ -80,9 +159,9 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
 
 @memoize
 def replayed_steps(run: Run) -> pl.DataFrame:
-    """Return the recorded steps of a run and their replay without changes: columns of `steps.COLUMNS`."""
-    tables = [steps.durations(graph, graph.replayed) for graph in graphs_of(run)]
-    return pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
+    """Return the recorded steps of a run and their replay without changes: columns of `REPLAY_COLUMNS`."""
+    tables = [step_durations(graph, graph.replayed) for graph in graphs_of(run)]
+    return pl.concat([pl.DataFrame(schema=REPLAY_COLUMNS), *tables])
 
 
 @memoize
@@ -92,12 +171,12 @@ def graphs_of(run: Run) -> list[Graph]:
 
 
 def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
-    """Return the step time of each rank without each cause: columns cause, and those of `steps.by_rank`.
+    """Return the step time of each rank without each cause: columns cause, and those of `step_times_by_rank`.
 
     One row per saving and rank; none for a saving without an answer.
     """
     tables = [
-        steps.by_rank(saving.steps).select(pl.lit(saving.cause, pl.String).alias("cause"), pl.all())
+        step_times_by_rank(saving.steps).select(pl.lit(saving.cause, pl.String).alias("cause"), pl.all())
         for saving in savings
     ]
     return pl.concat(tables) if tables else pl.DataFrame(schema=BY_RANK_COLUMNS)
@@ -162,9 +241,9 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         for graph in graphs_of(run):
             table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
-    recorded_ns, replayed_ns = (steps.total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
-    saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
-    before_steps_ns = (replayed_ns - steps.total_ns(before, "replayed_ns")) // per
+    recorded_ns, replayed_ns = (total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
+    saved_ns = _of_recorded(replayed_ns - total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
+    before_steps_ns = (replayed_ns - total_ns(before, "replayed_ns")) // per
     step_ns = recorded_ns // per
     unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
     confidence = min(cause.confidence for cause in removed)
@@ -193,8 +272,8 @@ def _durations(graph: Graph, changed: Graph, then: Replay, *, from_before: bool)
 
     `before_ns` is how much sooner the first step begins than in the unchanged replay; 0 unless `from_before`.
     """
-    changed_steps = steps.durations(changed, then)
-    from_unchanged = steps.durations(changed, then, unchanged=graph.replayed) if from_before else changed_steps
+    changed_steps = step_durations(changed, then)
+    from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else changed_steps
     return changed_steps.select(
         *_KEY,
         pl.col("replayed_ns").alias("without_ns"),
@@ -213,7 +292,7 @@ def _rare_saves(run: Run, table: pl.DataFrame) -> str:
 
 def _confidence(run: Run, table: pl.DataFrame) -> float:
     """Return the confidence in the replay: lower where waits are inferred, and where it differs from the recording."""
-    off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
+    off = abs(total_ns(table, "replayed_ns") / max(1, total_ns(table, "duration_ns")) - 1)
     return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
