@@ -19,7 +19,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import plugins, schema
 from tracekit.model.fact import Fact, TraceTable
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import run_snapshots
 from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sync import alignment
 
@@ -46,7 +46,7 @@ FACTS: tuple[PublishedFact, ...] = (
     expert_pairs.expert_pairs,
     ring_overlap.ring_overlap,
     critical_path.critical_paths,
-    *snapshot_facts.TABLES,
+    *run_snapshots.TABLES,
 )
 """Every published fact of tracekit, in the order of docs/schema.md."""
 

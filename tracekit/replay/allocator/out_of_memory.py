@@ -17,11 +17,11 @@ from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import SegmentState, Settings, playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import playback, snapshot_facts
+from tracekit.replay.allocator.model import SegmentState
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
-from tracekit.replay.allocator.settings import SMALL_BYTES, segment_bytes
+from tracekit.replay.allocator.settings import SMALL_BYTES, Settings, segment_bytes
 
 CANDIDATES = (
     "expandable_segments:True",
