@@ -95,8 +95,6 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
     pool_tables: list[pl.DataFrame] = [schema.empty(POOL_COLUMNS)]
     rows: list[tuple[object, ...]] = []
     bad = snapshot_files.unreadable(run)
-    from tracekit.replay.allocator import recorded_history  # imported here: few runs have snapshots
-
     for file in snapshot_files.first_files(run):
         try:
             snapshot = reader.read(file.path)
@@ -104,12 +102,20 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
             bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
             continue
         pool_tables.append(_pools(snapshot, file))
-        for device in snapshot.devices:
-            history = recorded_history.from_snapshot(snapshot, device)
-            counts = (len(history.action), history.retries, len(history.segment_allocations))
-            rows.append((file.window, file.rank, device, *counts, file.path))
+        rows += _history_rows(snapshot, file)
     histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
     return pl.concat(pool_tables), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
+
+
+def _history_rows(snapshot: MemorySnapshot, place: SnapshotFile) -> list[tuple[object, ...]]:
+    from tracekit.replay.allocator import recorded_history  # imported here: few runs have snapshots
+
+    rows = []
+    for device in snapshot.devices:
+        history = recorded_history.from_snapshot(snapshot, device)
+        counts = (len(history.action), history.retries, len(history.segment_allocations))
+        rows.append((place.window, place.rank, device, *counts, place.path))
+    return rows
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
