@@ -110,7 +110,7 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
 def _history_rows(snapshot: MemorySnapshot, place: SnapshotFile) -> list[tuple[object, ...]]:
     from tracekit.replay.allocator import recorded_history  # imported here: few runs have snapshots
 
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for device in snapshot.devices:
         history = recorded_history.from_snapshot(snapshot, device)
         counts = (len(history.action), history.retries, len(history.segment_allocations))

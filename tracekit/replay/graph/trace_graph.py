@@ -24,7 +24,6 @@ from tracekit.replay.graph.nodes import (
     WAIT,
     WORK,
     NodeTable,
-    TraceGraph,
     edge_table,
     gap_series,
     number_nodes,
@@ -57,7 +56,7 @@ def nodes(trace: Trace) -> pl.DataFrame:
     cause, see `avoidable_time`; 0), and those of GAP_COLUMNS (host time before it by state; their sum is in chain_ns);
     one row per node.
     """
-    return build(trace).nodes
+    return build(trace)[0]
 
 
 @trace_fact
@@ -68,11 +67,11 @@ def edges(trace: Trace) -> pl.DataFrame:
     sync, queue, communicator, start_order, collective, resources), inferred; one row per wait. For `start_order` the
     waiting node starts no earlier than the awaited one starts.
     """
-    return build(trace).edges
+    return build(trace)[1]
 
 
 @memoize
-def build(trace: Trace) -> TraceGraph:
+def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return nodes and edges of a trace."""
     return _on_device(trace) if trace.on_device else host_time.build(trace)
 
@@ -84,7 +83,7 @@ def windows(trace: Trace) -> pl.DataFrame:
     Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node. A step that
     takes no time, as a damaged file may state, has none.
     """
-    nodes, steps = build(trace).nodes, trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
+    nodes, steps = build(trace)[0], trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
     starts = nodes["start_ns"].to_numpy()
     places = nodes[["device", "start_ns", "step", "node", "kind"]]
     near = places[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
@@ -103,7 +102,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
     parts = [schema.empty(_PREPARATION)]
-    nodes = build(trace).nodes
+    nodes, _ = build(trace)
     work = np.flatnonzero(nodes["what"].to_numpy() == WORK)
     ref = ids(nodes["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
@@ -215,7 +214,7 @@ def _least_gaps(items: pl.DataFrame, chain: Ints) -> Ints:
     return np.where((recorded_ns > 0) & (recorded_ns < KERNEL_GAP_NS), recorded_ns, KERNEL_GAP_NS)
 
 
-def _on_device(trace: Trace) -> TraceGraph:
+def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
@@ -244,7 +243,7 @@ def _on_device(trace: Trace) -> TraceGraph:
     host = _host_nodes(trace, calls, _own(calls, waits, items, first_item))
     nodes = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
     between = with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
-    return TraceGraph(nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)]))
+    return nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)])
 
 
 def _launches(calls: host_time.Calls, items: pl.DataFrame) -> Ints:
