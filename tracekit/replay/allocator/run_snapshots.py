@@ -14,7 +14,6 @@ from tracekit.model.memoize import memoize
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.schema import Table
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator.settings import SMALL_BYTES
 
 FRAGMENTATION_COLUMNS = schema.columns(
     "device pool kind stream segments total_bytes allocated_bytes free_bytes largest_free_bytes", pool=pl.String
@@ -102,12 +101,12 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
             bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
             continue
         pool_tables.append(_pools(snapshot, file))
-        rows += _history_rows(snapshot, file)
+        rows += _histories(snapshot, file)
     histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
     return pl.concat(pool_tables), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
-def _history_rows(snapshot: MemorySnapshot, place: SnapshotFile) -> list[tuple[object, ...]]:
+def _histories(snapshot: MemorySnapshot, place: SnapshotFile) -> list[tuple[object, ...]]:
     from tracekit.replay.allocator import recorded_history  # imported here: few runs have snapshots
 
     rows: list[tuple[object, ...]] = []
@@ -119,6 +118,8 @@ def _history_rows(snapshot: MemorySnapshot, place: SnapshotFile) -> list[tuple[o
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
+    from tracekit.replay.allocator.settings import SMALL_BYTES  # imported here: few runs have snapshots
+
     pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
     segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
     in_segments = pending.join(segments, on=["device", "segment_address"])

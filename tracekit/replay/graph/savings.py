@@ -64,11 +64,12 @@ def step_durations(graph: Graph, played: Replay, *, unchanged: Replay | None = N
     place = ["rank", "device"]
     windows = graph.windows.sort(*place, "start_ns")
     first = windows["first"].to_numpy()
-    is_first = windows.select((pl.col("start_ns") == pl.col("start_ns").min().over(place)).alias("is_first"))[
-        "is_first"
-    ]
-    begins = np.where(is_first.to_numpy(), (unchanged or played).start_ns[first], played.start_ns[first])
-    ends = _lasts(graph, played).rename({"end": "own_end"})
+    is_first = windows.select(pl.col("start_ns") == pl.col("start_ns").min().over(place)).to_series().to_numpy()
+    begins = np.where(is_first, (unchanged or played).start_ns[first], played.start_ns[first])
+    work, number, places = _places_of_work(graph.frame)
+    last_end = np.full(places.height, np.iinfo(np.int64).min)
+    np.maximum.at(last_end, number, played.end_ns[graph.done[work]])
+    ends = places.hstack([pl.Series("own_end", last_end)])
     rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
         ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
     )
@@ -101,14 +102,6 @@ def worst_error_ratio(table: pl.DataFrame) -> float:
     recorded = table.filter(pl.col("duration_ns") > 0)
     off = (recorded["replayed_ns"] / recorded["duration_ns"] - 1).abs().to_numpy()
     return float(off.max(initial=0.0))
-
-
-def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
-    """End of the last activity of each step."""
-    rows, number, places = _places_of_work(graph.frame)
-    end = np.full(places.height, np.iinfo(np.int64).min)
-    np.maximum.at(end, number, played.end_ns[graph.done[rows]])
-    return places.hstack([pl.Series("end", end)])
 
 
 @memoize
@@ -231,9 +224,15 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     except InsufficientDataError as error:
         return _unknown(names, str(error))
     from_before = any(cause.is_before_window for cause in removed)
-    without = pl.concat([_durations(graph, changed, then, from_before=from_before) for graph, changed, then in played])
+    tables = []
+    for graph, changed, then in played:
+        after = step_durations(changed, then)
+        from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else after
+        # How much sooner the first step begins than in the unchanged replay.
+        before_ns = pl.col("replayed_ns") - from_unchanged["replayed_ns"]
+        tables.append(after.select(*_KEY, without_ns="replayed_ns", before_ns=before_ns))
     table = (
-        before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left")
+        before.join(pl.concat(tables), on=_KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
         .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
@@ -247,7 +246,10 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     step_ns = recorded_ns // per
     unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
     confidence = min(cause.confidence for cause in removed)
-    sure = confidence * _confidence(run, table) * (_GUESSED if unseen else 1.0)
+    # Less where the replay differs from the recording, and where waits are inferred.
+    off = abs(replayed_ns / max(1, recorded_ns) - 1)
+    reliability = max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
+    sure = confidence * reliability * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
     notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if CHECKPOINT in removed and saved_ns else ""]
     note = "; ".join(text for text in notes if text)
@@ -267,20 +269,6 @@ def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
     return round(saved_ns * recorded_ns / replayed_ns) if adds else saved_ns
 
 
-def _durations(graph: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
-    """Return the steps of a changed replay: columns window, rank, step, device, without_ns, before_ns.
-
-    `before_ns` is how much sooner the first step begins than in the unchanged replay; 0 unless `from_before`.
-    """
-    changed_steps = step_durations(changed, then)
-    from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else changed_steps
-    return changed_steps.select(
-        *_KEY,
-        pl.col("replayed_ns").alias("without_ns"),
-        (pl.col("replayed_ns") - from_unchanged["replayed_ns"]).alias("before_ns"),
-    )
-
-
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:
     """Return why saves cost less over all steps than in a window shorter than their interval; "" in a longer one."""
     interval = run.table(saves.by_save)["interval_steps"].max()
@@ -288,12 +276,6 @@ def _rare_saves(run: Run, table: pl.DataFrame) -> str:
     if not isinstance(interval, float) or not isinstance(count, int) or count >= interval:
         return ""
     return f"the run saves every {interval:.0f} steps, and a window has {count}; CKPT001 has the cost over all steps"
-
-
-def _confidence(run: Run, table: pl.DataFrame) -> float:
-    """Return the confidence in the replay: lower where waits are inferred, and where it differs from the recording."""
-    off = abs(total_ns(table, "replayed_ns") / max(1, total_ns(table, "duration_ns")) - 1)
-    return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
 def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:
