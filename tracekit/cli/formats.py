@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, question
-from tracekit.cli.answer import Input, Kind
 from tracekit.cli.options import OutputOptions
+from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class ReportOptions(OutputOptions):
 
     def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
-        from tracekit.analysis.time import breakdown, summary
+        from tracekit.analysis.time import breakdown
         from tracekit.regression import comparability
         from tracekit.regression.samples import samples
 
         formats = {self.report_format, *(report_format for report_format, _ in self._additional())}
         of_json: tuple[TraceFact, ...] = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
-        return (breakdown.by_rank, summary.extent, *of_json)
+        return (breakdown.by_rank, breakdown.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write the report to `out` or stdout, and the additional ones to their files."""
@@ -115,10 +115,13 @@ def _as_document(results: "Sequence[CheckResult]", report_format: ReportFormat) 
 
 
 def _as_text(results: "Sequence[CheckResult]", *, width: int, color: bool) -> str:
-    from tracekit.report import gate_text, text
+    from tracekit.report import text
+    from tracekit.report.render import text as render_text
 
     if any(result.comparison or result.budgets for result in results):
-        return "\n".join(gate_text.render(result, width=width, color=color) for result in results)
+        documents = map(text.gate_document, results)
+        width = min(width, text.MAX_WIDTH)
+        return "\n".join(render_text.render(document, width=width, color=color) for document in documents)
     reports = [(result.report, result.report.run) for result in results]
     if len(reports) == 1:
         return text.render(*reports[0], width=width, color=color)
