@@ -80,12 +80,13 @@ def of_run(run: Run) -> MemoryUsage:
     notes = [] if on_device else ["Host memory is shown: the traces have no memory events of a device."]
     if peaks.is_empty():
         notes = ["The traces have no memory events: record with profile_memory=True."]
+    growth = tables[usage.growth]
     more_tables = {
         "Peak allocated and reserved memory": peaks,
         "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
         .filter(is_shown)
         .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": _growth_per_step(tables[usage.growth]),
+        "Growth per step": growth if growth["source"].n_unique() > 1 else growth.drop("source"),
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
@@ -267,11 +268,6 @@ def _reserved_memory(
 
 def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
     return [event.bytes for event in events]
-
-
-def _growth_per_step(rows: pl.DataFrame) -> pl.DataFrame:
-    """Growth per step, with its source only where there are several."""
-    return rows if rows["source"].n_unique() > 1 else rows.drop("source")
 
 
 def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
