@@ -208,17 +208,13 @@ _PREPARATION = schema.columns("node collective overlapped_ns alone_ns message_by
 # A device ------------------------------------------------------------------------------------------------------------
 
 
-def _least_gaps(items: pl.DataFrame, chain: Ints) -> Ints:
-    """Return the least time between each activity and the one before it on its stream."""
-    recorded_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]
-    return np.where((recorded_ns > 0) & (recorded_ns < KERNEL_GAP_NS), recorded_ns, KERNEL_GAP_NS)
-
-
 def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
-    launch = _launches(calls, items)
+    # The row of the call that launched each item, the first one of a call; of a wait, the last call before it.
+    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
+    launch = np.where(items["is_wait"].to_numpy(), last_call, rows_of(calls.id, ids(items["launch_id"])))
     launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
     stall_ns = delays(trace, items)
     waits = _host_waits(trace, calls, items, first_item)
@@ -237,20 +233,15 @@ def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
         host_awaited=waits["awaited"].to_numpy(),
         resolved=for_room.filter("is_found")["item"].to_numpy(),
     )
+    room_ns = np.full(items.height, -1, np.int64)
+    np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
     work = _device_nodes(trace, items, first_item, launch=launch, stall_ns=stall_ns).with_columns(
-        grid_id, _kernels(trace, items), _room_ns(items, for_room), late["late"].alias("is_late")
+        grid_id, _kernels(trace, items), late["late"].alias("is_late"), room_ns=room_ns
     )
     host = _host_nodes(trace, calls, _own(calls, waits, items, first_item))
     nodes = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
     between = with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
     return nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)])
-
-
-def _launches(calls: host_time.Calls, items: pl.DataFrame) -> Ints:
-    """Return the row of the call that launched each item, of a wait the last call before it; -1 if there is none."""
-    launch = rows_of(calls.id, ids(items["launch_id"]))  # the first row of a call
-    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
-    return np.where(items["is_wait"].to_numpy(), last_call, launch)
 
 
 def _host_nodes(trace: Trace, calls: host_time.Calls, own_ns: Ints) -> pl.DataFrame:
@@ -275,6 +266,8 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
+    gap_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]  # as recorded
+    least_gap_ns = np.where((gap_ns > 0) & (gap_ns < KERNEL_GAP_NS), gap_ns, KERNEL_GAP_NS)
     again = backward_passes.recomputed_activities(trace)
     recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
@@ -284,7 +277,7 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     columns = {
         "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
         "chain": np.where(chain >= 0, chain + first_item, -1),
-        "chain_ns": np.where(is_free, 0, _least_gaps(items, chain)) + stall_ns,
+        "chain_ns": np.where(is_free, 0, least_gap_ns) + stall_ns,
         "launch": launch,
         "launch_ns": stall_ns,
         "stall_ns": stall_ns,
@@ -295,13 +288,6 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
         "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), recomputed),
     }
     return recorded.with_columns(pl.Series(name, values) for name, values in columns.items())
-
-
-def _room_ns(items: pl.DataFrame, for_room: pl.DataFrame) -> pl.Series:
-    """Return the longest `room_ns` of each item that others waited for; -1 if none did."""
-    room_ns = np.full(items.height, -1, np.int64)
-    np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
-    return pl.Series("room_ns", room_ns)
 
 
 def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:

@@ -44,7 +44,9 @@ def data_loading(graph: Graph) -> Graph:
     """
     data_ns = gap_ns(graph, host_state.DATA)
     ready = with_shorter_gaps(graph, data_ns)
-    is_first = _is_released(graph)
+    released = graph.edges.waiting[graph.edges.kind == RELEASE]  # nodes that begin with the window
+    is_first = np.zeros(graph.count, bool)
+    is_first[released[released < graph.count]] = True
     if data_ns[is_first].any():
         is_single_step = graph.windows["step"].n_unique() == 1
         share = 1.0 if is_single_step else _saved_share(graph, ready, np.where(is_first, 0, data_ns))
@@ -182,14 +184,6 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     return late
 
 
-def _is_released(graph: Graph) -> Flags:
-    """Mark the ranks' nodes that begin with the window: they have no wait for other nodes."""
-    released = np.zeros(graph.count, bool)
-    waiting = graph.edges.waiting[graph.edges.kind == RELEASE]
-    released[waiting[waiting < graph.count]] = True
-    return released
-
-
 def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
     """Return by which share of the time removed on the rank with most of it the last work ends earlier, 0 to 1."""
     is_work = graph.frame["kind"].is_not_null().to_numpy()
@@ -223,7 +217,10 @@ def _blocking_calls(graph: Graph) -> Flags:
     following = np.flatnonzero(pauses_ns)
     late_ns = graph.column("end_ns") - graph.column("start_ns") - graph.own_ns[: graph.count]
     np.add.at(late_ns, graph.chain[following], pauses_ns[following])
-    idle_ns = np.where(synchronizes, np.minimum(_idle_after(graph), late_ns), 0)
+    busy_ns, next_ns = _compute_around(graph)
+    is_known = (busy_ns >= 0) & (next_ns >= 0)
+    until_next_ns = np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0)
+    idle_ns = np.where(synchronizes, np.minimum(np.where(is_known, until_next_ns, 0), late_ns), 0)
     return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * _mean_by_time(idle_ns)))
 
 
@@ -299,13 +296,6 @@ def _mean_by_time(times_ns: Ints) -> int:
     """Return the mean of durations, each weighted by itself: how long what most of the time is due to takes."""
     exact = times_ns.astype(np.float64)
     return int((exact**2).sum() / max(exact.sum(), 1.0))
-
-
-def _idle_after(graph: Graph) -> Ints:
-    """Return for each host call how long compute is idle from its start until the first compute launched after it."""
-    busy_ns, next_ns = _compute_around(graph)
-    is_known = (busy_ns >= 0) & (next_ns >= 0)
-    return np.where(is_known, np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0), 0)
 
 
 def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
