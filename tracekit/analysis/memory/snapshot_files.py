@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tracekit import conventions
 from tracekit.conventions import object_storage
-from tracekit.ingest.trace_origins import RemoteTrace
+from tracekit.ingest.files import RemoteTrace
 from tracekit.model.run import Run
 
 PICKLES = (".pickle", ".pkl")
