@@ -12,9 +12,9 @@ import numpy as np
 
 from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES
 from tracekit.plan.models import Model
-from tracekit.simulate import costs
-from tracekit.simulate.costs import Parts, Quantity, Rates
+from tracekit.simulate import kernels
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
+from tracekit.simulate.kernels import Parts, Quantity, Rates
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Setting:
 
 def step_s(strategy: str, setting: Setting, rates: Rates) -> Quantity:
     """Return the time of a training step under ``fsdp1`` or ``yafsdp-v1``, in seconds."""
-    parts = costs.parts(setting.model, rates, batch=setting.batch, seq=setting.seq, shards=setting.gpus)
+    parts = kernels.parts(setting.model, rates, batch=setting.batch, seq=setting.seq, shards=setting.gpus)
     return _STEPS[strategy](setting, rates, parts)
 
 
 def _fsdp1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, root, layers = setting.model.layer_parameters, 2 * setting.model.outer_parameters, setting.model.layers
-    ring = partial(costs.ring_s, speeds=rates, ranks=setting.gpus)
+    ring = partial(kernels.ring_s, speeds=rates, ranks=setting.gpus)
     gather, reduce = ring(GATHERED_BYTES * layer), ring(REDUCED_BYTES * layer)
-    prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
-    slowdown = rates.give_way * costs.pieces(layer)
+    prepare = kernels.moved_s(kernels.CAST_BYTES + kernels.DIVIDE_BYTES, layer, rates)
+    slowdown = rates.give_way * kernels.pieces(layer)
     carried = ring(GATHERED_BYTES * root)
     end, before = carried, 0.0 * carried
     for _ in range(layers):
@@ -49,7 +49,7 @@ def _fsdp1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
     gathered = np.maximum(carried, head) + gather  # the last layer's; the one below follows at once
     carried, end = gathered, head + parts.head_backward_s
     for index in reversed(range(layers)):
-        takes = _backward_s(setting, parts, index) + costs.moved_s(costs.COPY_BYTES, layer, rates)
+        takes = _backward_s(setting, parts, index) + kernels.moved_s(kernels.COPY_BYTES, layer, rates)
         start = np.maximum(end, gathered)
         end = start + takes
         if index < layers - 1:  # the preparation of the layer above begins with this one's compute
@@ -58,15 +58,15 @@ def _fsdp1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
         if index:
             gathered = carried = carried + gather
     carried = np.maximum(carried, end + prepare) + reduce
-    copied = end + costs.moved_s(costs.COPY_BYTES, root, rates)
-    prepare_root = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, root, rates)
+    copied = end + kernels.moved_s(kernels.COPY_BYTES, root, rates)
+    prepare_root = kernels.moved_s(kernels.CAST_BYTES + kernels.DIVIDE_BYTES, root, rates)
     carried = np.maximum(carried, copied) + prepare_root + ring(REDUCED_BYTES * root)
     return carried + parts.optimizer_s
 
 
 def _yafsdp_v1(setting: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, outer, layers = setting.model.layer_parameters, setting.model.outer_parameters, setting.model.layers
-    ring = partial(costs.ring_s, speeds=rates, ranks=setting.gpus)
+    ring = partial(kernels.ring_s, speeds=rates, ranks=setting.gpus)
     gather, gather_outer = ring(GATHERED_BYTES * layer), ring(GATHERED_BYTES * outer)
     carried = gather_outer
     end, before = carried, 0.0 * carried
@@ -92,13 +92,13 @@ def _cast_and_reduce(
     setting: Setting, rates: Rates, parameters: int, carried: Quantity, ready: Quantity, end: Quantity
 ) -> tuple[Quantity, Quantity]:
     """Return the times at which gradients complete at `ready` are reduced, and compute planned until `end` ends."""
-    cast = costs.moved_s(costs.CAST_BYTES, parameters, rates)
-    slowdown = rates.give_way_high_priority * costs.pieces(parameters)
+    cast = kernels.moved_s(kernels.CAST_BYTES, parameters, rates)
+    slowdown = rates.give_way_high_priority * kernels.pieces(parameters)
     start = np.maximum(carried, ready)
     concurrent = np.maximum(end - start, 0.0)
     reduced = start + cast + np.minimum(slowdown * cast, concurrent)
     end = end + _compute_delay(cast, concurrent, slowdown)
-    return reduced + costs.ring_s(REDUCED_BYTES * parameters, rates, setting.gpus), end
+    return reduced + kernels.ring_s(REDUCED_BYTES * parameters, rates, setting.gpus), end
 
 
 def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:

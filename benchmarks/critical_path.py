@@ -29,8 +29,7 @@ from tracekit.plan import hardware, models
 from tracekit.replay.graph.critical_path import path
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.simulate import faults, kineto_writer, memory
-from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import FSDP2, YAFSDP, Job
+from tracekit.simulate.job import FSDP2, YAFSDP, Job, laid_out
 from tracekit.simulate.recording import Recording
 
 KINDS = {

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from tracekit.simulate import hybrid_program
-from tracekit.simulate.device import Device, Event, EventWait, Item, Stream, Transfer, Work
+from tracekit.simulate.device import Device, Event, EventWait, HostState, Item, Stream, Transfer, Work
 from tracekit.simulate.engine import SCHEDULES, Engine
-from tracekit.simulate.hosts import HostState
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import MAIN_STREAM, Call, Instruction, Kernel, Launch, Synchronize
 from tracekit.simulate.recording import HostSlice, Recording

@@ -10,11 +10,10 @@ from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import AXES, DP_REPLICATE, DP_SHARD, PP, TP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
-from tracekit.replay.graph import pipeline_changes, rank_order, savings
+from tracekit.replay.graph import pipeline_changes, savings
 from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.simulate import engine
-from tracekit.simulate.hybrid import Hybrid, equal_stages
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Hybrid, Impairments, Job, equal_stages
 
 MATTERS = 0.03  # share of the step from which a change is an answer worth having
 CLOSE = 0.1
@@ -123,7 +122,12 @@ def _placements(job: Job, hybrid: Hybrid) -> Iterator[_Question]:
     if abs(_step_ns(changed()) - _step_ns(job)) < _SAME * _step_ns(job):
         return
     text = "-".join(order)
-    yield "ranks on nodes", f"--rank-order {text}", lambda run: rank_order.predict(run, text).predicted_ns, changed
+    yield (
+        "ranks on nodes",
+        f"--rank-order {text}",
+        lambda run: pipeline_changes.predict_rank_order(run, text).predicted_ns,
+        changed,
+    )
 
 
 def _with_schedule(hybrid: Hybrid, layers: int, schedule: str) -> Hybrid:

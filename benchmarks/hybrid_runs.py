@@ -45,8 +45,7 @@ from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, memory, run
 from tracekit.simulate.fault_registry import impair
-from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import Job, laid_out
 
 PREFIXES = ("PIPE", "TP", "EP", "RANK004")
 FAMILIES = ("PIPE", "TP", "EP", "RANK")

@@ -28,7 +28,7 @@ from tracekit.rules.rule import Finding, Severity
 from tracekit.simulate import faults, memory, run
 from tracekit.simulate.faults import Fault, FaultRequest
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
-from tracekit.simulate.truth import KnownFault
+from tracekit.simulate.run import KnownFault
 
 STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
 _HEALTHY = 0.25  # share of the runs without a fault

@@ -20,8 +20,10 @@ from typing import TypeVar
 import tracekit
 from tracekit import conventions
 from tracekit.analysis.memory import steady_state as memory_facts
-from tracekit.replay.allocator import Allocator, Settings, memory_usage, playback
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.blocks import Block
+from tracekit.replay.allocator.model import Allocator
+from tracekit.replay.allocator.settings import Settings
 from tracekit.rules.registry import all_rules
 
 _T = TypeVar("_T")

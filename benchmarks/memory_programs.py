@@ -15,8 +15,8 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
-from tracekit.replay.allocator import Allocator, SegmentEvent
 from tracekit.replay.allocator.blocks import Block
+from tracekit.replay.allocator.model import Allocator, SegmentEvent
 from tracekit.replay.allocator.settings import UNLIMITED
 
 LEAK, CHURN, FRAGMENTATION, RETRY = FAULTS = ("leak", "churn", "fragmentation", "retry")

@@ -12,8 +12,8 @@ from benchmarks.published_fit import Row
 from tracekit.plan import hardware
 from tracekit.plan.hardware import Hardware
 from tracekit.simulate import engine
-from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import Job
+from tracekit.simulate.kernels import Rates
 from tracekit.simulate.recording import RankRecord
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.closed_form import Setting, step_s
-from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
+from tracekit.simulate.kernels import Rates
 
 Floats = npt.NDArray[np.float64]
 

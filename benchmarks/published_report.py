@@ -9,8 +9,8 @@ from benchmarks.published_baselines import INDICATORS, ROOFLINE
 from benchmarks.published_fit import Row
 from tracekit.plan.hardware import GIB, find
 from tracekit.simulate import memory
-from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1, Job
+from tracekit.simulate.kernels import Rates
 
 _FAR_POINTS = 4.0
 _NAMES = {YAFSDP_V1: "YaFSDP", FSDP1: "FSDP"}

@@ -20,8 +20,8 @@ from benchmarks.closed_form import Setting
 from benchmarks.published_events import Layer
 from benchmarks.published_fit import GIVE_WAY, Floats, Row, fit, predict
 from tracekit.plan import models
-from tracekit.simulate.costs import Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
+from tracekit.simulate.kernels import Rates
 
 
 def _row(model: str, gpus: int, seq: int, checkpoint_layers: int, published: tuple[float, float, float]) -> Row:

@@ -9,7 +9,7 @@ import polars as pl
 
 from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, steps, strategies, what_if
+from tracekit.replay.graph import causes, dependency_graph, representative_ranks, savings, strategies, what_if
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.strategies import NodeSpec, Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
@@ -19,7 +19,7 @@ STRATEGIES, HSDP = strategies.NAMES, strategies.HSDP
 _PAUSE_S = 0.01
 """Time for another session that waits for the run: otherwise this one would take its lock again at once."""
 hours_per_day = what_if.hours_per_day
-worst_error_ratio = steps.worst_error_ratio
+worst_error_ratio = savings.worst_error_ratio
 
 
 def cause_names() -> list[str]:

@@ -18,8 +18,7 @@ from tracekit.rules.pipeline import UnbalancedStages
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler, UnevenRanks
 from tracekit.simulate import engine, kineto_writer
-from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Impairments, Job, laid_out
 
 pytestmark = pytest.mark.accuracy  # many runs with known faults: `make accuracy`
 

@@ -13,7 +13,7 @@ import pytest
 
 from tracekit.model import schema
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator.facts import categories
+from tracekit.replay.allocator import snapshot_facts
 
 torch = pytest.importorskip("torch")
 
@@ -141,7 +141,7 @@ def test_categories_agree_with_those_of_torchs_memory_profiler():
     rows, begins = moves(profiler)
     names = of_torch(profiler)
     agreed, differing = Counter(), Counter()
-    for block in categories.of_blocks(*snapshot_of(rows)).iter_rows(named=True):
+    for block in snapshot_facts.block_categories(*snapshot_of(rows)).iter_rows(named=True):
         stated = names.get(rows[block["start"]][3], set())
         if len(stated) != 1 or (name := next(iter(stated))) not in SAME:
             continue  # torch knows none, several over time, or an input of the program

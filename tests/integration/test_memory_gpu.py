@@ -14,9 +14,9 @@ import torch
 import tracekit
 from tracekit.analysis.memory import allocations
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.replay.allocator import Settings, playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import playback, snapshot_facts
 from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST
+from tracekit.replay.allocator.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ from tests.support import cli_runner
 from tests.support.sample_snapshots import MIB, SHARED, Simulation, event, frame, recorded, write
 from tracekit.analysis.memory import snapshot_files
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.replay.allocator import OutOfMemory, Settings, playback
-from tracekit.replay.allocator.facts import out_of_memory
+from tracekit.replay.allocator import out_of_memory, playback
+from tracekit.replay.allocator.model import OutOfMemory
+from tracekit.replay.allocator.settings import Settings
 
 STACK = [
     frame("at::_ops::mm::call(at::Tensor const&)") | {"filename": "??"},

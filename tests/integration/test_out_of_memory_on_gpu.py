@@ -12,8 +12,8 @@ import pytest
 
 from tests.support import cli_runner
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.replay.allocator import Settings, playback
-from tracekit.replay.allocator.facts import out_of_memory, snapshot_facts
+from tracekit.replay.allocator import out_of_memory, playback, snapshot_facts
+from tracekit.replay.allocator.settings import Settings
 from tracekit.report import memory as report
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"

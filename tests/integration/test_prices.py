@@ -11,7 +11,7 @@ import pytest
 import tracekit
 from benchmarks import injected_faults, perturbed
 from tests.support import recorded_jobs
-from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph import savings
 from tracekit.rules import cost_attribution
 from tracekit.rules.rule import Severity
 
@@ -184,7 +184,7 @@ def test_kernels_that_wait_for_room_start_in_a_replay_as_recorded():
         "CatArrayBatchedCopy",
         "volta_sgemm",
     }
-    assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.002
+    assert savings.worst_error_ratio(savings.replayed_steps(run)) < 0.002
 
 
 def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordings(tmp_path):
@@ -202,7 +202,7 @@ def test_a_retry_that_is_no_outlier_among_others_is_in_the_price_of_both_recordi
 
 def test_waits_for_events_are_found_on_a_device_that_needs_18_us_for_them():
     run = as_recorded(FOLDER.parent / "merged_ddp_mi300_4ranks").run
-    assert steps.worst_error_ratio(savings.replayed_steps(run)) < 0.01
+    assert savings.worst_error_ratio(savings.replayed_steps(run)) < 0.01
 
 
 def test_a_stall_that_recurs_in_steps_that_save_is_no_outlier(tmp_path):

@@ -24,7 +24,7 @@ from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, files, headers
 from tracekit.ingest.loader import load
-from tracekit.replay.allocator.facts.snapshot_facts import pools
+from tracekit.replay.allocator.run_snapshots import pools
 
 SAMPLE = REPOSITORY / "sample_traces" / "faults" / "healthy-fsdp2"
 HEAD_BYTES = 64 << 10

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tracekit.replay.allocator import Allocator, Block, OutOfMemory, Settings
+from tracekit.replay.allocator.blocks import Block
+from tracekit.replay.allocator.model import Allocator, OutOfMemory
+from tracekit.replay.allocator.settings import Settings
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces" / "memory_snapshots"
 MIB = 1 << 20

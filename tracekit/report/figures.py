@@ -33,8 +33,7 @@ from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import memory_usage, playback
-from tracekit.replay.allocator.facts import categories, snapshot_facts
+from tracekit.replay.allocator import memory_usage, playback, snapshot_facts
 from tracekit.replay.graph import what_if
 from tracekit.replay.graph.critical_path import path as critical_path_walk
 from tracekit.report import charts, rank_rows, trace_tracks
@@ -358,7 +357,7 @@ def snapshot(run: Run) -> RunFigure | None:
 def memory_categories(run: Run) -> RunFigure | None:
     """What memory is for at the peak of the first memory snapshot: parameters, gradients, activations, …."""
     shown = _first_snapshot(run)
-    if shown is None or not categories.are_known(shown.at_peak):
+    if shown is None or not snapshot_facts.has_known_category(shown.at_peak):
         return None
     caption = (
         f"What memory of device {shown.device} on rank {shown.rank} is for, at the peak of the snapshot's history."
@@ -403,7 +402,7 @@ def _played_snapshot(read: MemorySnapshot, rank: int) -> _ShownSnapshot:
     device = max(read.devices, default=0, key=lambda device: int((events == device).sum()))
     history, outcome = memory_usage.play_history(playback.from_snapshot(read, device))
     over_time = snapshot_facts.over_time(read, history, outcome)
-    at_peak = categories.at_peak(read, history, outcome)
+    at_peak = snapshot_facts.categories_at_peak(read, history, outcome)
     return _ShownSnapshot(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))
 
 

@@ -4,8 +4,8 @@ import polars as pl
 
 from tracekit.analysis.memory.usage import change_by_category, change_by_owner
 from tracekit.model import units
-from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.memory_usage import MemoryUsage, ReservedMemory
+from tracekit.replay.allocator.out_of_memory import OutOfMemoryEvent
 from tracekit.report.document import Document, Line, Section, Table, heading, line
 
 _MOST_ROWS = 15

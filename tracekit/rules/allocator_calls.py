@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import run_snapshots
 from tracekit.replay.graph.causes.host import ALLOCATOR
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
@@ -164,7 +164,7 @@ class AllocatorRetry(Rule):
         )
 
     def _from_snapshots(self, run: Run) -> Iterator[Finding]:
-        retried = run.table(snapshot_facts.histories).filter(pl.col("retries") >= self.min_retries)
+        retried = run.table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
         if retried.is_empty():
             return
         worst = largest_first(retried, "retries", "rank").row(0, named=True)

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.replay.graph import representative_ranks, savings, steps
+from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.dependency_graph import Graph
@@ -193,9 +193,9 @@ def _can_be_replayed(run: Run) -> bool:
     if not all(_has_dependencies(graph) for graph in savings.graphs_of(run)):
         return False
     replayed = savings.replayed_steps(run)
-    recorded_ns = steps.total_ns(replayed, "duration_ns")
+    recorded_ns = savings.total_ns(replayed, "duration_ns")
     limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
-    return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
+    return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
 def _has_dependencies(graph: Graph) -> bool:
@@ -304,7 +304,7 @@ def _savings(run: Run, removal: Removal, first: tuple[Removal, ...]) -> tuple[_M
 
 
 def _total_saved_ns(table: pl.DataFrame) -> int:
-    return steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")
+    return savings.total_ns(table, "replayed_ns") - savings.total_ns(table, "without_ns")
 
 
 def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
@@ -321,5 +321,5 @@ def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] =
         by_first = savings.saving_of(run, first)
         saved_ns -= _total_saved_ns(by_first.steps)
         before_steps_ns -= by_first.before_steps_ns
-    step_ns = max(1, steps.total_ns(without.steps, "duration_ns") // count)
+    step_ns = max(1, savings.total_ns(without.steps, "duration_ns") // count)
     return _MeanStep(saved_ns // count, step_ns, without.confidence, max(before_steps_ns, 0))

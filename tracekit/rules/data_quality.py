@@ -12,7 +12,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import run_snapshots
 from tracekit.rules.late_groups import OccasionalStraggler
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
@@ -186,7 +186,7 @@ class DoubtfulTrace(Rule):
             _copied_ranks(run.table(trace_quality.recorded_times)),
             undecided_kernels.data_quality(run),
             _unequal_iterations(run),
-            snapshot_facts.data_quality(run),
+            run_snapshots.data_quality(run),
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):

@@ -10,7 +10,7 @@ from tracekit.analysis.memory import allocations, steady_state
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import run_snapshots
 from tracekit.rules.quoted_step import DEVICE
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first
 
@@ -106,7 +106,7 @@ class FragmentedMemory(Rule):
         )
 
     def _fragmented_pools(self, run: Run) -> Iterator[Finding]:
-        pools = run.table(snapshot_facts.pools)
+        pools = run.table(run_snapshots.pools)
         cut = pools.filter(
             pl.col("free_bytes") >= self.min_bytes,
             pl.col("free_bytes") >= self.min_free_ratio * pl.col("total_bytes"),
@@ -161,7 +161,7 @@ class CrossStreamSlack(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with the most such memory."""
-        pools = run.table(snapshot_facts.pools)
+        pools = run.table(run_snapshots.pools)
         of_stream = pools.group_by(*DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
         main = pl.col("total_bytes") == pl.col("total_bytes").max().over(DEVICE)
         sides = of_stream.with_columns(side_bytes=pl.when(main).then(0).otherwise("free_bytes"))

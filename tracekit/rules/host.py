@@ -14,8 +14,7 @@ from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
-from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
+from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH
 from tracekit.rules import quoted_step, recorded_evidence
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first

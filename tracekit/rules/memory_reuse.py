@@ -12,7 +12,7 @@ from tracekit.analysis.time import backward_passes, breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.allocator.facts import double_buffering
+from tracekit.replay.allocator import double_buffering
 from tracekit.replay.graph.causes.device_time import RECOMPUTATION
 from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first

@@ -15,8 +15,8 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.collectives import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.replay.graph.causes.contention import GIVE_WAY
-from tracekit.replay.graph.causes.order import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import KEY, StepLoss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first

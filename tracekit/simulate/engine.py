@@ -10,14 +10,12 @@ import numpy as np
 from tracekit.conventions.gc_pause import gc_paused
 from tracekit.conventions.strategies import STRATEGIES
 from tracekit.simulate import hybrid_program, topology
-from tracekit.simulate.device import Device, Event, Item, Stream, Transfer, Work
-from tracekit.simulate.fsdp import Ddp, Fsdp1, Fsdp2, Hsdp
-from tracekit.simulate.hosts import SPACE_NS, HostState
+from tracekit.simulate.device import SPACE_NS, Device, Event, HostState, Item, Stream, Transfer, Work
+from tracekit.simulate.fsdp import Ddp, Fsdp1, Fsdp2, Hsdp, Yafsdp, YafsdpV1
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction, Kernel, timed_program
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.schedule import Schedule
-from tracekit.simulate.yafsdp import Yafsdp, YafsdpV1
 
 SCHEDULES: Mapping[str, type[Schedule]] = {
     DDP: Ddp,

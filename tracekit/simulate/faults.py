@@ -91,41 +91,30 @@ def _stall_ns(job: Job) -> int:
 
 
 @_fault(
-    "slow-rank",
-    "RANK001",
-    "[:RANK[:FACTOR]]",
-    "one rank's kernels take FACTOR times as long (1.3)",
-    ranks=lambda job: tuple(job.impairments.slow_ranks),
-    hybrid=True,
-)
+    "slow-rank", "RANK001", "[:RANK[:FACTOR]]", "one rank's kernels take FACTOR times as long (1.3)",
+    ranks=lambda job: tuple(job.impairments.slow_ranks), hybrid=True,
+)  # fmt: skip
 def _slow_rank(job: Job, args: Sequence[str]) -> Job:
     rank, factor = fault_registry.rank(job, args, 0), fault_registry.factor(args, 1, 1.3)
     return impair(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
 
 
 @_fault(
-    "throttled-gpu",
-    "RANK001",
-    "[:RANK[:FACTOR]]",
+    "throttled-gpu", "RANK001", "[:RANK[:FACTOR]]",
     "one rank's GPU is too hot: its clock is 1/FACTOR of the others' (1.3), and the metrics log has the counters",
-    prepare=lambda job: replace(job, device_metrics=True),
-    ranks=lambda job: job.impairments.throttled_ranks,
-    hybrid=True,
-    traces_of="slow-rank",
-)
+    prepare=lambda job: replace(job, device_metrics=True), ranks=lambda job: job.impairments.throttled_ranks,
+    hybrid=True, traces_of="slow-rank",
+)  # fmt: skip
 def _throttled_gpu(job: Job, args: Sequence[str]) -> Job:
     slow, rank = _slow_rank(job, args), fault_registry.rank(job, args, 0)
     return impair(slow, throttled_ranks=(*job.impairments.throttled_ranks, rank))
 
 
 @_fault(
-    "straggler-from-step",
-    "RANK001",
-    "[:STEP[:RANK[:FACTOR]]]",
-    "one rank is slow from a step on (the middle one)",
+    "straggler-from-step", "RANK001", "[:STEP[:RANK[:FACTOR]]]", "one rank is slow from a step on (the middle one)",
     steps=lambda job: _steps_since(job, job.impairments.slow_ranks),
     ranks=lambda job: tuple(job.impairments.slow_ranks),
-)
+)  # fmt: skip
 def _straggler_from_step(job: Job, args: Sequence[str]) -> Job:
     since = fault_registry.step(job, args, 0, job.steps // 2)
     rank, factor = fault_registry.rank(job, args, 1), fault_registry.factor(args, 2, 1.3)
@@ -133,14 +122,12 @@ def _straggler_from_step(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "slow-link",
-    "RANK002",
-    "[:RANK[:FACTOR[:STEP]]]",
+    "slow-link", "RANK002", "[:RANK[:FACTOR[:STEP]]]",
     "collectives through one rank's network link take FACTOR times as long (2.5), where all ranks share one group "
     "from the middle step on",
     steps=lambda job: _steps_since(job, job.impairments.slow_links),
     ranks=lambda job: tuple(job.impairments.slow_links),
-)
+)  # fmt: skip
 def _slow_link(job: Job, args: Sequence[str]) -> Job:
     usual = 0 if job.strategy == HSDP else job.steps // 2
     rank, factor, since = (
@@ -152,50 +139,39 @@ def _slow_link(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "late-launch",
-    "HOST001",
-    "[:DURATION]",
-    "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
-    hybrid=True,
-)
+    "late-launch", "HOST001", "[:DURATION]",
+    "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)", hybrid=True,
+)  # fmt: skip
 def _late_launch(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
     return impair(job, launch_delay_ns=fault_registry.duration(args, lambda: round(_STALL * _step_ns(job) / passes)))
 
 
 @_fault(
-    "host-sync",
-    "HOST002",
-    "[:DURATION]",
+    "host-sync", "HOST002", "[:DURATION]",
     "each layer's output is read on the host (.item()), which waits for the device and then processes it for "
     "DURATION (a tenth of a step over all layers)",
-)
+)  # fmt: skip
 def _host_sync(job: Job, args: Sequence[str]) -> Job:
     passes = job.model.layers * job.micro_batches
     return impair(job, host_read_ns=fault_registry.duration(args, lambda: _step_ns(job) // (10 * passes)))
 
 
 @_fault(
-    "dataloader-stall",
-    "HOST003",
-    "[:DURATION]",
-    "each batch arrives after DURATION (1.3 steps)",
-    steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
-    hybrid=True,
-)
+    "dataloader-stall", "HOST003", "[:DURATION]", "each batch arrives after DURATION (1.3 steps)",
+    steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)), hybrid=True,
+)  # fmt: skip
 def _dataloader_stall(job: Job, args: Sequence[str]) -> Job:
     return impair(job, data_stall_ns=fault_registry.duration(args, lambda: round(_STALL * _step_ns(job))))
 
 
 @_fault(
-    "host-stall",
-    "STEP001",
-    "[:RANK[:DURATION[:STEP]]]",
+    "host-stall", "STEP001", "[:RANK[:DURATION[:STEP]]]",
     "one rank's host stops once for DURATION (1.3 times the steps so far, for it runs ahead) between forward and "
     "backward of a step (the middle one)",
     steps=lambda job: tuple(sorted({step for step, _ in job.impairments.host_stalls.values()})),
     ranks=lambda job: tuple(job.impairments.host_stalls),
-)
+)  # fmt: skip
 def _host_stall(job: Job, args: Sequence[str]) -> Job:
     rank, step = fault_registry.rank(job, args, 0), fault_registry.step(job, args, 2, job.steps // 2)
     took_ns = fault_registry.duration(args[1:], lambda: (step + 1) * _stall_ns(job))
@@ -203,13 +179,10 @@ def _host_stall(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "stalled-collective",
-    "STEP004",
-    "[:DURATION[:STEP]]",
+    "stalled-collective", "STEP004", "[:DURATION[:STEP]]",
     "the first collective of a step (the middle one) takes DURATION longer (1.3 steps) although all ranks have arrived",
-    steps=lambda job: (job.impairments.stalled_collective or (0, 0))[:1],
-    hybrid=True,
-)
+    steps=lambda job: (job.impairments.stalled_collective or (0, 0))[:1], hybrid=True,
+)  # fmt: skip
 def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: other steps show how long the collective usually takes")
@@ -218,12 +191,10 @@ def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "checkpoint-stall",
-    "CKPT001",
-    "[:DURATION[:STEP]]",
+    "checkpoint-stall", "CKPT001", "[:DURATION[:STEP]]",
     "a save blocks training for DURATION (one step, at least half a second) after a step",
     steps=lambda job: (job.impairments.save_step,),
-)
+)  # fmt: skip
 def _checkpoint_stall(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: a save lies between two steps")
@@ -232,13 +203,11 @@ def _checkpoint_stall(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "allocator-retry",
-    "MEM001",
-    "[:CALLS]",
+    "allocator-retry", "MEM001", "[:CALLS]",
     "in every step except the first the allocator waits for the device, frees its cache in CALLS calls, and "
     "allocates as many segments again",
     steps=lambda job: job.impairments.retry_steps,
-)
+)  # fmt: skip
 def _allocator_retry(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: allocation retries happen in steady state")
@@ -247,30 +216,23 @@ def _allocator_retry(job: Job, args: Sequence[str]) -> Job:
 
 
 _fault(
-    "give-way",
-    "STREAM001",
-    "",
+    "give-way", "STREAM001", "",
     "gradients are cast and divided on the communication stream during the main compute (under fsdp1 always)",
-    strategies=(FSDP2, HSDP, YAFSDP),
-    remove=without_give_way,
-)(switch(prepares_on_communication=True))
+    strategies=(FSDP2, HSDP, YAFSDP), remove=without_give_way,
+)(switch(prepares_on_communication=True))  # fmt: skip
 
 _fault(
-    "serialized-communicators",
-    "STREAM002",
-    "",
+    "serialized-communicators", "STREAM002", "",
     "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives and compute are serialized",
     strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
-)(switch(shares_queue=True))
+)(switch(shares_queue=True))  # fmt: skip
 
 
 @_fault(
-    "sm-contention",
-    "STREAM003",
-    "[:FACTOR]",
+    "sm-contention", "STREAM003", "[:FACTOR]",
     "compute takes FACTOR times as long (1.6) while a collective is resident",
     remove=lambda job: on_hardware(job, collective_slows_compute=0.0),
-)
+)  # fmt: skip
 def _sm_contention(job: Job, args: Sequence[str]) -> Job:
     return on_hardware(job, collective_slows_compute=fault_registry.factor(args, 0, 1.6) - 1)
 
@@ -281,12 +243,9 @@ def _starved_collectives(job: Job, args: Sequence[str]) -> Job:
 
 
 _fault(
-    "no-prefetch",
-    "COMM001",
-    "",
-    "each layer is gathered only when it is about to run",
+    "no-prefetch", "COMM001", "", "each layer is gathered only when it is about to run",
     strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
-)(switch(prefetches=False))
+)(switch(prefetches=False))  # fmt: skip
 
 
 @_fault("slow-network", "COMM001", "[:FACTOR]", "all links have 1/FACTOR of their bandwidth (4)")
@@ -302,21 +261,16 @@ def _small_collectives(job: Job, args: Sequence[str]) -> Job:
 
 
 _fault(
-    "reduce-every-microbatch",
-    "COMM003",
-    "",
-    "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
-    strategies=(DDP, FSDP1, FSDP2, HSDP),
+    "reduce-every-microbatch", "COMM003", "",
+    "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)", strategies=(DDP, FSDP1, FSDP2, HSDP),
     prepare=lambda job: replace(job, micro_batches=max(job.micro_batches, 2)),
-)(switch(reduces_every_micro_batch=True))
+)(switch(reduces_every_micro_batch=True))  # fmt: skip
 
 
 @_fault(
-    "needless-recomputation",
-    "MEM002",
-    "[:LAYERS]",
+    "needless-recomputation", "MEM002", "[:LAYERS]",
     "LAYERS more layers (all) recompute activations that would fit into memory",
-)
+)  # fmt: skip
 def _needless_recomputation(job: Job, args: Sequence[str]) -> Job:
     max_layers = job.model.layers - job.checkpoint_layers
     if not max_layers:

@@ -6,9 +6,9 @@ from functools import partial
 
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, EP, PP, TP
-from tracekit.simulate import engine, fault_registry, hybrid
+from tracekit.simulate import engine, fault_registry
 from tracekit.simulate.fault_registry import Fault, impair, on_hardware, register
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Impairments, Job, move_layers
 
 FAULTS: dict[str, Fault] = {}
 _fault = partial(register, FAULTS, plain=False, hybrid=True)
@@ -24,40 +24,29 @@ def _largest_stage(job: Job) -> tuple[int, ...]:
 
 
 @_fault(
-    "slow-stage",
-    "PIPE002",
-    "[:STAGE[:FACTOR]]",
-    "kernels of the ranks that run a stage (the second) take FACTOR times as long (1.5)",
-    axis=PP,
-    ranks=_slow_ranks,
+    "slow-stage", "PIPE002", "[:STAGE[:FACTOR]]",
+    "kernels of the ranks that run a stage (the second) take FACTOR times as long (1.5)", axis=PP, ranks=_slow_ranks,
     stages=lambda job: job.mesh.stages_of(_slow_ranks(job)[0]),
-)
+)  # fmt: skip
 def _slow_stage(job: Job, args: Sequence[str]) -> Job:
     ranks = job.mesh.ranks_of(_stage(job, args, 1))
     return _slow_down(job, ranks, fault_registry.factor(args, 1, 1.5))
 
 
 @_fault(
-    "unbalanced-stages",
-    "PIPE002",
-    "[:STAGE[:LAYERS]]",
-    "a stage (the second) has LAYERS more layers (1), taken from the others",
-    axis=PP,
-    ranks=lambda job: tuple(job.mesh.ranks_of(_largest_stage(job)[0])),
-    stages=_largest_stage,
-)
+    "unbalanced-stages", "PIPE002", "[:STAGE[:LAYERS]]",
+    "a stage (the second) has LAYERS more layers (1), taken from the others", axis=PP,
+    ranks=lambda job: tuple(job.mesh.ranks_of(_largest_stage(job)[0])), stages=_largest_stage,
+)  # fmt: skip
 def _unbalanced_stages(job: Job, args: Sequence[str]) -> Job:
     layers = int(fault_registry.argument(args, 1, 1))
-    return replace(job, hybrid=hybrid.move_layers(job.mesh, stage=_stage(job, args, 1), layers=layers))
+    return replace(job, hybrid=move_layers(job.mesh, stage=_stage(job, args, 1), layers=layers))
 
 
 @_fault(
-    "few-micro-batches",
-    "PIPE003",
-    "[:COUNT]",
-    "the tokens of a step are divided into COUNT micro-batches (as many as --pp)",
-    axis=PP,
-)
+    "few-micro-batches", "PIPE003", "[:COUNT]",
+    "the tokens of a step are divided into COUNT micro-batches (as many as --pp)", axis=PP,
+)  # fmt: skip
 def _few_micro_batches(job: Job, args: Sequence[str]) -> Job:
     count = fault_registry.count(args, lambda: job.mesh.layout.pp)
     _require_pipeline(job)
@@ -67,12 +56,9 @@ def _few_micro_batches(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "sharded-micro-batches",
-    "PIPE004",
-    "",
-    "fsdp2 gathers weights for each action and reduces gradients for each micro-batch, as ZeRO stage 3",
-    axis=DP_SHARD,
-)
+    "sharded-micro-batches", "PIPE004", "",
+    "fsdp2 gathers weights for each action and reduces gradients for each micro-batch, as ZeRO stage 3", axis=DP_SHARD,
+)  # fmt: skip
 def _sharded_micro_batches(job: Job, args: Sequence[str]) -> Job:
     if args:
         raise ValueError("it takes no arguments")
@@ -83,14 +69,11 @@ def _sharded_micro_batches(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "slow-pipeline-link",
-    "PIPE005",
-    "[:STAGE[:FACTOR]]",
-    "transfers between a stage (the first) and the next one take FACTOR times as long (20)",
-    axis=PP,
+    "slow-pipeline-link", "PIPE005", "[:STAGE[:FACTOR]]",
+    "transfers between a stage (the first) and the next one take FACTOR times as long (20)", axis=PP,
     ranks=lambda job: tuple(sorted(rank for stage in _boundary(job) for rank in job.mesh.ranks_of(stage))),
     stages=lambda job: _boundary(job),
-)
+)  # fmt: skip
 def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
     stage = _stage(job, args, 0)
     if stage >= job.mesh.layout.pp - 1:
@@ -99,12 +82,9 @@ def _slow_pipeline_link(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "slow-pipeline-links",
-    "PIPE001",
-    "[:FACTOR]",
-    "transfers between all stages take FACTOR times as long (20), as without RDMA",
-    axis=PP,
-)
+    "slow-pipeline-links", "PIPE001", "[:FACTOR]",
+    "transfers between all stages take FACTOR times as long (20), as without RDMA", axis=PP,
+)  # fmt: skip
 def _slow_pipeline_links(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
     factor = fault_registry.factor(args, 0, 20.0)
@@ -112,24 +92,18 @@ def _slow_pipeline_links(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "read-each-action",
-    "PIPE001",
-    "[:DURATION]",
+    "read-each-action", "PIPE001", "[:DURATION]",
     "the host reads the result of each action of the schedule (.item()), which waits for the device, and processes it "
     "for DURATION (a quarter of a step over its actions) before it launches the next one",
     axis=PP,
-)
+)  # fmt: skip
 def _read_each_action(job: Job, args: Sequence[str]) -> Job:
     _require_pipeline(job)
     return impair(job, action_read_ns=fault_registry.duration(args, lambda: _mean_action_ns(job) // 4))
 
 
 @_fault(
-    "slow-tensor-link",
-    "TP002",
-    "[:FACTOR]",
-    "collectives of tensor parallelism take FACTOR times as long (6)",
-    axis=TP,
+    "slow-tensor-link", "TP002", "[:FACTOR]", "collectives of tensor parallelism take FACTOR times as long (6)", axis=TP
 )
 def _slow_tensor_link(job: Job, args: Sequence[str]) -> Job:
     _require_ranks(job.mesh.layout.tp, "--tp")
@@ -150,13 +124,10 @@ def _tp_across_nodes(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "hot-expert",
-    "EP001",
-    "[:EXPERT[:FACTOR]]",
-    "an expert (the first) gets FACTOR times as many tokens as each other one (4)",
-    axis=EP,
+    "hot-expert", "EP001", "[:EXPERT[:FACTOR]]",
+    "an expert (the first) gets FACTOR times as many tokens as each other one (4)", axis=EP,
     ranks=lambda job: _ranks_of_hot_expert(job),
-)
+)  # fmt: skip
 def _hot_expert(job: Job, args: Sequence[str]) -> Job:
     _require_ranks(job.mesh.layout.ep, "--ep")
     assert job.model.experts is not None
@@ -167,12 +138,9 @@ def _hot_expert(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "late-node",
-    "RANK004",
-    "[:NODE[:FACTOR]]",
-    "kernels of all ranks of a node (the second) take FACTOR times as long (1.3)",
-    ranks=_slow_ranks,
-)
+    "late-node", "RANK004", "[:NODE[:FACTOR]]",
+    "kernels of all ranks of a node (the second) take FACTOR times as long (1.3)", ranks=_slow_ranks,
+)  # fmt: skip
 def _late_node(job: Job, args: Sequence[str]) -> Job:
     nodes = job.gpus // job.node
     _require_ranks(nodes, "nodes")
@@ -181,13 +149,10 @@ def _late_node(job: Job, args: Sequence[str]) -> Job:
 
 
 @_fault(
-    "late-replica",
-    "RANK004",
-    "[:REPLICA[:FACTOR]]",
-    "kernels of all ranks of a replica of the model (the second) take FACTOR times as long (1.3)",
-    axis=DP_REPLICATE,
+    "late-replica", "RANK004", "[:REPLICA[:FACTOR]]",
+    "kernels of all ranks of a replica of the model (the second) take FACTOR times as long (1.3)", axis=DP_REPLICATE,
     ranks=_slow_ranks,
-)
+)  # fmt: skip
 def _late_replica(job: Job, args: Sequence[str]) -> Job:
     layout = job.mesh.layout
     _require_ranks(layout.data_ranks, "data parallelism")

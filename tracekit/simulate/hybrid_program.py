@@ -7,17 +7,20 @@ from tracekit import conventions
 from tracekit.conventions import pipeline_schedules
 from tracekit.conventions.pipeline_schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 from tracekit.conventions.strategies import PP
-from tracekit.simulate import hybrid_weights, kernels, memory, program
+from tracekit.simulate import hybrid_layers, kernels, memory, program
 from tracekit.simulate.hybrid_layers import (
+    HEAD,
+    ROOT,
+    GatheredWeights,
     Item,
     Layers,
     Message,
+    Part,
     Router,
     WeightGradient,
     parts_of,
     transferred_elements,
 )
-from tracekit.simulate.hybrid_weights import HEAD, ROOT, GatheredWeights, Part
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import MAIN_STREAM, Collective, Instruction
 from tracekit.simulate.schedule import TrainingProgram
@@ -122,8 +125,8 @@ class RankProgram(TrainingProgram):
                 "all_reduce", WORLD, program.WORLD_STREAM, elements=1, ranks=self.job.gpus, dtype="Float"
             )
             self._collective(norm)
-        self.step_optimizer(hybrid_weights.optimizer(self.job, self.rank))
-        for kernel in hybrid_weights.after_optimizer(self.job, self.rank):
+        self.step_optimizer(hybrid_layers.optimizer(self.job, self.rank))
+        for kernel in hybrid_layers.after_optimizer(self.job, self.rank):
             self._collective(kernel)
 
     # Actions ---------------------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ class RankProgram(TrainingProgram):
 
     def _note(self, action: Action, layer: int | None) -> None:
         """Record the event that a layer's gradients of all micro-batches are added up; None: embedding or head."""
-        if self._completes_gradients(action) and hybrid_weights.reduces(self.job):
+        if self._completes_gradients(action) and hybrid_layers.reduces(self.job):
             self._gradients[action.stage, layer] = self.host.record(MAIN_STREAM)
 
     def _run_part(self, items: Iterable[Item], action: Action) -> None:
@@ -273,7 +276,7 @@ class RankProgram(TrainingProgram):
 
     def _reduce(self, number: int, stage: int) -> None:
         """Reduce a stage's gradients, each layer's once they are whole."""
-        if not hybrid_weights.reduces(self.job):
+        if not hybrid_layers.reduces(self.job):
             return
         with self._span(f"PP:{stage}REDUCE_GRAD"):
             for layer in (*reversed(self.hybrid.layers_of(stage)), None):
@@ -281,7 +284,7 @@ class RankProgram(TrainingProgram):
                 if (event := self._gradients.pop((stage, layer), None)) is None:
                     continue
                 self.host.wait(program.REDUCE_STREAM, event)
-                for kernel in hybrid_weights.of_layer(self.job, layer):
+                for kernel in hybrid_layers.of_layer(self.job, layer):
                     self._issue(kernel)
 
 

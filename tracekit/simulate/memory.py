@@ -5,7 +5,7 @@ from tracekit.conventions.pipeline_schedules import FORWARD, INPUT_GRADIENT
 from tracekit.conventions.strategies import GATHERED_BYTES, PP, REDUCED_BYTES, STRATEGIES
 from tracekit.errors import InputError
 from tracekit.plan.hardware import GIB
-from tracekit.simulate import hybrid_weights
+from tracekit.simulate import hybrid_layers
 from tracekit.simulate.job import Job
 from tracekit.simulate.recording import Allocation, RankRecord
 
@@ -58,7 +58,7 @@ class Memory:
 def static_bytes(job: Job, rank: int = 0) -> int:
     """Return the bytes that a rank always uses: its shard of the training state, and persistent buffers."""
     if job.hybrid is not None:
-        return round_up(hybrid_weights.state_bytes(job, rank))
+        return round_up(hybrid_layers.state_bytes(job, rank))
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
     if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
@@ -129,4 +129,4 @@ def _peak_activation_bytes(job: Job, rank: int) -> int:
 def _fullest_rank(job: Job) -> int:
     """Return the rank that uses the most memory: one of each place on the pp axis is looked at."""
     ranks = range(0, job.gpus, job.gpus // job.mesh.layout.pp)
-    return max(ranks, key=lambda rank: hybrid_weights.state_bytes(job, rank) + _peak_activation_bytes(job, rank))
+    return max(ranks, key=lambda rank: hybrid_layers.state_bytes(job, rank) + _peak_activation_bytes(job, rank))

@@ -152,22 +152,9 @@ class Act(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    OpenSlice
-    | CloseSlice
-    | SwitchThread
-    | PassTime
-    | Stall
-    | Call
-    | Launch
-    | Record
-    | Wait
-    | Synchronize
-    | Allocate
-    | Free
-    | Flush
-    | Step
-    | Act
-)
+    OpenSlice | CloseSlice | SwitchThread | PassTime | Stall | Call | Launch | Record | Wait | Synchronize | Allocate
+    | Free | Flush | Step | Act
+)  # fmt: skip
 
 
 class _Closing(AbstractContextManager[None]):

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 from tracekit import conventions
-from tracekit.simulate import costs, kernels, memory, program
+from tracekit.simulate import kernels, memory, program
 from tracekit.simulate.job import Job
 from tracekit.simulate.kernels import Op
 
@@ -85,7 +85,7 @@ class Schedule(TrainingProgram):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.parts = costs.parts_of(job)
+        self.parts = kernels.parts_of(job)
         self.layers = job.model.layers
         self.micro_batch = 0
         self._forward_ops = list(kernels.layer_forward(job, self.parts))
@@ -274,12 +274,12 @@ class Sharded(Schedule):
 
     def cast(self, parameters: int, stream: int, *, op: str = "aten::_to_copy") -> None:
         """Cast a unit's gradients for their reduction."""
-        self.move(op, "CastFunctor<float>", costs.CAST_BYTES, parameters, stream)
+        self.move(op, "CastFunctor<float>", kernels.CAST_BYTES, parameters, stream)
 
     def cast_and_divide(self, parameters: int, stream: int) -> None:
         """Cast a unit's gradients for their reduction, and divide them by the number of ranks."""
         self.cast(parameters, stream)
-        self.move("aten::div_", "DivFunctor<float>", costs.DIVIDE_BYTES, parameters, stream)
+        self.move("aten::div_", "DivFunctor<float>", kernels.DIVIDE_BYTES, parameters, stream)
 
     def free_weights(self, layer: int | None) -> None:
         """Free the buffer of a unit's gathered weights."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tracekit.conventions.strategies import PP, RING_PASSES
-from tracekit.simulate.costs import Rates, rates, ring_s
-from tracekit.simulate.hybrid import Hybrid, groups_of
-from tracekit.simulate.job import HSDP, Job
+from tracekit.simulate.job import HSDP, Hybrid, Job, groups_of
+from tracekit.simulate.kernels import Rates, rates, ring_s
 from tracekit.simulate.program import REPLICATE, SHARD, Collective
 
 NODE, NETWORK = "node", "network"

@@ -18,7 +18,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import plugins, schema
 from tracekit.model.fact import Fact, TraceTable
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import run_snapshots
 from tracekit.replay.graph.critical_path import path as critical_path
 from tracekit.sync import alignment
 
@@ -45,7 +45,7 @@ FACTS: tuple[PublishedFact, ...] = (
     expert_load.expert_pairs,
     axis_communication.ring_overlap,
     critical_path.critical_paths,
-    *snapshot_facts.TABLES,
+    *run_snapshots.TABLES,
 )
 """Every published fact of tracekit, in the order of docs/schema.md."""
 

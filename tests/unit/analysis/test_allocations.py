@@ -16,9 +16,9 @@ from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.replay.allocator import Settings, playback
-from tracekit.replay.allocator.facts import double_buffering
+from tracekit.replay.allocator import double_buffering, memory_usage, playback
 from tracekit.replay.allocator.recorded_history import ALLOC
+from tracekit.replay.allocator.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -190,7 +190,7 @@ def test_two_buffers_of_the_largest_unit_would_replace_the_allocations_of_all_un
 def test_a_double_buffering_replay_replaces_unit_allocations_by_two_permanent_buffers():
     mib = 1 << 20
     trace = gathered(4, unit_bytes=20 * mib)
-    recorded, served = playback.from_trace(trace), double_buffering.with_buffers(trace)
+    recorded, served = playback.from_trace(trace), memory_usage.history_with_buffers(trace)
     # Two units at once, each with two weights and a gradient of 20 MiB and a reduced one of 10.
     assert playback.predict(recorded, Settings()).peak_allocated_bytes // mib == 140
     assert (served.action == ALLOC).sum() == 0
@@ -199,7 +199,7 @@ def test_a_double_buffering_replay_replaces_unit_allocations_by_two_permanent_bu
 
 def test_without_unit_buffers_double_buffering_has_no_rows(wording):
     with wording.raises(InputError):
-        double_buffering.with_buffers(gathered(2))
+        memory_usage.history_with_buffers(gathered(2))
 
 
 @pytest.mark.parametrize("trace", [gathered(2), gathered(4, freed=False), gathered(4, in_backend=True)])

@@ -9,7 +9,7 @@ from benchmarks import closed_form, published_events, published_table
 from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
 from benchmarks.published_fit import GIVE_WAY, fit, predict
 from tracekit.plan import hardware
-from tracekit.simulate import costs
+from tracekit.simulate import kernels
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 ROWS = published_table.ROWS
@@ -18,7 +18,7 @@ ROWS = published_table.ROWS
 @pytest.mark.parametrize("strategy", [FSDP1, YAFSDP_V1])
 @pytest.mark.parametrize("row", [0, 5, 8, 13], ids=lambda i: f"{ROWS[i].setting.model.name}-{ROWS[i].setting.seq}")
 def test_closed_form_and_simulation_agree(strategy: str, row: int) -> None:
-    rates = costs.rates(hardware.find("a100-80"), spans_nodes=True, overhead_s=0.05)
+    rates = kernels.rates(hardware.find("a100-80"), spans_nodes=True, overhead_s=0.05)
     of = ROWS[row].setting
     simulated_s = published_events.step_s(strategy, of, rates)
     assert closed_form.step_s(strategy, of, rates) == pytest.approx(simulated_s, rel=0.005)

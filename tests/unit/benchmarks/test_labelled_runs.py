@@ -8,7 +8,7 @@ from benchmarks import labelled_report, labelled_runs
 from benchmarks.labelled_runs import Judged
 from tests.unit.simulate.jobs import job
 from tracekit.rules.rule import Finding, Severity
-from tracekit.simulate.truth import KnownFault
+from tracekit.simulate.run import KnownFault
 
 
 def _run(known: dict[str, int], found: dict[str, int]) -> Judged:

@@ -3,9 +3,8 @@
 import pytest
 
 from benchmarks import perturbed
-from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.device_time import STRAGGLER
-from tracekit.replay.graph.causes.host import LATE_LAUNCH
+from tracekit.replay.graph.causes.host import BLOCKING_SYNC, LATE_LAUNCH
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules.rule import Finding, Severity
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tracekit.errors import InputError
-from tracekit.replay.allocator import Allocator, OutOfMemory, Settings
-from tracekit.replay.allocator.settings import MIB
+from tracekit.replay.allocator.model import Allocator, OutOfMemory
+from tracekit.replay.allocator.settings import MIB, Settings
 
 BASE = 1 << 40
 

@@ -8,7 +8,10 @@ import pytest
 from tests.support.sample_snapshots import MIB, Simulation, document, event, recorded, write
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.replay.allocator import Allocator, Overlap, Settings, playback
+from tracekit.replay.allocator import playback
+from tracekit.replay.allocator.blocks import Overlap
+from tracekit.replay.allocator.model import Allocator
+from tracekit.replay.allocator.settings import Settings
 
 WHOLE = ("from_empty_fwd_bf16", "from_empty_fwd_bwd_fp32", "from_empty_init_model_rank1")
 CUT = ("steady_training_step", "expandable_segments_bf16")

@@ -15,8 +15,7 @@ from tracekit.plan import models
 from tracekit.replay.graph import pipeline_changes, pipeline_timing
 from tracekit.replay.graph.pipeline_changes import PipelineChange
 from tracekit.simulate import engine, faults
-from tracekit.simulate.hybrid import equal_stages
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Impairments, Job, equal_stages
 
 CLOSE = 0.03  # of the step
 

@@ -11,7 +11,7 @@ from tests.support.wording import Wording
 from tests.unit.simulate.jobs import pipelined, written
 from tracekit.errors import InputError
 from tracekit.model.run import Run
-from tracekit.replay.graph import rank_order
+from tracekit.replay.graph import pipeline_changes
 from tracekit.simulate import engine
 from tracekit.simulate.job import Job
 
@@ -61,7 +61,7 @@ def test_ranks_on_other_nodes_are_predicted(
     tmp_path: Path, node: int, layout: dict[str, int], text: str, axes: list[str], moved: str
 ) -> None:
     job = _job(node, **layout)
-    found = rank_order.predict(_run(job, tmp_path / "run"), text)
+    found = pipeline_changes.predict_rank_order(_run(job, tmp_path / "run"), text)
     assert sorted(found.name.partition("(")[2].rstrip(")").split(", ")) == sorted(moved.split(", "))
     assert abs(found.saved_ratio) > 0.01
     assert found.predicted_ns == pytest.approx(_placed_ns(job, axes), rel=CLOSE)
@@ -71,10 +71,10 @@ def test_without_a_group_inside_a_node_its_bandwidth_must_be_given(tmp_path: Pat
     job = _job(2, tp=4)
     run = _run(job, tmp_path / "run")
     with wording.raises(InputError):
-        rank_order.predict(run, "tp-dp")
+        pipeline_changes.predict_rank_order(run, "tp-dp")
     # Data-parallel groups of two fit into nodes of two; the device's links are known by its name.
-    by_device = rank_order.predict(run, "dp-tp")
-    given = rank_order.predict(run, "dp-tp", job.hardware.node_bytes_per_s)
+    by_device = pipeline_changes.predict_rank_order(run, "dp-tp")
+    given = pipeline_changes.predict_rank_order(run, "dp-tp", job.hardware.node_bytes_per_s)
     assert given.predicted_ns == pytest.approx(_placed_ns(job, ["dp_replicate"]), rel=CLOSE)
     assert by_device.predicted_ns == pytest.approx(given.predicted_ns, rel=CLOSE)
 
@@ -86,21 +86,21 @@ def test_without_a_group_inside_a_node_its_bandwidth_must_be_given(tmp_path: Pat
 def test_an_order_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
     run = _run(_job(4, tp=2, pp=2), tmp_path / "run")
     with pytest.raises(InputError, match=message):
-        rank_order.predict(run, text)
+        pipeline_changes.predict_rank_order(run, text)
 
 
 def test_groups_of_other_axes_in_the_manifest_are_left_out(tmp_path: Path) -> None:
     job = _job(4, tp=4)
     run = _run(job, tmp_path / "run")
-    expected = rank_order.predict(run, "dp-tp")
+    expected = pipeline_changes.predict_rank_order(run, "dp-tp")
     for more in ({"rows": [[0, 1]]}, {"cp": [[]]}, {"ep": [[], [0, 1]]}):
         run.manifest["groups"] |= more  # type: ignore[index]
-    assert rank_order.predict(run, "dp-tp") == expected
+    assert pipeline_changes.predict_rank_order(run, "dp-tp") == expected
 
 
 def test_ranks_of_one_node_have_no_other_order(tmp_path: Path, wording: Wording) -> None:
     with wording.raises(InputError):
-        rank_order.predict(_run(_job(8, tp=2, pp=2), tmp_path / "run"), "tp-dp-pp")
+        pipeline_changes.predict_rank_order(_run(_job(8, tp=2, pp=2), tmp_path / "run"), "tp-dp-pp")
 
 
 def test_a_job_with_another_order_is_not_written(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from tests.unit.report.test_charts import HOSTILE
 from tracekit.analysis.memory import snapshot_files, usage
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
-from tracekit.replay.allocator import memory_usage, playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import memory_usage, playback, run_snapshots, snapshot_facts
 from tracekit.report import charts
 
 # time      0    1    2    3    4
@@ -189,7 +188,7 @@ def test_snapshots_in_a_run_folder_are_known_by_rank_and_window(tmp_path):
         write(tmp_path / name, simulated().document())
     run = drawn_traces.run(drawn_traces.trace("compute aa"), path=str(tmp_path))
     assert [(each.window, each.rank) for each in snapshot_files.files(run)] == [(0, 0), (0, 1), (1, 0)]
-    tables = {fact.name: run.table(fact) for fact in snapshot_facts.TABLES}
+    tables = {fact.name: run.table(fact) for fact in run_snapshots.TABLES}
     for name, expected in schema.SNAPSHOT_TABLES.items():
         assert tables[f"snapshot_{name}"].columns == ["window", "rank", *expected.schema]
     assert tables["snapshot_blocks"].select("window", "rank").unique().height == 3

@@ -26,7 +26,7 @@ from tracekit.rules import cost_attribution
 from tracekit.rules.memory_reuse import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
 from tracekit.rules.stragglers import Straggler
-from tracekit.simulate.truth import KnownFault
+from tracekit.simulate.run import KnownFault
 
 
 def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, KnownFault]:

@@ -32,7 +32,7 @@ def kinds_in_the_code():
         "ingest/discovery", "ingest/loader", "ingest/trace_files", "analysis/quality/trace_quality",
         "analysis/quality/undecided_kernels",
         "analysis/memory/snapshot_files",
-        "replay/allocator/facts/snapshot_facts", "rules/data_quality",
+        "replay/allocator/run_snapshots", "rules/data_quality",
     )  # fmt: skip
     files = [*rooms, *(SOURCES / f"{name}.py" for name in single)]
     return {kind for file in files for kind in RAISED.findall(file.read_text())}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tracekit.plan import hardware, models
 from tracekit.simulate import faults, run
-from tracekit.simulate.hybrid import laid_out
-from tracekit.simulate.job import Job
+from tracekit.simulate.job import Job, laid_out
 from tracekit.simulate.run import Simulated
 
 

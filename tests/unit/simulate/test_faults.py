@@ -13,7 +13,7 @@ from tracekit.rules.registry import RULES
 from tracekit.simulate import engine, faults
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.recording import Recording
-from tracekit.simulate.truth import known_faults
+from tracekit.simulate.run import known_faults
 
 
 def _job(name: str, **changes: int) -> Job:

@@ -20,9 +20,8 @@ from tracekit.rules.engine import check
 from tracekit.rules.registry import RULES
 from tracekit.rules.rule import Severity
 from tracekit.simulate import engine, faults, hybrid_program, memory
-from tracekit.simulate.hybrid import laid_out, move_layers
 from tracekit.simulate.hybrid_layers import Layers, Message, parts_of, transferred_elements
-from tracekit.simulate.job import Impairments, Job
+from tracekit.simulate.job import Impairments, Job, laid_out, move_layers
 from tracekit.simulate.recording import Activity, Recording
 
 MB = 1e6

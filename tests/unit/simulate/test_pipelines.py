@@ -25,7 +25,7 @@ from tracekit.conventions.pipeline_schedules import (
 )
 from tracekit.simulate import engine
 from tracekit.simulate.job import Impairments, Job
-from tracekit.simulate.truth import bubbles
+from tracekit.simulate.run import bubbles
 
 EQUAL = 0.004  # embedding and head take a microsecond a kernel
 

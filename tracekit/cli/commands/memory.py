@@ -160,7 +160,6 @@ def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUs
 
 def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
     from tracekit.replay.allocator import memory_usage
-    from tracekit.replay.allocator.facts import double_buffering
 
     run = run_loading.open_measured(path, memory_usage.FACTS, cache=cache)
     usage = memory_usage.of_run(run)
@@ -168,7 +167,7 @@ def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
         return usage
     with_buffers = memory_usage.uses_unit_buffers(options.replay)
     return options.apply(
-        usage, double_buffering.with_buffers(next(run.traces())) if with_buffers else _history(run, cache=cache)
+        usage, memory_usage.history_with_buffers(next(run.traces())) if with_buffers else _history(run, cache=cache)
     )
 
 

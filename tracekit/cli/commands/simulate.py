@@ -13,8 +13,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.plan.models import Model
-    from tracekit.simulate.hybrid import Hybrid
-    from tracekit.simulate.job import Job
+    from tracekit.simulate.job import Hybrid, Job
     from tracekit.simulate.run import Simulated
 
 _STRATEGY, _PIPELINED_STRATEGY, _RANKS_WRITTEN = "fsdp2", "zero1", 8
@@ -123,9 +122,9 @@ class JobOptions:
 
     def _layout(self, model: "Model") -> "Hybrid":
         from tracekit.conventions import pipeline_schedules, strategies
-        from tracekit.simulate import hybrid
+        from tracekit.simulate import job
 
-        return hybrid.laid_out(
+        return job.laid_out(
             gpus=self.gpus,
             model=model,
             pp=self.pp,

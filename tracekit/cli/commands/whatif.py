@@ -78,9 +78,7 @@ class ChangeOptions:
             axes = [text.partition("=") for text in self.axis_times]
             predictions.append(pipeline_changes.predict_axes(run, {axis: _number(times) for axis, _, times in axes}))
         if self.rank_order is not None:
-            from tracekit.replay.graph import rank_order
-
-            predictions.append(rank_order.predict(run, self.rank_order, self.node_bandwidth))
+            predictions.append(pipeline_changes.predict_rank_order(run, self.rank_order, self.node_bandwidth))
         return predictions
 
     def _node(self) -> "NodeSpec | None":

@@ -150,7 +150,10 @@ def mapped_block(allocator: DeviceMemory, pool: Pool, size: int) -> Block | None
     """Map memory for a block of at least `size` and return it, removed from its pool; None if there is no room."""
     block = _candidate(pool, size)
     if block is None:
-        block = _new_space(allocator, pool)
+        space = space_bytes(allocator, pool)
+        address = allocator.place(space, pool)
+        block = pool.unmapped[address] = Block(address, space, pool, address)
+        block.mapped = False
     if block.bytes < size and block.whole:
         return None  # larger than the maximum segment
     if not block.mapped and not _map(allocator, block, min(block.bytes, size)):
@@ -240,15 +243,6 @@ def _candidate(pool: Pool, size: int) -> Block | None:
         if room >= size:
             return first
     return None
-
-
-def _new_space(allocator: DeviceMemory, pool: Pool) -> Block:
-    size = space_bytes(allocator, pool)
-    address = allocator.place(size, pool)
-    space = Block(address, size, pool, address)
-    space.mapped = False
-    pool.unmapped[address] = space
-    return space
 
 
 def _map(allocator: DeviceMemory, block: Block, size: int) -> bool:

@@ -11,11 +11,19 @@ from tracekit.analysis.memory import allocations, steady_state, usage
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
-from tracekit.model.trace import MemorySnapshot, TraceFact
-from tracekit.replay.allocator import SegmentEvent, Settings, playback
-from tracekit.replay.allocator.facts import categories, double_buffering, out_of_memory, snapshot_facts
-from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
+from tracekit.model.trace import MemorySnapshot, Trace, TraceFact
+from tracekit.replay.allocator import (
+    double_buffering,
+    out_of_memory,
+    playback,
+    run_snapshots,
+    snapshot_facts,
+)
+from tracekit.replay.allocator.model import BlockState, SegmentEvent, SegmentState
+from tracekit.replay.allocator.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult
+from tracekit.replay.allocator.settings import Settings
+from tracekit.replay.allocator.snapshot_facts import CATEGORY_COLUMNS, categories_at_peak
 
 FACTS: tuple[TraceFact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
@@ -51,7 +59,7 @@ class MemoryUsage:
     rank: int | None = None
     """The rank that ran out of memory; of several snapshots, that of this usage."""
     settings: str = AS_RECORDED
-    categories: pl.DataFrame = field(default_factory=lambda: schema.empty(categories.COLUMNS))
+    categories: pl.DataFrame = field(default_factory=lambda: schema.empty(CATEGORY_COLUMNS))
     """What the memory at the peak of a snapshot is for."""
     against: "MemoryUsage | None" = None
     """The memory that this is compared with."""
@@ -72,12 +80,13 @@ def of_run(run: Run) -> MemoryUsage:
     notes = [] if on_device else ["Host memory is shown: the traces have no memory events of a device."]
     if peaks.is_empty():
         notes = ["The traces have no memory events: record with profile_memory=True."]
+    growth = tables[usage.growth]
     more_tables = {
         "Peak allocated and reserved memory": peaks,
         "Unit buffers that double buffering could replace": tables[double_buffering.alternating]
         .filter(is_shown)
         .filter(pl.col("step") == pl.col("step").max().over("window", "rank")),  # all steps are alike
-        "Growth per step": _growth_per_step(tables[usage.growth]),
+        "Growth per step": growth if growth["source"].n_unique() > 1 else growth.drop("source"),
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
     allocated_bytes, reserved_bytes = peaks.select(pl.col("peak_allocated_bytes", "peak_reserved_bytes").max()).row(0)
@@ -107,10 +116,10 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
         history.peak_reserved_bytes,
         snapshot_facts.at_peak(snapshot, history, outcome),
         snapshot_facts.churn(snapshot, history, outcome),
-        {"Free memory at the snapshot": snapshot_facts.fragmentation(snapshot).filter(pl.col("device") == device)},
+        {"Free memory at the snapshot": run_snapshots.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
         out_of_memory=out_of_memory.of_snapshot(snapshot, history),
-        categories=categories.at_peak(snapshot, history, outcome),
+        categories=categories_at_peak(snapshot, history, outcome),
     )
 
 
@@ -183,6 +192,34 @@ def uses_unit_buffers(text: str) -> bool:
     return UNIT_BUFFERS in _pairs(text)
 
 
+def history_with_buffers(trace: Trace) -> History:
+    """Return the trace's history as if two buffers of each kind had served all units from the start.
+
+    The blocks that `double_buffering.alternating` counts are removed, and the buffers stay allocated. Recorded peaks
+    do not change. Raises InputError if no unit allocates and frees blocks.
+    """
+    recorded = playback.from_trace(trace)
+    served, per_step = double_buffering.unit_blocks(trace), double_buffering.alternating(trace)
+    if per_step.is_empty():
+        raise InputError(
+            "no FSDP unit allocates and frees buffers in this trace: double buffering would change nothing"
+        )
+    served = served.join(per_step, on=["step", "device", "kind"], how="semi", nulls_equal=True)
+    gone = pl.concat([served["start_event"], served["end_event"]])
+    remaining = trace.allocations.with_row_index("event").filter(~pl.col("event").is_in(gone.implode()))
+    history = playback.from_trace(replace(trace, allocations=remaining.drop("event")))
+    sizes = per_step.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
+    buffers = []
+    for number, size in enumerate(sizes * double_buffering.BUFFERS, 1):
+        address = -(number << 40)  # not a real address: the block is allocated again
+        block = BlockState(address, size, "allocated", size)
+        buffers.append(SegmentState(address, size, 0, small=False, pool=0, expandable=False, blocks=(block,)))
+    return replace(recorded, **{name: getattr(history, name) for name in _PLAYED}, start=(*buffers, *history.start))
+
+
+_PLAYED = ("action", "address", "bytes", "stream", "pool", "at_ns", "stack", "releases")
+
+
 def _pairs(text: str) -> list[str]:
     return re.sub(r"\s", "", text).split(",")
 
@@ -231,11 +268,6 @@ def _reserved_memory(
 
 def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
     return [event.bytes for event in events]
-
-
-def _growth_per_step(rows: pl.DataFrame) -> pl.DataFrame:
-    """Growth per step, with its source only where there are several."""
-    return rows if rows["source"].n_unique() > 1 else rows.drop("source")
 
 
 def _calls(stalls: pl.DataFrame) -> pl.DataFrame:

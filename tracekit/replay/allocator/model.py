@@ -118,7 +118,8 @@ class Allocator:
         free = self._pools.get((pool, size <= SMALL_BYTES, stream)) or self.pool(pool, size <= SMALL_BYTES, stream)
         block = self._best_fit(free, size) or self._allocate_from_device(free, size)
         rest = block.bytes - size
-        if rest >= BLOCK_BYTES and self._splits(free, size, rest):
+        splits = free.small or self.settings.expandable
+        if rest >= BLOCK_BYTES and (splits or (size < self.settings.max_split_bytes and rest > SMALL_BYTES)):
             block.bytes = size
             free.add(Block(block.address + size, rest, free, block.base, block, block.next))
         block.requested_bytes = requested_bytes
@@ -172,11 +173,6 @@ class Allocator:
         if pool is None:
             pool = self._pools[key] = Pool(number, small, stream)
         return pool
-
-    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        if pool.small or self.settings.expandable:
-            return True
-        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         if self.collects:

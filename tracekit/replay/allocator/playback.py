@@ -11,8 +11,8 @@ from tracekit.conventions.gc_pause import gc_paused
 from tracekit.errors import InputError
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.allocator import Allocator, BlockState, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
-from tracekit.replay.allocator.blocks import Block, Pool
+from tracekit.replay.allocator.blocks import Block, Overlap, Pool
+from tracekit.replay.allocator.model import Allocator, BlockState, OutOfMemory, SegmentEvent, SegmentState
 from tracekit.replay.allocator.recorded_history import (
     ALLOC,
     COMPLETE,
@@ -25,7 +25,7 @@ from tracekit.replay.allocator.recorded_history import (
     History,
     from_snapshot,
 )
-from tracekit.replay.allocator.settings import SEGMENT_STEP_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED
+from tracekit.replay.allocator.settings import SEGMENT_STEP_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED, Settings
 
 __all__ = ["History", "ReplayResult", "from_snapshot", "from_trace", "predict", "replay_as_recorded"]
 _WARM_UP_EVENTS = 100_000
@@ -340,13 +340,7 @@ def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:
     addresses = sorted(sizes)
     return tuple(
         SegmentState(
-            begin,
-            end - begin,
-            0,
-            small,
-            0,
-            expandable=False,
-            blocks=tuple(_blocks(begin, end, addresses, sizes)),
+            begin, end - begin, 0, small, 0, expandable=False, blocks=tuple(_blocks(begin, end, addresses, sizes))
         )
         for begin, end, small in sorted(ranges)
     )

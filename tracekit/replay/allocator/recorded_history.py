@@ -11,8 +11,14 @@ import polars as pl
 
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import BlockState, SegmentEvent, SegmentState, Settings
-from tracekit.replay.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, UNLIMITED
+from tracekit.replay.allocator.model import BlockState, SegmentEvent, SegmentState
+from tracekit.replay.allocator.settings import (
+    LARGE_SEGMENT_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    UNLIMITED,
+    Settings,
+)
 
 ALLOC, REQUEST, COMPLETE, RELEASE = range(4)
 CODES = {"alloc": ALLOC, "free_requested": REQUEST, "free_completed": COMPLETE}

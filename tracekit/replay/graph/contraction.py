@@ -100,14 +100,21 @@ def starts(network: Network) -> Ints:
 
 
 def contract(network: Network, remaining: Flags | None = None) -> Contracted:
-    """Return the network without the nodes that follow from others, except for those that shall remain."""
-    chained, launched = _followers(network, remaining)
+    """Network without the nodes that follow from others, except for those that shall remain."""
+    count = len(network.own_ns)
+    waits = np.bincount(network.waiting, minlength=count) + (network.chain >= 0) + (network.launch >= 0)
+    follows = network.chain == np.arange(count) - 1
+    follows[:1] = False
+    if remaining is not None:
+        follows &= ~remaining
+    # Nodes that wait for the one before alone, and those that also wait for their launch.
+    chained, launched = follows & (waits == 1), follows & (waits == 2) & (network.launch >= 0)
     head, after_ns = _runs(chained, network.chain_ns + network.own_ns)
     rows = np.flatnonzero(launched)
     launched[rows] = ~launched[head[network.launch[rows]]]
     before = np.flatnonzero(~chained)  # the remaining nodes so far, in order: each follows the one before
     joins, launch = launched[before], np.maximum(network.launch[before], 0)
-    del chained, launched
+    del waits, follows, chained, launched
     caller = head[launch]
     joins[1:] &= ~joins[:-1] | (caller[1:] == caller[:-1])
     own_ns, chain_ns = network.own_ns[before], network.chain_ns[before]
@@ -117,40 +124,19 @@ def contract(network: Network, remaining: Flags | None = None) -> Contracted:
     second_ns = np.where(joins, first_ns + _running_maximum(np.where(joins, called_ns, _EVER), first), NEVER)
     of_node = np.full(len(head), -1, np.int32)
     of_node[before] = np.arange(len(before), dtype=np.int32)
-    runs = _Runs(joins, first, first_ns, of_node[caller], second_ns)
-    return _contract_runs(network, before, of_node[head], after_ns, runs)
+    run = of_node[head]  # the row in `before` by which each node ends
+    row = np.cumsum(~joins, dtype=np.int32) - np.int32(1)
+    second = np.where(joins, row[of_node[caller]], np.int32(-1))
+    first_after_ns, second_after_ns = first_ns[run], second_ns[run]
+    first_after_ns += after_ns
+    second_after_ns += after_ns
+    return _contract_edges(network, before[~joins], row[first][run], first_after_ns, second[run], second_after_ns)
 
 
-def _followers(network: Network, remaining: Flags | None) -> tuple[Flags, Flags]:
-    """Mark nodes that wait for the one before alone, and those that also wait for their launch, without `remaining`."""
-    count = len(network.own_ns)
-    waits = np.bincount(network.waiting, minlength=count) + (network.chain >= 0) + (network.launch >= 0)
-    follows = network.chain == np.arange(count) - 1
-    follows[:1] = False
-    if remaining is not None:
-        follows &= ~remaining
-    return follows & (waits == 1), follows & (waits == 2) & (network.launch >= 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """The runs of launched nodes: which join one, its first row, and the times after that row and after its caller."""
-
-    joins: Flags
-    first: Rows
-    first_ns: Ints
-    caller: Rows
-    second_ns: Ints
-
-
-def _contract_runs(network: Network, before: Ints, run: Rows, after_ns: Ints, runs: _Runs) -> Contracted:
-    """Return the network of the rows that join no run; `run` is the row in `before` by which each node ends."""
-    row = np.cumsum(~runs.joins, dtype=np.int32) - np.int32(1)
-    first, second = row[runs.first][run], np.where(runs.joins, row[runs.caller], np.int32(-1))[run]
-    first_ns, second_ns = runs.first_ns[run], runs.second_ns[run]
-    first_ns += after_ns
-    second_ns += after_ns
-    node = before[~runs.joins]
+def _contract_edges(
+    network: Network, node: Ints, first: Rows, first_ns: Ints, second: Rows, second_ns: Ints
+) -> Contracted:
+    """Network of the nodes that remain, given by which of their rows any node ends: see `Contracted`."""
     chain, launch = node[network.chain[node] >= 0], node[network.launch[node] >= 0]
     waiting = np.concatenate((network.waiting, chain, launch))  # nodes with further edges all remain
     awaited = np.concatenate((network.awaited, network.chain[chain], network.launch[launch]))
@@ -158,16 +144,15 @@ def _contract_runs(network: Network, before: Ints, run: Rows, after_ns: Ints, ru
     on = np.maximum(awaited, 0)
     has_awaited = awaited >= 0
     two = has_awaited & (second[on] >= 0)
-    waiting = first[waiting]
-    starts_at_0 = np.bincount(waiting, minlength=len(node)) == 0
+    row = first[waiting].astype(np.int64)
     return Contracted(
         network,
         node,
         network.own_ns[node],
-        np.concatenate((waiting, waiting[two])),
+        np.concatenate((row, row[two])),
         np.concatenate((np.where(has_awaited, first[on], -1), second[on][two])),
         np.concatenate((np.where(has_awaited, lag + first_ns[on], lag), (lag + second_ns[on])[two])),
-        starts_at_0,
+        np.bincount(row, minlength=len(node)) == 0,
         first,
         first_ns,
         second,

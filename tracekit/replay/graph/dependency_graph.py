@@ -19,15 +19,14 @@ from tracekit.analysis.time import device_stalls
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph import contraction, filled_devices, recorded_stalls, shared_waits, trace_graph
-from tracekit.replay.graph.nodes import WORK, HostSpan, NodeTable
+from tracekit.replay.graph import contraction, filled_devices, trace_graph
+from tracekit.replay.graph.nodes import SHARED_WAITS_NODES, WORK, HostSpan, NodeTable, shared_waits
 from tracekit.sync import alignment, collective_matching
 
 START_ORDER, COLLECTIVE, RELEASE, QUEUE = "start_order", "collective", "release", "queue"
 _FAR = -(1 << 60)
 _ROUNDS = 200
 _QUEUE_ROUNDS = 3
-_KEY = ("window", "rank")
 
 
 class InsufficientDataError(Exception):
@@ -167,41 +166,26 @@ FACTS: tuple[TraceFact, ...] = (
 
 
 def graphs(run: Run) -> list[Graph]:
-    """Return the graph of each window of a run."""
+    """Graph of each window of a run."""
     run.measure(FACTS)
-    stored, corrected = _nodes(run)
-    all_nodes = _with_columns(stored, corrected)
+    stored = NodeTable(run.scan(trace_graph.nodes) if run.parts(trace_graph.nodes) else run.table(trace_graph.nodes))
+    times = stored.select("window", "rank", "start_ns", "end_ns")
+    on_clock = alignment.on_run_clock(times, run.offsets, ("start_ns", "end_ns")).select("start_ns", "end_ns")
+    on_clock = on_clock.with_columns(trace_graph.pauses_on_other_ranks(run, stored))
+    all_nodes = stored.with_columns(on_clock.get_columns())
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
-    shared = shared_waits.shared_waits(all_nodes.select(*shared_waits.NODES), own_edges)
+    shared = shared_waits(all_nodes.select(*SHARED_WAITS_NODES), own_edges)
     edges = pl.concat([own_edges, shared.select(own_edges.columns)])
     counts = stored.select("window").to_series().value_counts(sort=False).sort("window")  # rows are by window and rank
     built, first = [], 0
     for window, count in counts.iter_rows():
-        window_nodes = all_nodes
+        of_window = (all_nodes, edges, windows)  # not copies, if that is all
         if count < stored.height:
-            window_nodes = _with_columns(stored.slice(first, count), corrected.slice(first, count))
-        built.append(_graph(run, window, window_nodes, _of_window(edges, window), _of_window(windows, window)))
+            nodes = stored.slice(first, count).with_columns(on_clock.slice(first, count).get_columns())
+            of_window = (nodes, edges.filter(window=window), windows.filter(window=window))
+        built.append(_graph(run, window, *of_window))
         first += count
     return built
-
-
-def _nodes(run: Run) -> tuple[NodeTable, pl.DataFrame]:
-    """Return the nodes of a run as its traces have them, and the columns that differ on the run's clock."""
-    nodes = run.scan(trace_graph.nodes) if run.parts(trace_graph.nodes) else run.table(trace_graph.nodes)
-    stored = NodeTable.of(nodes)
-    times = stored.select("window", "rank", "start_ns", "end_ns")
-    on_clock = alignment.on_run_clock(times, run.offsets, ("start_ns", "end_ns")).select("start_ns", "end_ns")
-    return stored, on_clock.with_columns(recorded_stalls.pauses_on_other_ranks(run, stored))
-
-
-def _with_columns(nodes: NodeTable, columns: pl.DataFrame) -> NodeTable:
-    return nodes.with_columns(columns.get_columns())
-
-
-def _of_window(table: pl.DataFrame, window: int) -> pl.DataFrame:
-    """Return the rows of a window; the table itself, not a copy, if that is all of it."""
-    is_here = table["window"] == window
-    return table if is_here.all() else table.filter(is_here)
 
 
 def queued_before(frame: NodeTable, launch: Ints) -> Flags:
@@ -226,23 +210,19 @@ def replay(graph: Graph) -> Replay:
     lag_ns = np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)  # after the awaited end
     # A full launch queue rarely delays its host. A wait that is left out and met anyway changes nothing.
     is_open = (edges.kind == QUEUE) & (graph.chain[edges.waiting] >= 0)
-    for _ in range(_QUEUE_ROUNDS):
-        start_ns = _starts(graph, edges.select(~is_open), lag_ns[~is_open])
+    for rounds_left in reversed(range(_QUEUE_ROUNDS + 1)):
+        waits = edges.select(~is_open)
+        network = contraction.Network(
+            graph.own_ns, graph.chain, graph.chain_ns, graph.launch, graph.launch_ns,
+            waits.waiting, waits.awaited, lag_ns[~is_open], graph.order,
+        )  # fmt: skip
+        start_ns = filled_devices.starts(network, graph.devices)
         end_ns = start_ns + graph.own_ns
         broken = is_open & (start_ns[edges.waiting] < end_ns[edges.awaited] + lag_ns)
         if not broken.any():
-            return Replay(start_ns, end_ns)
-        is_open &= ~broken
-    start_ns = _starts(graph, edges, lag_ns)
-    return Replay(start_ns, start_ns + graph.own_ns)
-
-
-def _starts(graph: Graph, edges: Edges, lag_ns: Ints) -> Ints:
-    network = contraction.Network(
-        graph.own_ns, graph.chain, graph.chain_ns, graph.launch, graph.launch_ns,
-        edges.waiting, edges.awaited, lag_ns, graph.order,
-    )  # fmt: skip
-    return filled_devices.starts(network, graph.devices)
+            break
+        is_open &= ~broken if rounds_left > 1 else False
+    return Replay(start_ns, end_ns)
 
 
 def sort_topologically(graph: Graph, key: Ints) -> Graph:
@@ -252,27 +232,18 @@ def sort_topologically(graph: Graph, key: Ints) -> Graph:
     the order of `key` before others; then collectives across ranks; then launches.
     """
     for dropped in itertools.count():
-        order = _order_by_delaying(graph, key)
-        if order is not None:
-            return replace(graph, order=order)
         waiting, awaited = _pairs(graph)
+        delayed = key.copy()
+        for _ in range(_ROUNDS):  # delays nodes past their waits: the order, if that ends
+            late = np.flatnonzero(delayed[waiting] <= delayed[awaited])
+            if not len(late):
+                return replace(graph, order=np.argsort(delayed, kind="stable").astype(np.int64))
+            np.maximum.at(delayed, waiting[late], delayed[awaited[late]] + 1)
         free = _kahn_order(awaited, waiting, len(graph.chain))
         if len(free) == len(graph.chain):
             return replace(graph, order=np.array(free, np.int64))
         graph = _without_weakest_cycle_edges(graph, key, 1 << dropped)
     raise AssertionError("not reached")
-
-
-def _order_by_delaying(graph: Graph, key: Ints) -> Ints | None:
-    """Return an order by `key`, with nodes delayed past their waits; None where that takes too many rounds."""
-    key = key.copy()
-    waiting, awaited = _pairs(graph)
-    for _ in range(_ROUNDS):
-        late = np.flatnonzero(key[waiting] <= key[awaited])
-        if not len(late):
-            return np.argsort(key, kind="stable").astype(np.int64)
-        np.maximum.at(key, waiting[late], key[awaited[late]] + 1)
-    return None
 
 
 def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
@@ -290,18 +261,22 @@ def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
 
 
 def _without_weakest_cycle_edges(graph: Graph, key: Ints, limit: int) -> Graph:
-    """Return the graph without the least certain edges of each part whose nodes all depend on each other.
+    """Graph without the least certain edges of each part whose nodes all depend on each other.
 
     Inferred edges that contradict the recorded order are dropped. Without any, `limit` that are next to it are: their
     ends are the closest in time. The others stay, since one wrong edge is enough for a cycle.
     """
-    edges, part = graph.edges, _mutually_dependent(graph)
-    within = (edges.awaited >= 0) & (part[edges.waiting] == part[edges.awaited])
+    from scipy import sparse  # imported here: few graphs have cycles
+
+    waits = sparse.csr_matrix((np.ones(len(_pairs(graph)[0]), bool), _pairs(graph)), shape=(len(graph.chain),) * 2)
+    part = np.asarray(sparse.csgraph.connected_components(waits, connection="strong")[1], np.int64)
+    edges, of_edge = graph.edges, part[graph.edges.waiting]
+    within = (edges.awaited >= 0) & (of_edge == part[edges.awaited])
     slack_ns = key[edges.waiting] - key[edges.awaited]
     inferred = within & edges.inferred
     wrong = inferred & (slack_ns < 0)
-    nearest = _nearest(np.where(inferred & ~_in_parts(part, edges, wrong), slack_ns, -_FAR), part[edges.waiting], limit)
-    across = within & (edges.kind == COLLECTIVE) & ~_in_parts(part, edges, inferred)
+    nearest = _nearest(np.where(inferred & ~np.isin(of_edge, of_edge[wrong]), slack_ns, -_FAR), of_edge, limit)
+    across = within & (edges.kind == COLLECTIVE) & ~np.isin(of_edge, of_edge[inferred])
     for which in (wrong | nearest, across):
         if which.any():
             return replace(graph, edges=edges.select(~which))
@@ -310,22 +285,8 @@ def _without_weakest_cycle_edges(graph: Graph, key: Ints, limit: int) -> Graph:
     return replace(graph, launch=launch, edges=edges.select(~within))
 
 
-def _mutually_dependent(graph: Graph) -> Ints:
-    """Return the part of each node: nodes of one part all depend on each other."""
-    from scipy import sparse  # imported here: few graphs have cycles
-
-    waiting, awaited = _pairs(graph)
-    waits = sparse.csr_matrix((np.ones(len(waiting), bool), (waiting, awaited)), shape=(len(graph.chain),) * 2)
-    return np.asarray(sparse.csgraph.connected_components(waits, connection="strong")[1], np.int64)
-
-
-def _in_parts(part: Ints, edges: Edges, which: Flags) -> Flags:
-    """Mark the edges that begin in a part of the graph that has one of some edges."""
-    return np.isin(part[edges.waiting], part[edges.waiting[which]])
-
-
 def _nearest(slack_ns: Ints, part: Ints, limit: int) -> Flags:
-    """Return the edges with the least slack in each part, at most `limit` each; not those with the largest number."""
+    """Mark the edges with the least slack in each part, at most `limit` each; not those with the largest number."""
     order = np.lexsort((slack_ns, part))
     first = np.searchsorted(part[order], part[order], side="left")
     is_nearest = np.zeros(len(part), bool)
@@ -352,37 +313,39 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
     base = firsts["base"].to_numpy()[rank.rle_id().to_numpy()]
     joint_of, joints = _join_nodes(run, window, table)
     done = np.where(joint_of >= 0, joint_of, np.arange(len(joint_of)))
-    nothing = np.full(len(joints), -1, np.int64)
-    chain, launch = (
-        np.concatenate((_graph_nodes(table[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
+    chain, launch = (  # nodes numbered by trace, as those of the graph at which they are done
+        np.append(np.where(node >= 0, done[np.maximum(node + base, 0)], -1), np.full(len(joints), -1, np.int64))
+        for node in (table["chain"].to_numpy(), table["launch"].to_numpy())
     )
-    own_ns = np.where(joint_of >= 0, 0, table["own_ns"].to_numpy())
+    zeros = np.zeros(len(joints), np.int64)
+    start_ns, own_ns = table["start_ns"].to_numpy(), np.where(joint_of >= 0, 0, table["own_ns"].to_numpy())
     origin = int(table["start_ns"].min() or 0)  # type: ignore[arg-type]
     moved = edges.join(firsts, on="rank", how="left", maintain_order="left")
+    prepared = run.table(trace_graph.preparation).filter(window=window).join(firsts, on="rank")
     graph = Graph(
         window,
         frame,
         joint_of,
         chain,
         launch,
-        np.concatenate((table["launch_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
-        np.concatenate((own_ns, joints["transfer_ns"].to_numpy())),
-        np.concatenate((table["chain_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
-        _trace_edges(moved, done).concat(_join_edges(joint_of)).concat(_release_edges(table, chain, launch, origin)),
+        np.append(table["launch_ns"].to_numpy(), zeros),
+        np.append(own_ns, joints["transfer_ns"].to_numpy()),
+        np.append(table["chain_ns"].to_numpy(), zeros),
+        _edges(moved, done).concat(_release_edges(table, chain, launch, origin)),
         windows.join(firsts, on="rank").with_columns(pl.col("first") + pl.col("base")).drop("base"),
         _parts(run, window, frame, done),
-        run.table(trace_graph.preparation)
-        .filter(pl.col("window") == window)
-        .join(firsts, on="rank")
-        .with_columns(pl.col("node", "collective") + pl.col("base"))
-        .drop("base", "window"),
+        prepared.with_columns(pl.col("node", "collective") + pl.col("base")).drop("base", "window"),
         origin,
         np.empty(0, np.int64),
         late_ranks.latest(run),
-        run.table(expert_load.expert_load).filter(pl.col("window") == window),
+        run.table(expert_load.expert_load).filter(window=window),
         filled_devices.devices(frame, len(own_ns) + len(joints)),
     )
-    return sort_topologically(graph, _recorded_order(table, joint_of, len(joints)))
+    # When each node was done, or arrived: the recorded order, which is nearly topological.
+    parts = np.flatnonzero(joint_of >= 0)
+    together = np.full(len(joints), np.iinfo(np.int64).min, np.int64)
+    np.maximum.at(together, joint_of[parts] - len(joint_of), start_ns[parts] + 1)
+    return sort_topologically(graph, np.append(np.where(joint_of >= 0, start_ns, table["end_ns"].to_numpy()), together))
 
 
 def _join_nodes(run: Run, window: int, nodes: NodeTable) -> tuple[Ints, pl.DataFrame]:
@@ -426,27 +389,20 @@ def _parts(run: Run, window: int, frame: NodeTable, done: Ints) -> pl.DataFrame:
     return pl.DataFrame([*numbers, *call_columns]).join(messages, on=["rank", "ref"], how="left", maintain_order="left")
 
 
-def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
-    """Return nodes numbered by trace as the nodes of the graph at which they are done."""
-    return np.where(of_trace >= 0, done[np.maximum(of_trace + base, 0)], -1)
-
-
-def _trace_edges(moved: pl.DataFrame, done: Ints) -> Edges:
+def _edges(moved: pl.DataFrame, done: Ints) -> Edges:
+    """Edges of the traces, and those of join nodes, which wait for all parts of their collective."""
     base = moved["base"].to_numpy()
     how = moved["kind"].to_numpy().astype(np.str_)
     awaited = moved["awaited"].to_numpy() + base
-    return Edges(
+    recorded = Edges(
         moved["waiting"].to_numpy() + base,
         np.where(how == START_ORDER, awaited, done[awaited] if len(awaited) else awaited),
         moved["lag_ns"].to_numpy(),
         how,
         moved["inferred"].to_numpy(),
     )
-
-
-def _join_edges(joint_of: Ints) -> Edges:
-    parts = np.flatnonzero(joint_of >= 0)
-    return edges(joint_of[parts], parts, COLLECTIVE)
+    parts = np.flatnonzero(done >= len(done))
+    return recorded.concat(edges(done[parts], parts, COLLECTIVE))
 
 
 def _release_edges(nodes: NodeTable, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
@@ -460,13 +416,3 @@ def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edg
     """Return known waits of one kind."""
     lag = np.broadcast_to(np.asarray(lag_ns, np.int64), waiting.shape)
     return Edges(waiting, awaited, lag, np.full(len(waiting), how), np.zeros(len(waiting), bool))
-
-
-def _recorded_order(nodes: NodeTable, joint_of: Ints, joints: int) -> Ints:
-    """Time when each node was done, or arrived: the recorded order, which is nearly topological."""
-    start, end = nodes["start_ns"].to_numpy(), nodes["end_ns"].to_numpy()
-    key = np.where(joint_of >= 0, start, end)
-    together = np.full(joints, np.iinfo(np.int64).min, np.int64)
-    parts = np.flatnonzero(joint_of >= 0)
-    np.maximum.at(together, joint_of[parts] - len(joint_of), start[parts] + 1)
-    return np.concatenate((key, together))

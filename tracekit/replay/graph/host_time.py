@@ -11,7 +11,7 @@ from tracekit.model import sweep_line
 from tracekit.model.columns import flags, ids, rows_of
 from tracekit.model.sweep_line import NEVER, Flags, Ints
 from tracekit.model.trace import Trace
-from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, edge_table, gap_series, number_nodes
+from tracekit.replay.graph.nodes import HOST, WORK, edge_table, gap_series, number_nodes
 
 STATE_COUNT = len(host_state.HOST_STATES)
 ALLOCATOR, SYNCHRONIZE, LAUNCH = (
@@ -68,11 +68,16 @@ def calls(trace: Trace) -> Calls:
     recorded = _split(trace, _recorded_calls(trace))
     recorded = recorded.rows(np.lexsort((recorded.waits_itself, recorded.id, recorded.start_ns)))
     start, end = recorded.start_ns, recorded.end_ns
-    reach = np.maximum.accumulate(np.concatenate((_begin(trace, start), end)))[:-1] if len(start) else start
+    reach = start
+    if len(start):
+        began = trace.ops["start_ns"].to_numpy()[host_state.is_launching(trace)]  # the recording of these threads
+        reach = np.maximum.accumulate(np.append(min(start[0], began.min()), end))[:-1]
     gap_ns = time_by_state(trace, reach, np.maximum(start, reach))
     state = host_state.state_at(trace, start)
     state = np.where(state > LAUNCH, LAUNCH, state)
-    state[_with_allocator(recorded) & (state == SYNCHRONIZE)] = ALLOCATOR
+    # The waits of calls inside an op that also called the allocator are the allocator's.
+    of_allocator = recorded.parent_id[recorded.allocates & (recorded.parent_id >= 0)]
+    state[np.isin(recorded.parent_id, of_allocator) & (state == SYNCHRONIZE)] = ALLOCATOR
     own_ns = np.maximum(end - np.maximum(start, reach), 0)
     return Calls(
         recorded.row, recorded.id, start, end, gap_ns, own_ns, state,
@@ -122,7 +127,7 @@ def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
     return time_ns
 
 
-def build(trace: Trace) -> TraceGraph:
+def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return nodes and edges of a CPU run."""
     host = _host(trace)
     calls = _collectives(trace, host)
@@ -132,9 +137,10 @@ def build(trace: Trace) -> TraceGraph:
     paused = np.maximum(start, reach)
     gap_ns = time_by_state(trace, reach, paused)
     awaited, until = _awaited_collectives(calls, reach, paused)
-    waited = _waiting_ns(trace, reach, awaited, until)
-    gap_ns = np.maximum(gap_ns - waited, 0)
     waits = np.flatnonzero(awaited >= 0)
+    waiting_ns = time_by_state(trace, reach[waits], until[waits])
+    waiting_ns[:, _BUSY] = 0
+    gap_ns[waits] = np.maximum(gap_ns[waits] - waiting_ns, 0)
     lag = (paused - until)[waits]
     own_ns = np.maximum(end - paused, 0)
     woken = _wake_up_ns(calls, start)
@@ -153,7 +159,7 @@ def build(trace: Trace) -> TraceGraph:
         what=pl.lit(WORK, pl.Int8),
     )
     edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
-    return TraceGraph(number_nodes(pl.concat([nodes, work], how="diagonal_relaxed")), edges)
+    return number_nodes(pl.concat([nodes, work], how="diagonal_relaxed")), edges
 
 
 def _recorded_calls(trace: Trace) -> _CallRows:
@@ -173,12 +179,6 @@ def _recorded_calls(trace: Trace) -> _CallRows:
         **does, waits_itself=none,
     )  # fmt: skip
     return all_calls.rows(np.flatnonzero(is_call))
-
-
-def _begin(trace: Trace, start: Ints) -> Ints:
-    """Begin of the recording of the launching threads, at most the first call's start; shape (1,)."""
-    began = trace.ops["start_ns"].to_numpy()[host_state.is_launching(trace)]
-    return np.asarray(np.minimum(start[:1], began.min()), np.int64)
 
 
 def _split(trace: Trace, recorded: _CallRows) -> _CallRows:
@@ -203,8 +203,7 @@ def _split(trace: Trace, recorded: _CallRows) -> _CallRows:
 def _is_asynchronous(copies: pl.DataFrame, call: Ints, recorded: _CallRows) -> Flags:
     """Mark copies that the host never waits for; `call` is the row of each one's launch in `recorded`, or -1."""
     names = copies.select(
-        to_device=pl.col("name").str.contains("HtoD", literal=True),
-        is_async=pl.col("name").str.contains(_ASYNCHRONOUS),
+        to_device=pl.col("name").str.contains("HtoD", literal=True), is_async=pl.col("name").str.contains(_ASYNCHRONOUS)
     )
     to_device, size = flags(names["to_device"]), ids(copies["bytes"])
     later = to_device & (call >= 0)
@@ -212,12 +211,6 @@ def _is_asynchronous(copies: pl.DataFrame, call: Ints, recorded: _CallRows) -> F
         later &= copies["start_ns"].to_numpy() > recorded.end_ns[call]
     staged_bytes = max(_STAGED_BYTES, int(size[later].max(initial=0)))
     return flags(names["is_async"]) | (to_device & (size >= 0) & (size <= staged_bytes))
-
-
-def _with_allocator(recorded: _CallRows) -> Flags:
-    """Mark calls that were made inside an op that also called the allocator: their waits are the allocator's."""
-    parents = recorded.parent_id[recorded.allocates & (recorded.parent_id >= 0)]
-    return np.isin(recorded.parent_id, parents)
 
 
 def _host(trace: Trace) -> pl.DataFrame:
@@ -292,12 +285,3 @@ def _wake_up_ns(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
     could = np.where(previous >= 0, np.maximum(could, end[np.maximum(previous, 0)]), could)
     is_known = (launch >= 0) | (previous >= 0)
     return np.asarray(np.where(is_known, np.maximum(start - could, 0), 0), np.int64)
-
-
-def _waiting_ns(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
-    """Return, by host state, the part of each pause that was waiting."""
-    rows = np.flatnonzero(awaited >= 0)
-    waiting = np.zeros((len(from_ns), STATE_COUNT), np.int64)
-    waiting[rows] = time_by_state(trace, from_ns[rows], until[rows])
-    waiting[:, _BUSY] = 0
-    return waiting

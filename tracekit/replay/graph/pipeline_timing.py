@@ -15,14 +15,7 @@ from tracekit.analysis.parallelism import (
     rank_places,
 )
 from tracekit.conventions import pipeline_schedules
-from tracekit.conventions.pipeline_schedules import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Action,
-    Shape,
-)
+from tracekit.conventions.pipeline_schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Shape
 from tracekit.errors import InputError
 from tracekit.model import intervals, units
 from tracekit.model.run import Run

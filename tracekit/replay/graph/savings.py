@@ -10,12 +10,16 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.model import schema
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, dependency_graph, representative_ranks, steps
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph import causes, dependency_graph, representative_ranks
 from tracekit.replay.graph.causes import contention, device_time
 from tracekit.replay.graph.causes.cause import Cause, Contention, Pricing
 from tracekit.replay.graph.causes.host import CHECKPOINT
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
+from tracekit.replay.graph.nodes import NodeTable
+
+REPLAY_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns")
 
 STEP_COLUMNS = schema.columns("window rank step device duration_ns replayed_ns without_ns saved_ns")
 BY_RANK_COLUMNS = schema.columns("cause rank duration_ns replayed_ns without_ns saved_ns")
@@ -50,6 +54,74 @@ class Saving:
     before_steps_ns: int = 0
 
 
+def step_durations(graph: Graph, played: Replay, *, unchanged: Replay | None = None) -> pl.DataFrame:
+    """Return each step's recorded and replayed device window: from its first node's start to the next step's.
+
+    Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
+    with its last activity. The first begins as in the `unchanged` replay, if given: what happens sooner after the
+    recording began saves time too.
+    """
+    place = ["rank", "device"]
+    windows = graph.windows.sort(*place, "start_ns")
+    first = windows["first"].to_numpy()
+    is_first = windows.select(pl.col("start_ns") == pl.col("start_ns").min().over(place)).to_series().to_numpy()
+    begins = np.where(is_first, (unchanged or played).start_ns[first], played.start_ns[first])
+    work, number, places = _places_of_work(graph.frame)
+    last_end = np.full(places.height, np.iinfo(np.int64).min)
+    np.maximum.at(last_end, number, played.end_ns[graph.done[work]])
+    ends = places.hstack([pl.Series("own_end", last_end)])
+    rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
+        ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    until = pl.col("begin").shift(-1).over(place)
+    return rows.with_columns(
+        pl.lit(graph.window, pl.Int64).alias("window"),
+        (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
+        (pl.coalesce(until, "own_end") - pl.col("begin")).alias("replayed_ns"),
+    ).pipe(schema.select, REPLAY_COLUMNS)
+
+
+def step_times_by_rank(table: pl.DataFrame) -> pl.DataFrame:
+    """Return the step time of each rank: the mean over its steps, of its slowest device.
+
+    `table` has the columns of `STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns, saved_ns; one
+    row per rank.
+    """
+    times = pl.col("duration_ns", "replayed_ns", "without_ns")
+    per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
+    per_device = table.group_by("window", "rank", "device").agg(times.sum())
+    sums = per_device.group_by("window", "rank").agg(times.max()).group_by("rank").agg(times.sum())
+    means = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
+    return means.sort("rank").select(
+        "rank", pl.col("duration_ns", "replayed_ns", "without_ns", "saved_ns") // pl.col("per")
+    )
+
+
+def worst_error_ratio(table: pl.DataFrame) -> float:
+    """Return the largest relative difference of a replayed step from its recording, over all ranks."""
+    recorded = table.filter(pl.col("duration_ns") > 0)
+    off = (recorded["replayed_ns"] / recorded["duration_ns"] - 1).abs().to_numpy()
+    return float(off.max(initial=0.0))
+
+
+@memoize
+def _places_of_work(frame: NodeTable) -> tuple[Ints, Ints, pl.DataFrame]:
+    """Return the nodes that are work, the number of each one's rank, device and step, and these places by number."""
+    nodes = frame.select("rank", "device", "step", "kind")
+    rows = np.flatnonzero(nodes["kind"].is_not_null().to_numpy())
+    of_work = nodes[rows].drop("kind")
+    ranks = of_work.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
+    _, first, number = np.unique(ranks, return_index=True, return_inverse=True)
+    return rows, number, of_work[first]
+
+
+def total_ns(table: pl.DataFrame, column: str) -> int:
+    """Return the total duration of all windows, each on its slowest rank."""
+    per_rank = table.group_by("window", "rank", "device").agg(pl.col(column).sum())
+    longest = per_rank.group_by("window").agg(pl.col(column).max())[column]
+    return int(np.sum(longest.to_numpy())) if longest.len() else 0
+
+
 def saving(run: Run, cause: str) -> Saving:
     """Potential saving of a run without a cause, from a replay of its dependency graph.
 
@@ -80,9 +152,9 @@ def saving_of(run: Run, removals: Iterable[Removal]) -> Saving:
 
 @memoize
 def replayed_steps(run: Run) -> pl.DataFrame:
-    """Return the recorded steps of a run and their replay without changes: columns of `steps.COLUMNS`."""
-    tables = [steps.durations(graph, graph.replayed) for graph in graphs_of(run)]
-    return pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
+    """Return the recorded steps of a run and their replay without changes: columns of `REPLAY_COLUMNS`."""
+    tables = [step_durations(graph, graph.replayed) for graph in graphs_of(run)]
+    return pl.concat([pl.DataFrame(schema=REPLAY_COLUMNS), *tables])
 
 
 @memoize
@@ -92,12 +164,12 @@ def graphs_of(run: Run) -> list[Graph]:
 
 
 def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
-    """Return the step time of each rank without each cause: columns cause, and those of `steps.by_rank`.
+    """Return the step time of each rank without each cause: columns cause, and those of `step_times_by_rank`.
 
     One row per saving and rank; none for a saving without an answer.
     """
     tables = [
-        steps.by_rank(saving.steps).select(pl.lit(saving.cause, pl.String).alias("cause"), pl.all())
+        step_times_by_rank(saving.steps).select(pl.lit(saving.cause, pl.String).alias("cause"), pl.all())
         for saving in savings
     ]
     return pl.concat(tables) if tables else pl.DataFrame(schema=BY_RANK_COLUMNS)
@@ -152,9 +224,15 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
     except InsufficientDataError as error:
         return _unknown(names, str(error))
     from_before = any(cause.is_before_window for cause in removed)
-    without = pl.concat([_durations(graph, changed, then, from_before=from_before) for graph, changed, then in played])
+    tables = []
+    for graph, changed, then in played:
+        after = step_durations(changed, then)
+        from_unchanged = step_durations(changed, then, unchanged=graph.replayed) if from_before else after
+        # How much sooner the first step begins than in the unchanged replay.
+        before_ns = pl.col("replayed_ns") - from_unchanged["replayed_ns"]
+        tables.append(after.select(*_KEY, without_ns="replayed_ns", before_ns=before_ns))
     table = (
-        before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left")
+        before.join(pl.concat(tables), on=_KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col("duration_ns", "replayed_ns") + pl.col("before_ns"))
         .with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
     )
@@ -162,13 +240,16 @@ def _saving(run: Run, removals: tuple[Removal, ...]) -> Saving:
         for graph in graphs_of(run):
             table = device_time.with_late_ranks(table, late.ranks or graph.late_ranks)
     per = table.select("window", "step").n_unique()
-    recorded_ns, replayed_ns = (steps.total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
-    saved_ns = _of_recorded(replayed_ns - steps.total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
-    before_steps_ns = (replayed_ns - steps.total_ns(before, "replayed_ns")) // per
+    recorded_ns, replayed_ns = (total_ns(table, name) for name in ("duration_ns", "replayed_ns"))
+    saved_ns = _of_recorded(replayed_ns - total_ns(table, "without_ns"), recorded_ns, replayed_ns) // per
+    before_steps_ns = (replayed_ns - total_ns(before, "replayed_ns")) // per
     step_ns = recorded_ns // per
     unseen = any(contention.extrapolates(graph, then) for graph, _, then in played)
     confidence = min(cause.confidence for cause in removed)
-    sure = confidence * _confidence(run, table) * (_GUESSED if unseen else 1.0)
+    # Less where the replay differs from the recording, and where waits are inferred.
+    off = abs(replayed_ns / max(1, recorded_ns) - 1)
+    reliability = max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
+    sure = confidence * reliability * (_GUESSED if unseen else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
     notes = [_UNSEEN if unseen else "", _rare_saves(run, table) if CHECKPOINT in removed and saved_ns else ""]
     note = "; ".join(text for text in notes if text)
@@ -188,20 +269,6 @@ def _of_recorded(saved_ns: int, recorded_ns: int, replayed_ns: int) -> int:
     return round(saved_ns * recorded_ns / replayed_ns) if adds else saved_ns
 
 
-def _durations(graph: Graph, changed: Graph, then: Replay, *, from_before: bool) -> pl.DataFrame:
-    """Return the steps of a changed replay: columns window, rank, step, device, without_ns, before_ns.
-
-    `before_ns` is how much sooner the first step begins than in the unchanged replay; 0 unless `from_before`.
-    """
-    changed_steps = steps.durations(changed, then)
-    from_unchanged = steps.durations(changed, then, unchanged=graph.replayed) if from_before else changed_steps
-    return changed_steps.select(
-        *_KEY,
-        pl.col("replayed_ns").alias("without_ns"),
-        (pl.col("replayed_ns") - from_unchanged["replayed_ns"]).alias("before_ns"),
-    )
-
-
 def _rare_saves(run: Run, table: pl.DataFrame) -> str:
     """Return why saves cost less over all steps than in a window shorter than their interval; "" in a longer one."""
     interval = run.table(saves.by_save)["interval_steps"].max()
@@ -209,12 +276,6 @@ def _rare_saves(run: Run, table: pl.DataFrame) -> str:
     if not isinstance(interval, float) or not isinstance(count, int) or count >= interval:
         return ""
     return f"the run saves every {interval:.0f} steps, and a window has {count}; CKPT001 has the cost over all steps"
-
-
-def _confidence(run: Run, table: pl.DataFrame) -> float:
-    """Return the confidence in the replay: lower where waits are inferred, and where it differs from the recording."""
-    off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
-    return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
 def _without(graph: Graph, removals: tuple[Removal, ...]) -> tuple[Graph, Replay]:

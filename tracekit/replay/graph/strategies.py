@@ -16,8 +16,8 @@ from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
-from tracekit.replay.graph import savings, steps
-from tracekit.replay.graph.causes import collectives, contention, device_time, host, order
+from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes import collectives, contention, device_time, host
 from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 HSDP = table.HSDP.name
@@ -217,9 +217,9 @@ def _predict(
     except InsufficientDataError as error:
         raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
     per = before.select("window", "step").n_unique()
-    after = pl.concat(steps.durations(*replayed) for replayed in changed)
-    saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(after, "replayed_ns")
-    step_ns = steps.total_ns(before, "duration_ns") // per
+    after = pl.concat(savings.step_durations(*replayed) for replayed in changed)
+    saved_ns = savings.total_ns(before, "replayed_ns") - savings.total_ns(after, "replayed_ns")
+    step_ns = savings.total_ns(before, "duration_ns") // per
     return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
 
 
@@ -233,7 +233,7 @@ def _fsdp2(graph: Graph) -> Graph:
 def _yafsdp(graph: Graph) -> Graph:
     copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
     without_copies = graph.with_durations(np.flatnonzero(copies & graph.matches("kind", "compute")), 0)
-    return order.all_gathers_first(host.allocator(_fsdp2(without_copies)))
+    return collectives.all_gathers_first(host.allocator(_fsdp2(without_copies)))
 
 
 def _scale_links(graph: Graph, times: float, lines: pl.DataFrame, groups: pl.DataFrame | None = None) -> Graph:

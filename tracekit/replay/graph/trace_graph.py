@@ -7,26 +7,30 @@ waits.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import contention
-from tracekit.analysis.time import backward_passes, breakdown, dependencies, launched_work, trace_columns
-from tracekit.model import schema
+from tracekit.analysis.compute import avoidable_time, contention, device_counters
+from tracekit.analysis.time import backward_passes, breakdown, dependencies, device_stalls, launched_work, trace_columns
+from tracekit.model import intervals, schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
-from tracekit.replay.graph import filled_devices, host_time, recorded_stalls
+from tracekit.replay.graph import filled_devices, host_time
 from tracekit.replay.graph.host_time import Calls
 from tracekit.replay.graph.nodes import (
     EDGE_COLUMNS,
     HOST,
     WAIT,
     WORK,
-    TraceGraph,
+    NodeTable,
     edge_table,
     gap_series,
     number_nodes,
 )
+
+_AWAITED_NS = 1_000
+"""Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
 
 KERNEL_GAP_NS = 1_000
 """The least time between two kernels of a stream, unless a shorter one is recorded, such as in CUDA graphs."""
@@ -52,7 +56,7 @@ def nodes(trace: Trace) -> pl.DataFrame:
     cause, see `avoidable_time`; 0), and those of GAP_COLUMNS (host time before it by state; their sum is in chain_ns);
     one row per node.
     """
-    return build(trace).nodes
+    return build(trace)[0]
 
 
 @trace_fact
@@ -63,11 +67,11 @@ def edges(trace: Trace) -> pl.DataFrame:
     sync, queue, communicator, start_order, collective, resources), inferred; one row per wait. For `start_order` the
     waiting node starts no earlier than the awaited one starts.
     """
-    return build(trace).edges
+    return build(trace)[1]
 
 
 @memoize
-def build(trace: Trace) -> TraceGraph:
+def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return nodes and edges of a trace."""
     return _on_device(trace) if trace.on_device else host_time.build(trace)
 
@@ -79,7 +83,7 @@ def windows(trace: Trace) -> pl.DataFrame:
     Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node. A step that
     takes no time, as a damaged file may state, has none.
     """
-    nodes, steps = build(trace).nodes, trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
+    nodes, steps = build(trace)[0], trace_columns.windows(trace).filter(pl.col("end_ns") > pl.col("start_ns"))
     starts = nodes["start_ns"].to_numpy()
     places = nodes[["device", "start_ns", "step", "node", "kind"]]
     near = places[np.flatnonzero(np.isin(starts, steps["start_ns"].to_numpy()))].filter(pl.col("kind").is_not_null())
@@ -98,7 +102,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
     parts = [schema.empty(_PREPARATION)]
-    nodes = build(trace).nodes
+    nodes, _ = build(trace)
     work = np.flatnonzero(nodes["what"].to_numpy() == WORK)
     ref = ids(nodes["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
@@ -114,25 +118,105 @@ def preparation(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+def delays(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Return by how much a stall delays the start of each item (`dependencies.lane_items`), shape (n,).
+
+    That is the first work after the stall on each stream, as far as it was queued by then.
+    """
+    delay_ns = np.zeros(items.height, np.int64)
+    all_stalls = device_stalls.device_stalls(trace)
+    if all_stalls.is_empty():
+        return delay_ns
+    stalls = all_stalls.filter(flags(all_stalls["is_recurring"]) & flags(all_stalls["kind"] == device_stalls.IDLE))
+    if stalls.is_empty():
+        return delay_ns
+    spans, stalled = intervals.from_table(stalls), ids(stalls["device"])
+    names = ("start_ns", "launched_ns", "device", "lane", "is_wait")
+    start, launched, device, lane, is_wait = (items[name].to_numpy() for name in names)
+    for lane_number in distinct(lane[~is_wait]):
+        rows = np.flatnonzero((lane == lane_number) & ~is_wait)
+        rows = rows[np.argsort(start[rows], kind="stable")]
+        begin, end = spans[stalled == device[rows[0]]].T
+        first = np.searchsorted(start[rows], end, side="left")
+        has_work = first < len(rows)
+        work = rows[first[has_work]]
+        np.maximum.at(delay_ns, work, np.maximum(end[has_work] - np.maximum(begin[has_work], launched[work]), 0))
+    return delay_ns
+
+
+def pauses(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Time that each item (`dependencies.lane_items`) was paused while it ran, in ns, shape (n,)."""
+    stalls = device_stalls.device_stalls(trace)
+    if stalls.is_empty():
+        return np.zeros(items.height, np.int64)
+    paused = stalls.filter(flags(stalls["kind"] == device_stalls.PAUSED))
+    return _of_items(items, paused["activity_id"], paused["dur_ns"])
+
+
+def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
+    """Return the column paused_ns with the pauses that only the durations on other ranks show; [] without any."""
+    paused = run.table(device_stalls.paused_kernels).filter(pl.col("kind") == device_stalls.PAUSED)
+    if paused.is_empty():
+        return []
+    key = ["window", "rank", "ref", "what"]
+    of_work = paused.select("window", "rank", ref="activity_id", what=pl.lit(WORK, pl.Int8), ns="dur_ns")
+    joined = nodes.select(*key, "paused_ns").join(of_work, on=key, how="left", maintain_order="left")
+    return [joined.select(pl.coalesce("ns", "paused_ns").alias("paused_ns")).to_series()]
+
+
+def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
+    """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
+    slowed = device_counters.slowed_kernels(trace)
+    return _of_items(items, slowed["activity_id"], slowed["excess_ns"])
+
+
+def avoidable(trace: Trace, items: pl.DataFrame) -> dict[str, Ints]:
+    """Return the time of each item (`dependencies.lane_items`) that could be avoided, and its cause; 0 for none."""
+    work = avoidable_time.avoidable(trace)
+    columns = {"avoidable_ns": "saved_ns", "avoidable_by": "cause"}
+    return {name: _of_items(items, work["activity_id"], work[source]) for name, source in columns.items()}
+
+
+def _of_items(items: pl.DataFrame, activity: pl.Series, values: pl.Series) -> Ints:
+    """Return the value of each item's activity; 0 for waits, and where there is none."""
+    row = rows_of(ids(activity), items["ref"].to_numpy())
+    has_activity = (row >= 0) & ~items["is_wait"].to_numpy()
+    by_item = np.zeros(items.height, np.int64)
+    filled = values.fill_null(0) if values.null_count() else values
+    by_item[has_activity] = filled.to_numpy()[row[has_activity]]
+    return by_item
+
+
+def with_delays(edges: pl.DataFrame, items: pl.DataFrame, delay_ns: Ints, first_item: int) -> pl.DataFrame:
+    """Return waits of items (as nodes) with the delay of the waiting one, if the awaited one ended before it.
+
+    The columns are those of `edges`; the delay, in ns, is added to lag_ns. Waits for launching calls stay: their
+    lag is the delay after the call.
+    """
+    if not delay_ns.any():
+        return edges
+    waiting, awaited = edges["waiting"].to_numpy() - first_item, edges["awaited"].to_numpy() - first_item
+    start, end = items["start_ns"].to_numpy(), items["end_ns"].to_numpy()
+    lag = delay_ns[waiting]
+    before = (awaited >= 0) & (end[np.maximum(awaited, 0)] <= start[waiting] - lag + _AWAITED_NS)
+    return edges.with_columns(lag_ns=edges["lag_ns"].to_numpy() + np.where(before, lag, 0))
+
+
 _PREPARATION = schema.columns("node collective overlapped_ns alone_ns message_bytes")
 
 
 # A device ------------------------------------------------------------------------------------------------------------
 
 
-def _least_gaps(items: pl.DataFrame, chain: Ints) -> Ints:
-    """Return the least time between each activity and the one before it on its stream."""
-    recorded_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]
-    return np.where((recorded_ns > 0) & (recorded_ns < KERNEL_GAP_NS), recorded_ns, KERNEL_GAP_NS)
-
-
-def _on_device(trace: Trace) -> TraceGraph:
+def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     calls = host_time.calls(trace)
     items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
-    launch = _launches(calls, items)
+    # The row of the call that launched each item, the first one of a call; of a wait, the last call before it.
+    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
+    launch = np.where(items["is_wait"].to_numpy(), last_call, rows_of(calls.id, ids(items["launch_id"])))
     launched_ns = np.where(launch >= 0, np.append(calls.end_ns, 0)[launch], 0)
-    stall_ns = recorded_stalls.delays(trace, items)
+    stall_ns = delays(trace, items)
     waits = _host_waits(trace, calls, items, first_item)
     item_waits = dependencies.item_waits(trace)
     lane_waits = item_waits.with_columns(
@@ -149,20 +233,15 @@ def _on_device(trace: Trace) -> TraceGraph:
         host_awaited=waits["awaited"].to_numpy(),
         resolved=for_room.filter("is_found")["item"].to_numpy(),
     )
+    room_ns = np.full(items.height, -1, np.int64)
+    np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
     work = _device_nodes(trace, items, first_item, launch=launch, stall_ns=stall_ns).with_columns(
-        grid_id, _kernels(trace, items), _room_ns(items, for_room), late["late"].alias("is_late")
+        grid_id, _kernels(trace, items), late["late"].alias("is_late"), room_ns=room_ns
     )
     host = _host_nodes(trace, calls, _own(calls, waits, items, first_item))
     nodes = number_nodes(pl.concat([host, work], how="diagonal_relaxed"))
-    between = recorded_stalls.with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
-    return TraceGraph(nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)]))
-
-
-def _launches(calls: host_time.Calls, items: pl.DataFrame) -> Ints:
-    """Return the row of the call that launched each item, of a wait the last call before it; -1 if there is none."""
-    launch = rows_of(calls.id, ids(items["launch_id"]))  # the first row of a call
-    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
-    return np.where(items["is_wait"].to_numpy(), last_call, launch)
+    between = with_delays(pl.concat([lane_waits, shared]), items, stall_ns, first_item)
+    return nodes, pl.concat([waits, between, _queue(calls, items, launch, first_item)])
 
 
 def _host_nodes(trace: Trace, calls: host_time.Calls, own_ns: Ints) -> pl.DataFrame:
@@ -187,6 +266,8 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
+    gap_ns = items["start_ns"].to_numpy() - items["end_ns"].to_numpy()[chain]  # as recorded
+    least_gap_ns = np.where((gap_ns > 0) & (gap_ns < KERNEL_GAP_NS), gap_ns, KERNEL_GAP_NS)
     again = backward_passes.recomputed_activities(trace)
     recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
@@ -196,24 +277,17 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     columns = {
         "what": np.where(is_wait, WAIT, WORK).astype(np.int8),
         "chain": np.where(chain >= 0, chain + first_item, -1),
-        "chain_ns": np.where(is_free, 0, _least_gaps(items, chain)) + stall_ns,
+        "chain_ns": np.where(is_free, 0, least_gap_ns) + stall_ns,
         "launch": launch,
         "launch_ns": stall_ns,
         "stall_ns": stall_ns,
-        "paused_ns": recorded_stalls.pauses(trace, items),
-        "slowed_ns": recorded_stalls.slowdowns(trace, items),
-        **recorded_stalls.avoidable(trace, items),
+        "paused_ns": pauses(trace, items),
+        "slowed_ns": slowdowns(trace, items),
+        **avoidable(trace, items),
         "own_ns": np.where(is_wait, 0, duration_ns),
         "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), recomputed),
     }
     return recorded.with_columns(pl.Series(name, values) for name, values in columns.items())
-
-
-def _room_ns(items: pl.DataFrame, for_room: pl.DataFrame) -> pl.Series:
-    """Return the longest `room_ns` of each item that others waited for; -1 if none did."""
-    room_ns = np.full(items.height, -1, np.int64)
-    np.maximum.at(room_ns, for_room["on"].to_numpy(), for_room["room_ns"].to_numpy())
-    return pl.Series("room_ns", room_ns)
 
 
 def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:

@@ -8,7 +8,7 @@ from tracekit.analysis.compute import contention
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.replay.graph import causes, savings, steps
+from tracekit.replay.graph import causes, savings
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.savings import Saving
 from tracekit.sync import collective_matching
@@ -114,8 +114,8 @@ def answer(
     return WhatIf(
         tuple(sorted(answers, key=lambda candidate: -candidate.saved_ns)),
         tuple(candidate for candidate in all_answers if candidate.unavailable_reason),
-        steps.total_ns(replay, "duration_ns") // per,
-        steps.total_ns(replay, "replayed_ns") // per,
+        savings.total_ns(replay, "duration_ns") // per,
+        savings.total_ns(replay, "replayed_ns") // per,
         replay,
         gpus,
         savings.infers_waits(run),

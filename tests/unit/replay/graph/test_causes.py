@@ -10,10 +10,10 @@ from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes import CAUSES
+from tracekit.replay.graph.causes.collectives import SHARED_QUEUE
 from tracekit.replay.graph.causes.contention import GIVE_WAY, SLOWED_COMPUTE
 from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
-from tracekit.replay.graph.causes.order import SHARED_QUEUE
 from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE
 from tracekit.rules.registry import RULES
 

@@ -34,7 +34,7 @@ def graph(own, waits, *, what=None, rank=None, join_of=None, recorded=None):
     nothing = np.full(count, -1)
     whole = Graph(
         window=0,
-        frame=NodeTable.of(pl.DataFrame(table).with_columns(start_ns=pl.lit(0), end_ns=pl.lit(0))),
+        frame=NodeTable(pl.DataFrame(table).with_columns(start_ns=pl.lit(0), end_ns=pl.lit(0))),
         join_of=np.array(join_of if join_of is not None else [-1] * nodes),
         chain=nothing,
         launch=nothing,

@@ -35,7 +35,7 @@ def test_savings_are_the_same_with_nodes_in_files(runs, cause):
 def test_some_rows_of_nodes_in_files_are_those_of_the_table(tmp_path):
     table = pl.DataFrame({"at": [0, 1, 2], "name": ["a", None, "c"]})
     table.write_parquet(tmp_path / "nodes.parquet")
-    nodes = NodeTable.of(pl.scan_parquet(tmp_path / "nodes.parquet")).with_columns(own_ns=pl.Series([5, 6, 7]))
+    nodes = NodeTable(pl.scan_parquet(tmp_path / "nodes.parquet")).with_columns(own_ns=pl.Series([5, 6, 7]))
     assert len(nodes) == 3
     assert nodes.columns == ["at", "name", "own_ns"]
     assert nodes["own_ns"].to_list() == [5, 6, 7]

@@ -29,7 +29,7 @@ def graph(chain, launch, own, *, chain_ns=None, launch_ns=None, waits=()):
     rows = np.array(waits, np.int64).reshape(-1, 3)
     whole = Graph(
         window=0,
-        frame=NodeTable.of(pl.DataFrame({"node": np.arange(count)})),
+        frame=NodeTable(pl.DataFrame({"node": np.arange(count)})),
         join_of=np.full(count, -1),
         chain=np.array(chain),
         launch=np.array(launch),

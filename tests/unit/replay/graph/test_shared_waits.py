@@ -3,8 +3,7 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, NODE_COLUMNS, WORK
-from tracekit.replay.graph.shared_waits import shared_waits
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, NODE_COLUMNS, WORK, shared_waits
 
 
 def nodes(rank, *work):

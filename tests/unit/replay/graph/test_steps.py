@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from tracekit.replay.graph import savings, steps
+from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import device_time
 from tracekit.report import charts
 from tracekit.report import what_if as what_if_report
@@ -22,7 +22,7 @@ def _steps(*rows):
 
 def test_the_step_time_of_a_rank_is_the_mean_over_its_steps_on_its_slowest_device():
     table = _steps((0, 1, 0, 10, 10, 8), (0, 2, 0, 14, 12, 8), (1, 1, 0, 9, 9, 9), (1, 1, 1, 20, 20, 5))
-    assert steps.by_rank(table).rows() == [
+    assert savings.step_times_by_rank(table).rows() == [
         (0, 12 * MS, 11 * MS, 8 * MS, 3 * MS),
         (1, 20 * MS, 20 * MS, 9 * MS, 11 * MS),
     ]
@@ -30,8 +30,8 @@ def test_the_step_time_of_a_rank_is_the_mean_over_its_steps_on_its_slowest_devic
 
 def test_the_largest_error_of_a_step_is_found_where_errors_cancel_in_the_sum():
     table = _steps((0, 1, 0, 10, 12, 8), (0, 2, 0, 10, 8, 8))
-    assert steps.worst_error_ratio(table) == pytest.approx(0.2)
-    assert steps.worst_error_ratio(table.clear()) == 0
+    assert savings.worst_error_ratio(table) == pytest.approx(0.2)
+    assert savings.worst_error_ratio(table.clear()) == 0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_savings_are_drawn_in_table_order_and_paler_where_less_certain():
 
 
 def test_remaining_and_saved_time_sum_to_the_replayed_step():
-    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "communication")
+    figure = charts.savings_by_rank(
+        savings.step_times_by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "communication"
+    )
     left, saved = figure.data
     assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")

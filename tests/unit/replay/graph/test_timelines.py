@@ -9,8 +9,7 @@ from tests.support import drawn_traces
 from tracekit.analysis.time import dependencies
 from tracekit.errors import InputError
 from tracekit.replay.graph import causes, savings, what_if
-from tracekit.replay.graph.causes.blocking_sync import blocking_sync
-from tracekit.replay.graph.causes.host import LATE_LAUNCH
+from tracekit.replay.graph.causes.host import LATE_LAUNCH, blocking_sync
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HOST, WORK, HostSpan
 

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 
 from tracekit.errors import InputError
 from tracekit.model import plugins
-from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.collectives import (
     COMMUNICATION,
+    LATE_GATHERS,
+    SHARED_COMMUNICATOR,
+    SHARED_QUEUE,
     SLOW_LINK,
     SMALL_COLLECTIVES,
     UNBALANCED_EXPERTS,
@@ -30,8 +32,14 @@ from tracekit.replay.graph.causes.device_time import (
     UNFUSED_KERNELS,
     UNFUSED_OPTIMIZER,
 )
-from tracekit.replay.graph.causes.host import ALLOCATOR, CHECKPOINT, DATA_LOADING, LATE_LAUNCH, RATE_LIMITER
-from tracekit.replay.graph.causes.order import LATE_GATHERS, SHARED_COMMUNICATOR, SHARED_QUEUE
+from tracekit.replay.graph.causes.host import (
+    ALLOCATOR,
+    BLOCKING_SYNC,
+    CHECKPOINT,
+    DATA_LOADING,
+    LATE_LAUNCH,
+    RATE_LIMITER,
+)
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, STALLED_COLLECTIVE
 
 CAUSES: tuple[Cause, ...] = (

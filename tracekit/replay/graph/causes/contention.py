@@ -135,9 +135,14 @@ def apply_contention(
     if contention is None:
         return changed, first
     ranks = np.arange(graph.count)
-    before = _lost_before(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
-    own_ns = _update_durations(changed.own_ns[ranks], before, _lost(graph, contention, first))
-    if (own_ns == changed.own_ns[ranks]).all():
+    share, yielded_ns = _lost_before(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
+    new_share, new_yielded_ns = _lost(graph, contention, first)
+    took_ns = changed.own_ns[ranks]
+    same = (share == new_share) & (yielded_ns == new_yielded_ns)
+    work_ns = np.maximum(took_ns * (1 - share) - yielded_ns, (1 - _MOST) * took_ns)
+    longer_ns = np.round((work_ns + new_yielded_ns) / (1 - new_share))
+    own_ns = np.where(same, took_ns, longer_ns).astype(np.int64)
+    if (own_ns == took_ns).all():
         return changed, first
     again = changed.with_durations(ranks, own_ns)
     return again, again.replayed
@@ -148,7 +153,7 @@ def extrapolates(graph: Graph, played: Replay) -> bool:
     contention = _contention(graph)
     if contention is None or contention.is_measured:
         return False
-    lost = _lost(graph, contention, played).yielded_ns.sum()
+    lost = _lost(graph, contention, played)[1].sum()
     return bool(lost > _GUESSED * graph.own_ns[: graph.count][contention.prepares].sum())
 
 
@@ -210,7 +215,7 @@ def _remaining_contention(graph: Graph, *, slow_preparation: bool, slow_compute:
 
 
 @memoize
-def _lost_before(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> "_Lost":
+def _lost_before(graph: Graph, *, slow_preparation: bool, slow_compute: bool) -> tuple[Floats, Floats]:
     """Return the loss of each node in the unchanged replay: each change is compared with it."""
     contention = _remaining_contention(graph, slow_preparation=slow_preparation, slow_compute=slow_compute)
     assert contention is not None
@@ -245,23 +250,8 @@ def _contention(graph: Graph) -> _Contention | None:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Lost:
-    """The loss of each node in a replay: a share of its time to concurrent work, and ns yielded to preparation."""
-
-    share: Floats
-    yielded_ns: Floats
-
-
-def _update_durations(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
-    """Return the updated durations of nodes with a changed loss, at least a twentieth of their time."""
-    same = (before.share == after.share) & (before.yielded_ns == after.yielded_ns)
-    work = np.maximum(took_ns * (1 - before.share) - before.yielded_ns, (1 - _MOST) * took_ns)
-    return np.where(same, took_ns, np.round((work + after.yielded_ns) / (1 - after.share))).astype(np.int64)
-
-
-def _lost(graph: Graph, contention: _Contention, played: Replay) -> _Lost:
-    """Return the loss of each node to concurrent work in a replay.
+def _lost(graph: Graph, contention: _Contention, played: Replay) -> tuple[Floats, Floats]:
+    """Loss of each node in a replay: a share of its time to concurrent work, and ns yielded to preparation.
 
     Collectives and main compute slow concurrent work for as long as they overlap it. Main compute yields to
     preparation, which then ends: main compute ends later by that time, in this kernel or the next.
@@ -284,7 +274,7 @@ def _lost(graph: Graph, contention: _Contention, played: Replay) -> _Lost:
             in_main = intervals.coverage(spans[prepares], intervals.union(spans[main])) / took[prepares]
             share[prepares] = contention.preparation_loss * in_main
             yielded[main] = contention.main_loss * intervals.coverage(spans[main], intervals.union(spans[prepares]))
-    return _Lost(np.minimum(share, _MOST), yielded)
+    return np.minimum(share, _MOST), yielded
 
 
 def _with_alone(graph: Graph) -> pl.DataFrame:

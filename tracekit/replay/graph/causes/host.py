@@ -8,13 +8,19 @@ import polars as pl
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.analysis.time import host_state
+from tracekit.model.columns import rows_by_key
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
-from tracekit.replay.graph.dependency_graph import RELEASE, Graph
+from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
+
+_SHORT_RATIO = 0.1
+_SPLIT_RATIO = 0.5
+"""A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
 
 
 def late_launch(graph: Graph) -> Graph:
@@ -38,7 +44,9 @@ def data_loading(graph: Graph) -> Graph:
     """
     data_ns = gap_ns(graph, host_state.DATA)
     ready = with_shorter_gaps(graph, data_ns)
-    is_first = _is_released(graph)
+    released = graph.edges.waiting[graph.edges.kind == RELEASE]  # nodes that begin with the window
+    is_first = np.zeros(graph.count, bool)
+    is_first[released[released < graph.count]] = True
     if data_ns[is_first].any():
         is_single_step = graph.windows["step"].n_unique() == 1
         share = 1.0 if is_single_step else _saved_share(graph, ready, np.where(is_first, 0, data_ns))
@@ -135,6 +143,20 @@ def without_waits(graph: Graph, which: Flags) -> Graph:
     return with_zero_time(replace(graph, edges=graph.edges.select(remaining)), which & (graph.column("what") != WORK))
 
 
+def blocking_sync(graph: Graph) -> Graph:
+    """Remove the host's waits that leave the device idle, and its pauses after them.
+
+    Those of saves, allocator and rate limiter stay. While the host pauses after a wait, nothing is queued: that pause
+    would be hidden without the wait. A pause after a call that found the device idle is for what the host reads, too.
+    A wait after which the device goes on costs nothing, and stays: one for a copy on another stream, or directly before
+    a launch. Raises InsufficientDataError for a CPU run.
+    """
+    if not graph.on_device:
+        raise InsufficientDataError("no device activity was recorded, so what the host waits for is not known")
+    blocking = _blocking_calls(graph)
+    return without_waits(with_shorter_gaps(graph, _pauses_after(graph, blocking)), blocking)
+
+
 def _without_state(graph: Graph, state: str) -> Graph:
     """Return the graph without the host time in a state, between calls and in calls."""
     return without_waits(with_shorter_gaps(graph, gap_ns(graph, state)), in_state(graph, state))
@@ -162,14 +184,6 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     return late
 
 
-def _is_released(graph: Graph) -> Flags:
-    """Mark the ranks' nodes that begin with the window: they have no wait for other nodes."""
-    released = np.zeros(graph.count, bool)
-    waiting = graph.edges.waiting[graph.edges.kind == RELEASE]
-    released[waiting[waiting < graph.count]] = True
-    return released
-
-
 def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
     """Return by which share of the time removed on the rank with most of it the last work ends earlier, 0 to 1."""
     is_work = graph.frame["kind"].is_not_null().to_numpy()
@@ -179,3 +193,146 @@ def _saved_share(graph: Graph, changed: Graph, removed_ns: Ints) -> float:
     )
     most_ns = int(by_rank["ns"].to_numpy().max(initial=0))
     return float(np.clip((before_ns - after_ns) / max(1, most_ns), 0, 1))
+
+
+BLOCKING_SYNC = Cause(
+    name="blocking-sync", codes=("HOST002",), kind=Kind.HOST, transform=blocking_sync, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.SYNCHRONIZE, is_hidden_elsewhere=True,
+    summary="the host never waits for the device in a call that leaves it idle",
+    basis="synchronizing calls after which the device is idle, except those of saves and the allocator, and the host's "
+    "pause after each; FSDP1's rate limiter stays",
+    removed_stalls=(host_stalls.SYNC,),
+    excluded_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION, host_stalls.DATA, host_stalls.SAVE),
+)  # fmt: skip
+
+
+@memoize
+def _blocking_calls(graph: Graph) -> Flags:
+    """Return the synchronizing calls after which the device is idle, except for the shortest times.
+
+    Those are shorter than a tenth of the mean, weighted by time: what most of the idle time is due to is longer.
+    """
+    synchronizes = in_state(graph, host_state.SYNCHRONIZE)
+    pauses_ns = _pauses_after(graph, synchronizes)
+    following = np.flatnonzero(pauses_ns)
+    late_ns = graph.column("end_ns") - graph.column("start_ns") - graph.own_ns[: graph.count]
+    np.add.at(late_ns, graph.chain[following], pauses_ns[following])
+    busy_ns, next_ns = _compute_around(graph)
+    is_known = (busy_ns >= 0) & (next_ns >= 0)
+    until_next_ns = np.maximum(next_ns - np.maximum(busy_ns, graph.column("start_ns")), 0)
+    idle_ns = np.where(synchronizes, np.minimum(np.where(is_known, until_next_ns, 0), late_ns), 0)
+    return np.asarray(synchronizes & (idle_ns > 0) & (idle_ns >= _SHORT_RATIO * _mean_by_time(idle_ns)))
+
+
+def _pauses_after(graph: Graph, calls: Flags) -> Ints:
+    """Return the host's pauses between one of the calls that waited and the next launch, beyond the usual time.
+
+    Time inside ops is not a pause: they launch what is needed. After a call that found the device idle, a pause counts
+    for as long as those after waits in such a call take, for it alone delays nothing. So does one after a call in the
+    middle of a pause: Python that runs for long before the call, too, runs for other reasons than the call.
+    """
+    on_host = np.asarray(graph.column("what") == HOST)
+    previous = np.clip(graph.chain[: graph.count], 0, graph.count - 1)
+    is_next = on_host & (graph.chain[: graph.count] >= 0)
+    python_ns = gap_ns(graph, host_state.PYTHON, host_state.LOCK)
+    usual_ns = int(np.median(python_ns[on_host])) if on_host.any() else 0
+    beyond_ns = np.maximum(python_ns - usual_ns, 0)
+    drained = _is_drained(graph, calls)
+    pauses_ns = np.where(is_next & drained[previous], beyond_ns, 0)
+    pauses_ns = _without_other_python(pauses_ns, beyond_ns, drained, previous)
+    busy_ns, _ = _compute_around(graph)
+    finds_idle = calls & (busy_ns >= 0) & (busy_ns <= graph.column("end_ns"))
+    after_idle = np.flatnonzero(is_next & finds_idle[previous])
+    typical_ns = _typical_ns(graph, pauses_ns, previous, after_idle)
+    pauses_ns[after_idle] = np.maximum(pauses_ns[after_idle], np.minimum(beyond_ns[after_idle], typical_ns))
+    return pauses_ns
+
+
+def _typical_ns(graph: Graph, pauses_ns: Ints, previous: Ints, nodes: Ints) -> Ints:
+    """Typical time of pauses after waits in the call before some nodes, in ns: on the rank, else in all calls.
+
+    One call may read a value, another one wait for a batch: what the host does after them differs.
+    """
+
+    def calls_before(rows: Ints) -> pl.DataFrame:
+        return pl.DataFrame([graph.frame["rank"].gather(rows), graph.frame["call"].gather(previous[rows])])
+
+    after_waits = np.flatnonzero(pauses_ns > 0)
+    exact = pl.Series("pause_ns", pauses_ns[after_waits]).cast(pl.Float64)
+    mean_ns = (pl.col("pause_ns") ** 2).sum() / pl.col("pause_ns").sum()
+    by_call = calls_before(after_waits).hstack([exact]).group_by("rank", "call")
+    means = by_call.agg(mean_ns.cast(pl.Int64).alias("mean_ns"))
+    typical = calls_before(nodes).join(means, on=["rank", "call"], how="left", maintain_order="left")
+    return np.asarray(typical["mean_ns"].fill_null(_mean_by_time(pauses_ns)).to_numpy())
+
+
+def _without_other_python(pauses_ns: Ints, before_ns: Ints, drained: Flags, previous: Ints) -> Ints:
+    """Return the pauses after calls, those in the middle of a longer pause no longer than after other calls.
+
+    `before_ns` is the pause before each node, `drained` says which follow a wait without a launch, `previous` what
+    precedes them.
+    """
+    ordinary = np.sort(pauses_ns[pauses_ns > 0])
+    while True:  # until no more sequences of calls turn out to begin in a pause
+        usual_ns = _median_by_time(ordinary)
+        within = drained & ~drained[previous] & (before_ns >= max(_SPLIT_RATIO * usual_ns, 1))
+        while (more := drained & within[previous] & ~within).any():
+            within = within | more
+        outside = np.sort(pauses_ns[(pauses_ns > 0) & ~within[previous]])
+        if len(outside) >= len(ordinary) or not len(outside):
+            break
+        ordinary = outside
+    is_other = within[previous] & (usual_ns >= _SHORT_RATIO * pauses_ns)
+    return np.where(is_other, np.minimum(pauses_ns, usual_ns), pauses_ns)
+
+
+def _median_by_time(times_ns: Ints) -> int:
+    """Return the duration up to which half of the time is in shorter ones; `times_ns` are sorted. 0 for none."""
+    reach_ns = np.cumsum(times_ns)
+    return int(times_ns[np.searchsorted(reach_ns, reach_ns[-1] / 2)]) if len(times_ns) else 0
+
+
+def _mean_by_time(times_ns: Ints) -> int:
+    """Return the mean of durations, each weighted by itself: how long what most of the time is due to takes."""
+    exact = times_ns.astype(np.float64)
+    return int((exact**2).sum() / max(exact.sum(), 1.0))
+
+
+def _compute_around(graph: Graph) -> tuple[Ints, Ints]:
+    """Return for each host call when the compute launched before it ends, and when that launched after it starts.
+
+    -1 where there is none, and for nodes that are no host calls.
+    """
+    start, end, rank = (graph.column(name) for name in ("start_ns", "end_ns", "rank"))
+    launch = graph.launch[: graph.count]
+    computes = graph.matches("kind", "compute") & (graph.column("what") == WORK) & (launch >= 0)
+    busy_ns, next_ns = np.full(graph.count, -1, np.int64), np.full(graph.count, -1, np.int64)
+    hosts = np.flatnonzero(graph.column("what") == HOST)
+    computing = np.flatnonzero(computes)
+    calls_of = {rank_number: hosts[rows] for rank_number, rows in rows_by_key(rank[hosts]).items()}
+    for rank_number, rows in rows_by_key(rank[computing]).items():
+        work = computing[rows]
+        work = work[np.argsort(launch[work], kind="stable")]
+        reach_ns = np.maximum.accumulate(end[work])
+        first_ns = np.minimum.accumulate(start[work][::-1])[::-1]
+        calls = calls_of.get(rank_number, hosts[:0])
+        place = np.searchsorted(launch[work], calls, side="right")
+        busy_ns[calls[place > 0]] = reach_ns[place[place > 0] - 1]
+        next_ns[calls[place < len(work)]] = first_ns[place[place < len(work)]]
+    return busy_ns, next_ns
+
+
+def _is_drained(graph: Graph, calls: Flags) -> Flags:
+    """Return the host nodes after which nothing is queued: calls that waited, and what follows without a launch."""
+    launches = np.zeros(len(graph.own_ns), bool)
+    launches[graph.launch[graph.launch >= 0]] = True
+    waited = graph.column("end_ns") - graph.column("start_ns") > graph.own_ns[: graph.count]
+    drained = np.asarray(waited & calls)
+    keeps = ~launches[: graph.count] & (graph.column("what") == HOST)
+    previous = graph.chain[: graph.count]
+    before = np.clip(previous, 0, graph.count - 1)
+    while True:  # once for each call in the longest sequence of calls without a launch
+        more = keeps & (previous >= 0) & drained[before] & ~drained
+        if not more.any():
+            return drained
+        drained = drained | more

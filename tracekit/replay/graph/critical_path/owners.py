@@ -59,7 +59,10 @@ def parts(run: Run, times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
     tables = [placed_spans.filter(pl.col("what") == _IDLE)]
     for (rank,), of_rank in placed_spans.filter(pl.col("what") != _IDLE).group_by("rank", maintain_order=True):
         trace = run.trace(int(str(rank)), window)
-        tables.append(_with_operator(trace, of_rank.filter(pl.col("what") == _AT_WORK)))
+        (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
+        activities = trace.activities.select(ref="id", operator=operator, module=call_paths.activity_modules(trace))
+        work = of_rank.filter(pl.col("what") == _AT_WORK)
+        tables.append(work.join(activities, on="ref", how="left", maintain_order="left"))
         tables.append(_host_parts(trace, of_rank.filter(pl.col("what") == _ON_HOST), run.offsets))
     rows = [table.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")) for table in tables]
     all_parts = pl.concat([schema.conform(table, PARTS) for table in rows]).sort("start_ns")
@@ -136,20 +139,16 @@ def _place_spans(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
         pl.Series("start_ns", start),
         pl.Series("end_ns", end),
     )
-    idle_kind = np.where(node < 0, UNRECORDED, IDLE)
-    return schema.select(_with_idle(with_nodes, idle_kind, _idle_names(times, table, node, wait, end - start)), _PLACED)
-
-
-def _with_idle(spans: pl.DataFrame, kind: "np.ndarray[tuple[int], np.dtype[np.str_]]", name: Ints) -> pl.DataFrame:
-    """Return the spans, those of an idle device with its kind and name."""
+    idle_kind = pl.Series(np.where(node < 0, UNRECORDED, IDLE))
+    idle_name = pl.Series(_idle_names(times, table, node, wait, end - start))
     is_idle = pl.col("what") == _IDLE
-    named_spans = spans.with_columns(pl.Series("idle_kind", kind, pl.String), pl.Series("idle_name", name, pl.String))
-    return named_spans.with_columns(
-        pl.when(is_idle).then("idle_kind").otherwise("kind").alias("kind"),
-        pl.when(is_idle).then("idle_name").otherwise("name").alias("name"),
+    placed_spans = with_nodes.with_columns(
+        pl.when(is_idle).then(idle_kind).otherwise("kind").alias("kind"),
+        pl.when(is_idle).then(idle_name).otherwise("name").alias("name"),
         pl.when(~is_idle).then("unit").alias("unit"),
         pl.when(~is_idle).then("phase").alias("phase"),
     )
+    return schema.select(placed_spans, _PLACED)
 
 
 def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Ints, length_ns: Ints) -> Ints:
@@ -161,13 +160,6 @@ def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Int
     idle_names = np.where(is_usual, usual, UNEXPLAINED)
     idle_names = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, idle_names)
     return np.where(node < 0, BEFORE, idle_names)
-
-
-def _with_operator(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
-    """Return spans of work with the innermost op around the launch of each, and its module."""
-    (operator,) = kernels.launching_op_columns(trace, ("name",)) if trace.on_device else (trace.activities["name"],)
-    activities = trace.activities.select(ref="id", operator=operator, module=call_paths.activity_modules(trace))
-    return work.join(activities, on="ref", how="left", maintain_order="left")
 
 
 def _host_parts(trace: Trace, host: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:

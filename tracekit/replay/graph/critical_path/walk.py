@@ -188,7 +188,10 @@ def _compute_times(graph: Graph) -> RecordedTimes:
     waits = _all_waits(graph, end_ns)
     anchor_ns = np.where(waits.from_begin, begin_ns[waits.awaited], end_ns[waits.awaited])
     anchor_ns = np.where(waits.awaited >= 0, anchor_ns, 0)
-    released_ns = _within_recording(waits, anchor_ns + waits.lag_ns, begin_ns)
+    # A wait ends not after its node began.
+    began_ns, released_ns = begin_ns[waits.waiting], anchor_ns + waits.lag_ns
+    early_ns = np.where(waits.kind == LAUNCH, _EARLIER_LAUNCH_NS, 0)
+    released_ns = np.where(released_ns > began_ns, began_ns - early_ns, released_ns)
     latest_ns = np.full(len(begin_ns), np.iinfo(np.int64).min, np.int64)
     np.maximum.at(latest_ns, waits.waiting, released_ns)
     unexplained_ns = begin_ns - latest_ns
@@ -269,13 +272,6 @@ def _left_earlier_ns(graph: Graph, waiting: Ints, awaited: Ints, end_ns: Ints) -
     ended_ns = _part_ends(graph)[part]
     earlier_ns[rows] = np.where(is_own, ended_ns - end_ns[awaited[rows]], 0)
     return earlier_ns
-
-
-def _within_recording(waits: Waits, released_ns: Ints, begin_ns: Ints) -> Ints:
-    """End of each wait, in ns: not after its node began."""
-    began = begin_ns[waits.waiting]
-    early = np.where(waits.kind == LAUNCH, _EARLIER_LAUNCH_NS, 0)
-    return np.where(released_ns > began, began - early, released_ns)
 
 
 def _last_waits(waits: Waits, released_ns: Ints, count: int) -> Ints:

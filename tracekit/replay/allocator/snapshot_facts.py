@@ -1,35 +1,15 @@
 """Tables of a memory snapshot: fragmentation, owners at the peak, churn, usage over time, lifetimes, segment map."""
 
-from dataclasses import replace
-
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.memory import allocations, snapshot_files, usage
-from tracekit.analysis.memory.snapshot_files import SnapshotFile
-from tracekit.errors import TracekitError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.analysis.memory import allocations, usage
 from tracekit.model import schema
-from tracekit.model.fact import RANK_COLUMNS, Fact, run_fact
-from tracekit.model.memoize import memoize
-from tracekit.model.run import RUN_DATA_QUALITY, Run
-from tracekit.model.schema import Table
-from tracekit.model.sweep_line import Ints
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.playback import History, ReplayResult
-from tracekit.replay.allocator.recorded_history import (
-    ALLOC,
-    REQUEST,
-    SEGMENT_ALLOCATIONS,
-    SEGMENT_FREES,
-    is_replayed,
-)
-from tracekit.replay.allocator.settings import SMALL_BYTES
+from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST, SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
 
-FRAGMENTATION_COLUMNS = schema.columns(
-    "device pool kind stream segments total_bytes allocated_bytes free_bytes largest_free_bytes", pool=pl.String
-)
 MAP_COLUMNS = {
     "device": pl.Int64, "pool": pl.String, "kind": pl.String, "stream": pl.Int64, "expandable": pl.Boolean,
     "segment_address": pl.Int64, "segment_bytes": pl.Int64, "address": pl.Int64, "bytes": pl.Int64, "state": pl.String,
@@ -44,31 +24,42 @@ _NOT_THE_USERS = rf"site-packages|dist-packages|{_TORCH}"
 _RECORDER = r"unwind|CapturedTraceback|gather_with_cpp|CachingAllocator"
 _ENGINE = r"^torch::autograd::Engine::"
 _NODE = r"(\w*Backward\w*)::apply\("
-POOL_COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, **FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
-    "largest_request_bytes": pl.Int64,
-}  # fmt: skip
-HISTORY_COLUMNS = schema.columns("window rank device events retries device_allocations path")
 
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, TEMPORARIES, COMMUNICATION = "activations", "temporaries", "communication"
+WORKSPACE, UNKNOWN = "workspace", "unknown"
+CATEGORY_COLUMNS = schema.columns(
+    "device category count bytes peak_ratio evidence", category=pl.String, evidence=pl.String, count=pl.Int64
+)
 
-def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Free memory of each pool at the snapshot, and its largest piece.
-
-    Columns device, pool, kind, stream, segments, total_bytes, allocated_bytes, free_bytes, largest_free_bytes; one row
-    per pool of free blocks: what is free in one serves no other.
-    """
-    key = ["device", "pool", "kind", "stream"]
-    of_segment = snapshot.segments.select("device", "address", *key[1:], "total_bytes", "allocated_bytes")
-    totals = of_segment.group_by(key).agg(
-        segments=pl.len(), total_bytes=pl.col("total_bytes").sum(), allocated_bytes=pl.col("allocated_bytes").sum()
-    )
-    free = snapshot.blocks.filter(pl.col("state") == "inactive").join(
-        of_segment, left_on=["device", "segment_address"], right_on=["device", "address"]
-    )
-    pieces = free.group_by(key).agg(free_bytes=pl.col("bytes").sum(), largest_free_bytes=pl.col("bytes").max())
-    wide = totals.join(pieces, on=key, how="left").with_columns(pl.col("free_bytes", "largest_free_bytes").fill_null(0))
-    ordered = wide.sort("total_bytes", *key, descending=[True, *[False] * 4])
-    return schema.select(ordered, FRAGMENTATION_COLUMNS)
+# Parts of a step by what a stack's frames are, "file:function" or the C++ function; the first that matches counts.
+_PARTS = {
+    "workspace": r"getNewWorkspace|getCUDABlas(?:Lt)?Workspace|getWorkspace|cudnn\w*::.*[Ww]orkspace",
+    "communication": (
+        r"\bc10d::|c10d_functional|ProcessGroup(?:NCCL|Gloo)|/torch/distributed/(?:distributed_c10d|_functional_coll"
+        r"|fsdp/_fully_shard/_fsdp_coll|fsdp/_flat_param\.py:_?alloc|nn/functional)|/deep_ep/"
+    ),
+    "accumulation": r"AccumulateGrad",
+    "optimizer": r"/torch/optim/|/optimizers?/|/optim/|/[^/:]*optim[^/:]*\.py:|deepspeed/ops/adam|Optimizer\.step#",
+    "recomputation": r"/torch/utils/checkpoint\.py:(?:recompute|unpack_hook|_run_fn_with)|CheckpointFunctionBackward",
+    "backward": r"torch::autograd::Engine|:_engine_run_backward$|/torch/autograd/__init__\.py:backward$",
+    "parameters": (
+        r"/torch/nn/init\.py|:reset_parameters$|/torch/nn/modules/module\.py:(?:_apply|to|cuda|convert|to_empty)$"
+        r"|/torch/nn/parameter\.py|:load_state_dict$|:from_pretrained$|/torch/nn/modules/[^:]*:__init__$"
+        r"|_fsdp_param\.py:(?:_init_sharded|reset_sharded|__init__)|/torch/nn/modules/module\.py:register_"
+    ),
+    "forward": r":forward$|:_call_impl$|:_wrapped_call_impl$|torch/nn/functional\.py|_loss$|:loss",
+}
+_EVIDENCE = {
+    PARAMETERS: "requested where modules are made, moved or loaded",
+    GRADIENTS: "requested in the backward pass, still allocated after it",
+    OPTIMIZER: "requested in the optimizer, still allocated after its step",
+    ACTIVATIONS: "requested in the forward pass or recomputed, still allocated in the backward pass",
+    TEMPORARIES: "freed in the part of the step that requested it",
+    COMMUNICATION: "requested by a collective or for its buffers",
+    WORKSPACE: "scratch memory that cuBLAS or cuDNN caches",
+    UNKNOWN: "no call stack, one that shows no part of a step, or a forward pass without a backward pass after it",
+}
 
 
 def peak_allocated_bytes(history: History, played: ReplayResult) -> int:
@@ -161,9 +152,7 @@ def places(snapshot: MemorySnapshot) -> pl.DataFrame:
     place = pl.format("{} ({}:{})", "name", pl.col("file").str.split("/").list.last(), "line")
     of_stack = frames.group_by("stack", maintain_order=True).agg(
         place=pl.coalesce(
-            place.filter(is_user_code).first(),
-            place.filter(of_framework).first(),
-            place.filter(python).first(),
+            place.filter(is_user_code).first(), place.filter(of_framework).first(), place.filter(python).first()
         ),
         function=pl.col("name").filter(~pl.col("name").str.contains(_RECORDER)).first(),
         node=pl.col("name").str.extract(_NODE).drop_nulls().first(),
@@ -297,33 +286,51 @@ def alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
     return pl.concat([from_history, untouched])
 
 
-@run_fact
-def pools(run: Run) -> pl.DataFrame:
-    """Return the fragmentation of free memory at the end of each memory snapshot of a run.
+def categories_at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Memory by category at the peak of the history, as `by_category`."""
+    peak = int(allocated_over_time(history, played).argmax()) - 1
+    return by_category(snapshot, history, played, peak)
 
-    Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
-    largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
-    the first 128 MiB of snapshots are read, and those that cannot be read are left to `data_quality`.
+
+def has_known_category(table: pl.DataFrame) -> bool:
+    """Return whether a table of `by_category` says what any memory is for."""
+    return bool((table["category"] != UNKNOWN).any())
+
+
+def by_category(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:
+    """Memory by category after an event of the history. Columns CATEGORY_COLUMNS; one row per category.
+
+    `event` is -1 for the start of the history. Blocks older than the history have the stack that the snapshot states.
     """
-    return _snapshot_tables(run)[0]
+    blocks = block_categories(snapshot, history, played)
+    alive = blocks.filter(pl.col("start") <= event, pl.col("end") > event)
+    sums = alive.group_by("category").agg(count=pl.len(), bytes=pl.col("bytes").sum())
+    total = max(int(sums["bytes"].sum()), 1)
+    wide = sums.with_columns(
+        device=pl.lit(history.device),
+        peak_ratio=pl.col("bytes") / total,
+        evidence=pl.col("category").replace_strict(_EVIDENCE, default=None, return_dtype=pl.String),
+    )
+    return schema.conform(wide.sort("bytes", "category", descending=[True, False]), CATEGORY_COLUMNS)
 
 
-@run_fact
-def histories(run: Run) -> pl.DataFrame:
-    """Return the allocator activity in the history of each memory snapshot of a run.
+def block_categories(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the category of every block of the history: columns address, bytes, start, end, stack, category.
 
-    Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device, of the
-    same snapshots as `pools`.
+    start and end are events of the history, -1 for a block that is older, the number of events for one not freed.
     """
-    return _snapshot_tables(run)[1]
+    return _blocks_by_part(snapshot, history, played).select("address", "bytes", "start", "end", "stack", "category")
 
 
-def data_quality(run: Run) -> pl.DataFrame:
-    """Return a row for each memory snapshot of a run that cannot be read: columns as RUN_DATA_QUALITY."""
-    return _snapshot_tables(run)[2]
-
-
-_POOL = ["device", "pool", "kind", "stream"]
+def stack_parts(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Return the part of a step in which each stack is: columns stack, part; null where its frames show none."""
+    frame = pl.when(pl.col("file").str.ends_with(".py")).then(pl.format("{}:{}", "file", "name")).otherwise("name")
+    frame_parts = snapshot.frames.select("frame", text=frame)
+    for part, pattern in _PARTS.items():
+        frame_parts = frame_parts.with_columns(pl.col("text").str.contains(pattern).alias(part))
+    of_stack = snapshot.stacks.join(frame_parts, on="frame").group_by("stack").agg(pl.col(*_PARTS).any())
+    first_part = pl.coalesce(pl.when(pl.col(part)).then(pl.lit(part)) for part in _PARTS)
+    return of_stack.select("stack", part=first_part)
 
 
 def _allocated_at_start(history: History) -> list[tuple[int, int]]:
@@ -332,63 +339,85 @@ def _allocated_at_start(history: History) -> list[tuple[int, int]]:
     return [(block.address, block.bytes) for block in blocks if block.state == "allocated"]
 
 
-def _snapshot_table(table: Table) -> Fact[Run]:
-    """Fact of one table of all snapshots of a run: columns window, rank and those of `table`."""
-    published = replace(table, name=f"snapshot_{table.name}", columns=(*RANK_COLUMNS, *table.columns))
-
-    @run_fact(table=published, is_cached=False)  # a history may have millions of events
-    def rows(run: Run) -> pl.DataFrame:
-        parts = [published.empty()]
-        for file in snapshot_files.files(run):
-            part: pl.DataFrame = reader.read(file.path).tables[table.name]
-            place = (pl.lit(file.window, pl.Int64).alias("window"), pl.lit(file.rank, pl.Int64).alias("rank"))
-            parts.append(part.select(*place, pl.all()))
-        return pl.concat(parts)
-
-    return rows
-
-
-@memoize
-def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Return pools, histories and data-quality issues: each snapshot is read once for all."""
-    pool_tables: list[pl.DataFrame] = [schema.empty(POOL_COLUMNS)]
-    rows: list[tuple[object, ...]] = []
-    bad = snapshot_files.unreadable(run)
-    for file in snapshot_files.first_files(run):
-        try:
-            snapshot = reader.read(file.path)
-        except TracekitError as error:
-            bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
-            continue
-        pool_tables.append(_pools(snapshot, file))
-        for device in snapshot.devices:
-            history = playback.from_snapshot(snapshot, device)
-            counts = (len(history.action), history.retries, len(history.segment_allocations))
-            rows.append((file.window, file.rank, device, *counts, file.path))
-    histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
-    return pl.concat(pool_tables), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
-
-
-def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
-    rows = fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
-    rows = rows.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
-        pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
+def _blocks_by_part(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the blocks of a history with their part and category."""
+    count = len(history.at_ns)
+    moves = pl.DataFrame(
+        {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
+    ).with_row_index("event")
+    moves = moves.with_columns(pl.col("event").cast(pl.Int64))
+    moves = moves.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("moved") != 0)
+    nexts = moves.with_columns(end=pl.col("event").shift(-1).over("address"))
+    begun = nexts.filter(pl.col("code") == ALLOC).select(
+        "address", "stack", "end", bytes="moved", start="event", earlier=pl.lit(value=False)
     )
-    return schema.select(rows, POOL_COLUMNS)
+    ends = moves.group_by("address").agg(end=pl.col("event").first())
+    start = [(b.address, b.bytes) for s in history.start for b in s.blocks if b.state == "allocated"]
+    stated = snapshot.blocks.filter(pl.col("device") == history.device).select("address", "stack")
+    older = (
+        pl.DataFrame(start, schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
+        .join(ends, on="address", how="left", maintain_order="left")
+        .join(stated.unique("address"), on="address", how="left", maintain_order="left")
+        # The snapshot's block is another one if this one was freed since.
+        .with_columns(
+            stack=pl.when(pl.col("end").is_null()).then("stack"), start=pl.lit(-1, pl.Int64), earlier=pl.lit(value=True)
+        )
+    )
+    columns = ["address", "bytes", "stack", "start", "end", "earlier"]
+    blocks = pl.concat([older.select(columns), begun.select(columns)], how="vertical_relaxed")
+    blocks = blocks.with_columns(pl.col("end").fill_null(count)).join(
+        stack_parts(snapshot), on="stack", how="left", maintain_order="left"
+    )
+    of_event = moves.filter(pl.col("code") == ALLOC).join(
+        stack_parts(snapshot), on="stack", how="left", maintain_order="left"
+    )
+    return blocks.with_columns(category=_categories(blocks, of_event, count))
 
 
-def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
-    pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
-    segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
-    in_segments = pending.join(segments, on=["device", "segment_address"])
-    return in_segments.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
+def _categories(blocks: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.Series:
+    """Return the category of blocks by part and lifetime; `allocated` are all allocations with their part."""
+    alloc_events, alloc_parts = allocated["event"].to_numpy(), allocated["part"].fill_null("")
+    in_backward = alloc_parts.is_in(["backward", "accumulation", "recomputation"]).to_numpy()
+    after_backward = alloc_parts.is_in(["optimizer", "forward", "parameters"]).to_numpy()
+    outside_optimizer = alloc_parts.is_in(["backward", "accumulation", "recomputation", "forward"]).to_numpy()
+    part = pl.col("part")
+    never_freed = pl.col("end") >= count
+    lived = blocks.with_columns(
+        sees_backward=_sees(blocks, alloc_events[in_backward]),
+        sees_others=_sees(blocks, alloc_events[after_backward]),
+        outlives_optimizer=_sees(blocks, alloc_events[outside_optimizer]),
+    )
+    outlives = pl.col("outlives_optimizer") | never_freed
+    return lived.select(
+        pl.when(part.is_in([COMMUNICATION, WORKSPACE]))
+        .then(part)
+        .when(part == "accumulation")
+        .then(pl.lit(GRADIENTS))
+        .when(part == "optimizer")
+        .then(pl.when(outlives).then(pl.lit(OPTIMIZER)).otherwise(pl.lit(TEMPORARIES)))
+        .when(part == "recomputation")
+        .then(pl.lit(ACTIVATIONS))
+        .when(part == "backward")
+        .then(pl.when(pl.col("sees_others") | never_freed).then(pl.lit(GRADIENTS)).otherwise(pl.lit(TEMPORARIES)))
+        .when(part == "parameters")
+        .then(pl.lit(PARAMETERS))
+        .when(part == "forward")
+        .then(
+            pl.when("sees_backward")
+            .then(pl.lit(ACTIVATIONS))
+            .when(pl.lit(bool(in_backward.any())) & ~never_freed)
+            .then(pl.lit(TEMPORARIES))
+            .otherwise(pl.lit(UNKNOWN))
+        )
+        .otherwise(pl.lit(UNKNOWN))
+        .alias("category")
+    ).to_series()
 
 
-def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:
-    kind = pl.when(pl.col("bytes") <= SMALL_BYTES).then(pl.lit("small")).otherwise(pl.lit("large"))
-    requests = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
-    return requests.agg(largest_request_bytes=pl.col("bytes").max())
-
-
-TABLES: tuple[Fact[Run], ...] = tuple(map(_snapshot_table, schema.SNAPSHOT_TABLES.values()))
-"""The tables of a snapshot, of all snapshots of a run: snapshot_segments, snapshot_blocks, …."""
+def _sees(blocks: pl.DataFrame, events: Ints) -> Flags:
+    """Mark the blocks that are allocated at one of these events after their own."""
+    if not len(events):
+        return np.zeros(blocks.height, np.bool_)
+    after = np.searchsorted(events, blocks["start"].to_numpy(), side="right")
+    following = events[np.minimum(after, len(events) - 1)]
+    return (after < len(events)) & (following < blocks["end"].to_numpy())

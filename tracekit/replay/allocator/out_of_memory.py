@@ -17,11 +17,11 @@ from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import SegmentState, Settings, playback
-from tracekit.replay.allocator.facts import snapshot_facts
+from tracekit.replay.allocator import playback, snapshot_facts
+from tracekit.replay.allocator.model import SegmentState
 from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.recorded_history import SEGMENT_ALLOCATIONS, SEGMENT_FREES, is_replayed
-from tracekit.replay.allocator.settings import SMALL_BYTES, segment_bytes
+from tracekit.replay.allocator.settings import SMALL_BYTES, Settings, segment_bytes
 
 CANDIDATES = (
     "expandable_segments:True",
@@ -116,9 +116,15 @@ def of_snapshot(
     played, note = _state(at_failure)
     place = snapshot_facts.places(snapshot).filter(pl.col("stack").eq_missing(pl.lit(last["stack"])))
     operator, location = place.select("operator", "place").row(0) if place.height else (None, None)
-    segments = played.final if played else _final(history, is_last=last["index"] == events.height - 1)
+    # Without a replay the segments are those of the snapshot, if it was taken at the out-of-memory.
+    final = history.final if last["index"] == events.height - 1 else ()
+    segments = played.final if played else final
     free = _free_blocks(segments)
-    is_eligible = (pl.col("kind") == _kind(last["bytes"])) & (pl.col("stream") == (last["stream"] or 0))
+    kind = "small" if last["bytes"] <= SMALL_BYTES else "large"
+    is_eligible = (pl.col("kind") == kind) & (pl.col("stream") == (last["stream"] or 0))
+    owners = schema.empty(allocations.PEAK_COLUMNS)
+    if played:
+        owners = snapshot_facts.after_event(snapshot, at_failure, played, len(at_failure.action) - 1)
     oom = OutOfMemoryEvent(
         device=history.device,
         at_ns=last["at_ns"],
@@ -132,7 +138,7 @@ def of_snapshot(
         largest_free_block_bytes=(free.filter(is_eligible)["largest_free_bytes"].max() or 0) if segments else None,  # type: ignore[arg-type]
         operator=operator,
         location=location,
-        allocated_by=_owners(snapshot, at_failure, played),
+        allocated_by=owners,
         free_blocks=free,
         tried=schema.empty(TRIED_COLUMNS),
         growth=schema.empty(GROWTH_COLUMNS),
@@ -215,17 +221,6 @@ def _state(history: History) -> tuple[ReplayResult | None, str]:
     return played, ""
 
 
-def _final(history: History, *, is_last: bool) -> tuple[SegmentState, ...]:
-    """Return the segments of the snapshot if it was taken at the out-of-memory, else none."""
-    return history.final if is_last else ()
-
-
-def _owners(snapshot: MemorySnapshot, history: History, played: ReplayResult | None) -> pl.DataFrame:
-    if played is None:
-        return schema.empty(allocations.PEAK_COLUMNS)
-    return snapshot_facts.after_event(snapshot, history, played, len(history.action) - 1)
-
-
 def _trial(history: History, oom: OutOfMemoryEvent, stream: int, candidates: Sequence[str]) -> tuple[pl.DataFrame, str]:
     """Settings that would have served the request, replayed from the same start in the same memory.
 
@@ -264,10 +259,6 @@ def _free_blocks(segments: Sequence[SegmentState]) -> pl.DataFrame:
         blocks=pl.len(), free_bytes=pl.col("bytes").sum(), largest_free_bytes=pl.col("bytes").max()
     )
     return schema.conform(pieces.sort("free_bytes", descending=True), {**FREE_COLUMNS, "kind": pl.String})
-
-
-def _kind(requested_bytes: int) -> str:
-    return "small" if requested_bytes <= SMALL_BYTES else "large"
 
 
 def _reserved_bytes(segments: Sequence[SegmentState]) -> int:
