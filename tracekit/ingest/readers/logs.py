@@ -1,4 +1,4 @@
-"""What a rank records besides its trace: checkpoint stages and metrics, one JSON object a line, and memory snapshots."""
+"""What a rank records besides its trace: checkpoint stages and metrics (a JSON object a line), memory snapshots."""
 
 import math
 from collections.abc import Sequence

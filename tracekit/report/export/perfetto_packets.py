@@ -1,7 +1,7 @@
 """Packets of a Perfetto trace: tracks, texts, and events that are encoded once and copied; fields by hand.
 
-Wire format: the encoding guide of Protocol Buffers. Numbers that are filled in later have a fixed width: a varint may be
-longer than it needs to be, up to ten bytes.
+Wire format: the encoding guide of Protocol Buffers. Numbers that are filled in later have a fixed width: a varint may
+be longer than it needs to be, up to ten bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
