@@ -306,10 +306,10 @@ def test_damaged_and_memory_filling_pickles_are_refused_in_little_memory(name, t
 READ_ALL = """
 import resource, sys
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 for path in sys.argv[1:]:
     try:
-        reader.read(path)
+        memory_snapshots.read(path)
     except BadTraceError:
         pass
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
@@ -381,9 +381,9 @@ def test_a_missing_file_is_an_input_error(tmp_path):
 READ_AND_SAY = """
 import resource, sys
 from tracekit.ingest import pickle_child
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-height = reader.read(sys.argv[1]).events.height
+height = memory_snapshots.read(sys.argv[1]).events.height
 print(height, *(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)), before)
 """
 
