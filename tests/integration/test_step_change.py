@@ -59,7 +59,11 @@ _LIBRARIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", list(_LIBRARIES), ids="-".join)
+@pytest.mark.parametrize(
+    "pair",
+    [_V100_A100, *(pytest.param(pair, marks=pytest.mark.accuracy) for pair in (_A100_MI300, _V100_MI300))],
+    ids="-".join,
+)
 def test_contributions_sum_for_public_recordings_of_resnet50_under_different_settings(pair) -> None:
     """One process on V100, DDP on A100, DDP in 16 bits on MI300X: 53 convolutions and batch norms a step in each."""
     folders = [TRACES / name for name in pair]
@@ -133,6 +137,7 @@ def test_a_saved_report_has_no_operators(tmp_path: Path) -> None:
 # A change put into a recording ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.accuracy
 @pytest.mark.parametrize("seed", [1, 5])
 def test_an_operator_that_was_slowed_down_in_a_recording_is_first(seed: int, tmp_path: Path) -> None:
     folder = TRACES / "torchrec_v100_4ranks"
@@ -170,6 +175,7 @@ def hta_counts(files: list[Path]) -> dict[str, tuple[float, float, float, float]
     return {str(name): tuple(row) for name, row in zip(table.index, table[columns].to_numpy().tolist(), strict=True)}
 
 
+@pytest.mark.accuracy
 def test_counts_and_durations_of_kernels_equal_those_of_hta(tmp_path: Path) -> None:
     files = [_mended(file, tmp_path) for file in sorted((TRACES / "nanogpt_h100_8ranks").glob("rank[04]-*"))]
     if not files:

@@ -9,6 +9,7 @@ import pytest
 
 import tracekit
 from tests.support import cli_runner, shared_findings
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
 SHARED = ROOT.parent / "shared" / "traces"
 REPRODUCED = 0.05
+EVERYDAY = {"torchrec_v100_4ranks"}
 
 
 def off(of):
@@ -55,7 +57,9 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
+@pytest.mark.parametrize(
+    "name", others_in_accuracy(["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"], EVERYDAY)
+)
 def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED
 
@@ -68,7 +72,10 @@ def test_without_host_time_or_communication_a_step_still_computes(name):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["tracelens_h100_memory_stacks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"])
+@pytest.mark.parametrize(
+    "name",
+    others_in_accuracy(["tracelens_h100_memory_stacks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"], EVERYDAY),
+)
 def test_public_runs_without_host_time_or_communication_still_compute(name):
     # In the first, 128 ms of loading before the first kernel and most of 512 ms of idle time are data loading.
     assert_still_computes(tracekit.load(SHARED / name))
@@ -82,7 +89,7 @@ def assert_still_computes(of):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
+@pytest.mark.parametrize("name", others_in_accuracy(["torchrec_v100_4ranks", "nanogpt_h100_8ranks"], EVERYDAY))
 def test_findings_are_priced_where_work_was_queued_before_the_window(name):
     # Up to 24% of the device's work has no recorded launch, all of it before the first that has one.
     (late,) = [finding for finding in shared_findings.findings(SHARED / name) if finding.code == "HOST001"]
@@ -129,17 +136,17 @@ def without_waits(loaded):
     return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=alignment.offsets)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fault", "cause"),
-    [
-        ("fsdp1", "late-launch", "late-launch"),
-        ("fsdp1", "", "give-way"),
-        ("fsdp2", "host-sync", "blocking-sync"),
-        ("fsdp2", "no-prefetch", "late-gathers"),
-        ("yafsdp", "slow-rank", "straggler"),
-        ("yafsdp", "small-collectives:8", "small-collectives"),
-    ],
-)
+CAUSES = [
+    ("fsdp1", "late-launch", "late-launch"),
+    ("fsdp1", "", "give-way"),
+    ("fsdp2", "host-sync", "blocking-sync"),
+    ("fsdp2", "no-prefetch", "late-gathers"),
+    ("yafsdp", "slow-rank", "straggler"),
+    ("yafsdp", "small-collectives:8", "small-collectives"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "fault", "cause"), others_in_accuracy(CAUSES, [CAUSES[1], CAUSES[2], CAUSES[4]]))
 def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fault, cause, simulated):
     folder = simulated(strategy, fault)
     name = fault.split(":")[0] or "give-way"
@@ -149,14 +156,14 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
     assert savings.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "both", "causes"),
-    [
-        ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
-        ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
-        ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
-    ],
-)
+PAIRS = [
+    ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
+    ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
+    ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "both", "causes"), others_in_accuracy(PAIRS, PAIRS[:1]))
 def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
     faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))
     found = savings.combined_saving(faulty, causes)

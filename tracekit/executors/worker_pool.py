@@ -106,7 +106,7 @@ def measure(source: Source, facts: Sequence[TraceFact], share: int) -> Outcome:
     The worker keeps the traces in memory if its share fits there; otherwise none would stay until it is needed again.
     """
     try:
-        trace = _loaded.get(source) or source.read()
+        trace = _loaded.traces.get(source) or source.read()
         tables = pack([fact(trace) for fact in facts])
     except BadTraceError as error:
         return BadTraceError(str(error))  # without its cause, which may not be picklable

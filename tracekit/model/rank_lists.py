@@ -41,17 +41,11 @@ def lists(texts: pl.Series) -> pl.Series:
 def _parts(ranks: Sequence[int]) -> Iterator[str]:
     first = 0
     while first < len(ranks):
-        last = _last_at_equal_distance(ranks, first)
+        last = min(first + 1, len(ranks) - 1)
+        distance = ranks[last] - ranks[first]
+        while distance > 0 and last + 1 < len(ranks) and ranks[last + 1] - ranks[last] == distance:
+            last += 1
         if last < first + 2:
             last = first
-        yield str(ranks[first]) if last == first else f"{ranks[first]}:{ranks[last]}:{ranks[last] - ranks[last - 1]}"
+        yield str(ranks[first]) if last == first else f"{ranks[first]}:{ranks[last]}:{distance}"
         first = last + 1
-
-
-def _last_at_equal_distance(ranks: Sequence[int], first: int) -> int:
-    """Return the index of the last rank of those from `first` on whose distances are the same, and positive."""
-    last = min(first + 1, len(ranks) - 1)
-    distance = ranks[last] - ranks[first]
-    while distance > 0 and last + 1 < len(ranks) and ranks[last + 1] - ranks[last] == distance:
-        last += 1
-    return last

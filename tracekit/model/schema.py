@@ -120,7 +120,11 @@ def columns(names: str, **types: type[pl.DataType] | pl.DataType) -> dict[str, t
     >>> columns("phase cause dur_ns exposed_ratio", cause=pl.String)
     {'phase': String, 'cause': String, 'dur_ns': Int64, 'exposed_ratio': Float64}
     """
-    return {name: types.get(name) or _type_of(name) for name in names.split()}
+    named = dict[str, type[pl.DataType] | pl.DataType]()
+    for name in names.split():
+        by_affix = (dtype for affix, dtype in _TYPE_BY_AFFIX.items() if name.startswith(affix) or name.endswith(affix))
+        named[name] = types.get(name) or _TYPE_BY_NAME.get(name) or next(by_affix, pl.Int64)
+    return named
 
 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
@@ -462,8 +466,3 @@ _TYPE_BY_NAME: dict[str, type[pl.DataType]] = {
     "ranks": pl.Int64,  # how many; in GROUPS a list
 }
 _TYPE_BY_AFFIX = {"is_": pl.Boolean, "_ratio": pl.Float64, "_per_s": pl.Float64, "_name": pl.String, "_kind": pl.String}
-
-
-def _type_of(name: str) -> type[pl.DataType]:
-    by_affix = (dtype for affix, dtype in _TYPE_BY_AFFIX.items() if name.startswith(affix) or name.endswith(affix))
-    return _TYPE_BY_NAME.get(name) or next(by_affix, pl.Int64)

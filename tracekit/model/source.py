@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -44,29 +44,25 @@ class LoadedTraces:
     def __init__(self, max_bytes: int) -> None:
         """Start without traces."""
         self._max_bytes = max_bytes
-        self._traces: dict[Source, Trace] = {}
+        self.traces: dict[Source, Trace] = {}
         self._sizes_bytes: dict[Source, int] = {}
         """The size of each trace when it was last used: to add up all tables after each trace takes long."""
 
-    def get(self, source: Source) -> Trace | None:
-        """Return the trace of a source if it is in memory."""
-        return self._traces.get(source)
-
     def open(self, source: Source) -> Trace:
         """Return the trace of a source, read if it is not in memory. Raises BadTraceError if it cannot be read."""
-        trace = self.get(source) or source.read()
+        trace = self.traces.get(source) or source.read()
         self.add(source, trace)
         return trace
 
     def add(self, source: Source, trace: Trace) -> None:
         """Add a trace as the one used last, and evict others as needed."""
-        self._traces.pop(source, None)
-        self._traces[source] = trace
+        self.traces.pop(source, None)
+        self.traces[source] = trace
         self._sizes_bytes[source] = _size_bytes(trace)
-        total_bytes = sum(self._sizes_bytes[source] for source in self._traces)
-        while total_bytes > self._max_bytes and len(self._traces) > 1:
-            least_recent = next(iter(self._traces))
-            del self._traces[least_recent]
+        total_bytes = sum(self._sizes_bytes[source] for source in self.traces)
+        while total_bytes > self._max_bytes and len(self.traces) > 1:
+            least_recent = next(iter(self.traces))
+            del self.traces[least_recent]
             total_bytes -= self._sizes_bytes.pop(least_recent)
 
     def keeps(self, trace: Trace, count: int) -> bool:
@@ -75,14 +71,6 @@ class LoadedTraces:
         If not, a pass over all of them evicts each one before the next pass needs it.
         """
         return count == 1 or count * _size_bytes(trace) <= self._max_bytes
-
-    def clear(self) -> None:
-        """Evict all traces."""
-        self._traces.clear()
-        self._sizes_bytes.clear()
-
-    def __len__(self) -> int:
-        return len(self._traces)
 
 
 def _size_bytes(trace: Trace) -> int:
@@ -133,10 +121,17 @@ class Threads:
         """Yield the facts of each source, and add its trace to `loaded` if all of them can stay there."""
         with ThreadPoolExecutor(max_workers=self.workers) as pool:
 
-            def submit(source: Source) -> "Future[tuple[Trace, list[pl.DataFrame]]]":
-                return pool.submit(_measure, source, loaded.get(source), facts)
+            def measure_trace(source: Source) -> tuple[Trace, list[pl.DataFrame]]:
+                trace = loaded.traces.get(source) or source.read()
+                return trace, [fact(trace) for fact in facts]
 
-            for source, future in submitted_in_order(sources, submit, tasks=self.workers, max_bytes=_MAX_THREADS_BYTES):
+            futures = submitted_in_order(
+                sources,
+                lambda source: pool.submit(measure_trace, source),
+                tasks=self.workers,
+                max_bytes=_MAX_THREADS_BYTES,
+            )
+            for source, future in futures:
                 try:
                     trace, tables = future.result()
                 except BadTraceError as error:
@@ -158,17 +153,9 @@ def submitted_in_order(
     waiting = deque(sources)
     running: deque[tuple[Source, T]] = deque()
     while waiting or running:
-        while waiting and _has_room(waiting[0], [source for source, _ in running], tasks, max_bytes):
+        running_bytes = sum(source.size_bytes for source, _ in running)
+        while waiting and (not running or (len(running) < tasks and running_bytes + waiting[0].size_bytes < max_bytes)):
             source = waiting.popleft()
             running.append((source, submit(source)))
+            running_bytes += source.size_bytes
         yield running.popleft()
-
-
-def _has_room(source: Source, running: Sequence[Source], tasks: int, max_bytes: float) -> bool:
-    ahead_bytes = sum(other.size_bytes for other in running)
-    return not running or (len(running) < tasks and ahead_bytes + source.size_bytes < max_bytes)
-
-
-def _measure(source: Source, loaded: Trace | None, facts: Sequence[TraceFact]) -> tuple[Trace, list[pl.DataFrame]]:
-    trace = loaded or source.read()
-    return trace, [fact(trace) for fact in facts]

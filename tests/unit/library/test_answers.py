@@ -17,6 +17,7 @@ from tracekit.library.run import Run
 from tracekit.replay.graph import what_if
 from tracekit.report import comparison, figures, step_change
 from tracekit.report import json as json_report
+from tracekit.report.render import text as render_text
 from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -89,7 +90,7 @@ def test_a_comparison_is_that_of_the_command_with_the_other_run_as_reference(run
     frame = compared.to_frame()
     assert frame["metric"].to_list() == [change.metric for change in compared.compared.changes]
     assert frame.filter(metric="step_time_ns")["candidate"].item() == compared.compared.changes[0].candidate
-    assert comparison.as_text(compared.compared, width=100) == compared.formats()[".txt"]()
+    assert render_text.render(comparison.document(compared.compared), width=100) == compared.formats()[".txt"]()
     changed = answers["by operator"]
     assert changed.to_frame()["change_ns"].sum() == pytest.approx(changed.changed.step.difference, abs=1)
     assert html.escape(step_change.headline(changed.changed)) in changed._repr_html_()

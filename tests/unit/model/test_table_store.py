@@ -1,14 +1,17 @@
 """Tables of facts are the same in memory and in Parquet parts."""
 
+import inspect
+
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
+from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
 from tracekit.model.source import Measured, Source
-from tracekit.model.table_store import TableStore
+from tracekit.model.table_store import Collector, TableStore
 
 
 def names(trace):
@@ -41,7 +44,7 @@ TABLES = st.lists(
 
 def collected(measured, max_bytes):
     tables = TableStore(max_bytes)
-    collector = tables.collector(list(SCHEMAS))
+    collector = Collector(tables, list(SCHEMAS))
     for rank, of_trace in enumerate(measured):
         collector.add((0, rank), [pl.DataFrame(rows, SCHEMAS[fact], orient="row") for fact, rows in of_trace])
     collector.finish(0.0)
@@ -61,12 +64,12 @@ def test_parts_in_files_are_the_tables_in_memory(measured, max_bytes):
         assert within.get(fact).rows() == expected
         assert outside.get(fact).equals(within.get(fact))
         assert outside.scan(fact).select("rank").collect().equals(within.get(fact).select("rank"))
-    assert max_bytes or not any(within.parts(fact) for fact in SCHEMAS)
+    assert max_bytes or not any(within.parts.get(fact) for fact in SCHEMAS)
 
 
 def test_files_are_removed_with_the_tables():
     tables = collected([((names, [("a", 0, None, None)]), (times, [(1, 0.5)]))], 0)
-    files = [*tables.parts(names), *tables.parts(times)]
+    files = [*tables.parts[names], *tables.parts[times]]
     assert len(files) == 2
     assert all(path.exists() for path in files)
     del tables
@@ -109,3 +112,21 @@ def test_a_trace_without_tables_is_an_issue_and_the_others_stay():
     assert run.table(lambda trace: pl.DataFrame()).rows() == [(0, 1, 1)]
     assert run.ranks == (1,)
     assert run.data_quality["message"].to_list() == ["rank0: gone"]
+
+
+def test_a_fact_that_reads_a_fact_is_two_frames_deeper():
+    # Whoever reads a stack of facts, in an error or a profile, sees facts and nothing that only forwards.
+    depths = []
+
+    @run_fact
+    def inner(run):
+        depths.append(len(inspect.stack()))
+        return pl.DataFrame()
+
+    @run_fact
+    def outer(run):
+        depths.append(len(inspect.stack()))
+        return run.table(inner)
+
+    Run("run", []).table(outer)
+    assert depths[1] - depths[0] == 2

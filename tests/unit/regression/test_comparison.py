@@ -22,6 +22,8 @@ from tracekit.regression.thresholds import Change, Verdict, parse_limit
 from tracekit.report import baseline_json
 from tracekit.report import comparison as report
 from tracekit.report import json as report_json
+from tracekit.report.render import markdown as render_markdown
+from tracekit.report.render import text as render_text
 from tracekit.rules import engine
 
 MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
@@ -219,9 +221,10 @@ def test_devices_and_versions_of_the_headers_that_differ_are_stated_first(wordin
     comparison = compare(*sides)
     wording(*comparison.differences)
     assert comparison.notes[:2] == comparison.differences
-    shown = report.as_text(comparison, width=100)
+    shown = render_text.render(report.document(comparison), width=100)
     assert shown.index("device differs") < shown.index("step time")
-    assert shown.count("device differs") == report.as_markdown(comparison).count("device differs") == 1
+    page = render_markdown.render(report.document(comparison))
+    assert shown.count("device differs") == page.count("device differs") == 1
 
 
 def test_equal_or_unstated_devices_are_no_difference() -> None:

@@ -23,7 +23,7 @@ from tracekit.regression.metrics import METRICS, all_metrics
 from tracekit.regression.samples import run_samples
 from tracekit.regression.thresholds import Thresholds, parse_limit
 from tracekit.report import baseline as baseline_report
-from tracekit.report import baseline_json, comparison, gate_text
+from tracekit.report import baseline_json, comparison, text
 from tracekit.report import json as report_json
 from tracekit.report.charts import many_runs
 from tracekit.report.render import text as render_text
@@ -74,7 +74,7 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
     compared = compare(before, after)
     change = next(change for change in compared.changes if change.metric == plugin)
     assert (change.verdict.value, change.change) == ("worse", pytest.approx(2.0))
-    assert "activities per step" in comparison.as_text(compared, width=120)
+    assert "activities per step" in render_text.render(comparison.document(compared), width=120)
     assert parse_limit("activity_count>5").is_exceeded(change)
 
     report = sample_baselines.report(run)
@@ -103,7 +103,8 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
 
     assert "`activity_count`" in comparison.metrics_page()
     assert settings.read(settings_file(tmp_path, plugin), all_rules()).baseline.metrics == (plugin,)
-    assert "Budgets" in gate_text.render(checks.judge(report, None, budgets=budgets.parse({plugin: 1})))
+    judged = checks.judge(report, None, budgets=budgets.parse({plugin: 1}))
+    assert "Budgets" in render_text.render(text.gate_document(judged), width=100)
 
 
 def settings_file(folder: Path, metric: str) -> Path:

@@ -80,7 +80,7 @@ def test_a_rule_does_not_report_its_example_without_the_fault(rule):
 def test_all_facts_that_a_rule_reads_are_declared(rule):
     run = EXAMPLES[rule.code].fires()
     run.measure(rule.facts)
-    run._loaded.clear()
+    run._loaded.traces.clear()
     run.sources = tuple(dataclasses.replace(source, read=fail_to_read) for source in run.sources)
     assert run.table(rule.facts[0]).height >= 0
     assert list(with_thresholds(rule).check(run))

@@ -1,20 +1,21 @@
 """``tracekit export``: a run for other programs and people: Perfetto, a page to share, Prometheus, OpenTelemetry, …."""
 
 import contextlib
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
-from tracekit.cli import output, shared_pages
-from tracekit.cli.options import RunOptions, SelectedWork, expand_options
+from tracekit.cli import output, run_loading, shared_pages
+from tracekit.cli.options import RunOptions, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
-from tracekit.cli import run_loading
 
 _ZIP_LEVEL = 2
 
@@ -28,6 +29,22 @@ class ExportFormat(StrEnum):
     OPENMETRICS = "openmetrics"
     OTLP = "otlp"
     TENSORBOARD = "tensorboard"
+
+
+_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedWork:
+    """The part of a run that is written."""
+
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None
+    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None
+
+    def rank_numbers(self) -> list[int] | None:
+        """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
+        return None if self.ranks is None else parse_ranks(self.ranks)
 
 
 @expand_options
@@ -145,6 +162,20 @@ def flamegraph(
     with output.atomic_file(out) as file:
         write(tree, file, title)
     output.notify(f"{out}: {tree.height:,} stacks of {title}")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
+    ranks: set[int] = set()
+    for part in output.split_names(text):
+        match = _RANGE.match(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < _MAX_RANKS:
+            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
+        ranks.update(range(first, last + 1))
+    if not ranks:
+        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
+    return sorted(ranks)
 
 
 def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None) -> None:

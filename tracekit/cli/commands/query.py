@@ -14,7 +14,6 @@ from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import polars as pl
-from tracekit.cli.options import DocumentFormat, DocumentFormatOption
 
 _DEFAULT_ROWS = 100
 _GIB = 1 << 30
@@ -27,6 +26,14 @@ class RowFormat(StrEnum):
     CSV = "csv"
     JSON = "json"
     PARQUET = "parquet"
+
+
+class DocumentFormat(StrEnum):
+    """Formats of a table that may become part of a document."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
 
 
 @expand_options
@@ -76,7 +83,7 @@ def query(
 def schema(
     table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
     *,
-    document_format: DocumentFormatOption = DocumentFormat.TEXT,
+    document_format: Annotated[DocumentFormat, typer.Option("--format", help="Output format.")] = DocumentFormat.TEXT,
     result: OutputOptions,
 ) -> None:
     """List the tables that tracekit query reads, with the unit and meaning of each column."""
@@ -106,7 +113,7 @@ def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: Outp
     from tracekit.report import query_rows
 
     if row_format is RowFormat.TABLE:
-        result.emit(query_rows.as_text(rows, **result.style, more=count > rows.height))
+        result.write_text(query_rows.document(rows, more=count > rows.height))
     else:
         text = query_rows.as_csv(rows) if row_format is RowFormat.CSV else query_rows.as_json(rows)
         output.emit_rows(text, result.out)
