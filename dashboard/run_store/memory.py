@@ -12,7 +12,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, refuse_links
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.model.run import Run
 from tracekit.replay.allocator import memory_usage, playback, run_snapshots, snapshot_facts
 from tracekit.replay.allocator.memory_usage import AS_RECORDED, MemoryUsage
@@ -114,7 +114,7 @@ def _cached_by_snapshot(*, max_entries: int) -> Callable[[Callable[..., _T]], Ca
 
 @_cached_by_snapshot(max_entries=40)
 def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
-    snapshot = reader.read(file.path)
+    snapshot = memory_snapshots.read(file.path)
     device = snapshot.main_device if device is None else device
     history, outcome = memory_usage.play_history(playback.from_snapshot(snapshot, device))
     at_peak = snapshot_facts.categories_at_peak(snapshot, history, outcome)
@@ -131,12 +131,12 @@ def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Dat
 
 @_cached_by_snapshot(max_entries=40)
 def _snapshot_report(file: SnapshotFile, device: int | None) -> MemoryUsage:
-    snapshot = reader.read(file.path)
+    snapshot = memory_snapshots.read(file.path)
     return memory_usage.of_snapshot(snapshot, snapshot.main_device if device is None else device)
 
 
 @_cached_by_snapshot(max_entries=8)
 def _replay_snapshot(file: SnapshotFile, device: int, settings: str, device_gib: float | None) -> MemoryUsage:
-    history = playback.from_snapshot(reader.read(file.path), device)
+    history = playback.from_snapshot(memory_snapshots.read(file.path), device)
     allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
     return _replay(history, allocated_bytes, settings, device_gib)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cli_runner import ROOT, tracekit
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 
 LEAK = ROOT / "tests" / "recordings" / "out_of_memory" / "leak"
 PACKED = LEAK / "rank00000.memory.pickle.gz"
@@ -25,7 +25,7 @@ def test_its_tables_are_those_of_the_plain_file(tmp_path, pack, ending):
     plain.write_bytes(gzip.decompress(PACKED.read_bytes()))
     packed = tmp_path / f"packed.pickle{ending}"
     packed.write_bytes(pack(plain.read_bytes()))
-    expected, found = reader.read(plain), reader.read(packed)
+    expected, found = memory_snapshots.read(plain), memory_snapshots.read(packed)
     assert expected.events.height > 1000
     for name in TABLES:
         assert getattr(found, name).equals(getattr(expected, name)), name
@@ -53,4 +53,4 @@ def test_a_decompression_bomb_is_refused(tmp_path):
     path.write_bytes(gzip.compress(b"\x80\x04](" + pickle.dumps("x" * 64)[2:-1] * 2_000_000))
     assert path.stat().st_size < 1 << 20
     with pytest.raises(BadTraceError, match="decompresses to far more"):
-        reader.read(path)
+        memory_snapshots.read(path)

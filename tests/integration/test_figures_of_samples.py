@@ -9,7 +9,7 @@ import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import program_on_streams, run_with_snapshots
 from tracekit.analysis.time import breakdown
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import memory_usage
 from tracekit.report import charts, figures, html
 
@@ -67,7 +67,7 @@ def test_the_categories_of_memory_at_the_peak_of_a_snapshot_are_in_the_report(tm
     run = drawn_traces.run(drawn_traces.trace("compute a"), path=str(tmp_path))
     pictures = _of_memory(run)
     assert list(pictures) == ["snapshot", "memory_categories", "segments"]
-    snapshot = reader.read(str(tmp_path / "rank00000.memory.pickle"))
+    snapshot = memory_snapshots.read(str(tmp_path / "rank00000.memory.pickle"))
     expected = memory_usage.of_snapshot(snapshot, snapshot.main_device).categories
     drawn = pictures["memory_categories"].figure
     assert list(drawn.layout.yaxis.ticktext) == expected["category"].to_list()

@@ -13,7 +13,7 @@ import torch
 
 import tracekit
 from tracekit.analysis.memory import allocations
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import playback, snapshot_facts
 from tracekit.replay.allocator.recorded_history import ALLOC, REQUEST
 from tracekit.replay.allocator.settings import Settings
@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def history(trained):
-    return playback.from_snapshot(reader.read(trained[0] / "rank00000.memory.pickle"), 0)
+    return playback.from_snapshot(memory_snapshots.read(trained[0] / "rank00000.memory.pickle"), 0)
 
 
 def test_trace_and_snapshot_have_the_same_blocks_and_times(trained, history):

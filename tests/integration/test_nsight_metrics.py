@@ -13,7 +13,6 @@ from tests.support.cli_runner import ROOT
 from tests.support.nsight_export import Export
 from tracekit.analysis.compute import device_counters
 from tracekit.conventions import device_metrics
-from tracekit.ingest.readers.nsight import gpu_metrics
 
 SAMPLE = ROOT / "sample_traces" / "gpu" / "compiled" / "rank00000.pt.trace.json.gz"
 DECLARED = (ROOT / "tests" / "recordings" / "nsight" / "schema_user_guide.sql").read_text()
@@ -135,7 +134,7 @@ def test_versions_before_2023_4_have_samples_as_json(copied):
 
 
 def test_many_samples_become_means_of_neighbours(copied, monkeypatch):
-    monkeypatch.setattr(gpu_metrics, "MAX_SAMPLES", 3)
+    monkeypatch.setattr("tracekit.ingest.readers.nsight.reader.MAX_SAMPLES", 3)
     add_metrics(copied, [(10 * i, 11, i) for i in (6, 5, 4, 3, 2, 1, 0)])
     found = read(copied).counters
     assert found.select(pl.col("at_ns") - START_NS, "value").rows() == [(0, 1.0), (30, 4.0), (60, 6.0)]

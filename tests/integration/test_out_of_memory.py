@@ -9,7 +9,7 @@ import pytest
 from tests.support import cli_runner
 from tests.support.sample_snapshots import MIB, SHARED, Simulation, event, frame, recorded, write
 from tracekit.analysis.memory import snapshot_files
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import out_of_memory, playback
 from tracekit.replay.allocator.model import OutOfMemory
 from tracekit.replay.allocator.settings import Settings
@@ -51,7 +51,7 @@ def failing(made, size, stack=STACK):
 
 
 def of(path, device=0):
-    snapshot = reader.read(path)
+    snapshot = memory_snapshots.read(path)
     return out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
 
 
@@ -133,7 +133,7 @@ def test_the_settings_of_the_recording_are_never_advised(fragmentation):
     oom = of(fragmentation)
     assert "default" not in oom.tried["settings"].to_list()
     # The model fails under the recorded settings as the program did, from the same start on the same device.
-    snapshot = reader.read(fragmentation)
+    snapshot = memory_snapshots.read(fragmentation)
     history = playback.from_snapshot(snapshot, 0)
     again = out_of_memory.of_snapshot(snapshot, history, candidates=("max_non_split_rounding_mb:1024",))
     assert again.tried["fits"].to_list() == [False]
@@ -193,7 +193,7 @@ def test_senseless_numbers_of_an_out_of_memory_end_without_a_crash(tmp_path, bro
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared traces")
 def test_recorded_snapshots_without_an_out_of_memory_have_none():
-    snapshot = reader.read(recorded("from_empty_fwd_bwd_fp32.pickle"))
+    snapshot = memory_snapshots.read(recorded("from_empty_fwd_bwd_fp32.pickle"))
     assert out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, 0)) is None
 
 

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from tests.support import cli_runner
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import out_of_memory, playback, snapshot_facts
 from tracekit.replay.allocator.settings import Settings
 from tracekit.report import memory as report
@@ -32,7 +32,7 @@ def unpacked(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     folder = unpacked(f"out_of_memory/{request.param}", tmp_path_factory.mktemp(request.param))
-    snapshot = reader.read(folder / "rank00000.memory.pickle")
+    snapshot = memory_snapshots.read(folder / "rank00000.memory.pickle")
     oom = out_of_memory.of_snapshot(snapshot, playback.from_snapshot(snapshot, 0))
     return request.param, oom, json.loads((RECORDINGS / "out_of_memory" / request.param / "torch.json").read_text())
 
@@ -104,7 +104,7 @@ def test_only_the_leak_grows_and_the_line_that_keeps_it_is_named(case):
 
 def test_a_leak_needs_marks_of_steps(tmp_path):
     folder = unpacked("out_of_memory/leak", tmp_path / "run")
-    snapshot = reader.read(folder / "rank00000.memory.pickle")
+    snapshot = memory_snapshots.read(folder / "rank00000.memory.pickle")
     history = playback.from_snapshot(snapshot, 0)
     unmarked = dataclasses.replace(snapshot, annotations=snapshot.annotations.clear())
     assert out_of_memory.step_growth(unmarked, history, playback.replay_as_recorded(history)).is_empty()
@@ -112,7 +112,7 @@ def test_a_leak_needs_marks_of_steps(tmp_path):
 
 def test_memory_from_before_the_first_mark_is_of_no_step(tmp_path):
     folder = unpacked("out_of_memory/leak", tmp_path / "run")
-    snapshot = reader.read(folder / "rank00000.memory.pickle")
+    snapshot = memory_snapshots.read(folder / "rank00000.memory.pickle")
     history = playback.from_snapshot(snapshot, 0)
     played = playback.replay_as_recorded(history)
     marks = snapshot.annotations.filter(pl.col("name").str.starts_with("Optimizer.step"), stage="START")
@@ -152,7 +152,7 @@ COUNTED = json.loads((RECORDINGS / "allocator_h100" / "counted.json").read_text(
 
 @pytest.mark.parametrize("settings", COUNTED)
 def test_the_reserved_memory_of_a_real_training_is_predicted_from_a_run_with_default_settings(settings, tmp_path):
-    snapshot = reader.read(unpacked("allocator_h100", tmp_path) / "rank00000.memory.pickle")
+    snapshot = memory_snapshots.read(unpacked("allocator_h100", tmp_path) / "rank00000.memory.pickle")
     history = playback.from_snapshot(snapshot, 0)
     predicted = playback.predict(history, Settings.parse(settings))
     assert predicted.peak_reserved_bytes == COUNTED[settings]["reserved_bytes.all.peak"]

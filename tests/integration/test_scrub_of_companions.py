@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tracekit
 from tracekit.cli.commands import scrub as scrub_command
 from tracekit.ingest import scrub
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.ingest.scrub import snapshots
 from tracekit.report.render import text as render_text
 
@@ -74,7 +74,7 @@ def test_memory_snapshots_come_without_users_hosts_and_folders_and_with_all_bloc
     assert not done.left_out
     copy = out / path.name
     assert not any(word.encode() in copy.read_bytes() for word in (USER, "secret-team"))
-    there, back = (reader.read(str(of)) for of in (path, copy))
+    there, back = (memory_snapshots.read(str(of)) for of in (path, copy))
     assert there.events.height > 100
     for name in ("segments", "blocks", "events", "stacks"):
         assert back.tables[name].equals(there.tables[name])

@@ -35,7 +35,10 @@ def identify(
     Remote files are read concurrently; with `cache`, only those whose header is not cached. Raises BadTraceError if no
     file has a trace.
     """
-    issues = _archive_issues(files)
+    opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
+    issues = [
+        QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
+    ]
     files, named_count = _possible(files), sum(not file.is_neighbor for file in files)
     traces: list[TraceFile] = []
     companions: list[TraceFile] = []
@@ -108,13 +111,6 @@ def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
         )
         for file in files
         for rank in (word_rank(file),)
-    ]
-
-
-def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
-    opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
-    return [
-        QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
     ]
 
 

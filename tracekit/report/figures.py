@@ -28,7 +28,7 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError, TracekitError, did_you_mean
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -391,7 +391,7 @@ def _first_snapshot(run: Run) -> _ShownSnapshot | None:
     """Tables of the first memory snapshot. None without one, or if it is larger than what is read by default."""
     for file in snapshot_files.first_files(run)[:1]:
         try:
-            return _played_snapshot(reader.read(file.path), file.rank)
+            return _played_snapshot(memory_snapshots.read(file.path), file.rank)
         except TracekitError:
             return None  # `tracekit memory` shows the reason; these figures are about the run
     return None

@@ -18,7 +18,7 @@ from tests.support.sample_snapshots import MIB, document, event, frame, recorded
 from tracekit.analysis.memory import snapshot_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import pickle_child
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import schema
 from tracekit.model.trace import MemorySnapshot
 
@@ -49,7 +49,7 @@ def simulated() -> dict:
 def read(data: bytes, tmp_path: Path) -> MemorySnapshot:
     path = tmp_path / "rank00000.memory.pickle"
     path.write_bytes(data)
-    return reader.read(path)
+    return memory_snapshots.read(path)
 
 
 def as_dict(snapshot: MemorySnapshot) -> dict:
@@ -83,7 +83,7 @@ def expected_of(path: Path) -> dict:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_snapshot_of_any_protocol_reads_as_the_standard_library_reads_it(protocol, tmp_path):
     path = write(tmp_path / "a.pickle", simulated(), protocol)
-    snapshot = reader.read(path)
+    snapshot = memory_snapshots.read(path)
     assert as_dict(snapshot) == expected_of(path)
     assert snapshot.segments.row(0)[:7] == (0, 2 << 30, 0, "0:3", "large", False, 20 * MIB)
     assert snapshot.annotations.rows() == [(1, 12_000, "START", "Optimizer.step")]
@@ -99,7 +99,7 @@ def test_a_pickle_of_libtorch_reads_the_same(tmp_path):
 @pytest.mark.parametrize("name", REAL)
 def test_a_recorded_snapshot_reads_as_the_standard_library_reads_it(name):
     path = recorded(f"{name}.pickle")
-    assert as_dict(reader.read(path)) == expected_of(path)
+    assert as_dict(memory_snapshots.read(path)) == expected_of(path)
 
 
 def test_the_same_frames_in_the_same_order_are_one_stack_however_they_are_written(tmp_path):
@@ -124,7 +124,7 @@ def test_many_events_across_buffers_lose_nothing(tmp_path):
     ]
     path = write(tmp_path / "a.pickle", document([], history))
     assert path.stat().st_size > 4 << 20
-    events = reader.read(path).events
+    events = memory_snapshots.read(path).events
     assert events["address"].to_list() == [data["addr"] for data in history]
     assert events["bytes"].to_list() == list(range(12_000))
     assert events["stack"].to_list() == [i % 97 for i in range(12_000)]
@@ -150,7 +150,7 @@ def test_consecutive_events_of_several_forms_are_all_read(tmp_path):
             data["time_us"] = number
         history.append(data)
     path = write(tmp_path / "a.pickle", document([], history[:2500], history[2500:]))
-    assert as_dict(reader.read(path)) == expected_of(path)
+    assert as_dict(memory_snapshots.read(path)) == expected_of(path)
 
 
 def test_damage_within_a_run_of_events_is_refused(tmp_path):
@@ -161,7 +161,7 @@ def test_damage_within_a_run_of_events_is_refused(tmp_path):
     for place, other in ((time - 2, b"\x96"), (time - 2, b"c"), (time + 9, b"\x93"), (time + 40, b"\x81R")):
         spoiled = whole[:place] + other + whole[place + len(other) :]
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
-            reader.read(_file(tmp_path, spoiled))
+            memory_snapshots.read(_file(tmp_path, spoiled))
 
 
 def test_old_snapshots_without_history_pools_or_addresses_of_blocks_are_read(tmp_path):
@@ -236,14 +236,14 @@ EXPLOITS = {
 def test_every_opcode_that_imports_calls_or_builds_is_refused(name, tmp_path):
     data, reason = EXPLOITS[name]
     with pytest.raises(BadTraceError, match=rf"a\.pickle: .*{reason}"):
-        reader.read(_file(tmp_path, data))
+        memory_snapshots.read(_file(tmp_path, data))
 
 
 def test_an_exploit_nested_in_a_history_is_refused_too(tmp_path):
     whole = pickle.dumps(document([], [event("alloc", 512, 512) for _ in range(3000)]))
     inner = STACK_GLOBAL_EVAL[2:-1]
     with pytest.raises(BadTraceError, match=r"would import builtins\.eval"):
-        reader.read(_file(tmp_path, whole[:-1] + inner + b"."))
+        memory_snapshots.read(_file(tmp_path, whole[:-1] + inner + b"."))
 
 
 def test_the_child_can_import_nothing_and_has_no_registered_extensions(tmp_path):
@@ -297,7 +297,7 @@ def test_damaged_and_memory_filling_pickles_are_refused_in_little_memory(name, t
     tracemalloc.start()
     try:
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
-            reader.read(path)
+            memory_snapshots.read(path)
         assert tracemalloc.get_traced_memory()[1] < 64 * MIB
     finally:
         tracemalloc.stop()
@@ -306,10 +306,10 @@ def test_damaged_and_memory_filling_pickles_are_refused_in_little_memory(name, t
 READ_ALL = """
 import resource, sys
 from tracekit.errors import BadTraceError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 for path in sys.argv[1:]:
     try:
-        reader.read(path)
+        memory_snapshots.read(path)
     except BadTraceError:
         pass
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
@@ -328,7 +328,7 @@ def test_a_snapshot_truncated_anywhere_is_refused_with_its_name(tmp_path):
     whole = pickle.dumps(simulated())
     for end in range(0, len(whole) - 1, 37):
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
-            reader.read(_file(tmp_path, whole[:end]))
+            memory_snapshots.read(_file(tmp_path, whole[:end]))
 
 
 def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
@@ -347,7 +347,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
             )
             data[place : place + rng.randrange(3)] = other
         try:
-            reader.read(_file(tmp_path, bytes(data)))
+            memory_snapshots.read(_file(tmp_path, bytes(data)))
         except BadTraceError as error:
             refused.append(str(error))
     assert 12 < len(refused) < 50
@@ -364,26 +364,26 @@ def test_a_segment_with_a_container_that_contains_itself_is_refused_and_crashes_
     whole = simulated()
     whole["segments"][0][field] = endless
     with pytest.raises(BadTraceError, match=r"a\.pickle"):
-        reader.read(_file(tmp_path, pickle.dumps(whole)))
+        memory_snapshots.read(_file(tmp_path, pickle.dumps(whole)))
 
 
 def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path, wording):
     for data in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
         with wording.raises(BadTraceError):
-            reader.read(_file(tmp_path, pickle.dumps(data)))
+            memory_snapshots.read(_file(tmp_path, pickle.dumps(data)))
 
 
 def test_a_missing_file_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
-        reader.read(tmp_path / "absent.pickle")
+        memory_snapshots.read(tmp_path / "absent.pickle")
 
 
 READ_AND_SAY = """
 import resource, sys
 from tracekit.ingest import pickle_child
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-height = reader.read(sys.argv[1]).events.height
+height = memory_snapshots.read(sys.argv[1]).events.height
 print(height, *(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)), before)
 """
 

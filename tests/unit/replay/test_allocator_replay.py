@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.sample_snapshots import MIB, Simulation, document, event, recorded, write
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.blocks import Overlap
 from tracekit.replay.allocator.model import Allocator
@@ -18,12 +18,12 @@ CUT = ("steady_training_step", "expandable_segments_bf16")
 
 
 def history(document: dict, tmp_path) -> playback.History:
-    snapshot = reader.read(write(tmp_path / "simulated.memory.pickle", document))
+    snapshot = memory_snapshots.read(write(tmp_path / "simulated.memory.pickle", document))
     return playback.from_snapshot(snapshot, snapshot.devices[0])
 
 
 def of_file(name: str) -> playback.History:
-    snapshot = reader.read(recorded(f"{name}.pickle"))
+    snapshot = memory_snapshots.read(recorded(f"{name}.pickle"))
     return playback.from_snapshot(snapshot, int(snapshot.events["device"][0]))
 
 

@@ -10,7 +10,7 @@ from tests.support import drawn_traces
 from tests.support.sample_snapshots import MIB, Simulation, frame, write
 from tests.unit.report.test_charts import HOSTILE
 from tracekit.analysis.memory import snapshot_files, usage
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import schema
 from tracekit.replay.allocator import memory_usage, playback, run_snapshots, snapshot_facts
 from tracekit.report import charts
@@ -49,7 +49,7 @@ def simulated():
 
 @pytest.fixture
 def snapshot(tmp_path):
-    return reader.read(write(tmp_path / "rank00003.memory.pickle", simulated().document()))
+    return memory_snapshots.read(write(tmp_path / "rank00003.memory.pickle", simulated().document()))
 
 
 def test_a_figure_has_room_for_a_legend_of_long_names():
@@ -133,7 +133,7 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
     blocks = [program.malloc(1000 * (1 + i % 40)) for i in range(4000)]
     for block in blocks[::3]:
         program.free(block)
-    read = reader.read(write(tmp_path / "rank00000.memory.pickle", program.document()))
+    read = memory_snapshots.read(write(tmp_path / "rank00000.memory.pickle", program.document()))
     table = snapshot_facts.segment_map(read, 0)
     figure = charts.segment_map(table)
     bars = [bar for bar in figure.data if bar.type == "bar"]
@@ -167,7 +167,7 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
         event["frames"] = [frame(HOSTILE)]
     document = program.document()
     document["segments"][0]["blocks"][0]["frames"] = [frame(HOSTILE)]
-    read = reader.read(write(tmp_path / "rank00000.memory.pickle", document))
+    read = memory_snapshots.read(write(tmp_path / "rank00000.memory.pickle", document))
     history, played = memory_usage.play_history(playback.from_snapshot(read, 0))
     figures = [
         charts.memory_over_time(usage.over_time(events).filter(pl.col("owner_kind") == "phase")),

@@ -133,11 +133,11 @@ def _snapshots_without_traces(path: str) -> list[tuple[int, Path]]:
 
 
 def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> "MemoryUsage":
-    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.ingest.readers import memory_snapshots
     from tracekit.replay.allocator import memory_usage
     from tracekit.replay.allocator import playback as replaying
 
-    read = [(rank, reader.read(path)) for rank, path in snapshots]
+    read = [(rank, memory_snapshots.read(path)) for rank, path in snapshots]
     usage = memory_usage.of_snapshots(read)
     if options.replay is None:
         return usage
@@ -146,13 +146,13 @@ def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> 
 
 
 def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
-    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.ingest.readers import memory_snapshots
     from tracekit.replay.allocator import memory_usage
     from tracekit.replay.allocator import playback as replaying
 
     if options.replay is not None and memory_usage.uses_unit_buffers(options.replay):
         raise InputError(f"{memory_usage.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
-    snapshot = reader.read(path, cache=cache)
+    snapshot = memory_snapshots.read(path, cache=cache)
     device = _device(snapshot, options.device)
     usage = memory_usage.of_snapshot(snapshot, device)
     return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, device))
@@ -174,7 +174,7 @@ def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
 def _history(run: "Run", *, cache: bool) -> "History":
     """Return the history of the first rank that has a snapshot, else of the first rank's trace."""
     from tracekit.analysis.memory import snapshot_files
-    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.ingest.readers import memory_snapshots
     from tracekit.replay.allocator import playback as replaying
 
     folder = Path(run.path)
@@ -182,7 +182,7 @@ def _history(run: "Run", *, cache: bool) -> "History":
     snapshots = [*map(str, local), *(file.path for file in snapshot_files.files(run) if not local)]
     if not snapshots:
         return replaying.from_trace(next(run.traces()))
-    snapshot = reader.read(snapshots[0], cache=cache)
+    snapshot = memory_snapshots.read(snapshots[0], cache=cache)
     return replaying.from_snapshot(snapshot, _device(snapshot, None))
 
 

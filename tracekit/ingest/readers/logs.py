@@ -1,4 +1,4 @@
-"""The recorder's logs of a rank: checkpoint stages and metrics, one JSON object a line."""
+"""What a rank records besides its trace: checkpoint stages and metrics (a JSON object a line), memory snapshots."""
 
 import math
 from collections.abc import Sequence
@@ -127,3 +127,20 @@ def _as_dtype(value: object, dtype: pl.DataType) -> object:
     if dtype == pl.Float64:
         return float(value)
     return int(value) if -(1 << 63) <= value < 1 << 63 else None
+
+
+_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+
+
+class MemorySnapshots(Reader):
+    """Recognizes memory snapshots; `reader.read` returns their tables."""
+
+    name = "CUDA memory snapshot (pickle)"
+    suffixes = (conventions.MEMORY_SNAPSHOT_SUFFIX, ".pickle")
+    contents = "segments, blocks, allocator history and call stacks (`tracekit memory`)"
+    has_traces = False
+    usage = "analyze it with: tracekit memory"
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether the file is a pickle."""
+        return head.startswith(_PICKLES)

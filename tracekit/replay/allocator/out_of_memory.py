@@ -12,8 +12,8 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, snapshot_files
 from tracekit.errors import InputError, TracekitError
-from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.ingest.readers.memory_snapshot.reader import OUT_OF_MEMORY
+from tracekit.ingest.readers import memory_snapshots
+from tracekit.ingest.readers.memory_snapshots import OUT_OF_MEMORY
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot
@@ -190,10 +190,12 @@ def first_out_of_memory(run: Run) -> tuple[int | None, OutOfMemoryEvent | None]:
     failed = []
     for file in snapshot_files.first_files(run):
         try:
-            snapshot = reader.read(file.path)
+            snapshot = memory_snapshots.read(file.path)
         except TracekitError:  # `data_quality` reports it
             continue
-        for device in snapshot.events.filter(pl.col("action") == reader.OUT_OF_MEMORY)["device"].unique().sort():
+        for device in (
+            snapshot.events.filter(pl.col("action") == memory_snapshots.OUT_OF_MEMORY)["device"].unique().sort()
+        ):
             oom = of_snapshot(snapshot, playback.from_snapshot(snapshot, device))
             if oom is not None:
                 failed.append((file.rank, oom))

@@ -7,7 +7,7 @@ import polars as pl
 from tracekit.analysis.memory import snapshot_files
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
-from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import schema
 from tracekit.model.fact import RANK_COLUMNS, Fact, run_fact
 from tracekit.model.memoize import memoize
@@ -80,7 +80,7 @@ def _snapshot_table(table: Table) -> Fact[Run]:
     def rows(run: Run) -> pl.DataFrame:
         parts = [published.empty()]
         for file in snapshot_files.files(run):
-            part: pl.DataFrame = reader.read(file.path).tables[table.name]
+            part: pl.DataFrame = memory_snapshots.read(file.path).tables[table.name]
             place = (pl.lit(file.window, pl.Int64).alias("window"), pl.lit(file.rank, pl.Int64).alias("rank"))
             parts.append(part.select(*place, pl.all()))
         return pl.concat(parts)
@@ -96,7 +96,7 @@ def _snapshot_tables(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame
     bad = snapshot_files.unreadable(run)
     for file in snapshot_files.first_files(run):
         try:
-            snapshot = reader.read(file.path)
+            snapshot = memory_snapshots.read(file.path)
         except TracekitError as error:
             bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
             continue

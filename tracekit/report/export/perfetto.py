@@ -15,7 +15,7 @@ from tracekit.model.source import Source
 from tracekit.replay.graph.critical_path.path import CriticalPath
 from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
-from tracekit.report.export.protobuf_wire import Ints
+from tracekit.report.export.perfetto_packets import Ints
 from tracekit.report.trace_tracks import timeline
 from tracekit.rules.rule import Finding
 from tracekit.sync import alignment

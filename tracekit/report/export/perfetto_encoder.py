@@ -15,9 +15,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.report import track_nesting
 from tracekit.report.export import perfetto_packets
-from tracekit.report.export import protobuf_wire as wire
-from tracekit.report.export.perfetto_packets import Filling, InternedTexts, PacketTemplates, Placeholder
-from tracekit.report.export.protobuf_wire import Ints
+from tracekit.report.export.perfetto_packets import Filling, InternedTexts, Ints, PacketTemplates, Placeholder
 from tracekit.report.trace_tracks import Timeline
 
 _SLICES = ("ops", "activities", "collectives", "checkpoints")
@@ -227,10 +225,10 @@ def _add_templates(
 
 def _placeholder(numbers: pl.Series) -> Placeholder:
     if numbers.dtype.is_float():
-        return Placeholder(wire.FIXED, is_double=True)
+        return Placeholder(perfetto_packets.FIXED, is_double=True)
     smallest, largest = numbers.min(), numbers.max()
-    fits = smallest >= 0 and largest < wire.NARROW_LIMIT  # type: ignore[operator]  # of integers
-    return Placeholder(wire.NARROW if fits else wire.WIDE)
+    fits = smallest >= 0 and largest < perfetto_packets.NARROW_LIMIT  # type: ignore[operator]  # of integers
+    return Placeholder(perfetto_packets.NARROW if fits else perfetto_packets.WIDE)
 
 
 def _bytes_after(gaps: Mapping[str, Placeholder], texts: InternedTexts) -> dict[str, int]:

@@ -5,11 +5,20 @@ timeline.view(scene, scene.span, pixels=1400)
 """
 
 from tracekit.analysis.host.call_trees import search as search_frames
-from tracekit.report.timeline.lookup import ARROW_KINDS, ARROWS, Matches, arrows, find_by_name, slices_of
+from tracekit.report.timeline.lookup import (
+    ARROW_KINDS,
+    ARROWS,
+    Detail,
+    Details,
+    Matches,
+    arrows,
+    details,
+    find_by_name,
+    slices_of,
+)
 from tracekit.report.timeline.range_totals import RangeTotals, call_paths, range_rates, range_totals
 from tracekit.report.timeline.scene import KINDS, Scene, open_scene
 from tracekit.report.timeline.side_by_side import Side, SideBySide, side_by_side
-from tracekit.report.timeline.slice_details import Detail, Details, details
 from tracekit.report.timeline.viewport import VIEW, names, view
 
 __all__ = [

@@ -24,8 +24,7 @@ from tracekit.model.source import Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
 from tracekit.report.timeline import trace_part
-from tracekit.report.timeline.mapped_file import MappedFile, Writer
-from tracekit.report.timeline.trace_part import BANDS, Part, TraceLayout, build_part
+from tracekit.report.timeline.trace_part import BANDS, MappedFile, Part, TraceLayout, Writer, build_part
 from tracekit.sync import collective_matching
 
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **trace_part.TRACKS}

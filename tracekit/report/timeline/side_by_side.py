@@ -12,9 +12,8 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Ints
-from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
-from tracekit.report.timeline.trace_part import Part
+from tracekit.report.timeline.trace_part import Array, Part
 
 LANES = schema.columns("track side own pair group", group=pl.String)
 _THREAD_KIND = re.compile(r"\((.+?)(?:_\d+)?\)$")

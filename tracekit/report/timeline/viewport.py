@@ -10,9 +10,8 @@ from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
 from tracekit.report.timeline import trace_part
-from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
-from tracekit.report.timeline.trace_part import Part
+from tracekit.report.timeline.trace_part import Array, Part
 
 _SHORT_TYPES = {"track": pl.Int32, "row": pl.Int32, "id": pl.Int32, "kind": pl.UInt8}
 VIEW = schema.columns(

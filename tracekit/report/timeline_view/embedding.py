@@ -20,8 +20,7 @@ from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
 from tracekit.report import timeline
 from tracekit.report.timeline import trace_part, viewport
-from tracekit.report.timeline.mapped_file import Array
-from tracekit.report.timeline.trace_part import Part
+from tracekit.report.timeline.trace_part import Array, Part
 from tracekit.report.timeline_view import message
 
 MAX_BANDS = 20_000

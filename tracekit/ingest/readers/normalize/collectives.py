@@ -112,7 +112,7 @@ def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, A
     described = next((args for _, args in ((activity.name, stated), *around) if args.collective is not None), stated)
     op = op_of(str(described.collective)) if described.collective is not None else None
     op = op or _op_by_names(activity.name, [name for name, _ in around])
-    by_name = _dtype_by_name(op, activity.name)
+    by_name = _kernel_dtype(activity.name) if op in _TYPED else None
     if isinstance(described.message_bytes, MessageBytes):
         dtype, (sent, received) = by_name, described.message_bytes
     elif described.dtype is not None or described.in_nelems is not None:
@@ -179,15 +179,12 @@ def _ranks_of_sends(places: set[int], groups: pl.DataFrame, rank: int) -> dict[i
     possible = [(axis_of_description(text), ranks) for text, ranks in listed if rank in ranks and len(ranks) > 1]
     if not possible and rank not in places:
         return {place: place for place in places}
-    fitting = [(axis, ranks) for axis, ranks in possible if _fits(places, ranks, rank)]
+    last = max(places, default=0)
+    fitting = [(axis, ranks) for axis, ranks in possible if last < len(ranks) and ranks.index(rank) not in places]
     fitting = [group for group in fitting if group[0] == PP] or fitting
     size = max((len(ranks) for _, ranks in fitting), default=0)
     largest = {tuple(ranks) for _, ranks in fitting if len(ranks) == size}  # frameworks make several groups of the same
     return {place: ranks[place] for ranks in largest for place in places} if len(largest) == 1 else {}
-
-
-def _fits(places: set[int], ranks: list[int], rank: int) -> bool:
-    return max(places, default=0) < len(ranks) and ranks.index(rank) not in places
 
 
 def _input(args: Args, index: int) -> Any:
@@ -221,11 +218,8 @@ def _op_by_names(name: str, around: list[str]) -> str | None:
     issued = next((op for op in map(op_of, around) if op), None)
     kernel_op = op_of(name)
     # NCCL runs many an op as sends and receives; and gloo runs a reduce-scatter as an all-reduce.
-    return kernel_op if _is_kernel(name) and kernel_op != "send_recv" else issued or kernel_op
-
-
-def _is_kernel(name: str) -> bool:
-    return ":" not in name.partition("(")[0] and op_of(name) is not None
+    is_stated = kernel_op not in (None, "send_recv") and ":" not in name.partition("(")[0]
+    return kernel_op if is_stated else issued or kernel_op
 
 
 def _shapes(name: str, args: Args) -> _Shapes:
@@ -258,11 +252,6 @@ def _whole(value: Any) -> int | None:
 def _item_bytes(dtype: str | None) -> int | None:
     """Return the size of one element; None where the type is not known."""
     return _ITEM_BYTES.get(str(dtype).lower())
-
-
-def _dtype_by_name(op: str | None, kernel: str) -> str | None:
-    """Return the element type in a kernel's name; None if the op moves any type as bytes."""
-    return _kernel_dtype(kernel) if op in _TYPED else None
 
 
 def _sizes_by_shapes(

@@ -96,8 +96,10 @@ class ColumnBuilder:
     _categories: Codes = field(default_factory=Codes)
     _kind_of_category: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
-    _inputs: Codes = field(default_factory=lambda: Codes({_NO_INPUTS: 0}))
-    _grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
+    inputs: Codes = field(default_factory=lambda: Codes({_NO_INPUTS: 0}))
+    """Distinct inputs of ops, with their places in the host frame's `inputs`."""
+    grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
+    """Distinct grids and blocks, as the file writes them, with their places in the device frame's `grid`."""
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], []))
     """Parts of the frames of host slices, device work, allocator events and waits."""
@@ -135,7 +137,9 @@ class ColumnBuilder:
             return None
         self.unknown += int(np.count_nonzero(place == event_categories.UNKNOWN))
         self._pairs += halves
-        self._name_threads([e for e in by_kind.get(events.Metadata, ()) if e.name == "thread_name"])
+        for event in by_kind.get(events.Metadata, ()):
+            if event.name == "thread_name" and event.args is not None and event.args.name is not None:
+                self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
         spellings = list(self._categories)
         for code, n in enumerate(np.bincount(category).tolist()):
             if n:
@@ -196,7 +200,8 @@ class ColumnBuilder:
     def _may_describe_collective(self, name_ids: npt.NDArray[np.uint32]) -> Ints:
         new = len(self._names) - len(self._describes_collective)
         if new:
-            latest = [_is_collective_slice(name) for name in islice(reversed(self._names), new)]
+            names = islice(reversed(self._names), new)
+            latest = [isinstance(name, str) and _COLLECTIVE_SLICE.match(name) is not None for name in names]
             self._describes_collective = np.concatenate((self._describes_collective, np.array(latest[::-1], np.bool_)))
         return np.flatnonzero(self._describes_collective[name_ids])
 
@@ -210,7 +215,7 @@ class ColumnBuilder:
             with_inputs = args if len(described) == len(args) else [args[i] for i in described]
             raw = ([getattr(a, name) for a in with_inputs] for name in _INPUTS)
             texts = zip(*(map(bytes, column) for column in raw), strict=True)
-            codes[rows[described]] = np.fromiter(map(self._inputs.__getitem__, texts), np.int32, len(with_inputs))
+            codes[rows[described]] = np.fromiter(map(self.inputs.__getitem__, texts), np.int32, len(with_inputs))
         return codes
 
     def _device_part(self, slices: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
@@ -218,6 +223,7 @@ class ColumnBuilder:
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in slices]
+        sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
         return (
             part
             | _columns(args, numbers.ints, "device", "stream")
@@ -226,16 +232,12 @@ class ColumnBuilder:
                 "kind": place - np.uint8(event_categories.FIRST_DEVICE),
                 "correlation": numbers.ids([a.correlation for a in args]),
                 "external_id": _external_ids(args),
-                "grid": self._grid_codes(args),
+                "grid": np.fromiter(map(self.grids.__getitem__, sizes), np.int32, len(args)),
                 "collective_args": [
                     (i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None
                 ],
             }
         )
-
-    def _grid_codes(self, args: list[Args]) -> npt.NDArray[np.int32]:
-        sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
-        return np.fromiter(map(self._grids.__getitem__, sizes), np.int32, len(args))
 
     def _memory_part(self, instants: list[Any]) -> dict[str, Any] | None:
         at_ns = self.clock.ns([e.ts for e in instants])
@@ -267,11 +269,6 @@ class ColumnBuilder:
         for parts, part in zip(self._tables, (host, device, memory, syncs), strict=True):
             if not parts or len(part["lane"]):
                 parts.append(part)
-
-    def _name_threads(self, batch: list[Any]) -> None:
-        for event in batch:
-            if event.args is not None and event.args.name is not None:
-                self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
 
     def finish(self) -> None:
         """Make slices of what began and ended in events of its own, after the last batch."""
@@ -305,38 +302,24 @@ class ColumnBuilder:
         if not self._tables[0]:
             self.add([])
 
-    def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    def frames(self) -> tuple[pl.DataFrame, ...]:
         """Return host slices, device work, allocator events and waits, and let their parts go."""
-        host, device, memory, syncs = (
-            self._merge_thread_spellings(self._with_rank(_frame(parts))) for parts in self._tables
-        )
-        return host, device, memory, syncs
-
-    def _with_rank(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Return a frame of a merged file with a column rank, also if no event of the frame's kinds was found."""
-        if not self.has_several_ranks or "rank" in frame.columns:
-            return frame
-        return frame.with_columns(rank=pl.lit(None, pl.Int64))
-
-    def _merge_thread_spellings(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Give a thread that is written now as a number, now as text the one index."""
-        first = {thread: index for index, thread in reversed(list(enumerate(self.threads())))}
-        if len(first) == len(self._threads):
-            return frame
-        canonical = np.array([first[thread] for thread in self.threads()], np.int32)
-        return frame.with_columns(pl.Series("lane", canonical[frame["lane"].to_numpy()]))
+        threads = self.threads()
+        first = {thread: index for index, thread in reversed(list(enumerate(threads)))}
+        index = np.array([first[thread] for thread in threads], np.int32)
+        frames = []
+        for parts in self._tables:
+            frame = _frame(parts)
+            if self.has_several_ranks and "rank" not in frame.columns:  # no event of these kinds
+                frame = frame.with_columns(rank=pl.lit(None, pl.Int64))
+            if len(first) < len(threads):  # a thread is written now as a number, now as text
+                frame = frame.with_columns(pl.Series("lane", index[frame["lane"].to_numpy()]))
+            frames.append(frame)
+        return tuple(frames)
 
     def names(self) -> pl.Series:
         """Return the distinct names by the index that the frames' `name` holds."""
         return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
-
-    def inputs(self) -> list[OpInputs]:
-        """Return the distinct inputs of ops by index in the host frame's `inputs`."""
-        return list(self._inputs)
-
-    def grids(self) -> list[tuple[bytes, bytes]]:
-        """Return the distinct grids and blocks, as the file writes them, by index in the device frame's `grid`."""
-        return list(self._grids)
 
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
@@ -381,11 +364,6 @@ def _of_places(
     return list(compress(slices, inside.tobytes())), place[inside]
 
 
-def _is_collective_slice(name: Any) -> bool:
-    """Return whether the arguments of a host slice of this name may describe a collective."""
-    return isinstance(name, str) and _COLLECTIVE_SLICE.match(name) is not None
-
-
 def _by_itself(args: Args) -> Args:
     """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
     for name in ("input_dims", "input_type", "inputs", "input_strides"):
@@ -422,11 +400,8 @@ def _frame(parts: list[dict[str, Any]]) -> pl.DataFrame:
     columns: dict[str, pl.Series] = {}
     for name in list(parts[0]):
         column = pl.Series(name, np.concatenate([part.pop(name) for part in parts]))
-        columns[name] = _with_nulls(column) if name in _NULLABLE else column
+        if name in _NULLABLE and (missing := column == numbers.MISSING).any():
+            column = column.set(missing, None)
+        columns[name] = column
     parts.clear()
     return pl.DataFrame(columns)
-
-
-def _with_nulls(column: pl.Series) -> pl.Series:
-    missing = column == numbers.MISSING
-    return column.set(missing, None) if missing.any() else column

@@ -118,13 +118,19 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
     names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
-    order = nesting.order(lane, start, start + dur, _call_number(frame))
+    recorded_kind = frame["kind"].to_numpy()
+    # Slices with equal times are ordered from the outermost to the innermost: the profiler numbers operators and
+    # annotations as they start; Python calls them, and they call the runtime.
+    is_numbered = (recorded_kind == _KIND["cpu_op"]) | (recorded_kind == _KIND["annotation"])
+    unnumbered = np.where(recorded_kind == _KIND["python"], np.int64(-1), np.iinfo(np.int64).max)
+    call_number = np.where(is_numbered, frame["external_id"].to_numpy(), unnumbered)
+    order = nesting.order(lane, start, start + dur, call_number)
     lane, start, dur = lane[order], start[order], dur[order]
     name_id = frame["name"].to_numpy()[order].astype(np.int64)
     kind = np.where(
-        names_info.is_module[name_id] & (frame["kind"].to_numpy()[order] == _KIND["cpu_op"]),
+        names_info.is_module[name_id] & (recorded_kind[order] == _KIND["cpu_op"]),
         np.uint8(_KIND["annotation"]),  # a span of `record --modules`: torch writes its fast spans as operators
-        frame["kind"].to_numpy()[order],
+        recorded_kind[order],
     )
     parent = nesting.parents(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
@@ -149,17 +155,6 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
         phase=_phase(names_info, name_id, parent, start, start + dur),
         span=nesting.nearest(parent, is_span),
     )
-
-
-def _call_number(frame: pl.DataFrame) -> Ints:
-    """Return numbers that order slices with equal times from the outermost to the innermost.
-
-    The profiler numbers operators and annotations as they start; Python calls them, and they call the runtime.
-    """
-    kind = frame["kind"].to_numpy()
-    is_numbered = (kind == _KIND["cpu_op"]) | (kind == _KIND["annotation"])
-    unnumbered = np.where(kind == _KIND["python"], np.int64(-1), np.iinfo(np.int64).max)
-    return np.where(is_numbered, frame["external_id"].to_numpy(), unnumbered)
 
 
 def id_column(ids: Ints, name: str = "") -> pl.Series:

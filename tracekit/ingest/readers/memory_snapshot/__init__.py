@@ -1,1 +1,0 @@
-"""CUDA memory snapshots: pickles of `torch.cuda.memory._dump_snapshot`."""
