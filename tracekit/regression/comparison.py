@@ -84,11 +84,7 @@ class Comparison:
 
 
 def compare(
-    reference: RunSamples,
-    candidate: RunSamples,
-    *,
-    allow_different: bool = False,
-    thresholds: Thresholds | None = None,
+    reference: RunSamples, candidate: RunSamples, *, allow_different: bool = False, thresholds: Thresholds | None = None
 ) -> Comparison:
     """Compare two runs. Raises NotComparableError where model, world size or device differ, unless allowed.
 

@@ -133,12 +133,7 @@ def _checkpointing(
 
 
 def _communication(
-    failed: Sequence[str],
-    changes: Mapping[str, Change],
-    sent: Sequence[_Grown],
-    spent: Sequence[_Grown],
-    *,
-    unit: str,
+    failed: Sequence[str], changes: Mapping[str, Change], sent: Sequence[_Grown], spent: Sequence[_Grown], *, unit: str
 ) -> Cause:
     parts = []
     if sent and _SENT in changes:

@@ -202,8 +202,7 @@ class _Side:
         module = pl.col("module").fill_null(OUTSIDE_MODULES)
         chain = pl.when(pl.col("part") != step_charges.IDLE).then("chain")
         return cls(
-            charges.with_columns(*names, module, chain),
-            cells.select("window", "step").unique().sort("window", "step"),
+            charges.with_columns(*names, module, chain), cells.select("window", "step").unique().sort("window", "step")
         )
 
     def sites(self, site: Sequence[str]) -> pl.DataFrame:

@@ -71,10 +71,7 @@ class DeviceStall(Rule):
     """
 
     code: ClassVar[str] = "STREAM005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        *device_stalls.FACTS,
-        *steps_without_saves.FACTS,
-    )
+    facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *steps_without_saves.FACTS)
     min_stall_ratio: float = 0.01
     min_unexplained_ratio: float = 0.05
 

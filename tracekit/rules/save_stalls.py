@@ -16,11 +16,7 @@ from tracekit.rules import recorded_evidence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
-_IO_KINDS = {
-    conventions.WRITE: ("write",),
-    conventions.FSYNC: ("sync",),
-    conventions.FINISH: ("metadata", "sync"),
-}
+_IO_KINDS = {conventions.WRITE: ("write",), conventions.FSYNC: ("sync",), conventions.FINISH: ("metadata", "sync")}
 """The kinds of file system calls that a stage consists of, as io_calls.kind."""
 
 

@@ -65,11 +65,7 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        *late_ranks.FACTS,
-        *OverloadedExperts.facts,
-        *device_comparison.FACTS,
-    )
+    facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -106,11 +102,7 @@ class Straggler(Rule):
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
         if high - low > self.max_spread_ratio * middle:
             return None
-        return median_row(since, "lost_ns", "order") | {
-            "late": late,
-            "since": since.height,
-            "first": since["step"][0],
-        }
+        return median_row(since, "lost_ns", "order") | {"late": late, "since": since.height, "first": since["step"][0]}
 
     def _persistent_window(self, run: Run, windows: pl.DataFrame) -> dict[str, Any] | None:
         """Return the worst window without marked steps in which a rank is late throughout; else None."""

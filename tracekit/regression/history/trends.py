@@ -64,11 +64,7 @@ class Group:
 
 
 def groups(
-    history: History,
-    *,
-    metrics: Sequence[str] | None = None,
-    last: int | None = None,
-    branch: str | None = None,
+    history: History, *, metrics: Sequence[str] | None = None, last: int | None = None, branch: str | None = None
 ) -> tuple[Group, ...]:
     """Return the runs by fingerprint, that of the latest run first, with all metrics or those named.
 
