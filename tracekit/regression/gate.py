@@ -212,14 +212,22 @@ def judge(
     changes = {change.metric: change for change in comparison.changes}
     known_findings = baseline.known_findings
     is_certain_growth = _is_certain_growth(report, baseline, candidate, thresholds)
+    present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
+    fixed = [
+        max(recorded, key=lambda f: (f.severity, f.impact))
+        for name, recorded in known_findings.items()
+        if name not in present
+    ]
+    fixed.sort(key=lambda f: (-f.severity, -f.impact, f.id))
+    count = len(baseline.recordings)
     return replace(
         result,
         findings=_judge_findings(report.findings, fail_on, known_findings, is_certain_growth),
         comparison=comparison,
         regressions=regressions,
-        fixed=_fixed_findings(report, known_findings),
+        fixed=tuple(FixedFinding(f.id, f.code, f.severity, f.impact, f.subject) for f in fixed),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
-        baseline=_name(baseline),
+        baseline=f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name,
     )
 
 
@@ -332,17 +340,3 @@ def _is_worse(finding: Finding, before: Sequence[KnownFinding]) -> bool:
         finding.impact - max_impact >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * max_impact, spread)
         or finding.cost_bytes - max(sizes) > least_bytes
     )
-
-
-def _fixed_findings(report: Report, before: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
-    present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
-    fixed = [
-        max(recorded, key=lambda f: (f.severity, f.impact)) for name, recorded in before.items() if name not in present
-    ]
-    fixed.sort(key=lambda f: (-f.severity, -f.impact, f.id))
-    return tuple(FixedFinding(f.id, f.code, f.severity, f.impact, f.subject) for f in fixed)
-
-
-def _name(baseline: Baseline) -> str:
-    count = len(baseline.recordings)
-    return f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name

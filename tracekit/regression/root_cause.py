@@ -101,7 +101,16 @@ def _of_steps(
     scored: list[tuple[bool, float, Cause]] = []
     if communicating:
         spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
-        cause = _communication(communicating, changes, sent, _grown(before, after, ("communication",)), unit=unit)
+        spent = _grown(before, after, ("communication",))
+        parts = []
+        if sent and _SENT in changes:
+            parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
+        parts += [f"{_change_text(changes[metric])} per step" for metric in communicating if metric != _SENT]
+        if not sent and spent:
+            parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
+        if not sent and unit:
+            parts.append(unit)
+        cause = Cause(COMMUNICATION, _sentence(parts), tuple(communicating))
         scored.append((bool(sent), spent_ns, cause))
     if is_memory:
         cause = _memory(remembering, changes, allocated, moving)
@@ -130,20 +139,6 @@ def _checkpointing(
     if stages:
         parts.append(f"most of the additional time is in {stages[0].place} (+{units.duration(stages[0].excess)})")
     return Cause(CHECKPOINTING, _sentence(parts), tuple(failed))
-
-
-def _communication(
-    failed: Sequence[str], changes: Mapping[str, Change], sent: Sequence[_Grown], spent: Sequence[_Grown], *, unit: str
-) -> Cause:
-    parts = []
-    if sent and _SENT in changes:
-        parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
-    parts += [f"{_change_text(changes[metric])} per step" for metric in failed if metric != _SENT]
-    if not sent and spent:
-        parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
-    if not sent and unit:
-        parts.append(unit)
-    return Cause(COMMUNICATION, _sentence(parts), tuple(failed))
 
 
 def _memory(

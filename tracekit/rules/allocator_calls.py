@@ -64,7 +64,12 @@ class SteadyDeviceAllocation(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the median step of the rank that stalls most."""
         stalls = run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0)
-        steps = self._steady(steps_without_saves.without_saves(run, stalls))
+        # Steps without the first ones of each window, where there are more than those.
+        number = pl.col("step").rank("dense").over(quoted_step.DEVICE)
+        enough = pl.col("step").n_unique().over(quoted_step.DEVICE) > self.warmup_steps
+        steps = steps_without_saves.without_saves(run, stalls).filter(
+            pl.col("step").is_null() | ~enough | (number > self.warmup_steps)
+        )
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
         worst = quoted_step.worst(steps, "stall_ratio")
@@ -97,12 +102,6 @@ class SteadyDeviceAllocation(Rule):
     def _only_fills(self, stalls: pl.DataFrame, calls: pl.DataFrame) -> bool:
         """Return whether the only step of a run, or its only window, allocates and frees nothing, as warm-up does."""
         return bool(stalls["step"].n_unique() == 1 and not calls["name"].str.contains("Free").any())
-
-    def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
-        """Return the steps without the first ones of each window, where there are more than those."""
-        number = pl.col("step").rank("dense").over(quoted_step.DEVICE)
-        enough = pl.col("step").n_unique().over(quoted_step.DEVICE) > self.warmup_steps
-        return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,10 @@ class AllocatorRetry(Rule):
         counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
         worst = largest_first(counts, "retries", "rank").row(0, named=True)
         rank_rows = rows.filter(pl.col("rank") == worst["rank"])
-        slowdown_ns = max(0.0, _slowdown_ns(rank_rows))
+        # Excess of the median step with retries over the median step without, in ns; 0 if unknown.
+        with_retries = rank_rows.filter(pl.col("retries") > 0)["step_time_ns"].median()
+        without = rank_rows.filter(pl.col("retries") == 0)["step_time_ns"].median()
+        slowdown_ns = max(0.0, float(str(with_retries)) - float(str(without)) if with_retries and without else 0.0)
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -202,10 +204,3 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     step_calls = largest_first(step_calls, "stalled_ns", "start_ns").head(_EVIDENCE_ROWS)
     rows = pl.concat([step_calls.with_columns(pl.col("dur_ns").alias("host_ns")), totals], how="diagonal")
     return rows.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
-
-
-def _slowdown_ns(steps: pl.DataFrame) -> float:
-    """Excess of the median step with retries over the median step without, in ns; 0 if unknown."""
-    with_retries = steps.filter(pl.col("retries") > 0)["step_time_ns"].median()
-    without = steps.filter(pl.col("retries") == 0)["step_time_ns"].median()
-    return float(str(with_retries)) - float(str(without)) if with_retries and without else 0.0

@@ -101,12 +101,19 @@ class BlockingCheckpoint(Rule):
         is_known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
         over = f", {units.share(overhead)} of training time" if is_known else ""
         costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
+        other_saves = median_save["saves"] - 1
+        more = f" and {other_saves} more after that step" if other_saves else ""
+        quoted_save = f"{median_save['save']}{more}" + (
+            f", the {median_name(after_steps.height)} of {after_steps.height} saves" if after_steps.height > 1 else ""
+        )
+        rank = critical.get("rank", quoted["rank"])
+        totals = quoted_stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
+        io_calls = recorded_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({_quoted_save(median_save, after_steps.height)}){_slowest_stage(critical, quoted_stages)}"
-            f"{_io(run, critical.get('rank', quoted['rank']), quoted_stages)}",
+            f"({quoted_save}){_slowest_stage(critical, quoted_stages)}{io_calls}",
             _fix(run, quoted["checkpoint"], critical),
             impact=overhead,
             is_of_training=True,
@@ -174,12 +181,6 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     return longest.sort("start_ns")
 
 
-def _quoted_save(median_save: dict[str, Any], count: int) -> str:
-    other_saves = median_save["saves"] - 1
-    more = f" and {other_saves} more after that step" if other_saves else ""
-    return f"{median_save['save']}{more}" + (f", the {median_name(count)} of {count} saves" if count > 1 else "")
-
-
 def _inside_spans(spans: pl.DataFrame) -> str:
     """Return the parts of the spans that the trace contains, and those that it does not."""
     parts = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items()}  # 0 if the trace has none
@@ -210,12 +211,6 @@ def _slowest_stage(critical: dict[str, Any], stages: pl.DataFrame) -> str:
         f". The longest stage is {critical['stage']} on rank {critical['rank']}, "
         f"{units.duration(stage_ns)}{share}{''.join(waiting)}."
     )
-
-
-def _io(run: Run, rank: int, stages: pl.DataFrame) -> str:
-    """Return a sentence on the file system calls of a rank during its save, where they were logged."""
-    totals = stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
-    return recorded_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
 
 
 def _evidence(

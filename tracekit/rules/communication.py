@@ -100,7 +100,10 @@ class ExposedCommunication(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
-        steps = _exposed_steps(run)
+        ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
+        steps = steps_without_saves.without_saves(
+            run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
+        ).with_columns(ratio)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(
             pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
         )
@@ -115,6 +118,22 @@ class ExposedCommunication(Rule):
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
         if not slow and (slow := _slow_for_node(run, self.min_link_ratio)) and axis != TP:
             severity = max(severity, Severity.WARNING)
+        step_calls = quoted_step.rows_of(collectives, worst)
+        time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
+        op = time["op"][0] if time.height else None
+        costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
+        backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
+        dtypes = costliest["dtype"].drop_nulls()
+        ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
+        fix = communication_fixes.fix_for(
+            strategy=workload.run_strategy(run) or ddp,
+            op=op,
+            gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
+            overlapped_ratio=_overlapped_ratio(worst),
+            is_short=bool(dtypes.len() and dtypes.str.contains(_SHORT_TYPES).all()),
+            in_backward=_in_backward(costliest, int(backward_ns), axis),
+            infers=workload.is_inference(run),
+        )
         yield Finding(
             self.code,
             severity,
@@ -122,7 +141,7 @@ class ExposedCommunication(Rule):
             + (_MAY_WAIT if worst["rank"] in collective_instances.ranks_without_peers(run) else "")
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
             + slow,
-            _fix(run, worst, quoted_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
+            fix + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
@@ -171,7 +190,11 @@ class PreparationGap(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
-        chains = _preparation_chains(run)
+        # Chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it.
+        if not run.table(contention.device_count)["devices"].sum():
+            return
+        lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
+        chains = run.table(compute_gap_causes.chains).with_columns(lost_ns=lost_ns).filter(pl.col("lost_ns") > 0)
         loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
@@ -197,22 +220,6 @@ _PREPARE_LESS = (
     "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
     "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
 )
-
-
-def _preparation_chains(run: Run) -> pl.DataFrame:
-    """Return the chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it."""
-    if not run.table(contention.device_count)["devices"].sum():
-        return run.table(compute_gap_causes.chains).clear().with_columns(lost_ns=pl.lit(0, pl.Int64))
-    lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
-    return run.table(compute_gap_causes.chains).with_columns(lost_ns.alias("lost_ns")).filter(pl.col("lost_ns") > 0)
-
-
-def _exposed_steps(run: Run) -> pl.DataFrame:
-    """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
-    ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
-    return steps_without_saves.without_saves(
-        run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
-    ).with_columns(ratio)
 
 
 def _collectives(run: Run) -> pl.DataFrame:
@@ -333,23 +340,6 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
     sums = step_calls.join(axes.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
     dominant = sums.filter(pl.col("exposed_ns") * 2 > step_calls["exposed_ns"].sum())
     return None if dominant.is_empty() else str(dominant["axis"][0])
-
-
-def _fix(run: Run, worst: dict[str, Any], step_calls: pl.DataFrame, axis: str | None) -> str:
-    time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
-    op = time["op"][0] if time.height else None
-    gloo = bool(step_calls["name"].str.starts_with("gloo:").any())
-    costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
-    backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
-    return communication_fixes.fix_for(
-        strategy=workload.run_strategy(run) or (workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None),
-        op=op,
-        gloo=gloo,
-        overlapped_ratio=_overlapped_ratio(worst),
-        is_short=bool(costliest["dtype"].drop_nulls().str.contains(_SHORT_TYPES).all() and costliest["dtype"].count()),
-        in_backward=_in_backward(costliest, int(backward_ns), axis),
-        infers=workload.is_inference(run),
-    )
 
 
 _DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)

@@ -65,12 +65,18 @@ class MisalignedProducts(Rule):
             yield from self._without_price(run, rows)
             return
         calls = loss.rows(rows).drop_nulls("padding")
+        # "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving.
+        sums = calls.group_by("padding").agg(pl.col("saved_ns").sum())
+        ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
+        dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
+        pairs = list(dims.items())[::-1][:_MAX_NAMED]
+        pads = " and ".join(f"{size} to {to}" for size, to in pairs)
         yield loss.finding(
             self,
             _severity(loss, self.max_saved_ratio),
             f"Matrix products with misaligned dimensions take {_duration(calls)}; aligned ones would save {loss}. "
             f"Most of it: {_largest(calls)}.",
-            f"Pad {_pads(calls)}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
+            f"Pad {pads}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
             "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
             "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
             confidence=0.7,
@@ -334,15 +340,6 @@ def _largest(rows: pl.DataFrame) -> str:
     sums = rows.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
     row = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
     return f"{row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])})"
-
-
-def _pads(rows: pl.DataFrame) -> str:
-    """Return "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving."""
-    sums = rows.group_by("padding").agg(pl.col("saved_ns").sum())
-    ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
-    dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
-    pairs = list(dims.items())[::-1][:_MAX_NAMED]
-    return " and ".join(f"{size} to {to}" for size, to in pairs)
 
 
 def _sizes(row: dict[str, Any], name: str) -> str:

@@ -65,7 +65,13 @@ def attribute_costs(report: Report) -> Report:
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_pricing):
-        removal = _removal(report.run, finding, stalls)
+        # Removal of a finding's cause, in which single stalls stay; None for a finding without a cause.
+        if finding.what_if is None or finding.what_if.cause.is_of_finding:
+            removal = None
+        else:
+            cause = finding.what_if.cause
+            ranks = finding.ranks if cause.pricing is Pricing.LATE_RANKS else ()
+            removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
         repriced = list(_with_saving(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
         findings += repriced
         if removal and _is_confirmed(finding, repriced):
@@ -133,15 +139,6 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
         impact=ratio * finding.impact,
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {codes}.",
     )
-
-
-def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
-    """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
-    if finding.what_if is None or finding.what_if.cause.is_of_finding:
-        return None
-    cause = finding.what_if.cause
-    ranks = finding.ranks if cause.pricing is Pricing.LATE_RANKS else ()
-    return Removal(cause, ranks, outlier_steps.remaining_spans(run, stalls, cause))
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -237,30 +234,28 @@ def _with_saving(
         return
     smallest = min(solo, after, key=lambda step: step.saved_ns) if after else solo
     priced = replace(_reprice(finding, what_if, first, smallest), removals=(*causing, removal))
-    repriced = _with_other_ranks(run, priced, what_if.cause)
+    # Finding with the ranks whose hosts spend more than twice as much on its cause as those that it names. Rules
+    # measure where the device is idle directly after; the replay removes the cause on all ranks. A host may pause after
+    # a wait that found the device almost idle.
+    if not what_if.cause.is_hidden_elsewhere or not priced.ranks:
+        repriced = priced
+    else:
+        removed_ns: dict[int, int] = dict(savings.host_time(run, what_if.cause).iter_rows())
+        named_ns = max(removed_ns.get(rank, 0) for rank in priced.ranks)
+        other_ranks = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
+        if not other_ranks:
+            repriced = priced
+        else:
+            where = f"Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
+            repriced = replace(
+                priced, ranks=tuple(sorted({*priced.ranks, *other_ranks})), message=f"{priced.message} {where}"
+            )
     if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
         yield replace(repriced, severity=Severity.INFO)  # most of it is the fault that makes the rank late
     elif repriced.impact >= what_if.min_saved_ratio:
         yield repriced
     elif _if_costly(finding) and finding.severity > Severity.INFO:
         yield replace(repriced, severity=Severity.INFO)
-
-
-def _with_other_ranks(run: Run, finding: Finding, cause: Cause) -> Finding:
-    """Return the finding with the ranks whose hosts spend more than twice as much on its cause as those that it names.
-
-    Rules measure where the device is idle directly after; the replay removes the cause on all ranks. A host may pause
-    after a wait that found the device almost idle.
-    """
-    if not cause.is_hidden_elsewhere or not finding.ranks:
-        return finding
-    removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
-    named_ns = max(removed_ns.get(rank, 0) for rank in finding.ranks)
-    other_ranks = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
-    if not other_ranks:
-        return finding
-    where = f"Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
-    return replace(finding, ranks=tuple(sorted({*finding.ranks, *other_ranks})), message=f"{finding.message} {where}")
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,31 @@ class DeviceStall(Rule):
         stalls = run.table(device_stalls.paused_kernels)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
-            yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)
+            idle, paused = (recurring.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
+            ranks = distinct(recurring.steps, "rank")
+            yield _finding(
+                self.code,
+                Severity.WARNING,
+                f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
+                f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
+                f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
+                f"{'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
+                f"{'has' if len(ranks) == 1 else 'have'} such stalls.",
+                _SHARED,
+                recurring,
+            )
         unknown = _worst_device(run, stalls.filter(~pl.col("is_recurring")), self.min_unexplained_ratio)
         if unknown is not None:
-            yield _finding(self.code, Severity.INFO, _unexplained_message(unknown), _UNKNOWN, unknown)
+            yield _finding(
+                self.code,
+                Severity.INFO,
+                f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
+                f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
+                "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
+                "process on the device.",
+                _UNKNOWN,
+                unknown,
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,25 +257,6 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
         what_if=WhatIf(DEVICE_STALL) if is_warning else None,
         subject="" if is_warning else "unknown cause",
         is_of_window=loss.is_of_window,
-    )
-
-
-def _stall_message(loss: _Loss) -> str:
-    idle, paused = (loss.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
-    ranks = distinct(loss.steps, "rank")
-    return (
-        f"The device does not run queued work for {loss}: it is time-sliced with another process, or throttled. It is "
-        f"idle {idle.height} times although work is queued, and pauses {paused.height} kernels, typically for "
-        f"{units.duration(_median(loss.stalls))}. {'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
-        f"{'has' if len(ranks) == 1 else 'have'} such stalls."
-    )
-
-
-def _unexplained_message(loss: _Loss) -> str:
-    return (
-        f"The device is idle for {loss} although work is queued, {loss.stalls.height} times, typically for "
-        f"{units.duration(_median(loss.stalls))}. The idle times recur before the same kernels, lie in CUDA graphs or "
-        "are few, so their cause is unknown: work or waits that were not recorded, or another process on the device."
     )
 
 

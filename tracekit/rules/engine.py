@@ -142,7 +142,10 @@ def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
         of_steps = {(rank, step) for rank in finding.ranks or run.ranks for step in finding.steps or (None,)}
         if reason is None and of_steps & cut and not of_steps & uncut:
             reason = _CUT
-        yield finding if reason is None else _as_information(finding, reason)
+        if reason is not None:
+            message, confidence = f"{finding.message} {reason}", min(finding.confidence, _UNCERTAIN)
+            finding = replace(finding, severity=Severity.INFO, confidence=confidence, message=message, what_if=None)
+        yield finding
 
 
 def _judge(rule: Rule, run: Run) -> tuple[str, Sequence[Finding]]:
@@ -170,16 +173,6 @@ def _input(source: Source) -> Input:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return Input(source.path, file.stat().st_size, digest)
-
-
-def _as_information(finding: Finding, reason: str) -> Finding:
-    return replace(
-        finding,
-        severity=Severity.INFO,
-        confidence=min(finding.confidence, _UNCERTAIN),
-        message=f"{finding.message} {reason}",
-        what_if=None,
-    )
 
 
 def _ranks(finding: Finding, lost: Iterable[int]) -> Iterable[int]:

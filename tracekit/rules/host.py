@@ -85,7 +85,13 @@ class LateLaunch(Rule):
         longest_ns = loss.rows(late).group_by("gap").agg(pl.col("dur_ns").sum())["dur_ns"].sort()[-1]
         is_pause = loss.row["step"] is None and 2 * longest_ns > loss.row["lost_ns"]
         pause = f" One pause is {units.duration(longest_ns)} of that." if is_pause else ""
-        cold_ns = self._first_use_ns(run, loss)
+        # Time of the quoted step in first uses, if that is most of the loss and the window has no other.
+        stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
+        first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
+        device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
+        is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
+        first_ns = int(first["dur_ns"].sum())
+        cold_ns = first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
         cold = (
             f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
         )
@@ -102,15 +108,6 @@ class LateLaunch(Rule):
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
         )
-
-    def _first_use_ns(self, run: Run, loss: quoted_step.StepLoss) -> int:
-        """Return the time of the quoted step in first uses, if that is most of the loss and the window has no other."""
-        stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
-        first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
-        device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
-        is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
-        first_ns = int(first["dur_ns"].sum())
-        return first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration.

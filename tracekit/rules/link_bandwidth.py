@@ -144,7 +144,14 @@ class SlowLink(Rule):
         )
         ring = " All members of a ring see its slowest link, so one group does not identify the rank."
         untraced = " Or ranks without a trace arrive late."
-        suspicion = self._suspicion(worst)
+        # Why the finding is only a suspicion; empty where there is enough evidence.
+        calls = int(worst["slow"]["calls"].sum())
+        if calls < self.min_calls:
+            suspicion = f" Only {calls} collectives could be compared, so this is a suspicion: record more steps."
+        elif worst["bus_bytes"] * 1_000_000_000 < self.min_bandwidth_bytes_per_s * worst["usual_ns"]:
+            suspicion = " The messages are too small to measure bandwidth, so this is a suspicion."
+        else:
+            suspicion = ""
         is_certain = all_traced or to_peers
         is_costly = lost_ratio >= self.min_lost_ratio and not suspicion and is_certain
         return Finding(
@@ -162,15 +169,6 @@ class SlowLink(Rule):
             subject=f"{worst['axis']} {ranks}",
             is_of_window=is_of_window,
         )
-
-    def _suspicion(self, worst: dict[str, Any]) -> str:
-        """Return why the finding is only a suspicion; empty where there is enough evidence."""
-        calls = int(worst["slow"]["calls"].sum())
-        if calls < self.min_calls:
-            return f" Only {calls} collectives could be compared, so this is a suspicion: record more steps."
-        if worst["bus_bytes"] * 1_000_000_000 < self.min_bandwidth_bytes_per_s * worst["usual_ns"]:
-            return " The messages are too small to measure bandwidth, so this is a suspicion."
-        return ""
 
 
 def _judged_groups(run: Run, groups: pl.DataFrame) -> pl.DataFrame:

@@ -140,6 +140,10 @@ class ExposedTensorParallel(Rule):
         is_known = not complete.is_empty()
         is_warning = is_slow or transfer_ratio > self.max_exposed_ratio
         advice = _OVERLAP if is_warning else _WAITING
+        per_pass = ""
+        if worst["passes"]:  # else messages are of less than a layer's activations
+            per_pass_ns, passes = worst["per_pass_ns"], worst["passes"]
+            per_pass = f", {units.duration(per_pass_ns)} for each of {passes} passes of a micro-batch through a layer"
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
@@ -147,7 +151,7 @@ class ExposedTensorParallel(Rule):
             f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['exposed_ratio'])}) in {quoted_step.place(worst['step'])} of rank {worst['rank']}: "
             f"{units.duration(worst['transfer_ns'])} {'transfer' if is_known else _UNKNOWN} and "
-            f"{units.duration(worst['waited_ns'])} waiting for late ranks{_per_pass(worst)}."
+            f"{units.duration(worst['waited_ns'])} waiting for late ranks{per_pass}."
             + (f" Their bus bandwidth is {units.rate(speed)}." if speed else ""),
             _SLOW if is_slow else advice,
             impact=min(1.0, transfer_ratio),
@@ -269,12 +273,6 @@ def _source(run: Run) -> tuple[str, float]:
         return f"inferred, confidence {row['confidence']:.0%}", row["confidence"]
     by = "group description" if row["source"] == group_axes.DESCRIPTION else "manifest"
     return f"by the {by}", row["confidence"]
-
-
-def _per_pass(row: dict[str, Any]) -> str:
-    if not row["passes"]:  # messages of less than a layer's activations
-        return ""
-    return f", {units.duration(row['per_pass_ns'])} for each of {row['passes']} passes of a micro-batch through a layer"
 
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:

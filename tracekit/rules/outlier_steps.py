@@ -129,7 +129,13 @@ class OutlierStep(Rule):
             cost = "stall_ns" if on_device else "lost_ns"
             cost_ns, window_ns = int(similar[cost].sum()), int(similar.unique("window")["window_ns"].sum())
             longest = similar.row(0, named=True)
-            if not self._is_clear(run, longest):
+            is_of_known_cause = longest["cause"] != host_stalls.OTHER
+            if on_device:  # one step has no other to compare with
+                is_part = longest["stall_ns"] <= self.max_alone_ratio * longest["window_ns"]
+                stands_out = longest["reference_ns"] is not None or is_part
+            else:  # on a CPU ops are work
+                stands_out = longest["steps"] > _PAIR and longest["detail"] == host_state.PYTHON
+            if not (is_of_known_cause or stands_out):
                 continue
             step_ns = longest["reference_ns"] or window_ns
             least_ns = step_ns * (self.min_step_ratio if on_device else self.min_cpu_step_ratio)
@@ -137,15 +143,6 @@ class OutlierStep(Rule):
                 yield self._finding(run, similar, self._severity(longest), self.min_lost_ratio)
             elif longest[cost] >= least_ns:
                 yield self._finding(run, similar, Severity.INFO, least_ns / window_ns)
-
-    def _is_clear(self, run: Run, event: dict[str, Any]) -> bool:
-        """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
-        if event["cause"] != host_stalls.OTHER:
-            return True
-        if not breakdown.is_on_device(run):
-            return bool(event["steps"] > _PAIR and event["detail"] == host_state.PYTHON)
-        is_part = event["stall_ns"] <= self.max_alone_ratio * event["window_ns"]
-        return event["reference_ns"] is not None or bool(is_part)
 
     def _severity(self, event: dict[str, Any]) -> Severity:
         is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
@@ -160,13 +157,24 @@ class OutlierStep(Rule):
         )
         everyone = event["is_everyone"]
         cause = event["cause"]
+        if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
+            fix = _FIX_GRAPH
+        elif event["cause"] == host_stalls.RETRY and workload.is_inference(run):
+            fix = _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
+        else:
+            fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
+        if event["is_everyone"]:
+            who = "the host of every rank stalls"
+        else:
+            ranks = event["ranks"]
+            who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
         return Finding(
             self.code,
             severity,
-            f"{where(event, event['stall_ns'])}{_who(event)} for {units.duration(event['stall_ns'])}, "
+            f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
             f"while it {_what(event)}"
             f"{_waits(event, run)}. {_how_often(events, window_ns, steps)}",
-            _fix(event, run),
+            fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
@@ -305,14 +313,6 @@ def _belongs_to(outliers: Finding) -> pl.Expr:
     return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & same_ranks & ~is_cold()
 
 
-def _fix(event: dict[str, Any], run: Run) -> str:
-    if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
-        return _FIX_GRAPH
-    if event["cause"] == host_stalls.RETRY and workload.is_inference(run):
-        return _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
-    return _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
-
-
 def where(event: dict[str, Any], lost_ns: int) -> str:
     """Begin of a sentence about an event: by how much its step is longer, if that shows half of `lost_ns`.
 
@@ -329,13 +329,6 @@ def where(event: dict[str, Any], lost_ns: int) -> str:
         if longer_ns >= lost_ns / 2
         else f"In step {event['step']}, "
     )
-
-
-def _who(event: dict[str, Any]) -> str:
-    if event["is_everyone"]:
-        return "the host of every rank stalls"
-    ranks = event["ranks"]
-    return f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
 
 
 def _what(event: dict[str, Any]) -> str:

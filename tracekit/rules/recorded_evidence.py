@@ -60,7 +60,11 @@ class DeviceEvidence:
 
     def message(self, *, several: bool) -> str:
         """Return the sentences on the GPUs, each after a space; "" where nothing is known."""
-        return f"{self._clocks(several=several)}{self._errors(several=several)}"
+        count = self.errors.uncorrected
+        subject = "Their GPUs have" if several else "Its GPU has"
+        said = f" {subject} {units.count(count, 'uncorrected memory error')} (ECC)." if count else ""
+        errors = said + (" A memory row is to be replaced at the next reset." if self.errors.is_remap_pending else "")
+        return f"{self._clocks(several=several)}{errors}"
 
     def fix(self, fix: str, *, is_compute: bool, is_host: bool) -> str:
         """Return the fix where a finding would advise `fix` without counters.
@@ -86,13 +90,19 @@ class DeviceEvidence:
         peers = f"{compared.others_clock_mhz:,.0f} MHz"
         if not compared.is_slower:
             return f" {subject} at {compared.clock_mhz:,.0f} MHz, the others at {peers}: the hardware is not slower."
-        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {peers}: {_why(compared)}."
-
-    def _errors(self, *, several: bool) -> str:
-        count = self.errors.uncorrected
-        subject = "Their GPUs have" if several else "Its GPU has"
-        said = f" {subject} {units.count(count, 'uncorrected memory error')} (ECC)." if count else ""
-        return said + (" A memory row is to be replaced at the next reset." if self.errors.is_remap_pending else "")
+        parts = [
+            f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
+            if compared.cause
+            else "no throttle reason is reported"
+        ]
+        hot_c, peer_c = compared.temperature_c, compared.others_temperature_c
+        if hot_c is not None and peer_c is not None:
+            parts.append(f"{hot_c:.0f} °C against {peer_c:.0f} °C")
+        limit_w, peer_limit_w = compared.power_limit_w, compared.others_power_limit_w
+        if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
+            parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
+        why = ", ".join(parts)
+        return f" {subject} at {compared.clock_mhz:,.0f} MHz against {peers}: {why}."
 
 
 def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds: Collection[str] = ()) -> str:
@@ -117,27 +127,9 @@ def sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds:
     )
     took = units.duration(host_stalls.io_covered_ns(overlapping, spans))
     what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
-    return f" File system {what} take {took} of {span_name}, most of that {_of_file(longest)}."
-
-
-def _why(compared: DeviceComparison) -> str:
-    parts = [
-        f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
-        if compared.cause
-        else "no throttle reason is reported"
-    ]
-    hot_c, peer_c = compared.temperature_c, compared.others_temperature_c
-    if hot_c is not None and peer_c is not None:
-        parts.append(f"{hot_c:.0f} °C against {peer_c:.0f} °C")
-    limit_w, peer_limit_w = compared.power_limit_w, compared.others_power_limit_w
-    if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
-        parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
-    return ", ".join(parts)
-
-
-def _of_file(longest: dict[str, object]) -> str:
     count, moved, dur_ns = (int(str(longest[name])) for name in ("calls", "bytes", "dur_ns"))
     calls = units.count(count, f"{longest['name']} call")
     path = "an unknown file" if longest["file"] is None else escaping.inert(str(longest["file"]), _MAX_PATH)
     rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
-    return f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
+    of_file = f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
+    return f" File system {what} take {took} of {span_name}, most of that {of_file}."

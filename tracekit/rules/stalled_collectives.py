@@ -91,14 +91,25 @@ class StalledCollective(Rule):
     def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
         event, windows = events.row(0, named=True), events.unique("window")
         stopped = tuple(event["silent_ranks"])
+        steps = int(events.unique("window")["steps"].sum())
+        excess_ns = int((events["end_ns"] - events["start_ns"]).sum())
+        if steps < 2:
+            how_often = f"It costs {units.duration(excess_ns)} ({units.share(_lost_ratio(events))}) of the window."
+        else:
+            often = "once" if events.height == 1 else f"{events.height} times"
+            how_often = (
+                f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
+                f"{units.duration(excess_ns)} in total ({units.share(_lost_ratio(events))} of the time)."
+            )
+        confidence = 0.9 if event["silent_ranks"] else 0.8
         return Finding(
             self.code,
             severity,
-            f"{_what(event)}. {_cause(event)} {_how_often(events)}",
+            f"{_what(event)}. {_cause(event)} {how_often}",
             _fix(event),
             impact=min(1.0, _lost_ratio(events)),
             cost_ns=int(events["lost_ns"].sum()) // max(1, int(windows["steps"].sum())),
-            confidence=_confidence(event),
+            confidence=confidence if event["is_whole"] else 0.5,
             ranks=stopped or tuple(events["ranks"].explode().unique().sort().to_list()),
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
@@ -174,18 +185,6 @@ def _cause(event: dict[str, Any]) -> str:
     )
 
 
-def _how_often(events: pl.DataFrame) -> str:
-    steps = int(events.unique("window")["steps"].sum())
-    excess_ns = int((events["end_ns"] - events["start_ns"]).sum())
-    if steps < 2:
-        return f"It costs {units.duration(excess_ns)} ({units.share(_lost_ratio(events))}) of the window."
-    often = "once" if events.height == 1 else f"{events.height} times"
-    return (
-        f"It happens {often} in {steps} profiled steps, so it may be rare; it takes {units.duration(excess_ns)} in "
-        f"total ({units.share(_lost_ratio(events))} of the time)."
-    )
-
-
 def _fix(event: dict[str, Any]) -> str:
     if event["silent_ranks"]:
         stopped = event["silent_ranks"]
@@ -193,12 +192,6 @@ def _fix(event: dict[str, Any]) -> str:
     if not event["is_whole"]:
         return _FIX_UNTRACED
     return _FIX_UNKNOWN.format(ranks=units.numbered("rank", event["ranks"]))
-
-
-def _confidence(event: dict[str, Any]) -> float:
-    if not event["is_whole"]:
-        return 0.5
-    return 0.9 if event["silent_ranks"] else 0.8
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:

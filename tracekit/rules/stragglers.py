@@ -125,10 +125,16 @@ class Straggler(Rule):
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
         cause, fix = _cause(run, ranks, worst)
+        # Such as "Node 3 (ranks 24–31) straggles".
+        if place is None:
+            verdict = f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
+        else:
+            verb = "straggle" if place.startswith("nodes ") else "straggles"
+            verdict = f"{place[0].upper()}{place[1:]} ({name}) {verb}"
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
-            f"{_verdict(name, place)}: the other ranks lose {describe_loss(worst)} to waiting for "
+            f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
             f"{'them' if several else 'it'} in {_late_steps(worst)}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
             f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}",
@@ -156,18 +162,6 @@ def _idle(worst: dict[str, Any]) -> str:
         return f" They idle for {idle} of it; compute hides the rest of their waiting, which makes them late in turn."
     slower = units.duration(worst["idle_ns"] - worst["lost_ns"])
     return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
-
-
-def _verdict(name: str, place: str | None) -> str:
-    """Clause on the ranks that straggle, and what they share.
-
-    >>> _verdict("ranks 24–31", "node 3")
-    'Node 3 (ranks 24–31) straggles'
-    """
-    if place is None:
-        return f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
-    verb = "straggle" if place.startswith("nodes ") else "straggles"
-    return f"{place[0].upper()}{place[1:]} ({name}) {verb}"
 
 
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
@@ -285,7 +279,10 @@ class UnevenRanks(Rule):
         if worst["wait_ratio"] <= self.min_wait_ratio:
             return
         quoted = largest_first(pieces.filter(_in_step(worst)), "dur_ns", "start_ns")
-        most_late = _late_ranks(quoted)
+        total = int(quoted["dur_ns"].sum())
+        by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
+        latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
+        most_late = [(rank, waited_ns / total) for rank, waited_ns in latest.select("peer_rank", "dur_ns").iter_rows()]
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -326,14 +323,6 @@ def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
         .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
         .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
     )
-
-
-def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
-    """Return the ranks waited for most, with their share of the waiting, highest first."""
-    total = int(pieces["dur_ns"].sum())
-    by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
-    latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
-    return [(rank, waited_ns / total) for rank, waited_ns in latest.select("peer_rank", "dur_ns").iter_rows()]
 
 
 def _describe(shares: list[tuple[int, float]]) -> str:
