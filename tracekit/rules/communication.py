@@ -1,4 +1,4 @@
-"""Rules on communication: exposed collectives, and collectives that their preparation delays."""
+"""The rule on exposed communication, and its fixes by strategy, collective and backend."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
-from tracekit.analysis.compute import compute_gap_causes, contention
+from tracekit.analysis.compute import contention
 from tracekit.analysis.parallelism import (
     group_axes,
     pipeline_actions,
@@ -19,6 +19,7 @@ from tracekit.analysis.parallelism import (
     tensor_parallel,
     workload,
 )
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.process_groups import DP
 from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
@@ -26,9 +27,105 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.rules import communication_fixes, quoted_step
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
+
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+_GLOO_FIXES = {
+    FSDP1: (
+        "FSDP1 on gloo blocks on each collective, so prefetching overlaps none of it: give each rank more tokens per "
+        "step, or all-gather once instead of twice with sharding_strategy=ShardingStrategy.SHARD_GRAD_OP."
+    ),
+    FSDP2: (
+        "FSDP2 on gloo blocks on each collective by default: overlap the next all-gather with compute by "
+        "unshard(async_op=True), set_modules_to_forward_prefetch and set_modules_to_backward_prefetch. Reduce-scatters "
+        "stay exposed, so give each rank more tokens per step."
+    ),
+}
+_FIXES = {
+    (FSDP1, _GATHER): (
+        "Prefetch the next unit: FullyShardedDataParallel(forward_prefetch=True, "
+        "backward_prefetch=BackwardPrefetch.BACKWARD_PRE). If all-gathers still start late, limit_all_gathers=False "
+        "removes the limit on those in flight, at the cost of memory."
+    ),
+    (FSDP1, _REDUCE): (
+        "Reduce fewer bytes: MixedPrecision(reduce_dtype=torch.bfloat16). Or reduce less often: accumulate gradients "
+        "under no_sync(), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (FSDP2, _GATHER): (
+        "Prefetch further ahead: set_modules_to_forward_prefetch and set_modules_to_backward_prefetch with the next "
+        "two modules. Or keep weights unsharded until backward with fully_shard(reshard_after_forward=False), at the "
+        "cost of memory."
+    ),
+    (FSDP2, _REDUCE): (
+        "Let all-gathers overtake reduce-scatters with set_separate_reduce_scatter_group, allow more reduce-scatters "
+        "in flight with set_reduce_scatter_max_input_buffers(2), or reduce fewer bytes: "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+    ),
+    (DDP, "all_reduce"): (
+        "All-reduce less often: accumulate gradients under no_sync(). Or reduce fewer bytes: register_comm_hook(None, "
+        "default_hooks.bf16_compress_hook) halves fp32 gradients, and another bucket_cap_mb can make the last bucket "
+        "small."
+    ),
+    (YAFSDP, _GATHER): (
+        "YaFSDP already prefetches the next unit: send fewer bytes with "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16), keep weights unsharded with "
+        "fully_shard(reshard_after_forward=False), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (YAFSDP, _REDUCE): (
+        "YaFSDP already overlaps the reduce-scatter with the next layer's backward: send fewer bytes with "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), or give each rank more tokens per step."
+    ),
+}
+# Those that advise fewer bits, for messages of 16 bits or less.
+_SHORT_FIXES = {
+    (FSDP1, _REDUCE): (
+        "Reduce less often: accumulate gradients under no_sync(), at the cost of memory, or give each rank more tokens "
+        "per step. Gradients are reduced in 16 bits already."
+    ),
+    (FSDP2, _REDUCE): (
+        "Let all-gathers overtake reduce-scatters with set_separate_reduce_scatter_group, or allow more "
+        "reduce-scatters in flight with set_reduce_scatter_max_input_buffers(2). Gradients are reduced in 16 bits "
+        "already."
+    ),
+    (DDP, "all_reduce"): (
+        "All-reduce less often: accumulate gradients under no_sync(), or choose bucket_cap_mb so that the last bucket "
+        "is small. Gradients are reduced in 16 bits already."
+    ),
+    (YAFSDP, _GATHER): (
+        "YaFSDP already prefetches the next unit, in 16 bits: keep weights unsharded with "
+        "fully_shard(reshard_after_forward=False), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (YAFSDP, _REDUCE): (
+        "YaFSDP already overlaps the reduce-scatter with the next layer's backward, in 16 bits: give each rank more "
+        "tokens per step."
+    ),
+}
+_TENSOR_PARALLEL = (
+    "The result of an all-reduce of activations (tensor parallelism) is needed at once, so it cannot start earlier: "
+    "split the batch in two, so that the all-reduce of one half overlaps with the compute of the other; keep the "
+    "tensor-parallel group inside one node and as small as memory allows; or overlap it with its matrix product "
+    "(sequence parallelism with async tensor parallelism{more})."
+)
+_IN_TRAINING, _IN_INFERENCE = ", userbuffers", ", one-shot all-reduce over symmetric memory"
+_UNKNOWN_ALL_REDUCE = (
+    "If these all-reduces reduce gradients, overlap them with backward (DistributedDataParallel, async_op=True) or "
+    "accumulate gradients. If they reduce activations (tensor parallelism), they cannot start earlier: split the batch "
+    "in two to overlap them, or use a smaller tensor-parallel group inside one node."
+)
+_ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half overlaps with the compute of the other."
+_MESSAGES = (
+    "Post the sends and receives in the evidence before the compute that does not need their data (isend, irecv or "
+    "batch_isend_irecv), and wait() where the data is used."
+)
+_START_EARLIER = (
+    "Start the {op} collectives in the evidence earlier (async_op=True, with wait() where the result is used), or give "
+    "each rank more compute per byte."
+)
+_START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
+_MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
 _EVIDENCE_ROWS = 20
 _SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
@@ -125,7 +222,7 @@ class ExposedCommunication(Rule):
         backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
-        fix = communication_fixes.fix_for(
+        fix = fix_for(
             strategy=workload.run_strategy(run) or ddp,
             op=op,
             gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
@@ -156,70 +253,6 @@ class ExposedCommunication(Rule):
         if exposed_ratio > self.error_exposed_ratio:
             return Severity.ERROR
         return Severity.WARNING if exposed_ratio > self.max_exposed_ratio else Severity.INFO
-
-
-@dataclass(frozen=True)
-class PreparationGap(Rule):
-    """Collectives that start late because copies and casts prepare them, while compute waits.
-
-    What it does: reports, as information, runs in which compute waits more than `min_lost_ratio` of the step for
-    collectives that are delayed by their preparation: copy-in, concatenation, cast, divide.
-
-    Why it costs: the network is idle while a collective is prepared. Compute that waits for the collective also waits
-    for its preparation. The part that contention adds to the preparation belongs to STREAM001.
-
-    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
-    directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
-    the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
-    that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
-    median step of the worst device.
-
-    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
-    (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
-    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
-
-    Blind spots: needs device streams: on a CPU run, preparation is compute. Preparation that never runs alone counts in
-    full, contention included. Work under other spans and on other streams is not recognized as preparation.
-    """
-
-    code: ClassVar[str] = "COMM004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *steps_without_saves.FACTS,
-    )  # fmt: skip
-    min_lost_ratio: float = 0.02
-
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        # Chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it.
-        if not run.table(contention.device_count)["devices"].sum():
-            return
-        lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
-        chains = run.table(compute_gap_causes.chains).with_columns(lost_ns=lost_ns).filter(pl.col("lost_ns") > 0)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
-        if loss is None:
-            return
-        preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
-        yield loss.finding(
-            self,
-            Severity.INFO,
-            f"Compute waits {loss} for copies and casts that prepare collectives, which take "
-            f"{units.duration(preparation_ns)}.",
-            _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
-            confidence=0.7,
-            evidence=quoted_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
-        )
-
-
-_SHARDED = (workload.FSDP1, workload.FSDP2, workload.YAFSDP)
-_PREPARE_FSDP = (
-    "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
-    "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
-    "set_modules_to_backward_prefetch."
-)
-_PREPARE_LESS = (
-    "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
-    "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
-)
 
 
 def _collectives(run: Run) -> pl.DataFrame:
@@ -350,3 +383,38 @@ def _in_backward(costliest: pl.DataFrame, backward_ns: int, axis: str | None) ->
     if axis in _DATA_AXES:
         return True
     return backward_ns * 2 > int(costliest["exposed_ns"].sum()) if costliest["phase"].count() else None
+
+
+def fix_for(
+    *,
+    strategy: str | None,
+    op: str | None,
+    gloo: bool,
+    overlapped_ratio: float,
+    is_short: bool = False,
+    in_backward: bool | None = None,
+    infers: bool = False,
+) -> str:
+    """Return the fix where collectives of kind `op` are most of the exposed time.
+
+    `overlapped_ratio` is the share of communication that compute overlaps now, `is_short` whether messages have 16 bits
+    or less, `in_backward` whether most of those collectives are in backward (None where phases are unknown), `infers`
+    whether the run does not train.
+    """
+    if op == "all_reduce" and not gloo and strategy in (None, DDP) and (infers or in_backward is False):
+        return _TENSOR_PARALLEL.format(more=_IN_INFERENCE if infers else _IN_TRAINING)
+    if op == "all_reduce" and strategy is None and in_backward is None:
+        return _UNKNOWN_ALL_REDUCE
+    if infers:
+        strategy = None
+    if is_short and (strategy, op) in _SHORT_FIXES:
+        return _SHORT_FIXES[strategy or "", op or ""]
+    if gloo and strategy in _GLOO_FIXES and op in (_GATHER, _REDUCE) and overlapped_ratio < _MIN_OVERLAPPED_RATIO:
+        return _GLOO_FIXES[strategy]
+    if (strategy, op) in _FIXES:
+        return _FIXES[strategy or "", op or ""]
+    if op == "all_to_all":
+        return _ALL_TO_ALL
+    if op in pipeline_actions.POINT_TO_POINT:
+        return _MESSAGES
+    return _START_EARLIER.format(op=op.replace("_", "-")) if op else _START_ANY_EARLIER

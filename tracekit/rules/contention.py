@@ -1,4 +1,4 @@
-"""Rules on contention: compute and collectives that slow each other down while both are on the device."""
+"""Rules on contention: compute, collectives and their preparation that delay each other on the device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.compute import collective_contention, concurrency, contention
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, concurrency, contention
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -165,6 +166,70 @@ class StarvedCollectives(Rule):
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
         )
+
+
+@dataclass(frozen=True)
+class PreparationGap(Rule):
+    """Collectives that start late because copies and casts prepare them, while compute waits.
+
+    What it does: reports, as information, runs in which compute waits more than `min_lost_ratio` of the step for
+    collectives that are delayed by their preparation: copy-in, concatenation, cast, divide.
+
+    Why it costs: the network is idle while a collective is prepared. Compute that waits for the collective also waits
+    for its preparation. The part that contention adds to the preparation belongs to STREAM001.
+
+    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
+    directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
+    the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
+    that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
+    median step of the worst device.
+
+    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
+    (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
+    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
+
+    Blind spots: needs device streams: on a CPU run, preparation is compute. Preparation that never runs alone counts in
+    full, contention included. Work under other spans and on other streams is not recognized as preparation.
+    """
+
+    code: ClassVar[str] = "COMM004"
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *steps_without_saves.FACTS,
+    )  # fmt: skip
+    min_lost_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's median step exceeds the threshold."""
+        # Chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it.
+        if not run.table(contention.device_count)["devices"].sum():
+            return
+        lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
+        chains = run.table(compute_gap_causes.chains).with_columns(lost_ns=lost_ns).filter(pl.col("lost_ns") > 0)
+        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        if loss is None:
+            return
+        preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
+        yield loss.finding(
+            self,
+            Severity.INFO,
+            f"Compute waits {loss} for copies and casts that prepare collectives, which take "
+            f"{units.duration(preparation_ns)}.",
+            _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
+            confidence=0.7,
+            evidence=quoted_step.evidence(chains, loss.row, "lost_ns", 20),
+        )
+
+
+_SHARDED = (workload.FSDP1, workload.FSDP2, workload.YAFSDP)
+_PREPARE_FSDP = (
+    "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
+    "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
+    "set_modules_to_backward_prefetch."
+)
+_PREPARE_LESS = (
+    "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
+    "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
+)
 
 
 _FEWER_BYTES = {

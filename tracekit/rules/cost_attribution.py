@@ -14,7 +14,7 @@ from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import WORK, HostSpan
-from tracekit.rules import outlier_steps, stalled_collectives
+from tracekit.rules import outlier_steps, slow_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -61,7 +61,7 @@ def attribute_costs(report: Report) -> Report:
     replayable = bool(finding_ranks) and _can_be_replayed(run)
     priced = [part for finding in report.findings for part in _priced_stalls(report.run, run, finding, replayable)]
     stalls = outlier_steps.reported_stalls(report.run, priced) if replayable else pl.DataFrame()
-    stalled = stalled_collectives.removal(report.run, priced) if replayable else None
+    stalled = slow_collectives.removal(report.run, priced) if replayable else None
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_pricing):
@@ -97,7 +97,7 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     stalls = outlier_steps.reported_stalls(report.run, report.findings)
     *first, last = (replace(removal, stalls=_staying_in_both(report.run, stalls, removal)) for removal in removals)
     run = representative_ranks.run_of(report.run, tuple(removal.ranks for removal in removals if removal.ranks))
-    stalled = stalled_collectives.removal(report.run, report.findings)
+    stalled = slow_collectives.removal(report.run, report.findings)
     solo, after = _savings(run, last, (*_stalled_before(last, stalled), *first))
     return max(0, min(step.saved_ns for step in (solo, after) if step)) if solo else 0
 
@@ -119,7 +119,7 @@ def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) 
     if finding.what_if is None or not finding.what_if.cause.is_of_finding or not replayable:
         return (finding,)
     is_collective = finding.what_if.cause is STALLED_COLLECTIVE
-    removal = stalled_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
+    removal = slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
     if removal is None:
         return (finding,)
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
