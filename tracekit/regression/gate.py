@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparability, comparison, root_cause, significance
+from tracekit.regression import comparison, root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
@@ -118,17 +118,6 @@ class JudgedFinding:
     """The share of the step that it took in the baseline; None where the baseline has no such finding."""
 
 
-@dataclass(frozen=True)
-class FixedFinding:
-    """A finding of the baseline that the run does not have any more."""
-
-    id: str
-    code: str
-    severity: Severity
-    impact: float
-    subject: str = ""
-
-
 @dataclass(frozen=True, eq=False)
 class CheckResult:
     """A report with its verdict: what every format for CI renders, and what the exit code follows."""
@@ -141,7 +130,8 @@ class CheckResult:
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
     budgets: tuple[BudgetResult, ...] = ()
-    fixed: tuple[FixedFinding, ...] = ()
+    fixed: tuple[KnownFinding, ...] = ()
+    """The findings of the baseline that the run does not have any more."""
     causes: tuple[Cause, ...] = ()
     """Why metrics regressed, the likeliest first; empty where none did."""
     baseline: str = ""
@@ -205,7 +195,7 @@ def judge(
         for run in (report.run, *repeats)
         for note in baselines.differences(baseline, run, allow_different=allow_different)
     ]
-    work = comparability.work_difference(baseline.recordings[0].shares, candidate[0].shares)
+    work = baselines.work_difference(baseline.recordings[0].shares, candidate[0].shares)
     notes = [*([work] if work else []), *notes]
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
     regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
@@ -225,7 +215,7 @@ def judge(
         findings=_judge_findings(report.findings, fail_on, known_findings, is_certain_growth),
         comparison=comparison,
         regressions=regressions,
-        fixed=tuple(FixedFinding(f.id, f.code, f.severity, f.impact, f.subject) for f in fixed),
+        fixed=tuple(fixed),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
         baseline=f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name,
     )

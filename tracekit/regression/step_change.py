@@ -12,7 +12,7 @@ from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import call_matching, comparability, comparison, significance, step_separation
+from tracekit.regression import baseline, call_matching, comparison, significance, step_separation
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, samples
@@ -23,7 +23,7 @@ _MAX_TILT = 1e9
 _BISECTIONS = 200
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
-FACTS: tuple[TraceFact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (samples, *baseline.COMPARED_FACTS, step_charges.step_charges, breakdown.by_step)
 NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
 ROW_COLUMNS = schema.columns(
     "name part status verdict change_ns contribution_ratio low_ns high_ns before_ns after_ns calls_change_ns "

@@ -186,6 +186,7 @@ class OutlierStep(Rule):
             if breakdown.is_on_device(run) and not event["is_last"]
             else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
+            stall=cause,
         )
 
 
@@ -310,7 +311,7 @@ def _belongs_to(outliers: Finding) -> pl.Expr:
     differing = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
     same_ranks = (differing == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
     in_steps = pl.col("step").is_in(outliers.steps) if outliers.steps else pl.col("step").is_null()
-    return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & same_ranks & ~is_cold()
+    return in_steps & (pl.col("cause") == outliers.stall) & same_ranks & ~is_cold()
 
 
 def where(event: dict[str, Any], lost_ns: int) -> str:

@@ -81,6 +81,8 @@ class Finding:
     """Whether a replay without the cause gave impact and cost."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
+    stall: str = ""
+    """The cause of the single stalls that it reports (`analysis.host.host_stalls`); "" for other findings."""
     before_steps_ratio: float = 0.0
     """The part of `impact` that is lost before the first device work of the window: step times do not contain it."""
     is_of_window: bool = False
