@@ -82,14 +82,20 @@ class BlockingCheckpoint(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all blocking saves of the run."""
-        stages = _stages(run)
+        logged = run.table(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
+        moved = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+        # One row per save that blocked training, rank and stage.
+        stages = logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
+            pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), moved
+        )
         if stages.filter(pl.col("stage") == conventions.TOTAL).height:
             yield self._by_log(run, stages)
         elif run.table(save_stages.save_spans).height:
             yield self._by_spans(run)
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
-        longest = _longest(stages)
+        totals = largest_first(stages.filter(pl.col("stage") == conventions.TOTAL), "dur_ns", "rank")
+        longest = totals.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")  # of each save
         blocking = run.table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
         after_steps = saves.by_training_step(blocking, run.table(saves.by_rank))
         median_save = median_row(after_steps, "blocked_ns", "start_ns")
@@ -107,8 +113,8 @@ class BlockingCheckpoint(Rule):
             f", the {median_name(after_steps.height)} of {after_steps.height} saves" if after_steps.height > 1 else ""
         )
         rank = critical.get("rank", quoted["rank"])
-        totals = quoted_stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
-        io_calls = recorded_evidence.sentence(run, rank, intervals.from_table(totals), "the save")
+        of_rank = quoted_stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
+        io_calls = recorded_evidence.sentence(run, rank, intervals.from_table(of_rank), "the save")
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
@@ -163,22 +169,6 @@ def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
     is_background = stages.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
     parts = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
     return " ".join(parts) or "Wait for the future of dcp.async_save only before the next save."
-
-
-def _stages(run: Run) -> pl.DataFrame:
-    """Return the stages of saves that blocked training, one row per save, rank and stage."""
-    logged = run.table(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
-    moved = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
-    return logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
-        pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), moved
-    )
-
-
-def _longest(stages: pl.DataFrame) -> pl.DataFrame:
-    """Return, for each save, its longest total over the ranks, in order of time."""
-    totals = stages.filter(pl.col("stage") == conventions.TOTAL)
-    longest = largest_first(totals, "dur_ns", "rank").unique("checkpoint", keep="first", maintain_order=True)
-    return longest.sort("start_ns")
 
 
 def _inside_spans(spans: pl.DataFrame) -> str:

@@ -128,6 +128,7 @@ _START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
 _MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
 _EVIDENCE_ROWS = 20
+_DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
 _SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
 _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
@@ -207,9 +208,19 @@ class ExposedCommunication(Rule):
         if over.is_empty():
             return
         worst = over.row(0, named=True)
-        collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
-        severity = self._severity(worst["exposed_ratio"])
+        judged_steps = steps_without_saves.steps(run).select(quoted_step.KEY).unique()
+        collectives = (
+            run.table(pipeline_communication.exposed_transfers)
+            .filter(pl.col("exposed_ns") > 0)
+            .drop("activity_id", "waited_ns")
+            .join(judged_steps, on=quoted_step.KEY, how="semi", nulls_equal=True)
+            .pipe(largest_first, "exposed_ns", "rank", "start_ns")
+            .join(over.select("rank"), on="rank", how="semi")
+        )
         axis = _most_exposed_axis(run, worst)
+        severity = Severity.WARNING if worst["exposed_ratio"] > self.max_exposed_ratio else Severity.INFO
+        if worst["exposed_ratio"] > self.error_exposed_ratio:
+            severity = Severity.ERROR
         if axis == TP:
             severity = Severity.INFO
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
@@ -219,7 +230,10 @@ class ExposedCommunication(Rule):
         time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
         op = time["op"][0] if time.height else None
         costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
-        backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
+        in_backward = True if axis in _DATA_AXES else None
+        if axis not in _DATA_AXES and costliest["phase"].count():
+            backward_ns = int(costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum())
+            in_backward = backward_ns * 2 > int(costliest["exposed_ns"].sum())
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
         fix = fix_for(
@@ -228,7 +242,7 @@ class ExposedCommunication(Rule):
             gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
             overlapped_ratio=_overlapped_ratio(worst),
             is_short=bool(dtypes.len() and dtypes.str.contains(_SHORT_TYPES).all()),
-            in_backward=_in_backward(costliest, int(backward_ns), axis),
+            in_backward=in_backward,
             infers=workload.is_inference(run),
         )
         yield Finding(
@@ -248,23 +262,6 @@ class ExposedCommunication(Rule):
             evidence=_evidence(worst, collectives),
             is_of_window=worst["step"] is None,
         )
-
-    def _severity(self, exposed_ratio: float) -> Severity:
-        if exposed_ratio > self.error_exposed_ratio:
-            return Severity.ERROR
-        return Severity.WARNING if exposed_ratio > self.max_exposed_ratio else Severity.INFO
-
-
-def _collectives(run: Run) -> pl.DataFrame:
-    """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
-    steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
-    return (
-        run.table(pipeline_communication.exposed_transfers)
-        .filter(pl.col("exposed_ns") > 0)
-        .drop("activity_id", "waited_ns")
-        .join(steps, on=steps.columns, how="semi", nulls_equal=True)
-        .pipe(largest_first, "exposed_ns", "rank", "start_ns")
-    )
 
 
 def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
@@ -373,16 +370,6 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
     sums = step_calls.join(axes.select(*key, "axis"), on=key).group_by("axis").agg(pl.col("exposed_ns").sum())
     dominant = sums.filter(pl.col("exposed_ns") * 2 > step_calls["exposed_ns"].sum())
     return None if dominant.is_empty() else str(dominant["axis"][0])
-
-
-_DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
-
-
-def _in_backward(costliest: pl.DataFrame, backward_ns: int, axis: str | None) -> bool | None:
-    """Return whether collectives are of gradients; None where neither axis nor phase is known."""
-    if axis in _DATA_AXES:
-        return True
-    return backward_ns * 2 > int(costliest["exposed_ns"].sum()) if costliest["phase"].count() else None
 
 
 def fix_for(

@@ -13,6 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import CLOCK_DROP, DEVICE_STALL
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -266,8 +267,7 @@ def _median(stalls: pl.DataFrame) -> int:
 
 def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
     """The GPU's clock around a drop, as its counters recorded it."""
-    is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
-    rows = run.table(clock_drops.recorded_clocks).filter(is_own)
+    rows = quoted_step.rows_of(run.table(clock_drops.recorded_clocks), drop, _DEVICE)
     if rows.is_empty():
         return _RecordedClock(None, "")
     before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)

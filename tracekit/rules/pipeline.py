@@ -323,8 +323,7 @@ def _passes(run: Run) -> pl.DataFrame:
 
 
 def _rows_of(run: Run, row: dict[str, Any]) -> pl.DataFrame:
-    is_own = (pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
-    return run.table(pipeline_bubbles.pipeline_bubbles).filter(pl.all_horizontal(is_own))
+    return quoted_step.rows_of(run.table(pipeline_bubbles.pipeline_bubbles), row, PIPELINE)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:

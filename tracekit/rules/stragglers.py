@@ -85,16 +85,22 @@ class Straggler(Rule):
             late = rank_steps["late_ranks"][0]
             if rank_places.is_of_stages(run, late) or overloaded.issuperset(late):
                 continue
-            if rank_steps["step"].is_null().all():
-                worst = self._persistent_window(run, rank_steps)
-            else:
-                worst = self._persistent_step(rank_steps.sort("order"))
+            worst = self._persistent(run, rank_steps.sort("order"))
             if worst is not None:
                 yield self._finding(run, worst)
 
-    def _persistent_step(self, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the median step of a rank that is late in most steps since its first late one; else None."""
+    def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
+        """The median step of a rank that is late in most steps since its first late one; else None.
+
+        Without marked steps, the worst window in which the rank is late throughout.
+        """
         late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
+        if rank_steps["step"].is_null().all():
+            throughout = _led_throughout(run, self.min_steps_ratio)
+            late = late.join(throughout, on=["window", "late_rank"], maintain_order="left")
+            if late.is_empty():
+                return None
+            return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
         if late.height < 2:
             return None
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
@@ -106,27 +112,27 @@ class Straggler(Rule):
             return None
         return median_row(since, "lost_ns", "order") | {"late": late, "since": since.height, "first": since["step"][0]}
 
-    def _persistent_window(self, run: Run, windows: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the worst window without marked steps in which a rank is late throughout; else None."""
-        late = windows.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST)).join(
-            _led_throughout(run, self.min_steps_ratio), on=["window", "late_rank"], maintain_order="left"
-        )
-        if late.is_empty():
-            return None
-        return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
-
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
         is_of_window = worst["step"] is None
         ranks = tuple(worst["late_ranks"])
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
-        in_step = _in_step(worst)
+        in_step = quoted_step.is_of(worst, _STEP)
         wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
         name = units.numbered("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
-        cause, fix = _cause(run, ranks, worst)
+        part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
+        compared = device_comparison.compare(run, ranks, late.select(_STEP))
+        evidence = DeviceEvidence(compared, device_comparison.memory_errors(run, ranks))
+        advice = evidence.fix(fix, is_compute=part in _OF_DEVICE, is_host=fix is _SLOW_HOST)
+        if is_of_window:
+            steps = "the window, and most of the waiting is for it in "
+            steps += f"{worst['led']} of {worst['parts']} parts of the window"
+        else:
+            steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
+            steps += f"since step {worst['first']}"
         # Such as "Node 3 (ranks 24–31) straggles".
         if place is None:
             verdict = f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
@@ -137,10 +143,11 @@ class Straggler(Rule):
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
             f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
-            f"{'them' if several else 'it'} in {_late_steps(worst)}.{_idle(worst)} "
+            f"{'them' if several else 'it'} in {steps}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}",
-            fix.format(ranks=name),
+            f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}"
+            f"{evidence.message(several=several)}",
+            advice.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
@@ -172,18 +179,6 @@ def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     return run.table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
 
 
-def _late_steps(worst: dict[str, Any]) -> str:
-    """Return the step that a finding quotes, and in how many steps, or parts of a window, the rank is late."""
-    if worst["step"] is None:
-        return (
-            f"the window, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of the window"
-        )
-    return (
-        f"{quoted_step.place(worst['step'])}, and in {worst['late'].height} of {worst['since']} steps "
-        f"since step {worst['first']}"
-    )
-
-
 _CAUSES = {
     late_ranks.COMPUTE: "Kernels take {} longer per step than on the other ranks.",
     late_ranks.LAUNCH: "Kernels are launched late, so the device is idle {} longer per step than on other ranks.",
@@ -208,16 +203,6 @@ _UNKNOWN = (
 _OF_DEVICE = (late_ranks.COMPUTE, late_ranks.STALL)
 _MIN_EXPLAINED = 0.5
 _MIN_LAUNCHED_LATE = 0.25
-
-
-def _cause(run: Run, ranks: tuple[int, ...], worst: dict[str, Any]) -> tuple[str, str]:
-    """Sentences on what the late ranks take longer for and what their GPUs report, and the fix."""
-    part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
-    late: pl.DataFrame = worst["late"]
-    compared = device_comparison.compare(run, ranks, late.select(_STEP))
-    evidence = DeviceEvidence(compared, device_comparison.memory_errors(run, ranks))
-    advice = evidence.fix(fix, is_compute=part in _OF_DEVICE, is_host=fix is _SLOW_HOST)
-    return cause + evidence.message(several=len(ranks) > 1), advice
 
 
 def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | None, str, str]:
@@ -274,23 +259,33 @@ class UnevenRanks(Rule):
         """Yield one finding if the median step exceeds the threshold and there is no single straggler."""
         pieces = stragglers.waiting_pieces(run)
         steps = stragglers.steps(run)
-        means = _waits(steps, pieces)
+        total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
+        waited_ns = (pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64)
+        means = (
+            steps.join(total, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
+            .with_columns(waited_ns=waited_ns)
+            .with_columns(wait_ratio=pl.col("waited_ns") / pl.col("duration_ns"))
+        )
         if means.is_empty() or _is_one_straggler(run):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] <= self.min_wait_ratio:
             return
-        quoted = largest_first(pieces.filter(_in_step(worst)), "dur_ns", "start_ns")
-        total = int(quoted["dur_ns"].sum())
+        quoted = largest_first(pieces.filter(quoted_step.is_of(worst, _STEP)), "dur_ns", "start_ns")
+        quoted_ns = int(quoted["dur_ns"].sum())
         by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
         latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
-        most_late = [(rank, waited_ns / total) for rank, waited_ns in latest.select("peer_rank", "dur_ns").iter_rows()]
+        most_late = latest["peer_rank"].to_list()
+        shares = [units.share(peer_ns / quoted_ns) for peer_ns in latest["dur_ns"].to_list()]
+        named = [f"rank {rank} ({share})" for rank, share in zip(most_late, shares, strict=True)]
+        late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
+        suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
         yield Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {quoted_step.place(worst['step'])}, {_describe(most_late)}.",
-            f"Check why {_suspects(most_late)} arrive late: uneven work (sequence lengths, experts), or temporary "
+            f"in {quoted_step.place(worst['step'])}, {late_for}.",
+            f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
@@ -315,30 +310,6 @@ def _is_one_straggler(run: Run) -> bool:
     leaders = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
     steps = accounts["order"].n_unique()
     return steps > 1 and bool((leaders["len"] * 2 > steps).any())
-
-
-def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the mean wait of the ranks in each step: columns of `steps`, waited_ns, wait_ratio."""
-    total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
-    return (
-        steps.join(total, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
-        .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
-    )
-
-
-def _describe(shares: list[tuple[int, float]]) -> str:
-    if not shares:
-        return "for which ranks is within clock error"
-    return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
-
-
-def _suspects(shares: list[tuple[int, float]]) -> str:
-    return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"
-
-
-def _in_step(row: dict[str, Any]) -> pl.Expr:
-    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in _STEP)
 
 
 _FIX_WORK = (
