@@ -19,7 +19,7 @@ import pytest
 from tests.support.kineto_files import slice_, trace, write
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import kernels
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
@@ -279,9 +279,9 @@ ALONE = made(("gemm", 10, 5, 7), ("gemm", 20, 5, 7))
 
 def test_hta_fault_08_a_run_without_communication_has_none_of_it_and_no_nan(tmp_path):
     run = one(tmp_path, ALONE)
-    found = row(summary.by_rank(run))
+    found = row(breakdown.slowest_device_by_rank(run))
     assert (found["communication_ns"], found["overlapped_ns"], found["exposed_communication_ns"]) == (0, 0, 0)
-    for table in (summary.by_rank(run), summary.by_step(run), kernels.kernels(run)):
+    for table in (breakdown.slowest_device_by_rank(run), breakdown.slowest_device_by_step(run), kernels.kernels(run)):
         numbers = table.select(pl.selectors.float())
         assert not any(numbers[name].is_nan().any() for name in numbers.columns)
     assert "NaN" not in report_json.render(check(run), run)
@@ -386,7 +386,7 @@ def test_hta_fault_11_names_with_hip_sync_or_dma_in_them_are_compute(tmp_path):
     run = one(tmp_path, made(*((name, 10.0 + 10 * i, 5, 7) for i, name in enumerate(MISNAMED))))
     (read,) = run.traces()
     assert set(read.activities["kind"]) == {"compute"}
-    assert row(summary.by_rank(run))["compute_ns"] == 5_000 * len(MISNAMED)
+    assert row(breakdown.slowest_device_by_rank(run))["compute_ns"] == 5_000 * len(MISNAMED)
 
 
 @hta_has_it

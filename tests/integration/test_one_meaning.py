@@ -13,7 +13,7 @@ from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
 from tracekit.model import escaping, units
@@ -117,8 +117,8 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
     opened = open_run(name)
-    by_rank = json.loads(render_json.render(summary_tables.document(summary.by_rank(opened.run))))
-    by_step = json.loads(render_json.render(summary_tables.document(summary.by_step(opened.run))))
+    by_rank = json.loads(render_json.render(summary_tables.document(breakdown.slowest_device_by_rank(opened.run))))
+    by_step = json.loads(render_json.render(summary_tables.document(breakdown.slowest_device_by_step(opened.run))))
     assert [row for row in document(name)["summary"] if row["step"] is None] == by_rank
     assert [row for row in document(name)["summary"] if row["step"] is not None] == by_step
     for table, rows in ((tables.BREAKDOWN_BY_RANK, by_rank), (tables.BREAKDOWN_BY_STEP, by_step)):
@@ -129,7 +129,7 @@ def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
             assert {name: drawn[name] for name in row if name != "window"} == {
                 k: v for k, v in row.items() if k != "window"
             }
-    for row in summary.by_rank_in_steps(opened.run).to_dicts():
+    for row in breakdown.slowest_device_in_steps(opened.run).to_dicts():
         table = printed(name).split("Where the time goes")[1].splitlines()[2:]
         line = next(line for line in table if line.split()[:1] == [str(row["rank"])])
         assert units.duration(row["duration_ns"]) in line
@@ -144,7 +144,7 @@ def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
     headline = html_fragments.headline_numbers(opened.run)
     assert headline["exposed communication"][0] == units.share(rows["exposed_communication_ns"].sum() / total_ns)
     assert headline["compute"][0] == units.share(rows["compute_ns"].sum() / total_ns)
-    listed = summary.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
+    listed = breakdown.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
     assert headline["exposed communication"][0] == units.share(listed)
 
 

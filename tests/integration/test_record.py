@@ -15,7 +15,7 @@ from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
 from tests.support.python_path import REPOSITORY
 from tracekit.analysis.compute import device_counters
-from tracekit.analysis.host import module_tree
+from tracekit.analysis.host import ops
 
 WITHOUT_THE_ANALYSIS = """
 import sys
@@ -201,7 +201,7 @@ def test_modules_are_recorded_on_request_and_the_training_stays_the_same(tmp_pat
     assert done.code == 0, done.err
     assert not done.said
     assert losses(done) == losses(do(script("plain_single.py"), tmp_path))
-    modules = load(tmp_path / "run").table(module_tree.modules)
+    modules = load(tmp_path / "run").table(ops.modules)
     calls = dict(modules.filter(modules["calls"] > 0).select("module", "calls").iter_rows())
     assert calls == dict.fromkeys(["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"], 5)
 

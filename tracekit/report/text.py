@@ -6,7 +6,7 @@ import polars as pl
 from rich.console import RenderableType
 from rich.table import Table
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.report import phrases, rank_rows
@@ -36,7 +36,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
     """Return a report without its verdict: where the time goes, `findings`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    clock = summary.run_clock(run) if findings else schema.empty(summary.RUN_CLOCK)
+    clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
     for finding in findings:
         parts += ["", *_finding(finding, clock, width)]
     if report.notes:
@@ -106,10 +106,10 @@ def _breakdown(run: Run) -> list[RenderableType]:
 
 
 def _steps(run: Run) -> str:
-    step_ns = summary.step_time_ns(run)
+    step_ns = breakdown.step_time_ns(run)
     if step_ns is None:
         return "  no steps in the traces"
-    steps = units.ranges(summary.by_step(run)["step"].drop_nulls().to_list())
+    steps = units.ranges(breakdown.slowest_device_by_step(run)["step"].drop_nulls().to_list())
     if has_found_iterations(run):
         return f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
     return f"  median step {units.duration(step_ns)}, steps {steps}"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.memory import allocations, steady_state
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
@@ -56,7 +56,7 @@ class SteadyDeviceAllocation(Rule):
 
     code: ClassVar[str] = "MEM001"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        steady_state.device_calls, steady_state.stalls, workload.marks, *steps_without_saves.FACTS,
+        steady_state.device_calls, steady_state.stalls, workload.marks, *save_stages.FACTS,
     )  # fmt: skip
     min_stall_ratio: float = 0.01
     min_host_ratio: float = 0.05
@@ -68,7 +68,7 @@ class SteadyDeviceAllocation(Rule):
         # Steps without the first ones of each window, where there are more than those.
         number = pl.col("step").rank("dense").over(quoted_step.DEVICE)
         enough = pl.col("step").n_unique().over(quoted_step.DEVICE) > self.warmup_steps
-        steps = steps_without_saves.without_saves(run, stalls).filter(
+        steps = save_stages.without_saves(run, stalls).filter(
             pl.col("step").is_null() | ~enough | (number > self.warmup_steps)
         )
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")

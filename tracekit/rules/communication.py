@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import contention
 from tracekit.analysis.parallelism import (
@@ -169,7 +169,7 @@ class ExposedCommunication(Rule):
 
     code: ClassVar[str] = "COMM001"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
         exposed_communication.exposed_calls,
         breakdown.spans,
         exposed_communication.save_collectives,
@@ -190,7 +190,7 @@ class ExposedCommunication(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run that saves in every step cannot be judged."""
-        if steps_without_saves.steps(run).is_empty() and run.table(breakdown.by_step).height:
+        if save_stages.steps(run).is_empty() and run.table(breakdown.by_step).height:
             return (
                 "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
             )
@@ -199,7 +199,7 @@ class ExposedCommunication(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
         ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
-        steps = steps_without_saves.without_saves(
+        steps = save_stages.without_saves(
             run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
         ).with_columns(ratio)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(
@@ -208,7 +208,7 @@ class ExposedCommunication(Rule):
         if over.is_empty():
             return
         worst = over.row(0, named=True)
-        judged_steps = steps_without_saves.steps(run).select(quoted_step.KEY).unique()
+        judged_steps = save_stages.steps(run).select(quoted_step.KEY).unique()
         collectives = (
             run.table(pipeline_communication.exposed_transfers)
             .filter(pl.col("exposed_ns") > 0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import avoidable_time, product_kernels
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
@@ -43,7 +43,7 @@ class AvoidableTime(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
         kernels = run.table(self.facts[0])
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, kernels, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, kernels, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         message, fix = self.advise(run, loss)
@@ -89,7 +89,7 @@ class MisalignedProducts(AvoidableTime):
 
     code: ClassVar[str] = "COMP001"
     cause: ClassVar[Cause] = MISALIGNED_PRODUCTS
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *save_stages.FACTS)
     min_time_ratio: float = 0.1
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
@@ -115,7 +115,7 @@ class MisalignedProducts(AvoidableTime):
 
     def _without_price(self, run: Run) -> Iterator[Finding]:
         rows = run.table(self.facts[0])
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "dur_ns"), self.min_time_ratio)
         if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
             return
         kernel = largest_first(loss.rows(rows), "dur_ns", "start_ns")["name"][0]
@@ -158,7 +158,7 @@ class IdleTensorCores(AvoidableTime):
 
     code: ClassVar[str] = "COMP002"
     cause: ClassVar[Cause] = IDLE_TENSOR_CORES
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *save_stages.FACTS)
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the kernels of the quoted step."""
@@ -197,7 +197,7 @@ class UnfusedOptimizer(AvoidableTime):
 
     code: ClassVar[str] = "COMP003"
     cause: ClassVar[Cause] = UNFUSED_OPTIMIZER
-    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *save_stages.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
@@ -242,7 +242,7 @@ class UnfusedKernels(AvoidableTime):
     cause: ClassVar[Cause] = UNFUSED_KERNELS
     facts: ClassVar[tuple[TraceFact, ...]] = (
         avoidable_time.elementwise_chains,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
         workload.marks,
     )
 
@@ -290,7 +290,7 @@ class PartialWaves(AvoidableTime):
     code: ClassVar[str] = "COMP005"
     confidence: ClassVar[float] = 0.5
     cause: ClassVar[Cause] = PARTIAL_WAVES
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *save_stages.FACTS)
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the kernels of the quoted step."""

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import collective_contention, compute_gap_causes, concurrency, contention
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -194,7 +194,7 @@ class PreparationGap(Rule):
 
     code: ClassVar[str] = "COMM004"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *steps_without_saves.FACTS,
+        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *save_stages.FACTS,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
 
@@ -205,7 +205,7 @@ class PreparationGap(Rule):
             return
         lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
         chains = run.table(compute_gap_causes.chains).with_columns(lost_ns=lost_ns).filter(pl.col("lost_ns") > 0)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
@@ -253,7 +253,7 @@ _EVIDENCE_COLUMNS = (
 )
 
 
-_DURING_COLLECTIVES = (pl.col("kind") == concurrency.COMPUTE) & (pl.col("concurrent_kind") == concurrency.COMMUNICATION)
+_DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 
 def _compute(run: Run) -> pl.DataFrame:

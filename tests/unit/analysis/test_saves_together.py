@@ -10,7 +10,7 @@ from tests.support import drawn_traces, sample_baselines
 from tests.support.rule_examples import MS, metrics
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.checkpoint.saves import planning_inputs
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.regression import baseline, budgets
@@ -61,7 +61,7 @@ def test_saves_without_a_step_are_samples_of_their_own() -> None:
 
 
 def test_the_median_save_includes_all_its_files() -> None:
-    (work,) = unit_work.save_work(saving(MODEL, OPTIMIZER, count=3).trace(0)).iter_rows(named=True)
+    (work,) = step_charges.save_work(saving(MODEL, OPTIMIZER, count=3).trace(0)).iter_rows(named=True)
     assert (work["name"], work["amount"]) == ("write", 1404.0 * MS)
 
 

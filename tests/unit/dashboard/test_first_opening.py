@@ -12,7 +12,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import first_opening
 from dashboard.run_store.first_opening import FirstOpening
 from tests.support.kineto_files import trace, write
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 
@@ -45,7 +45,7 @@ def test_the_breakdown_of_the_ranks_read_so_far_is_that_of_the_run():
     opening = FirstOpening()
     assert opening.steps_by_rank is None
     opening.on_progress(progress[0])
-    expected = summary.steps_by_rank(run)
+    expected = breakdown.steps_by_rank(run)
     assert opening.steps_by_rank.equals(expected.filter(expected["rank"] == 0))
     opening.on_progress(progress[1])
     assert opening.steps_by_rank.sort("rank").equals(expected)

@@ -5,7 +5,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.library.run import Run
 from tracekit.library.tables import Tables
@@ -71,7 +71,7 @@ def test_a_wrong_name_lists_similar_ones_and_all_tables(run):
 def test_what_is_no_fact_is_refused_with_the_reason(run):
     with pytest.raises(TypeError, match="by its name or by a fact, not by int 3"):
         run.table(3)
-    for function in (undecorated, summary.by_rank_in_steps):
+    for function in (undecorated, breakdown.slowest_device_in_steps):
         with pytest.raises(TypeError, match=f"^{function.__name__} was called with each trace .* decorate it with"):
             run.table(function)
 

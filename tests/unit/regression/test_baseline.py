@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from tests.support import sample_baselines, sample_report
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError, NotComparableError
 from tracekit.regression import baseline as baselines
 from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, Recording
@@ -131,14 +131,19 @@ def large(ranks: int, steps: int, units: int) -> Baseline:
     )
     samples = rows.join(pl.DataFrame({"window": 0, "metric": metrics}), how="cross")
     names = pl.DataFrame({"unit": ["", *(f"layers.{n}" for n in range(units - 1))]})
-    of_units = rows.join(names, how="cross").join(pl.DataFrame({"metric": list(unit_work.UNIT_METRICS)}), how="cross")
+    of_units = rows.join(names, how="cross").join(
+        pl.DataFrame({"metric": list(step_charges.UNIT_METRICS)}), how="cross"
+    )
     recording = Recording(
         "run",
         1,
         samples.with_columns(value=pl.Series(random.lognormal(18, 2, samples.height))).select(*SAMPLE_COLUMNS),
         of_units.with_columns(value=pl.Series(random.lognormal(16, 1, of_units.height))).select(*UNIT_COLUMNS),
-        pl.DataFrame([("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)], schema=unit_work.WORK_COLUMNS,
-                     orient="row"),
+        pl.DataFrame(
+            [("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)],
+            schema=step_charges.WORK_COLUMNS,
+            orient="row",
+        ),
         tuple(sample_baselines.known(f"COMM001-{n:08x}") for n in range(20)),
     )  # fmt: skip
     return Baseline("main", sample_baselines.FINGERPRINT, (recording,))

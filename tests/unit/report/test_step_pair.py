@@ -7,8 +7,8 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.time import breakdown
 from tracekit.report import step_pair
 
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
@@ -37,10 +37,10 @@ def test_steps_of_the_same_length_are_said_to_be_that():
 def test_a_recorded_run_offers_its_marked_steps_and_the_representative_one_of_the_report():
     run = tracekit.load(SAMPLE, cache=False)
     marked = step_pair.marked_steps(run)
-    typical = steps_without_saves.representative_step(run)
+    typical = save_stages.representative_step(run)
     assert (marked.rank, marked.step) == (typical["rank"], typical["step"])
     assert marked.table["rank"].unique().sort().to_list() == list(run.ranks)
-    by_step = summary.by_step(run).filter(rank=0)
+    by_step = breakdown.slowest_device_by_step(run).filter(rank=0)
     assert marked.steps(0) == by_step["step"].to_list()
     for row in marked.table.iter_rows(named=True):
         assert sum(row[part] for part in step_pair.PARTS) == row["duration_ns"]

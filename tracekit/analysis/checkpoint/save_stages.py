@@ -13,7 +13,7 @@ from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = (
     "checkpoint", "step", "stage", "start_ns", "dur_ns", "bytes", "blocking", "files", "calls", "path", "call",
@@ -32,6 +32,8 @@ RESTORE_COLUMNS = schema.columns(
 _FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
 
 COST_COLUMNS = schema.columns("window saves blocked_ns lost_ns window_ns steps reference_ns")
+"""The facts of a rule that reads steps without saves."""
+PLACE = ("window", "rank", "step", "device")
 
 
 @trace_fact
@@ -152,6 +154,49 @@ def save_costs(run: Run) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=COST_COLUMNS, orient="row")
 
 
+FACTS: tuple[TraceFact, ...] = (breakdown.by_step, save_spans)
+
+
+def steps(run: Run) -> pl.DataFrame:
+    """Return the breakdown of the steps without saves: columns window, rank and those of `breakdown.by_step`.
+
+    A trace without marked steps is one step, null.
+    """
+    return without_saves(run, run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0))
+
+
+def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows (with columns window and step) of steps in which no rank saves."""
+    return _without_saves(run, rows, is_marked=False)
+
+
+def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str, int | None] | None:
+    """Return the step of a run to look at first, a row of `rows`; None where there are no steps.
+
+    Of the slowest rank, it is the step nearest to its median, without steps that save unless all of them do. `rows`, by
+    default the marked steps of the breakdown, has the columns of `breakdown.representative_step`, and window.
+    """
+    table = run.table(breakdown.by_step).drop_nulls("step") if rows is None else rows
+    rest = without_saves(run, table)
+    return breakdown.representative_step(rest if rest.height else table)
+
+
+def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Return the loss of each step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
+
+    A trace without marked steps is one step, null, also with a save in it.
+
+    Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
+    """
+    sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
+    return (
+        _without_saves(run, _step_times(run), is_marked=True)
+        .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("lost_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )
+
+
 def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
     """Yield what happens inside each span, the last columns of SPAN_COLUMNS."""
     work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
@@ -188,3 +233,17 @@ def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | Non
         if plain_ns:
             return plain_ns[(len(plain_ns) - 1) // 2]
     return None
+
+
+@memoize
+def _step_times(run: Run) -> pl.DataFrame:
+    """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
+    steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    return steps.select(*PLACE, "start_ns", "duration_ns").collect()
+
+
+def _without_saves(run: Run, rows: pl.DataFrame, *, is_marked: bool) -> pl.DataFrame:
+    """Return the rows of steps without saves; with `is_marked`, a save removes only steps that are marked."""
+    saving = run.table(save_spans).select("window", "step")
+    saving = saving.drop_nulls("step") if is_marked else saving
+    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
+from tracekit.analysis.time import backward_passes, breakdown, launched_work, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -130,7 +130,7 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
-    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
     trains = ~columns.flags(work["phase"] == conventions.CHECKPOINT)
     at_ns = arrays.launched_or_start_ns
     # Preparation on the collective's own lane is not compute that it waits for.
@@ -138,7 +138,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     rows = np.flatnonzero(arrays.communicates)
     order = np.lexsort((arrays.id[rows], at_ns[rows]))
     order = order[trains[rows[order]]]
-    calls = collective_matching.with_groups(trace, launches.collectives(trace, device)[order]).drop("members")
+    calls = collective_matching.with_groups(trace, launched_work.collectives(trace, device)[order]).drop("members")
     before = np.searchsorted(np.sort(at_ns[is_compute]), at_ns[rows[order]])
     alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
     burst = alike.to_series().to_numpy().astype(np.int64)

@@ -4,9 +4,9 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
-from tracekit.analysis.compute import compute_gap_causes, concurrency, contention
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, PREPARATION
-from tracekit.analysis.time import launches
+from tracekit.analysis.compute import compute_gap_causes, contention
+from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, KINDS, PREPARATION
+from tracekit.analysis.time import launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -31,7 +31,7 @@ def calls(trace: Trace) -> pl.DataFrame:
     """Return the collectives on devices with their concurrent work, and how long compute waited for each.
 
     Columns CALL_COLUMNS: bytes (the larger of sent and received), compute_ns (overlapped by compute), others (other
-    kinds that overlapped it most of the time, as bits of `concurrency.KINDS`; -1 where one did in part), chain (number
+    kinds that overlapped it most of the time, as bits of `contention.KINDS`; -1 where one did in part), chain (number
     of the last communication gap before it, not counting preparation and gaps up to 20 µs; -1 before the first),
     waited_ns (how long compute was idle because of it). One row per collective; empty on a CPU run.
     """
@@ -45,11 +45,11 @@ def calls(trace: Trace) -> pl.DataFrame:
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
     parts = [schema.empty(CALL_COLUMNS)]
-    for device in concurrency.device_work(trace):
+    for device in contention.device_work(trace):
         rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
         starts = device.spans[rows, 0]
-        messages = launches.collectives(trace, device.device)
+        messages = launched_work.collectives(trace, device.device)
         parts.append(
             messages.rename({"id": "activity_id", "message_bytes": "bytes"})
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
@@ -96,14 +96,14 @@ def _compare_instances(calls: pl.DataFrame) -> pl.DataFrame:
     """Compare each instance, as the last-arriving rank recorded it, with the same collective alone."""
     dur, by, other_kinds = (calls[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
     sized = calls["bytes"].is_not_null().to_numpy()
-    quiet = sized & (by <= concurrency.ALONE_RATIO * dur)
-    concurrent = sized & (other_kinds != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
+    quiet = sized & (by <= contention.ALONE_RATIO * dur)
+    concurrent = sized & (other_kinds != _MIXED) & (by >= contention.CONCURRENT_RATIO * dur)
     solo, step = quiet & (other_kinds != _MIXED), calls["step"].fill_null(-1).to_numpy()
-    exact = concurrency.compare_with_alone(
+    exact = contention.compare_with_alone(
         _same(calls, *_MESSAGE, "others"), step, dur, solo=solo, concurrent=concurrent
     )
     # A concurrent collective can only have slowed the sample, so the excess is a lower bound.
-    lower_bound = concurrency.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
+    lower_bound = contention.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
     is_judged = exact.is_judged & sized & (other_kinds != _MIXED) & ~solo
     rest = lower_bound.is_judged & sized & (other_kinds == 0) & ~quiet & ~is_judged
     return calls.select(
@@ -131,7 +131,19 @@ def by_step(run: Run) -> pl.DataFrame:
     overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
     that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
-    compared = _with_inferred_loss(run.table(compared_calls)).sort("window", "rank", "start_ns")
+    calls = run.table(compared_calls)
+    is_judged = pl.col("judged")
+    sums = calls.group_by("rank").agg(
+        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
+        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
+    )
+    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
+    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
+    compared = (
+        calls.join(
+            sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
+        ).with_columns(inferred.alias("inferred_ns"))
+    ).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     bound = pl.col("so_far_ns") + pl.col("later_ns")
@@ -158,19 +170,6 @@ def by_step(run: Run) -> pl.DataFrame:
         .with_columns(pl.lit(COMMUNICATION).alias("kind"), pl.lit(COMPUTE).alias("concurrent_kind"))
         .pipe(schema.select, {**columns, "waited_ns": pl.Int64})
     )
-
-
-def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
-    is_judged = pl.col("judged")
-    sums = calls.group_by("rank").agg(
-        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
-        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
-    )
-    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
-    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
-    return calls.join(
-        sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
-    ).with_columns(inferred.alias("inferred_ns"))
 
 
 @run_fact
@@ -226,7 +225,7 @@ def contention_by_phase(run: Run) -> pl.DataFrame:
 def costliest_calls(run: Run) -> pl.DataFrame:
     """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
 
-    Columns COSTLY_COLUMNS: kind and concurrent_kind (of `concurrency.KINDS`), lost_ns (duration less alone_ns, the solo
+    Columns COSTLY_COLUMNS: kind and concurrent_kind (of `contention.KINDS`), lost_ns (duration less alone_ns, the solo
     duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest
     call counts; each preparation kernel counts; each collective counts once, on the rank that waited least.
     """
@@ -267,7 +266,7 @@ def _with_transfer(run: Run) -> pl.DataFrame:
     )
 
 
-def _others(device: concurrency.DeviceWork, rows: Ints) -> Ints:
+def _others(device: contention.DeviceWork, rows: Ints) -> Ints:
     bits = np.zeros(len(rows), np.int64)
     dur_ns = device.dur_ns[rows]
     for kind in range(len(KINDS)):
@@ -275,7 +274,7 @@ def _others(device: concurrency.DeviceWork, rows: Ints) -> Ints:
             continue
         near = device.concurrent_ns[rows, kind]
         bits = np.where(
-            (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.CONCURRENT_RATIO * dur_ns), _MIXED, bits
+            (near > contention.ALONE_RATIO * dur_ns) & (near < contention.CONCURRENT_RATIO * dur_ns), _MIXED, bits
         )
-        bits = np.where((bits != _MIXED) & (near >= concurrency.CONCURRENT_RATIO * dur_ns), bits | (1 << kind), bits)
+        bits = np.where((bits != _MIXED) & (near >= contention.CONCURRENT_RATIO * dur_ns), bits | (1 << kind), bits)
     return bits

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.communication import communication_gap_causes as causes
-from tracekit.analysis.time import breakdown, gaps, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
@@ -38,7 +38,7 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `gaps.compute_gaps`, communication_gap the number of the one whose cause the piece
+    Columns COLUMNS: the first six as `compute_gaps`, communication_gap the number of the one whose cause the piece
     inherits, collective_id and collective_start_ns of the collective that ran or ends that gap; one row per piece.
     Until the last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by
     then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
@@ -48,12 +48,14 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
     synchronize); where a copy runs, the copy.
     """
-    compute_gaps, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
+    compute_gaps, before = launched_work.compute_gaps(trace), causes.gap_causes(trace)
     parts: list[pl.DataFrame] = []
     for device in breakdown.devices(trace):
-        device_gaps = launches.on_device(trace, compute_gaps, device)
+        device_gaps = launched_work.on_device(trace, compute_gaps, device)
         if device_gaps.height:
-            parts.append(_split(trace, device, device_gaps, launches.on_device(trace, before, device).sort("start_ns")))
+            parts.append(
+                _split(trace, device, device_gaps, launched_work.on_device(trace, before, device).sort("start_ns"))
+            )
     return schema.concat(parts, COLUMNS)
 
 
@@ -143,8 +145,8 @@ def stalls_by_cause(run: Run) -> pl.DataFrame:
     """Stall time of each rank in each step, by kind of gap and cause; use ``run.table``.
 
     Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
-    `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
-    per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
+    `communication_gaps`) or compute (no compute: `compute_gaps`, with waiting for peers separated). One row per device,
+    step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
@@ -207,7 +209,7 @@ class _Wait(NamedTuple):
 
 def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
-    work = launches.work_columns(trace, device)
+    work = launched_work.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]
     quiet = intervals.from_table(before)
@@ -253,7 +255,7 @@ _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 """On a CPU run, a host in this state or a later one may be waiting for a running collective."""
 
 
-def _waits(work: launches.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
+def _waits(work: launched_work.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
     row = columns.rows_of(work.id, columns.to_ints(ended_by, -1))
     launched_ns = sweep_line.at(work.launched_ns, row, sweep_line.NEVER)
     call = calls.ended_until(idle[:, 1])

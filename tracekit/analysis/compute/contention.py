@@ -4,20 +4,82 @@ A kernel is compared with itself, alone and with concurrent work, within one ste
 nor changing clock rates affect the result. For collectives see `collective_contention`.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.compute import compute_gap_causes, concurrency
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
-from tracekit.analysis.time import breakdown, launches
-from tracekit.model import schema
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.time import breakdown, launched_work
+from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.model.trace import Trace
+
+COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
+"""Kinds of work: preparation is small compute outside the main lane, before or after collectives."""
+ALONE_RATIO, CONCURRENT_RATIO = launched_work.ALONE_RATIO, 0.5
+"""Work counts as alone up to the first share of overlapped time, as concurrent from the second."""
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """One device's work by start: its kind (an index into KINDS), and how long each kind overlapped it.
+
+    `concurrent_ns`, shape (n, len(KINDS)), counts work on other lanes. `kernel` is equal for the same work: name, grid,
+    block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring kernels on its lane.
+    """
+
+    device: int | None
+    work: pl.DataFrame
+    step: Ints
+    """The step of each piece of work; -1 for none."""
+    kind: Ints
+    spans: Spans
+    concurrent_ns: npt.NDArray[np.int64]
+    kernel: npt.NDArray[np.uint64]
+
+    @cached_property
+    def kernel_code(self) -> Ints:
+        """Return a number from 0 for each piece of work, equal for equal `kernel`."""
+        return np.unique(self.kernel, return_inverse=True)[1].astype(np.int64)
+
+    @property
+    def dur_ns(self) -> Ints:
+        """Duration of each piece of work."""
+        return self.spans[:, 1] - self.spans[:, 0]
+
+
+Floats = npt.NDArray[np.float64]
+
+MAX_SPREAD = 0.5
+"""Kernels with a larger interquartile range (over the median of their step) are not the same work."""
+_RESAMPLES = 400
+_LEAST_BLOCKS = 6
+_MOST_SLOWDOWN = 50.0
+_INTERVAL = (2.5, 97.5)
+_FAR_OUT = 3.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Samples compared with the same work alone; arrays in the order of the samples.
+
+    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `is_judged`: never alone,
+    or durations vary too much to be the same work. `excess_ns` is the extra time of a sample; outliers (Tukey: three
+    interquartile ranges beyond the quartiles of concurrent samples) are clipped to that fence.
+    """
+
+    alone_ns: Floats
+    excess_ns: Floats
+    is_judged: Flags
+
 
 PAIRS = (
     (COMPUTE, COMMUNICATION),
@@ -91,7 +153,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     )
     parts = [schema.empty(PREPARATION_COLUMNS)]
     for device in breakdown.lane_devices(trace):
-        prepared = launches.preparation(trace, device)
+        prepared = launched_work.preparation(trace, device)
         if prepared.is_empty():
             continue
         joined = prepared.join(chains, on="collective_id", how="left", maintain_order="left")
@@ -126,9 +188,9 @@ def pool_pairs(steps: pl.DataFrame, *, min_slowdown: float = 0.0) -> pl.DataFram
     for *pair, together_ns, excess_ns in pairs_of_ranks.iter_rows():
         result: tuple[object, ...] = (None, None, None, NO_SAMPLE, ALONE)
         if together_ns:
-            if concurrency.mean_slowdown(together_ns, excess_ns) <= min_slowdown:
+            if mean_slowdown(together_ns, excess_ns) <= min_slowdown:
                 continue
-            result = (*concurrency.pooled_slowdown(together_ns, excess_ns), None, None)
+            result = (*pooled_slowdown(together_ns, excess_ns), None, None)
         rows.append((*pair, *result))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
@@ -146,6 +208,58 @@ def device_count(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame({"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]})
 
 
+@memoize
+def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
+    """Return the work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
+    return tuple(_work_on_device(trace, device) for device in breakdown.devices(trace) if device is not None)
+
+
+def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, solo: Flags, concurrent: Flags) -> Comparison:
+    """Compare samples of equal `key`: those that ran `solo` with all others; `concurrent` define the outlier fence."""
+    (_, key), (steps, step) = (np.unique(values, return_inverse=True) for values in (key, step))
+    _, place = np.unique(key * len(steps) + step, return_inverse=True)
+    count = int(key.max(initial=-1)) + 1
+    middle = _quartiles(key, dur_ns, solo, count)[1]
+    step_ns = _quartiles(place, dur_ns, solo, int(place.max(initial=-1)) + 1)[1]
+    low, _, high = _quartiles(key, dur_ns / np.maximum(step_ns[place], 1), solo, count)
+    alone_ns = np.where(np.isnan(step_ns[place]), middle[key], step_ns[place])
+    low_concurrent, _, high_concurrent = _quartiles(key, dur_ns, concurrent, count)
+    with np.errstate(invalid="ignore"):
+        alike = high - low <= MAX_SPREAD
+        fence = high_concurrent + _FAR_OUT * (high_concurrent - low_concurrent)
+        clipped_ns = np.fmin(
+            dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns)
+        )
+    is_judged = alike[key]
+    return Comparison(
+        np.where(is_judged, alone_ns, 0.0),
+        np.where(is_judged & ~solo, clipped_ns - alone_ns, 0.0),
+        np.asarray(is_judged, np.bool_),
+    )
+
+
+def pooled_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> tuple[float, float | None, float | None]:
+    """Return overlapped time over the time of the same work alone, and its 95% interval.
+
+    The samples are blocks (steps of ranks and units) with their overlapped time and excess. The interval is a
+    percentile bootstrap over the blocks; null for fewer than six.
+    """
+    together, excess = np.asarray(overlapped_ns, np.float64), np.asarray(excess_ns, np.float64)
+    slowdown = mean_slowdown(together, excess)
+    if len(together) < _LEAST_BLOCKS:
+        return slowdown, None, None
+    draws = np.random.default_rng(len(together)).multinomial(
+        len(together), np.full(len(together), 1 / len(together)), _RESAMPLES
+    )
+    low, high = np.percentile(_ratio(draws @ together, draws @ excess), _INTERVAL)
+    return slowdown, float(low), float(high)
+
+
+def mean_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> float:
+    """Return overlapped time over the time of the same work alone: `pooled_slowdown` without its interval."""
+    return float(_ratio(np.asarray(overlapped_ns, np.float64).sum(), np.asarray(excess_ns, np.float64).sum()))
+
+
 class _PairRows:
     """Work of one kind that overlapped another kind, or is the same as such work: rows of DeviceWork, compared."""
 
@@ -154,14 +268,14 @@ class _PairRows:
         other_kinds = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
         dur_ns = device.dur_ns[row]
         other_ns = device.concurrent_ns[row][:, other_kinds]
-        overlaps_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
-        plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
+        overlaps_others = other_ns >= CONCURRENT_RATIO * dur_ns[:, None]
+        plain = (overlaps_others | (other_ns <= ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = overlaps_others @ (1 << np.arange(len(other_kinds)))
         self.pair, self.row, self.concurrent_ns = pair, row, device.concurrent_ns[row, concurrent_kind]
         self.key: Ints = device.kernel_code[row] * (1 << len(other_kinds)) + pattern
-        self.solo: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
-        self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
-        self.comparison = concurrency.compare_with_alone(
+        self.solo: Flags = plain & (self.concurrent_ns <= ALONE_RATIO * dur_ns)
+        self.concurrent: Flags = plain & (self.concurrent_ns >= CONCURRENT_RATIO * dur_ns)
+        self.comparison = compare_with_alone(
             self.key, device.step[row], dur_ns, solo=self.solo, concurrent=self.concurrent
         )
         self.is_judged: Flags = self.comparison.is_judged & plain & ~self.solo
@@ -170,7 +284,7 @@ class _PairRows:
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
     """Return the devices with work that overlaps, and the pairs that overlap there."""
-    candidates = [(device, [_pair_rows(device, pair) for pair in PAIRS]) for device in concurrency.device_work(trace)]
+    candidates = [(device, [_pair_rows(device, pair) for pair in PAIRS]) for device in device_work(trace)]
     compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in candidates]
     return [(device, pairs) for device, pairs in compared if pairs]
 
@@ -250,3 +364,60 @@ def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
     ratio = together / pl.max_horizontal(together - lost, together / 50, 1)
     rounded = pl.col("alone_ns", "concurrent_ns").round()
     return sums.with_columns(ratio.alias("slowdown"), rounded).pipe(schema.select, KERNEL_COLUMNS)
+
+
+def _work_on_device(trace: Trace, device: int) -> DeviceWork:
+    work = launched_work.work(trace, device)
+    spans = intervals.from_table(work)
+    kind = _kinds(trace, device)
+    # Time in which each kind overlapped each span; of its own kind, only other lanes count.
+    concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
+    for code in distinct(kind):
+        of_kind = kind == code
+        other_rows = np.flatnonzero(~of_kind)
+        concurrent_ns[other_rows, code] = intervals.coverage(spans[other_rows], spans[of_kind])
+        rows = np.flatnonzero(of_kind)
+        concurrent_ns[rows, code] = intervals.coverage(
+            spans[rows], intervals.covered_twice(spans[rows], work["lane"].to_numpy()[rows])
+        )
+    return DeviceWork(
+        device,
+        work,
+        columns.to_ints(work["step"], -1),
+        kind,
+        spans,
+        concurrent_ns,
+        launched_work.kernel_ids(trace, device),
+    )
+
+
+def _kinds(trace: Trace, device: int) -> Ints:
+    work = launched_work.work_columns(trace, device)
+    kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
+    kind[work.communicates] = KINDS.index(COMMUNICATION)
+    if work.computes.any():
+        dur = work.spans[:, 1] - work.spans[:, 0]
+        main = int(np.argmax(np.bincount(work.lane[work.computes], weights=dur[work.computes])))
+        small = (launched_work.work(trace, device)["role"] == "communication").to_numpy()
+        small |= np.isin(work.id, launched_work.preparation(trace, device)["id"].to_numpy())
+        kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
+    return kind.astype(np.int64)
+
+
+def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
+    time = np.maximum(np.asarray(together, np.float64), 1.0)
+    return time / np.maximum(time - excess, time / _MOST_SLOWDOWN)
+
+
+def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
+    """Return the quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
+    rows = np.flatnonzero(which)
+    rows = rows[np.lexsort((values[rows], key[rows]))]
+    many = np.bincount(key[rows], minlength=count)
+    first = np.cumsum(many) - many
+    quartiles = []
+    for quarter in (1, 2, 3):
+        index = first + (np.maximum(many - 1, 0) * quarter + (3 if quarter == 3 else 0)) // 4
+        quartile = values[rows[np.minimum(index, len(rows) - 1)]] if len(rows) else np.zeros(count)
+        quartiles.append(np.where(many > 0, quartile, np.nan))
+    return quartiles[0], quartiles[1], quartiles[2]

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
-from tracekit.analysis.time import trace_columns
+from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs
+from tracekit.analysis.time import backward_passes, trace_columns
 from tracekit.conventions import devices
 from tracekit.model import columns, nesting, schema
 from tracekit.model.fact import trace_fact
@@ -269,7 +269,7 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
         row = counted_op_of_activities(trace, counted_calls(trace).drop_nulls("flops")["id"])
         outside = trace.activities.select("id").filter(pl.Series(row < 0))
         kernel_rows = kernel_rows.join(outside, on="id", how="semi", maintain_order="left")
-    repeated = recomputation.recomputed_activities(trace) if kernel_rows.height else kernel_rows
+    repeated = backward_passes.recomputed_activities(trace) if kernel_rows.height else kernel_rows
     return kernel_rows.with_columns(
         pl.lit(None, pl.String).alias("shapes"),
         pl.lit(None, pl.Float64).alias("bytes"),
@@ -311,7 +311,7 @@ def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
 
 
 def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
-    repeated = recomputation.recomputed_activities(trace)
+    repeated = backward_passes.recomputed_activities(trace)
     if repeated.is_empty():
         return pl.Series("id", [], pl.Int64)
     if not trace.on_device:  # an activity is an outermost op, and the calls are in it

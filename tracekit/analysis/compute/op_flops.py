@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import fused_op_bytes, op_inputs
+from tracekit.analysis.compute import op_bytes, op_inputs
 from tracekit.conventions import devices
 
 _Shape: TypeAlias = Sequence[int]
@@ -89,9 +89,7 @@ def has_formula(name: str) -> bool:
 
 def has_no_products(name: str) -> bool:
     """Return whether an operator, or a kernel that Inductor made, is known to multiply no matrices."""
-    if _INDUCTOR.match(name):
-        return True
-    if fused_op_bytes.formula(name) is not None:
+    if _INDUCTOR.match(name) or op_bytes.is_library_op(name):
         return True
     if has_formula(name) or not _MEMORY_BOUND.match(name):
         return False

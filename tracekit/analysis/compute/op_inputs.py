@@ -25,6 +25,11 @@ SCALAR_TYPES: Mapping[str, str] = {
 """Element types by the number that an argument `dtype` has (c10/core/ScalarType.h)."""
 
 
+_FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
+_COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
+_CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}
+
+
 class Tensor(NamedTuple):
     """A tensor that an operator takes: its shape, its element type, and how many elements are in memory.
 
@@ -44,6 +49,11 @@ class Tensor(NamedTuple):
     def bytes(self) -> int:
         """Return the size in memory."""
         return self.stored * element_bytes(self.dtype)
+
+    @property
+    def is_floating(self) -> bool:
+        """Return whether elements are floating-point or complex numbers."""
+        return _category(self.dtype) >= 2
 
 
 TensorList: TypeAlias = tuple[Tensor, ...]
@@ -126,6 +136,37 @@ def list_dtype(kernel: str) -> str | None:
     return match[1] if match else None
 
 
+def broadcast_elements(tensors: Iterable[Tensor]) -> int:
+    """Return the elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
+    shapes = [tensor.shape for tensor in tensors]
+    if not shapes:
+        raise ValueError("no tensors")
+    elements = 1
+    for axis in range(1, max(map(len, shapes)) + 1):
+        sizes = {shape[-axis] for shape in shapes if len(shape) >= axis} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"not broadcast: {shapes}")
+        elements *= sizes.pop() if sizes else 1
+    return elements
+
+
+def promoted_dtype(tensors: list[Tensor], values: Iterable[str]) -> str:
+    """Return the element type of a result; tensors without dimensions count only where they are of a higher category.
+
+    Raises ValueError where a number of unknown category decides.
+    """
+    ranked = [[tensor.dtype for tensor in tensors if bool(tensor.shape) is has_shape] for has_shape in (True, False)]
+    strong, weak = ranked if ranked[0] else (ranked[1], [])
+    category = max(map(_category, strong))
+    higher = [dtype for dtype in weak if _category(dtype) > category]
+    if higher:
+        return max(higher, key=lambda dtype: (_category(dtype), element_bytes(dtype)))
+    if category < 2 and any(value and not value.lstrip("-").isdigit() for value in values):
+        raise ValueError("a number of another category")
+    highest = {dtype for dtype in strong if _category(dtype) == category}
+    return "float" if highest == {"c10::Half", "c10::BFloat16"} else max(highest, key=element_bytes)
+
+
 _LIST_KERNEL = re.compile(r"multi_tensor_apply_kernel<.*?Functor<(float|double|c10::Half|c10::BFloat16)\b")
 _COPIED_LISTS = re.compile(r"CatArrayBatchedCopy\w*<.*?OpaqueType<(\d+)u>")
 _TYPE_OF_BYTES = {"1": "unsigned char", "2": "c10::Half", "4": "float", "8": "double"}
@@ -151,3 +192,7 @@ def _tensor(shape: list[int], dtype: str, steps: Any) -> Tensor:
     if isinstance(steps, list) and len(steps) == len(shape):
         stored = math.prod(size for size, step in zip(shape, steps, strict=True) if step != 0 or size == 0)
     return Tensor(tuple(shape), dtype, stored)
+
+
+def _category(dtype: str) -> int:
+    return _CATEGORIES.get(dtype, 1)  # integers

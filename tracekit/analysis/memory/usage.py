@@ -35,6 +35,10 @@ _MOST_STEPS = 1500  # 1.1 million pairs
 _DEVIATIONS = 2.5758293  # 99%
 _EVENTS, _METRICS = "events", "metrics"
 
+_UNATTRIBUTED = "(allocated earlier, or without a stack)"
+CATEGORY_CHANGE_COLUMNS = schema.columns("category bytes against_bytes change_bytes", category=pl.String)
+OWNER_CHANGE_COLUMNS = schema.columns("op count against_count bytes against_bytes change_bytes", op=pl.String)
+
 
 @trace_fact
 def over_time(trace: Trace) -> pl.DataFrame:
@@ -177,6 +181,19 @@ def theil_sen(x: npt.NDArray[np.int64], y: npt.NDArray[np.float64]) -> tuple[flo
     return float(np.median(slopes)), float(slopes[low]), float(slopes[high])
 
 
+def change_by_category(categories: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Changes of categories of memory, columns CATEGORY_CHANGE_COLUMNS, the largest first; without those of 0.
+
+    A change is positive where there is more than in the other.
+    """
+    return _difference(categories, other, "category", CATEGORY_CHANGE_COLUMNS)
+
+
+def change_by_owner(owners: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Change of what each op requested, as `change_by_category`, columns OWNER_CHANGE_COLUMNS."""
+    return _difference(owners, other, "op", OWNER_CHANGE_COLUMNS)
+
+
 def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
     """Return the edges between which each value lies."""
     place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
@@ -201,3 +218,24 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
         for name, values in by_owner.items()
     ]
     return pl.concat(parts).pipe(schema.select, OWNER_COLUMNS)
+
+
+def _difference(table: pl.DataFrame, other: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:
+    sums, other = (_sums(rows, key) for rows in (table, other))
+    renamed = other.rename({"bytes": "against_bytes", "count": "against_count"})
+    joined = sums.join(renamed, on=key, how="full", coalesce=True).with_columns(pl.col(pl.Int64).fill_null(0))
+    changed = joined.with_columns(change_bytes=pl.col("bytes") - pl.col("against_bytes"))
+    changed = changed.filter(pl.col("change_bytes") != 0).sort(
+        pl.col("change_bytes").abs(), key, descending=[True, False]
+    )
+    return schema.conform(changed, columns)
+
+
+def _sums(rows: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Return count and bytes by owner; of a run, on the trace and device with the highest peak."""
+    if rows.height and "window" in rows.columns:
+        top = rows.sort("peak_bytes", descending=True, nulls_last=True, maintain_order=True)
+        place = ["window", "rank", "device"]
+        rows = rows.join(top.select(place).head(1), on=place, nulls_equal=True)
+    filled = rows.with_columns(pl.col(key).fill_null(_UNATTRIBUTED))
+    return filled.group_by(key).agg(pl.col("bytes", "count").sum().cast(pl.Int64))

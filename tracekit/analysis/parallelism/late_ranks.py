@@ -2,11 +2,11 @@
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, rank_places
-from tracekit.analysis.time import breakdown, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -38,7 +38,7 @@ QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 def queue_times(trace: Trace) -> pl.DataFrame:
     """Delay from the launch of each collective on a device to its start. Columns activity_id, queued_ns."""
     calls = [
-        launches.collectives(trace, device).select("id", "start_ns", "launched_ns")
+        launched_work.collectives(trace, device).select("id", "start_ns", "launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     ]
@@ -52,7 +52,7 @@ FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     compute_gap_causes.compute_gap_causes,
     *rank_places.FACTS,
-    *steps_without_saves.FACTS,
+    *save_stages.FACTS,
 )
 """The facts that the run tables of this module read."""
 
@@ -67,12 +67,12 @@ def last_arrivals(run: Run) -> pl.DataFrame:
     """
     members = run.table(late_groups.groups)
     instances = run.table(collective_instances.instances)
-    last = instances.join(run.table(late_groups.across_stages), on=_KEY, how="anti")
+    last = instances.join(late_groups.across_stages(run), on=_KEY, how="anti")
     last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
     of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
         return of_group
-    arrivals = run.table(late_groups.all_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter(~pl.col("is_across_stages"))
     leads = late_groups.lead(arrivals, members["rank"].to_list()).select(*_KEY, leader=pl.lit(members["leader"][0]))
     return of_group.join(leads, on=_KEY, how="left").select(
         *_KEY, pl.coalesce("leader", "late_rank").alias("late_rank")
@@ -84,7 +84,7 @@ def latest(run: Run) -> tuple[int, ...]:
     members = run.table(late_groups.groups)
     if not members.is_empty():
         return tuple(members["rank"].to_list())
-    arrivals = run.table(late_groups.judged_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter("is_judged")
     leads = late_groups.leads_of_ranks(arrivals)
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
@@ -96,7 +96,7 @@ def launched_late_ratio(run: Run, members: tuple[int, ...]) -> float:
     A collective was launched late if it started sooner after its launch than half of the time for which the others
     waited: it was not queued behind other work. 0 where nobody waits.
     """
-    arrivals = run.table(late_groups.judged_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter("is_judged")
     late_calls = run.table(collective_instances.waits).filter(pl.col("rank").is_in(list(members)))
     queued = late_calls.select("window", "instance", "rank", "activity_id").join(
         run.table(queue_times), on=["window", "rank", "activity_id"], how="left"
@@ -202,7 +202,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
 @run_fact
 def _own_time(run: Run) -> pl.DataFrame:
     """Return the own time of each rank and step by part: window, step, rank, part, dur_ns; 0 where there is none."""
-    steps = steps_without_saves.steps(run)
+    steps = save_stages.steps(run)
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
     is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
     by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))

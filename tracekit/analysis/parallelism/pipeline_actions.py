@@ -7,7 +7,7 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches, trace_columns
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
 from tracekit.conventions.process_groups import axis_of_description
 from tracekit.conventions.strategies import CP, EP, TP
 from tracekit.model import schema
@@ -252,7 +252,7 @@ def _with_device_times(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         trace.collectives.filter(is_within)["activity_id"].implode()
     )
     work = pl.concat(
-        launches.work(trace, device).filter(is_work).drop_nulls("launched_ns")
+        launched_work.work(trace, device).filter(is_work).drop_nulls("launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     )

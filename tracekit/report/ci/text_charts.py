@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression.comparison import Comparison
@@ -38,7 +38,7 @@ def by_rank(run: Run) -> str:
 
     Where no trace marks steps, a bar is the profiled window.
     """
-    ranks = summary.by_rank_in_steps(run)
+    ranks = breakdown.slowest_device_in_steps(run)
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
@@ -170,7 +170,7 @@ def _build_uncached(run: Run, window: int, drawn_sources: Sequence[Source], on_p
 def _build(
     run: Run, window: int, drawn_sources: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
 ) -> Scene:
-    run.measure((collective_matching.calls, summary.extent))
+    run.measure((collective_matching.calls, breakdown.extent))
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
     sources = [source for source in drawn_sources if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
@@ -184,7 +184,7 @@ def _build(
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
-    making.begin(summary.run_clock(run).filter(pl.col("window") == window))
+    making.begin(breakdown.run_clock(run).filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(MappedFile(file), key, window)
 
