@@ -20,7 +20,7 @@ from tracekit.regression.comparison import Comparison, compare_groups
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
-from tracekit.regression.samples import Values, job_samples
+from tracekit.regression.samples import job_samples
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -44,14 +44,20 @@ class StepGrowth:
         cls, reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], confidence: float = CONFIDENCE
     ) -> "StepGrowth | None":
         """Return the growth between the samples of two sides' recordings; None where one has no step time."""
-        a, b = (_step_times(tables) for tables in (reference, candidate))
+        sides = [[job_samples(table).get(STEP_TIME) for table in tables] for tables in (reference, candidate)]
+        a, b = ([ns for ns in side if ns is not None and len(ns) and ns.min() > 0] for side in sides)
         if not a or not b:
             return None
         medians = (math.exp(float(np.mean([np.log(np.median(values)) for values in side]))) for side in (a, b))
         means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
         of_median, of_mean = (after / before - 1 for before, after in (tuple(medians), tuple(means)))
-        is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
-        return cls(max(of_median, of_mean), of_mean, 0.0 if is_on_device else _noise(a, b, confidence))
+        noise_ratio = 0.0
+        if not all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate)):
+            # By how much step times of recordings of the same training differ at most, by the shared test.
+            before_after = significance.observations(a, b, is_logarithmic=True)
+            spread = significance.Spread.of(*before_after, metric_of(STEP_TIME).usual_spread)
+            noise_ratio = math.expm1(float(spread.margin(confidence)))
+        return cls(max(of_median, of_mean), of_mean, noise_ratio)
 
     def is_certain(
         self,
@@ -77,18 +83,6 @@ class StepGrowth:
     def _share(self, finding: Finding) -> float:
         """Return the cost of a finding as a share of the baseline's mean step."""
         return finding.impact * (1 + self.mean_growth_ratio)
-
-
-def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:
-    series = (job_samples(table).get(STEP_TIME) for table in tables)
-    return [values for values in series if values is not None and len(values) and values.min() > 0]
-
-
-def _noise(reference: Sequence[Values], candidate: Sequence[Values], confidence: float) -> float:
-    """Return by how much step times of recordings of the same training differ at most, by the shared test."""
-    a, b = significance.observations(reference, candidate, is_logarithmic=True)
-    spread = significance.Spread.of(a, b, metric_of(STEP_TIME).usual_spread)
-    return math.expm1(float(spread.margin(confidence)))
 
 
 MIN_WORSE_RATIO = 0.03
@@ -198,7 +192,14 @@ def judge(
     work = baselines.work_difference(baseline.recordings[0].shares, candidate[0].shares)
     notes = [*([work] if work else []), *notes]
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
-    regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
+    regressions = tuple(
+        change
+        for change in comparison.changes
+        if thresholds.is_failing(change.metric)
+        and change.verdict is Verdict.WORSE
+        # On a GPU the host's threads spin while they wait, and their CPU time says nothing.
+        and (_is_on_host(baseline) or not metric_of(change.metric).is_cpu_time)
+    )
     changes = {change.metric: change for change in comparison.changes}
     known_findings = baseline.known_findings
     is_certain_growth = _is_certain_growth(report, baseline, candidate, thresholds)
@@ -276,12 +277,6 @@ def update(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thr
     if room <= 0 or not more:
         return old, "nothing changed, and it stays as it is"
     return replace(old, recordings=(*old.recordings, *more[:room])), "nothing changed, recordings added"
-
-
-def _fails(change: Change, thresholds: Thresholds, baseline: Baseline) -> bool:
-    # On a GPU the host's threads spin while they wait, and their CPU time says nothing.
-    is_judged = _is_on_host(baseline) or not metric_of(change.metric).is_cpu_time
-    return is_judged and thresholds.is_failing(change.metric) and change.verdict is Verdict.WORSE
 
 
 def _is_on_host(baseline: Baseline) -> bool:

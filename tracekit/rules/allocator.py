@@ -79,7 +79,9 @@ class SteadyDeviceAllocation(Rule):
         with_calls = steps.filter(pl.col("calls") > 0)
         half = "the second half of " if worst["step"] is None else ""
         calls = _calls_of(run, worst)
-        fills = self._only_fills(stalls, quoted_step.rows_of(run.table(steady_state.device_calls), worst))
+        names = quoted_step.rows_of(run.table(steady_state.device_calls), worst)["name"]
+        # The only step of a run, or its only window, allocates and frees nothing, as warm-up does.
+        fills = stalls["step"].n_unique() == 1 and not names.str.contains("Free").any()
         warns = worst["stall_ratio"] >= self.min_stall_ratio and not fills
         yield Finding(
             self.code,
@@ -99,10 +101,6 @@ class SteadyDeviceAllocation(Rule):
             subject="device calls",
             is_of_window=worst["step"] is None,
         )
-
-    def _only_fills(self, stalls: pl.DataFrame, calls: pl.DataFrame) -> bool:
-        """Return whether the only step of a run, or its only window, allocates and frees nothing, as warm-up does."""
-        return bool(stalls["step"].n_unique() == 1 and not calls["name"].str.contains("Free").any())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
@@ -77,18 +77,17 @@ class ContendedCompute(Rule):
         loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
-        slowdown = _slowdown_on(slow, loss)
+        slowdown, suspicion, confidence = _slowdown_on(slow, loss, self.min_calls)
         on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
-        suspicion = _suspicion(slowdown, self.min_calls)
         kernels = run.scan(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks).collect()
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.{suspicion}",
+            f"Kernels take {slowdown} as long during collectives as alone. {_cost(loss)}.{suspicion}",
             "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
             f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}.",
-            confidence=_confidence(slowdown),
+            confidence=confidence,
             evidence=quoted_first.head(40),
             what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
         )
@@ -151,18 +150,17 @@ class StarvedCollectives(Rule):
         loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
-        slowdown = _slowdown_on(slow, loss)
         collectives = run.table(collective_contention.compared_calls).filter("judged")
         collectives = collectives.with_columns(pl.col("excess_ns").alias("lost_ns"))
-        suspicion = _suspicion(slowdown, self.min_calls, is_whole=bool(collectives["whole"].all()))
+        is_whole = bool(collectives["whole"].all())
+        slowdown, suspicion, confidence = _slowdown_on(slow, loss, self.min_calls, is_whole=is_whole)
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}."
-            f"{suspicion}",
+            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}.{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
-            confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
+            confidence=confidence * (1.0 if is_whole else 0.8),
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
         )
@@ -271,26 +269,16 @@ def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
     return slowed.select("rank", "device", "slowdown", "low", "high").join(calls, on=["rank", "device"])
 
 
-def _slowdown_on(slow: pl.DataFrame, loss: StepLoss) -> dict[str, Any]:
-    return slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
-
-
-def _interval(slowdown: dict[str, Any]) -> str:
-    low, high = slowdown["low"], slowdown["high"]
-    between = "" if low is None else f" (95% interval {low:.2f} to {high:.2f})"
-    return f"{slowdown['slowdown']:.2f} times{between}"
-
-
-def _suspicion(slowdown: dict[str, Any], min_calls: int, *, is_whole: bool = True) -> str:
-    """Return why a slowdown is only a suspicion; empty where there is an interval, or enough samples."""
-    calls = int(slowdown["judged_calls"])
-    if slowdown["low"] is not None or (calls >= min_calls and is_whole):
-        return ""
-    return f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
-
-
-def _confidence(slowdown: dict[str, Any]) -> float:
-    return 0.5 if slowdown["low"] is None else 0.8
+def _slowdown_on(
+    slow: pl.DataFrame, loss: StepLoss, min_calls: int, *, is_whole: bool = True
+) -> tuple[str, str, float]:
+    """The slowdown on the quoted device in words, why it is only a suspicion (or ''), and how sure it is."""
+    row = slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
+    times, low, calls = f"{row['slowdown']:.2f} times", row["low"], int(row["judged_calls"])
+    if low is not None:
+        return f"{times} (95% interval {low:.2f} to {row['high']:.2f})", "", 0.8
+    few = f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
+    return times, "" if calls >= min_calls and is_whole else few, 0.5
 
 
 def _cost(loss: StepLoss) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import polars as pl
 
@@ -194,32 +194,33 @@ class ClockDrop(Rule):
         is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
-        clock = _recorded_clock(run, worst)
-        what = f"The clock of {on} drops" if clock.fell is not False else f"All kernels of {on} become slower"
+        fell, clock = None, ""
+        for row in quoted_step.rows_of(run.table(device_counters.recorded_clocks), worst, _DEVICE).iter_rows(
+            named=True
+        ):
+            fell = row["since_mhz"] < _LOWER * row["before_mhz"]
+            before, since = f"{row['before_mhz']:,.0f}", f"{row['since_mhz']:,.0f} MHz"
+            why = f" ({', '.join(row['reasons'])})" if row["reasons"] else ""
+            clock = f"falls from {before} to {since}{why}" if fell else f"does not fall: {before} and {since}"
+            clock = f" Its recorded clock {clock}."
+        what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
             f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
             f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
             f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
-            f"({units.share(worst['lost_ratio'])}).{clock.text}",
-            _FIX if clock.fell is not False else _OTHER_FIX,
+            f"({units.share(worst['lost_ratio'])}).{clock}",
+            _FIX if fell is not False else _OTHER_FIX,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
-            confidence=_CONFIDENCES[clock.fell],
+            confidence=_CONFIDENCES[fell],
             ranks=ranks,
             steps=distinct(places, "step"),
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
         )
-
-
-class _RecordedClock(NamedTuple):
-    """Whether the recorded clock fell, None if none is recorded, and what to say about it."""
-
-    fell: bool | None
-    text: str
 
 
 def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | None:
@@ -263,18 +264,3 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
 
 def _median(stalls: pl.DataFrame) -> int:
     return int(stalls["dur_ns"].sort()[(stalls.height - 1) // 2])
-
-
-def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
-    """The GPU's clock around a drop, as its counters recorded it."""
-    rows = quoted_step.rows_of(run.table(device_counters.recorded_clocks), drop, _DEVICE)
-    if rows.is_empty():
-        return _RecordedClock(None, "")
-    before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
-    if since_mhz >= _LOWER * before_mhz:
-        both = f"{before_mhz:,.0f} and {since_mhz:,.0f} MHz"
-        return _RecordedClock(fell=False, text=f" Its recorded clock does not fall: {both}.")
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    return _RecordedClock(
-        fell=True, text=f" Its recorded clock falls from {before_mhz:,.0f} to {since_mhz:,.0f} MHz{why}."
-    )

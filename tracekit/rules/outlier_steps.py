@@ -140,13 +140,12 @@ class OutlierStep(Rule):
             step_ns = longest["reference_ns"] or window_ns
             least_ns = step_ns * (self.min_step_ratio if on_device else self.min_cpu_step_ratio)
             if cost_ns >= self.min_lost_ratio * window_ns and longest[cost] >= least_ns / 2:
-                yield self._finding(run, similar, self._severity(longest), self.min_lost_ratio)
+                is_proven = longest["reference_ns"] is not None or is_of_known_cause
+                is_of_training = longest["cause"] != host_stalls.PROFILER
+                severity = Severity.WARNING if is_proven and is_of_training else Severity.INFO
+                yield self._finding(run, similar, severity, self.min_lost_ratio)
             elif longest[cost] >= least_ns:
                 yield self._finding(run, similar, Severity.INFO, least_ns / window_ns)
-
-    def _severity(self, event: dict[str, Any]) -> Severity:
-        is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
-        return Severity.WARNING if is_proven and event["cause"] != host_stalls.PROFILER else Severity.INFO
 
     def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
         event, windows = events.row(0, named=True), events.unique("window")
@@ -168,12 +167,19 @@ class OutlierStep(Rule):
         else:
             ranks = event["ranks"]
             who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
+        stall_ns = int(events["stall_ns"].sum())
+        took, share = units.duration(stall_ns), units.share(stall_ns / max(window_ns, 1))
+        how_often = f"It takes {took} ({share}) of the window."
+        if steps > 1:
+            count = events.select(pl.struct("window", "step").n_unique()).item()
+            how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
+            how_often += f"may be rare; it takes {took} in total ({share} of the time)."
         return Finding(
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
             f"while it {_what(event)}"
-            f"{_waits(event, run)}. {_how_often(events, window_ns, steps)}",
+            f"{_waits(event, run)}. {how_often}",
             fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
@@ -344,18 +350,6 @@ def _waits(event: dict[str, Any], run: Run) -> str:
     if event["is_everyone"]:
         return ", as in a save, an evaluation or logging without a span" if event["cause"] == host_stalls.OTHER else ""
     return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
-
-
-def _how_often(events: pl.DataFrame, window_ns: int, steps: int) -> str:
-    stall_ns = int(events["stall_ns"].sum())
-    if steps < 2:
-        return f"It takes {units.duration(stall_ns)} ({units.share(stall_ns / max(window_ns, 1))}) of the window."
-    count = events.select(pl.struct("window", "step").n_unique()).item()
-    often = "once" if count == 1 else f"in {count} steps"
-    return (
-        f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
-        f"{units.duration(stall_ns)} in total ({units.share(stall_ns / max(window_ns, 1))} of the time)."
-    )
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:

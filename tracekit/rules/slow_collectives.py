@@ -216,6 +216,13 @@ _FIX_UNKNOWN = (
     "nr_throttled, swapping). If it recurs, record with --hang-timeout below its duration: each rank then dumps its "
     "stacks and flight recorder while it waits."
 )
+_ARRIVED = (
+    "All ranks of the group had arrived. Either the network or one of the ranks stalled; the traces do not show which."
+)
+_UNTRACED = (
+    "Not all ranks of the group have a trace in which it could be matched, so it is unknown whether a rank "
+    "arrived late."
+)
 _FIX_UNTRACED = (
     "Record all ranks (record --ranks all) to see whether one arrives late; check its host, and otherwise the network."
 )
@@ -278,29 +285,37 @@ class StalledCollective(Rule):
 
     def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
         event, windows = events.row(0, named=True), events.unique("window")
-        stopped = tuple(event["silent_ranks"])
-        steps = int(events.unique("window")["steps"].sum())
-        excess_ns = int((events["end_ns"] - events["start_ns"]).sum())
-        if steps < 2:
-            how_often = f"It costs {units.duration(excess_ns)} ({units.share(_lost_ratio(events))}) of the window."
-        else:
+        stopped, lost_ratio = tuple(event["silent_ranks"]), _lost_ratio(events)
+        steps = int(windows["steps"].sum())
+        excess, share = units.duration(int((events["end_ns"] - events["start_ns"]).sum())), units.share(lost_ratio)
+        how_often = f"It costs {excess} ({share}) of the window."
+        if steps > 1:
             often = "once" if events.height == 1 else f"{events.height} times"
-            how_often = (
-                f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
-                f"{units.duration(excess_ns)} in total ({units.share(_lost_ratio(events))} of the time)."
-            )
-        confidence = 0.9 if event["silent_ranks"] else 0.8
+            how_often = f"It happens {often} in {steps} profiled steps, so it may be rare; "
+            how_often += f"it takes {excess} in total ({share} of the time)."
+        several = len(stopped) > 1
+        if stopped:
+            confidence, fix = 0.9, _FIX_PROCESS.format(ranks=units.numbered("rank", stopped))
+            where = f", inside {event['name']}" if event["name"] else ""
+            cause = f"Meanwhile the host of {units.numbered('rank', stopped)} does nothing{where}: "
+            cause += f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
+        elif event["is_whole"]:
+            confidence, fix, cause = 0.8, _FIX_UNKNOWN.format(ranks=units.numbered("rank", event["ranks"])), _ARRIVED
+        else:
+            confidence, fix, cause = 0.5, _FIX_UNTRACED, _UNTRACED
+        calls = run.table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")
+        columns = ("window", "rank", "step", "op", "group", "bytes", "start_ns", "dur_ns", "transfer_ns", "usual_ns")
         return Finding(
             self.code,
             severity,
-            f"{_what(event)}. {_cause(event)} {how_often}",
-            _fix(event),
-            impact=min(1.0, _lost_ratio(events)),
-            cost_ns=int(events["lost_ns"].sum()) // max(1, int(windows["steps"].sum())),
+            f"{_what(event)}. {cause} {how_often}",
+            fix,
+            impact=min(1.0, lost_ratio),
+            cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
             confidence=confidence if event["is_whole"] else 0.5,
             ranks=stopped or tuple(events["ranks"].explode().unique().sort().to_list()),
             steps=distinct(events, "step"),
-            evidence=_stalled_calls(run, events),
+            evidence=largest_first(calls, "excess_ns", "rank", "start_ns").select(*columns).head(_EVIDENCE_ROWS),
             what_if=WhatIf(STALLED_COLLECTIVE, min_saved_ratio),
             subject=_subject(event),
             is_of_window=event["step"] is None,
@@ -351,38 +366,3 @@ def _what(event: dict[str, Any]) -> str:
         f"{outlier_steps.where(event, event['lost_ns'])}one {event['op'].replace('_', '-')}{size}{group} takes "
         f"{units.duration(event['transfer_ns'])} instead of {units.duration(event['usual_ns'])}{more_text}"
     )
-
-
-def _cause(event: dict[str, Any]) -> str:
-    """Sentence on what stalled, as far as the traces show it."""
-    if event["silent_ranks"]:
-        several = len(event["silent_ranks"]) > 1
-        where = f", inside {event['name']}" if event["name"] else ""
-        return (
-            f"Meanwhile the host of {units.numbered('rank', event['silent_ranks'])} does nothing{where}: "
-            f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
-        )
-    if not event["is_whole"]:
-        return (
-            "Not all ranks of the group have a trace in which it could be matched, so it is unknown whether a rank "
-            "arrived late."
-        )
-    return (
-        "All ranks of the group had arrived. Either the network or one of the ranks stalled; the traces do not show "
-        "which."
-    )
-
-
-def _fix(event: dict[str, Any]) -> str:
-    if event["silent_ranks"]:
-        stopped = event["silent_ranks"]
-        return _FIX_PROCESS.format(ranks=units.numbered("rank", stopped))
-    if not event["is_whole"]:
-        return _FIX_UNTRACED
-    return _FIX_UNKNOWN.format(ranks=units.numbered("rank", event["ranks"]))
-
-
-def _stalled_calls(run: Run, events: pl.DataFrame) -> pl.DataFrame:
-    calls = run.table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")
-    columns = ("window", "rank", "step", "op", "group", "bytes", "start_ns", "dur_ns", "transfer_ns", "usual_ns")
-    return largest_first(calls, "excess_ns", "rank", "start_ns").select(*columns).head(_EVIDENCE_ROWS)

@@ -139,13 +139,18 @@ class Straggler(Rule):
         else:
             verb = "straggle" if place.startswith("nodes ") else "straggles"
             verdict = f"{place[0].upper()}{place[1:]} ({name}) {verb}"
+        sums = wait_tables[0].group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
+        longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
+        unit = f" of {longest['unit']}" if longest["unit"] else ""
+        phase = f" in {longest['phase']}" if longest["phase"] else ""
+        op = (longest["op"] or "collective").replace("_", "-")
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
             f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
             f"{'them' if several else 'it'} in {steps}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}"
+            f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}"
             f"{evidence.message(several=several)}",
             advice.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
@@ -216,16 +221,6 @@ def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | N
     if ratio >= _MIN_LAUNCHED_LATE:
         return late_ranks.LAUNCH, f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
     return None, "", _UNKNOWN
-
-
-def _worst_collective(quoted: pl.DataFrame) -> str:
-    """Return the collective with the longest waits: its op, and unit or phase."""
-    sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
-    longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
-    what = f"the {(longest['op'] or 'collective').replace('_', '-')}"
-    if longest["unit"]:
-        return f"{what} of {longest['unit']}" + (f" in {longest['phase']}" if longest["phase"] else "")
-    return f"{what} in {longest['phase']}" if longest["phase"] else what
 
 
 @dataclass(frozen=True)
