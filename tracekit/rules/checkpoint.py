@@ -112,6 +112,10 @@ class BlockingCheckpoint(Rule):
         quoted_save = f"{median_save['save']}{more}" + (
             f", the {median_name(after_steps.height)} of {after_steps.height} saves" if after_steps.height > 1 else ""
         )
+        # Of a save that dcp.async_save made already, only the longest stage can be shorter.
+        logged = run.table(saves.stages).filter(pl.col("save") == quoted["checkpoint"])
+        is_background = logged.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
+        fixes = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
         rank = critical.get("rank", quoted["rank"])
         of_rank = quoted_stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
         io_calls = recorded_evidence.sentence(run, rank, intervals.from_table(of_rank), "the save")
@@ -120,7 +124,7 @@ class BlockingCheckpoint(Rule):
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
             f"({quoted_save}){_slowest_stage(critical, quoted_stages)}{io_calls}",
-            _fix(run, quoted["checkpoint"], critical),
+            " ".join(fixes) or "Wait for the future of dcp.async_save only before the next save.",
             impact=overhead,
             is_of_training=True,
             cost_ns=int(blocked_ns / steps) if steps else 0,
@@ -142,6 +146,11 @@ class BlockingCheckpoint(Rule):
         counted = "1 save" if is_single else f"{rank_spans.height} saves"
         block, take = ("blocks", "takes") if is_single else ("block", "take")
         of_steps = f" and {take} {units.share(share)} of the {steps} profiled steps" if share else ""
+        parts = {name: int(rank_spans[column].sum()) for name, column in _SPAN_PARTS.items()}  # 0 if the trace has none
+        part_texts = [f"{units.duration(ns)} {name}" for name, ns in parts.items() if ns]
+        inside = f", of which {', '.join(part_texts)}" if part_texts else ""
+        has_stacks = rank_spans["fsync_ns"].is_not_null().any()
+        hidden = "serializing is" if has_stacks else "serializing, writing and syncing are"
         # One save does not show how often the run saves: the window may have been placed around it.
         often = rank_spans["step"].count() > 1
         return Finding(
@@ -149,7 +158,7 @@ class BlockingCheckpoint(Rule):
             Severity.WARNING if share >= self.min_window_ratio else Severity.INFO,
             f"{counted} in the trace of rank {longest['rank']} {block} training for "
             f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
-            f"{_inside_spans(rank_spans)}"
+            f"{inside} ({hidden} not in the trace)"
             + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")
             + recorded_evidence.sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
@@ -161,24 +170,6 @@ class BlockingCheckpoint(Rule):
             evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
             what_if=WhatIf(CHECKPOINT, 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
         )
-
-
-def _fix(run: Run, save: str, critical: dict[str, Any]) -> str:
-    """Advice that shortens a save: of one that `dcp.async_save` made already, only its longest stage."""
-    stages = run.table(saves.stages).filter(pl.col("save") == save)
-    is_background = stages.filter(~pl.col("blocking") | (pl.col("call") == "dcp.async_save")).height > 0
-    parts = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
-    return " ".join(parts) or "Wait for the future of dcp.async_save only before the next save."
-
-
-def _inside_spans(spans: pl.DataFrame) -> str:
-    """Return the parts of the spans that the trace contains, and those that it does not."""
-    parts = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items()}  # 0 if the trace has none
-    part_texts = [f"{units.duration(ns)} {name}" for name, ns in parts.items() if ns]
-    stacks = spans["fsync_ns"].is_not_null().any()
-    hidden = "serializing is" if stacks else "serializing, writing and syncing are"
-    inside = f", of which {', '.join(part_texts)}" if part_texts else ""
-    return f"{inside} ({hidden} not in the trace)"
 
 
 _SPAN_PARTS = {

@@ -218,6 +218,7 @@ class ExposedCommunication(Rule):
             .join(over.select("rank"), on="rank", how="semi")
         )
         axis = _most_exposed_axis(run, worst)
+        overlapped_ratio = worst["overlapped_ns"] / worst["communication_ns"] if worst["communication_ns"] else 0.0
         severity = Severity.WARNING if worst["exposed_ratio"] > self.max_exposed_ratio else Severity.INFO
         if worst["exposed_ratio"] > self.error_exposed_ratio:
             severity = Severity.ERROR
@@ -234,13 +235,21 @@ class ExposedCommunication(Rule):
         if axis not in _DATA_AXES and costliest["phase"].count():
             backward_ns = int(costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum())
             in_backward = backward_ns * 2 > int(costliest["exposed_ns"].sum())
+        message = (
+            f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
+            f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
+            f"{quoted_step.describe(worst)}. Compute overlaps {units.share(overlapped_ratio)} of its communication."
+        )
+        if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
+            awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
+            message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
         fix = fix_for(
             strategy=workload.run_strategy(run) or ddp,
             op=op,
             gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
-            overlapped_ratio=_overlapped_ratio(worst),
+            overlapped_ratio=overlapped_ratio,
             is_short=bool(dtypes.len() and dtypes.str.contains(_SHORT_TYPES).all()),
             in_backward=in_backward,
             infers=workload.is_inference(run),
@@ -248,7 +257,7 @@ class ExposedCommunication(Rule):
         yield Finding(
             self.code,
             severity,
-            _message(worst, of_pipeline=pipeline_stages.is_pipelined(run))
+            message
             + (_MAY_WAIT if worst["rank"] in collective_instances.ranks_without_peers(run) else "")
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
             + slow,
@@ -262,19 +271,6 @@ class ExposedCommunication(Rule):
             evidence=_evidence(worst, collectives),
             is_of_window=worst["step"] is None,
         )
-
-
-def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
-    message = (
-        f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
-        f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{quoted_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
-        "communication."
-    )
-    if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
-        return message
-    awaited = f"late ranks{' or other stages of the pipeline' if of_pipeline else ''}"
-    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
 
 
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
@@ -346,10 +342,6 @@ def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
     other_calls = collectives.join(step_calls, on=["window", "rank", "lane", "start_ns"], how="anti")
     parts = [step_calls.head(_EVIDENCE_ROWS), step_row, other_calls.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
-
-
-def _overlapped_ratio(worst: dict[str, Any]) -> float:
-    return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
 
 
 _MAY_WAIT = " Some of it may be waiting for ranks without a trace."

@@ -95,6 +95,8 @@ class MisalignedProducts(AvoidableTime):
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the kernels of the quoted step."""
         calls = loss.rows(run.table(self.facts[0])).drop_nulls("padding")
+        by_shapes = calls.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
+        row = largest_first(by_shapes, "saved_ns", "op", "shapes").row(0, named=True)
         # "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving.
         sums = calls.group_by("padding").agg(pl.col("saved_ns").sum())
         ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
@@ -103,7 +105,7 @@ class MisalignedProducts(AvoidableTime):
         pads = " and ".join(f"{size} to {to}" for size, to in pairs)
         return (
             f"Matrix products with misaligned dimensions take {_duration(calls)}; aligned ones would save {loss}. "
-            f"Most of it: {_largest(calls)}.",
+            f"Most of it: {row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])}).",
             f"Pad {pads}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
             "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
             "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
@@ -325,12 +327,6 @@ def _evidence(rows: pl.DataFrame, loss: quoted_step.StepLoss) -> pl.DataFrame:
     evidence = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
     first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
     return evidence.select(*first, *(name for name in ("shapes", "padding") if name in evidence.columns))
-
-
-def _largest(rows: pl.DataFrame) -> str:
-    sums = rows.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
-    row = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
-    return f"{row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])})"
 
 
 def _sizes(row: dict[str, Any], name: str) -> str:

@@ -164,7 +164,10 @@ class OutlierStep(Rule):
             fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
         if event["is_everyone"]:
             who = "the host of every rank stalls"
+            is_unnamed = event["cause"] == host_stalls.OTHER
+            waits = ", as in a save, an evaluation or logging without a span" if is_unnamed else ""
         else:
+            waits = "; the other ranks wait for it" if len(run.ranks) > 1 else ""
             ranks = event["ranks"]
             who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
         stall_ns = int(events["stall_ns"].sum())
@@ -178,8 +181,7 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event)}"
-            f"{_waits(event, run)}. {how_often}",
+            f"while it {_what(event)}{waits}. {how_often}",
             fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
@@ -344,12 +346,6 @@ def _what(event: dict[str, Any]) -> str:
         return _HOST_DOES[event["cause"]] + (f" ({event['name']})" if inside else "")
     state = _STATE_IS.get(event["detail"], "is not launching work")
     return state + (f" ({event['name']})" if event["name"] else "")
-
-
-def _waits(event: dict[str, Any], run: Run) -> str:
-    if event["is_everyone"]:
-        return ", as in a save, an evaluation or logging without a span" if event["cause"] == host_stalls.OTHER else ""
-    return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:

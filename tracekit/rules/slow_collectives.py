@@ -77,7 +77,9 @@ class SlowLink(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
-        durations = self._durations(run)
+        medians = save_stages.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
+        steady = run.table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
+        durations = medians.join(steady, on="window")
         to_peers = _by_group(_judged_groups(run, run.table(group_bandwidth.group_comparison)), durations)
         slow = [row for group in to_peers if (row := self._slower_than_peers(group))]
         if not slow:
@@ -86,12 +88,6 @@ class SlowLink(Rule):
             slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
         for row in slow:
             yield self._finding(run, row)
-
-    def _durations(self, run: Run) -> pl.DataFrame:
-        """Return the steps of each group with steady transfer times, with the step's duration."""
-        durations = save_stages.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
-        steady = run.table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
-        return durations.join(steady, on="window")
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the median slow step of a group that is slow in most steps since its first slow one; else None."""
@@ -130,7 +126,9 @@ class SlowLink(Rule):
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         slow: pl.DataFrame = worst["slow"]
         lost_ratio = worst["extra_ns"] / worst["duration_ns"]
-        ranks = _ranks(worst)
+        members = worst["ranks"] if worst["group_ranks"] is None else worst["group_ranks"]
+        listed = ", ".join(map(str, members)) if len(members) <= _MAX_NAMED else units.ranges(members)
+        ranks = f"rank{'' if len(members) == 1 else 's'} {listed}"
         all_traced, to_peers = len(worst["ranks"]) == worst["group_size"], worst["reference"] == "peers"
         reference = "its peers" if to_peers else "before"
         is_of_window = worst["step"] is None
@@ -182,12 +180,6 @@ def _judged_groups(run: Run, groups: pl.DataFrame) -> pl.DataFrame:
 def _by_group(table: pl.DataFrame, durations: pl.DataFrame) -> list[pl.DataFrame]:
     timed = table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
     return timed.partition_by(_GROUP, maintain_order=True)
-
-
-def _ranks(worst: dict[str, Any]) -> str:
-    ranks = worst["ranks"] if worst["group_ranks"] is None else worst["group_ranks"]
-    rank_text = ", ".join(map(str, ranks)) if len(ranks) <= _MAX_NAMED else units.ranges(ranks)
-    return f"rank{'' if len(ranks) == 1 else 's'} {rank_text}"
 
 
 def _bandwidth(worst: dict[str, Any], name: str) -> str:

@@ -18,7 +18,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.contention import GIVE_WAY
 from tracekit.replay.graph.causes.order import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.rules import quoted_step
-from tracekit.rules.quoted_step import KEY, StepLoss
+from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _GAP = ("window", "rank", "communication_gap")
@@ -196,10 +196,20 @@ class SerializedStreams(Rule):
         if loss is None or (order is None and loss.row["lost_ratio"] < self.min_cost_ratio):
             return
         queue = order is not None
+        if order is None:
+            rows = loss.rows(delayed)
+            message = f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one "
+            message += f"of the same process group on another stream. Up to {loss} is exposed."
+        else:
+            sums = loss.rows(order).select(pl.col("overtake_chances", "overtakes", "delayed").sum()).row(0)
+            chances, overtaken, blocked = map(int, sums)
+            message = f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of "
+            message += f"{chances} kernels overtook an earlier launch on another stream, and {blocked} started only "
+            message += "with it."
         yield loss.finding(
             self,
             Severity.WARNING if queue else Severity.INFO,
-            _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
+            message,
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(workload.run_strategy(run) or "", "")),
             confidence=0.8 if queue else 0.5,
             evidence=quoted_step.evidence(delayed, loss.row, "lost_ns"),
@@ -324,23 +334,6 @@ class ExposedCopy(Rule):
             f"{largest['op'] or 'an unknown op'}{where} ({units.duration(largest['dur_ns'] // count)} each"
             f"{memory}{speed})."
         )
-
-
-def _queue_message(loss: StepLoss, order: pl.DataFrame) -> str:
-    rows = loss.rows(order)
-    chances, overtaken, blocked = (int(rows[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
-    return (
-        f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of {chances} kernels "
-        f"overtook an earlier launch on another stream, and {blocked} started only with it."
-    )
-
-
-def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
-    rows = loss.rows(delayed)
-    return (
-        f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one of the same "
-        f"process group on another stream. Up to {loss} is exposed."
-    )
 
 
 def _count_text(count: int) -> str:
