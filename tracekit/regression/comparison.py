@@ -91,7 +91,11 @@ def compare(
 
     The strategy may differ: it is what one compares. Only ranks that both sides have are compared.
     """
-    notes, work = _all_differences(reference, candidate, allow_different=allow_different)
+    names = (reference.name, candidate.name)
+    stated = _differences(reference, candidate, allow_different=allow_different)
+    recorded = baseline.environment_differences(reference.environment, candidate.environment, names)
+    work = baseline.work_difference(reference.work, candidate.work)
+    notes = [*recorded, *([] if work is None else [work]), *stated]
     if not allow_different and not _ranks(reference.samples) & _ranks(candidate.samples):
         a, b = (units.ranges(_ranks(side.samples)) for side in (reference, candidate))
         if reference.samples.height and candidate.samples.height:
@@ -203,17 +207,6 @@ def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[
             f"the SM clock of the slowest GPU differs: {stated}; kernels that it limits take {times}; "
             "the throttle reasons are in tracekit summary --by step"
         )
-
-
-def _all_differences(
-    reference: RunSamples, candidate: RunSamples, *, allow_different: bool
-) -> tuple[list[str], str | None]:
-    """Return notes on all that differs between the runs, and whether that is their work, in words."""
-    stated = _differences(reference, candidate, allow_different=allow_different)
-    names = (reference.name, candidate.name)
-    recorded = baseline.environment_differences(reference.environment, candidate.environment, names)
-    work = baseline.work_difference(reference.work, candidate.work)
-    return [*recorded, *([] if work is None else [work]), *stated], work
 
 
 def _without_less_work(changes: Iterable[Change]) -> Iterator[Change]:

@@ -121,7 +121,9 @@ def _of_steps(
         scored.append((bool(counted), spent_ns, _compute(computing, changes, counted, work)))
     idle_ns = max(0.0, _difference(changes, "data_wait_ns", "idle_ns"))
     if waiting or (computing and idle_ns > moving_ns + other_ns):
-        scored.append((False, idle_ns, _host(changes)))
+        longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
+        parts = [f"{_change_text(changes[metric])} per step" for metric in longer] or ["steps wait for the host"]
+        scored.append((False, idle_ns, Cause(HOST, _sentence(parts), tuple(longer))))
     scored.sort(key=lambda candidate: candidate[:2], reverse=True)
     total_ns = sum(score for _, score, _ in scored)
     return [
@@ -171,12 +173,6 @@ def _compute(
     elif not counted:
         parts.append("all work grew alike, so check the machine, its clocks and what else runs there")
     return Cause(COMPUTE, _sentence(parts), tuple(failed))
-
-
-def _host(changes: Mapping[str, Change]) -> Cause:
-    longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
-    parts = [f"{_change_text(changes[metric])} per step" for metric in longer]
-    return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(longer))
 
 
 def _of_cause(cause: str, keys: Container[str]) -> list[str]:
