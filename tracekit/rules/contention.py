@@ -228,8 +228,6 @@ _PREPARE_LESS = (
     "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
     "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
 )
-
-
 _FEWER_BYTES = {
     workload.FSDP1: " (ShardingStrategy.HYBRID_SHARD)",
     workload.FSDP2: " (fully_shard on a mesh of two axes)",
@@ -243,14 +241,10 @@ _EARLIER = {
     workload.DDP: " (bucket_cap_mb)",
 }
 """How each strategy sends less, or starts collectives earlier."""
-
-
 _EVIDENCE_COLUMNS = (
     *("window", "rank", "step", "device", "lane", "name", "op", "group", "unit", "bytes", "start_ns", "dur_ns"),
     *("transfer_ns", "alone_ns", "compute_ns", "waited_ns", "lost_ns"),
 )
-
-
 _DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 

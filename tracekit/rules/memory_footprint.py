@@ -22,8 +22,6 @@ _ALTERNATIVES = (
     (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
     (("softmax", "bmm", "masked_fill"), "use torch.nn.functional.scaled_dot_product_attention, which stores no scores"),
 )
-
-
 _SHOWN_BY = "tracekit memory SNAPSHOT shows which code allocated the growing memory."
 _LEAKS = {
     False: "Store no tensors with an autograd graph across steps: use .item() or .detach().",

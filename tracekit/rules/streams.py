@@ -223,29 +223,19 @@ _QUEUE_FIX = (
     "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1, every stream waits for earlier launches on all "
     "other streams."
 )
-
-
 _COMMUNICATOR_FIX = (
     "Use separate communicators for collectives that need not wait for each other: {}another process group "
     "(dist.new_group). They still share the links."
 )
-
-
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
-
-
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
     "before a collective."
 )
-
-
 _PREPARE_IN_BUFFERS = (
     "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid casts and "
     "divides before the reduce-scatter ({}.reduce_dtype)."
 )
-
-
 _PREPARE_EARLIER = {
     workload.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
     "avoid casts before the all-reduce.",
