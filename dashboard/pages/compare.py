@@ -138,11 +138,12 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     except NotComparableError as error:
         widgets.info(widgets.plain(str(error)))
         return
-    header, cells = step_change.table_cells(changed, step_change.DEFAULT_TOP)
-    rows = [[name, *map(comparison.with_minus_signs, numbers)] for name, *numbers in cells]
+    cells = step_change.cells(changed, step_change.DEFAULT_TOP)
+    header = cells.header
+    rows = [[name, *map(comparison.with_minus_signs, numbers)] for name, *numbers in cells.rows]
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
-    right = [column not in step_change.TEXTS for column in range(len(header))]
+    right = [column in cells.numbers for column in range(len(header))]
     text = comparison.with_minus_signs(step_change.headline(changed))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))

@@ -12,8 +12,9 @@ from dashboard.run_store import regression
 from dashboard.run_store.regression import Group, Series
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
-from tracekit.report import headlines, history_figures
+from tracekit.report import headlines
 from tracekit.report import history as history_text
+from tracekit.report.charts import many_runs
 from tracekit.report.comparison import label
 from tracekit.report.headlines import Headline
 
@@ -43,7 +44,7 @@ def show(path: Path) -> None:
     for name in metrics:
         widgets.subheader(widgets.plain(name[:1].upper() + name[1:]))
         widgets.caption(widgets.plain(history_text.verdict(by_label[name])))
-        _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
+        _clickable(many_runs.of_series(group, by_label[name]), group, by_label[name])
     _run(group)
 
 

@@ -13,7 +13,6 @@ from tracekit.analysis.host import call_trees, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
-    expert_pairs,
     group_axes,
     pipeline_bubbles,
     pipeline_stages,
@@ -70,8 +69,8 @@ GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
 MESH_GROUPS = _across(rank_places.mesh_table)
 COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
 EXPERT_LOAD = _across(expert_load.expert_load, *expert_load.FACTS)
-EXPERT_PAIRS = _across(expert_pairs.expert_pairs, *expert_load.FACTS)
-EXPERT_PAIR_TRANSFERS = _across(expert_pairs.by_pair, *expert_load.FACTS)
+EXPERT_PAIRS = _across(expert_load.expert_pairs, *expert_load.FACTS)
+EXPERT_PAIR_TRANSFERS = _across(expert_load.by_pair, *expert_load.FACTS)
 PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.FACTS)
 PIPELINE_ACTIONS = _across(pipeline_stages.staged_actions, *pipeline_stages.FACTS)
 PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)

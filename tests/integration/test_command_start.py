@@ -68,7 +68,7 @@ def test_a_command_imports_nothing_that_it_does_not_need(command, forbidden):
 
 def test_a_worker_process_imports_no_command():
     # It imports the script that started the command, then the module of its tasks.
-    script = "import json, sys; from tracekit.cli import main; import tracekit.executors.tasks; "
+    script = "import json, sys; from tracekit.cli import main; import tracekit.executors.worker_pool; "
     done = subprocess.run(
         [sys.executable, "-c", script + "print(json.dumps(sorted(sys.modules)))"],
         capture_output=True,

@@ -13,8 +13,9 @@ import pytest
 from tests.support import worker_facts
 from tests.support.cli_runner import ROOT, only_line, tracekit
 from tests.support.worker_facts import broken, killing, process
+from tracekit import executors
 from tracekit.errors import ConfigError
-from tracekit.executors import defaults, open_executor
+from tracekit.executors import open_executor
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.model.run import Run
@@ -77,8 +78,8 @@ def test_traces_are_measured_by_other_processes(executor):
 def test_a_server_measures_many_traces_in_processes_that_stop_after_the_pass(monkeypatch):
     run = drawn_run(ProcessesPerPass())
     assert run.table(process)["pid"].unique().to_list() == [os.getpid()]
-    monkeypatch.setattr(defaults, "PROCESSES_FROM", 4)
-    monkeypatch.setattr(defaults, "processors", lambda: 2)
+    monkeypatch.setattr(executors, "PROCESSES_FROM", 4)
+    monkeypatch.setattr(executors, "processors", lambda: 2)
     pids = drawn_run(ProcessesPerPass()).table(process)["pid"].unique().to_list()
     assert os.getpid() not in pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracekit
+from tracekit.cli.commands import scrub as scrub_command
 from tracekit.ingest import scrub
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.ingest.scrub import snapshots
-from tracekit.report import scrub_text
+from tracekit.report.render import text as render_text
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 HOST, USER = "gpu-node-17", "rosa"
@@ -127,7 +128,7 @@ def test_what_cannot_be_scrubbed_is_not_copied_and_named_in_one_line(tmp_path, n
     run.mkdir()
     (run / "run.json").write_text("{}")
     (run / name).write_bytes(content)
-    text = scrub_text.as_text(scrub.scrub(run, out))
+    text = render_text.render(scrub_command.document(scrub.scrub(run, out)), width=100)
     assert [path.name for path in out.iterdir()] == ["run.json"]
     (line,) = [line for line in text.splitlines() if line.startswith(f"  left out {name}: ")]
     assert reason in line

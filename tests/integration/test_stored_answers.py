@@ -14,7 +14,7 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner
 from tests.support.cli_runner import in_a_process, on_a_terminal
-from tracekit.cli import answer_files, output, question
+from tracekit.cli import output, question
 from tracekit.cli.formats import ReportFormat
 from tracekit.ingest import loader
 
@@ -41,7 +41,7 @@ class OfAPlugin(Rule):
 
 @pytest.fixture(autouse=True)
 def _trust_new_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(question, "_UNSURE_NS", -(10**15))
+    monkeypatch.setattr("tracekit.cli.question._UNSURE_NS", -(10**15))
     monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -200,9 +200,11 @@ def test_an_ignore_that_ends_is_asked_about_each_day(run, loads, monkeypatch):
     ask("check", run, cwd=run)
     ask("check", run, cwd=run)
     assert len(loads) == 1
-    real = answer_files.datetime
+    real = question.datetime
     tomorrow = lambda zone: real.datetime.now(zone) + real.timedelta(days=1)  # noqa: E731
-    monkeypatch.setattr(answer_files, "datetime", SimpleNamespace(datetime=SimpleNamespace(now=tomorrow), UTC=real.UTC))
+    monkeypatch.setattr(
+        "tracekit.cli.question.datetime", SimpleNamespace(datetime=SimpleNamespace(now=tomorrow), UTC=real.UTC)
+    )
     ask("check", run, cwd=run)
     assert len(loads) == 2
 
@@ -220,7 +222,7 @@ def test_a_source_file_that_findings_may_point_at_is_an_input(run, loads):
 def test_a_change_of_the_code_gives_a_fresh_answer(run, loads, tmp_path, monkeypatch):
     copy = tmp_path / "tracekit"
     shutil.copytree(ROOT / "tracekit", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(answer_files, "_PACKAGE", copy)
+    monkeypatch.setattr("tracekit.cli.question._PACKAGE", copy)
     ask("summary", run)
     ask("summary", run)
     assert len(loads) == 1
@@ -260,7 +262,7 @@ def test_a_run_that_changes_while_it_is_read_is_not_stored(run, tmp_path, monkey
 
 @pytest.mark.parametrize("change", ["run", "settings"])
 def test_files_that_changed_a_moment_ago_are_not_trusted(change, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(question, "_UNSURE_NS", 2 * 10**9)
+    monkeypatch.setattr("tracekit.cli.question._UNSURE_NS", 2 * 10**9)
     time.sleep(2.1)
     (run / "tracekit.toml").touch() if change == "settings" else os.utime(run / "run.json", ns=(1, 1))
     assert ask("check", run, cwd=run)[2] == 0

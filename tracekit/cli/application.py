@@ -4,19 +4,86 @@ Exit codes: 0 success, 1 a finding or a metric fails the check, 2 input or optio
 4 runs cannot be compared.
 """
 
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from typer.core import TyperGroup
 
 from tracekit import __version__
 from tracekit.cli import output
-from tracekit.cli.lazy_commands import LazyCommand, LazyGroup
 from tracekit.cli.question import Question, current_question
 from tracekit.errors import TracekitError
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command, or a group of commands: its name, what `--help` says of it, and where it is defined."""
+
+    name: str
+    short_help: str
+    module: str = ""
+    """The module of `tracekit.cli.commands`; by default, its name is that of the command."""
+    context_settings: Mapping[str, Any] | None = None
+
+    def load(self) -> Any:
+        """Return typer's command, made of the function or group of this name in the module."""
+        name = self.name.replace("-", "_")
+        defined = getattr(importlib.import_module(f"tracekit.cli.commands.{self.module or name}"), name)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        if isinstance(defined, typer.Typer):
+            app.add_typer(defined, name=self.name)
+        else:
+            settings = None if self.context_settings is None else dict(self.context_settings)
+            app.command(self.name, context_settings=settings)(defined)
+        return typer.main.get_group(app).commands[self.name]
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Typer's commands by name, each of which is loaded when it is looked up."""
+
+    def __init__(self, listed: Sequence[LazyCommand]) -> None:
+        """Load none of the listed commands."""
+        self.listed = {command.name: command for command in listed}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.listed[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.listed)
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose `commands` are LazyCommands; subclasses list them."""
+
+    LISTED: Sequence[LazyCommand] = ()
+
+    def __init__(self, **attributes: Any) -> None:
+        """Replace the commands, of which there are none, by the listed ones."""
+        super().__init__(**attributes)
+        self._lazy = LazyCommands(self.LISTED)
+        self.commands = self._lazy  # type: ignore[assignment]  # nothing adds commands later
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """Return the names of the commands, in the order of the list."""
+        return list(self.commands)
+
+    def format_commands(self, _context: Any, formatter: Any) -> None:
+        """Write the name and the help of each command."""
+        rows = [(command.name, command.short_help) for command in self.LISTED]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
@@ -41,14 +108,14 @@ class Commands(LazyGroup):
         LazyCommand("summary", "Show where the time goes, by rank or by step."),
         LazyCommand("compare", "Compare two runs: better, worse, same or inconclusive."),
         LazyCommand("kernels", "Sum kernels by name, op, shapes, unit, …"),
-        LazyCommand("ops", "Sum host ops by name, shapes, unit, …"),
+        LazyCommand("ops", "Sum host ops by name, shapes, unit, …", module="kernels"),
         LazyCommand("memory", "Show who uses memory; replay the allocator."),
         LazyCommand("whatif", "Predict the step time without one cause of lost time."),
-        LazyCommand("critical-path", "Show what one step waited for, over all ranks."),
+        LazyCommand("critical-path", "Show what one step waited for, over all ranks.", module="whatif"),
         LazyCommand("export", "Write a run for Perfetto, browsers and monitoring."),
-        LazyCommand("flamegraph", "Write time by call stack for flame graph viewers."),
+        LazyCommand("flamegraph", "Write time by call stack for flame graph viewers.", module="export"),
         LazyCommand("query", "Query a run in SQL."),
-        LazyCommand("schema", "List the tables and columns for query."),
+        LazyCommand("schema", "List the tables and columns for query.", module="query"),
         LazyCommand("rules", "List the rules and their thresholds."),
         LazyCommand("explain", "Explain one rule.", module="rules"),
         LazyCommand("dashboard", "Open runs in the browser."),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, question
-from tracekit.cli.answer import Input, Kind
 from tracekit.cli.options import OutputOptions
+from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,10 +115,13 @@ def _as_document(results: "Sequence[CheckResult]", report_format: ReportFormat) 
 
 
 def _as_text(results: "Sequence[CheckResult]", *, width: int, color: bool) -> str:
-    from tracekit.report import gate_text, text
+    from tracekit.report import text
+    from tracekit.report.render import text as render_text
 
     if any(result.comparison or result.budgets for result in results):
-        return "\n".join(gate_text.render(result, width=width, color=color) for result in results)
+        documents = map(text.gate_document, results)
+        width = min(width, text.MAX_WIDTH)
+        return "\n".join(render_text.render(document, width=width, color=color) for document in documents)
     reports = [(result.report, result.report.run) for result in results]
     if len(reports) == 1:
         return text.render(*reports[0], width=width, color=color)

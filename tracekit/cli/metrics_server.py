@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracekit.cli.watch.log_tail import LogTail
+from tracekit.cli.watch.rank_log import LogTail
 from tracekit.errors import InputError
 from tracekit.report.export import prometheus, step_metrics
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,19 +14,14 @@ import typer
 from typer.models import ArgumentInfo
 
 from tracekit.cli import output, question, run_loading
-from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from tracekit.cli.settings import Catalog, CheckSettings
-    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.report.document import Document
 
-_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
-_MAX_RANKS = 1 << 20
 UseCache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Reuse tables parsed by earlier commands, and store newly parsed ones."),
@@ -55,31 +49,6 @@ class Format(StrEnum):
     JSON = "json"
 
 
-class TotalsFormat(StrEnum):
-    """Formats of a table of kernels or ops."""
-
-    TEXT = "text"
-    CSV = "csv"
-    JSON = "json"
-
-
-class DocumentFormat(StrEnum):
-    """Formats of a table that may become part of a document."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
-class ComparisonFormat(StrEnum):
-    """Formats of a comparison of two runs."""
-
-    TEXT = "text"
-    CSV = "csv"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 class FailOn(StrEnum):
     """The severities from which findings fail a check."""
 
@@ -89,7 +58,6 @@ class FailOn(StrEnum):
     ERROR = "error"
 
 
-DocumentFormatOption = Annotated[DocumentFormat, typer.Option("--format", help="Output format.")]
 TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
 
 
@@ -146,17 +114,17 @@ class ExecutorOptions:
 
         Call it before Polars is imported: it also sets the number of Polars' threads.
         """
-        from tracekit.executors import defaults, open_executor
+        from tracekit import executors
 
-        defaults.limit_polars_threads(paths)
+        executors.limit_polars_threads(paths)
         kind, workers = self.executor, self.workers
         if kind is None:
-            processes = None if self.cluster else defaults.process_count(paths)
+            processes = None if self.cluster else executors.process_count(paths)
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
         if self.cluster or kind is ExecutorKind.DASK:
             question.current().withdraw()
-        return open_executor(kind.value, workers=workers, cluster=self.cluster)
+        return executors.open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,28 +169,6 @@ class TableOptions(OutputOptions):
     def write(self, document: "Document") -> None:
         """Write a document in the format."""
         (self.write_json if self.is_json else self.write_text)(document)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TotalsOptions(OutputOptions):
-    """The length, format and destination of a table of kernels or ops."""
-
-    top: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Show the N rows with most time.  [default: text 20, else all]"),
-    ] = None
-    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
-
-    def write(self, rows: "pl.DataFrame", document: "Callable[[pl.DataFrame, int], Document]") -> None:
-        """Write the first `top` rows; by default 20 in a document for people, and all rows as CSV or JSON."""
-        from tracekit.report import query_rows
-
-        if self.totals_format is TotalsFormat.TEXT:
-            self.write_text(document(rows, self.top or output.DEFAULT_TOP))
-            return
-        top_rows = rows if self.top is None else rows.head(self.top)
-        is_csv = self.totals_format is TotalsFormat.CSV
-        output.emit_rows(query_rows.as_csv(top_rows) if is_csv else query_rows.as_json(top_rows), self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,29 +256,3 @@ def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 def _is_option(parameter: inspect.Parameter) -> bool:
     return not any(isinstance(arg, ArgumentInfo) for arg in get_args(parameter.annotation))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectedWork:
-    """The part of a run that is written."""
-
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None
-    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None
-
-    def rank_numbers(self) -> list[int] | None:
-        """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
-        return None if self.ranks is None else parse_ranks(self.ranks)
-
-
-def parse_ranks(text: str) -> list[int]:
-    """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
-    ranks: set[int] = set()
-    for part in output.split_names(text):
-        match = _RANGE.match(part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if not 0 <= last - first < _MAX_RANKS:
-            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
-        ranks.update(range(first, last + 1))
-    if not ranks:
-        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
-    return sorted(ranks)

@@ -13,7 +13,7 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import question
-from tracekit.cli.answer import STDERR, STDOUT, Answer
+from tracekit.cli.question import STDERR, STDOUT, Answer
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:

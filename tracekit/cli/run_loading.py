@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracekit.cli import output, question
-from tracekit.cli.answer import Input, Kind
+from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.conventions.devices import DeviceOverride
-    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples

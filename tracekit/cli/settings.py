@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from tracekit.cli import question, rule_names, settings_file
-from tracekit.cli.answer import Input, Kind
+from tracekit.cli.question import Input, Kind
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets, metrics

@@ -19,10 +19,9 @@ from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
 from tracekit.ingest.trace_origins import ArchivedTrace, RemoteTrace
 from tracekit.model import environment, schema
-from tracekit.model.executor import Executor
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run
-from tracekit.model.source import Source
+from tracekit.model.source import Executor, Source
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
 

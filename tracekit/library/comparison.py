@@ -7,13 +7,16 @@ from pathlib import Path
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.library.answer import Answer
+from tracekit.library.answers import Answer
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing
 from tracekit.regression import step_change as explaining
 from tracekit.regression.comparison import RunSamples
-from tracekit.report import baseline_json, comparison, html_fragments, json, step_change, text
+from tracekit.report import baseline_json, comparison, html_fragments, json, query_rows, step_change, text
+from tracekit.report.render import json as render_json
+from tracekit.report.render import markdown as render_markdown
+from tracekit.report.render import text as render_text
 
 _TOP = 40
 """Rows of a notebook's cell."""
@@ -33,20 +36,19 @@ class Comparison(Answer):
 
     def as_html(self) -> str:
         """The verdict, what differs between the runs, and a row per metric."""
-        header, rows = comparison.table_cells(self.compared)
-        table = escaping.html_table(header, rows, right=(False, True, True, True, True, False))
+        table = html_fragments.cells(comparison.cells(self.compared))
         verdict = html_fragments.comparison_verdict(self.compared, None)
-        return "".join([verdict, *_paragraphs(self.compared.differences), table])
+        return "".join([verdict, *[escaping.fragment("caption", note) for note in self.compared.differences], table])
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
         """HTML, Markdown, JSON, CSV and text."""
         compared = self.compared
         return {
             ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
-            ".md": lambda: comparison.as_markdown(compared),
-            ".json": lambda: comparison.as_json(compared),
+            ".md": lambda: render_markdown.render(comparison.document(compared)),
+            ".json": lambda: render_json.render(comparison.document(compared)),
             ".csv": lambda: comparison.as_csv(compared),
-            ".txt": lambda: comparison.as_text(compared, width=text.WIDTH),
+            ".txt": lambda: render_text.render(comparison.document(compared), width=text.WIDTH),
         }
 
     def __repr__(self) -> str:
@@ -66,24 +68,22 @@ class StepComparison(Answer):
 
     def as_html(self) -> str:
         """One sentence, and the rows with the largest changes."""
-        header, rows = step_change.table_cells(self.changed, _TOP)
-        right = [column not in step_change.TEXTS for column in range(len(header))]
         headline = html_fragments.headline(
             step_change.headline(self.changed),
             step_change.count_statuses(self.changed),
             html_fragments.change_status(self.changed.step),
         )
-        return headline + escaping.html_table(header, rows, right=right)
+        return headline + html_fragments.cells(step_change.cells(self.changed, _TOP))
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
         """HTML, Markdown, JSON, CSV and text."""
         changed, compared = self.changed, self.changed.compared
         return {
             ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
-            ".md": lambda: step_change.as_markdown(changed),
-            ".json": lambda: step_change.as_json(changed),
-            ".csv": lambda: step_change.as_csv(changed),
-            ".txt": lambda: step_change.as_text(changed, width=text.WIDTH),
+            ".md": lambda: render_markdown.render(step_change.document(changed)),
+            ".json": lambda: render_json.render(step_change.document(changed)),
+            ".csv": lambda: query_rows.as_csv(changed.rows),
+            ".txt": lambda: render_text.render(step_change.document(changed), width=text.WIDTH),
         }
 
     def __repr__(self) -> str:
@@ -115,7 +115,3 @@ def compare_steps(
         raise InputError(f"{unknown[0]}: runs are compared by {', '.join(explaining.KEYS)}")
     before, after = (explaining.RunSteps.of(run) for run in (reference, candidate))
     return StepComparison(explaining.step_change(before, after, keys, allow_different=allow_different))
-
-
-def _paragraphs(notes: tuple[str, ...]) -> list[str]:
-    return [escaping.fragment("caption", note) for note in notes]

@@ -14,16 +14,15 @@ def document(baseline: Baseline) -> Document:
     """What ran, the findings and the metrics of a baseline's recordings."""
     recordings = units.count(len(baseline.recordings), "recording")
     facts = tuple((name, str(value)) for name, value in baseline.fingerprint.items())
-    findings = Cells(("", "", "", "of time"), _findings(baseline), is_indented=True)
-    numbers = ("mean", "least", "most")
+    findings = Cells(("", "", "", "of time"), _findings(baseline), indent=2)
     return Document(
         (
             [line((baseline.name, Emphasis.STRONG), f"  {recordings}")],
-            [heading("What ran"), Cells(("", ""), facts, is_indented=True)],
+            [heading("What ran"), Cells(("", ""), facts, indent=2)],
             [heading("Findings"), findings],
             [
                 heading("Metrics", "  the median of each recording"),
-                Cells(("", *numbers), _metrics(baseline), numbers, is_indented=True),
+                Cells(("", "mean", "least", "most"), _metrics(baseline), (1, 2, 3), indent=2),
             ],
         )
     )

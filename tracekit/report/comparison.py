@@ -1,13 +1,10 @@
-"""Comparison -> text, JSON or Markdown."""
+"""A comparison of two runs as a document, and its parts in words."""
 
 import dataclasses
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import polars as pl
-from rich.console import RenderableType
-from rich.table import Table
 
 from tracekit.model import escaping
 from tracekit.regression.comparison import Comparison
@@ -15,19 +12,25 @@ from tracekit.regression.metrics import all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
 from tracekit.report import query_rows
-from tracekit.report.render import layout, markdown
+from tracekit.report.document import Cells, Document, Emphasis, items, line
+from tracekit.report.render import markdown
 from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
-STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.INCONCLUSIVE: "yellow"}
+EMPHASES = {
+    Verdict.BETTER: Emphasis.BETTER,
+    Verdict.WORSE: Emphasis.WORSE,
+    Verdict.SAME: Emphasis.FAINT,
+    Verdict.INCONCLUSIVE: Emphasis.DOUBTFUL,
+}
 _MAX_NAME = 14
 _MINUS = re.compile(r"(?<![\w-])-(?=\d)")
 
 
-def as_json(compared: Comparison) -> str:
-    """Return the comparison as strict JSON, numbers in each metric's own unit."""
+def document(compared: Comparison) -> Document:
+    """A row per metric, then the remarks; for programs all numbers in each metric's own unit."""
     changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in compared.changes]
-    document = {
+    values = {
         "schema": SCHEMA,
         "reference": compared.reference,
         "candidate": compared.candidate,
@@ -35,7 +38,9 @@ def as_json(compared: Comparison) -> str:
         "notes": list(compared.notes),
         "differences": list(compared.differences),
     }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    names = (compared.candidate, Emphasis.STRONG), " compared with ", (compared.reference, Emphasis.STRONG)
+    first = [line(*names, ": medians over steps"), *items(compared.differences)]
+    return Document((first, [cells(compared)]), tuple(remarks(compared)), values, is_ascii=False)
 
 
 def as_csv(compared: Comparison) -> str:
@@ -44,37 +49,18 @@ def as_csv(compared: Comparison) -> str:
     return query_rows.as_csv(pl.DataFrame(changes, infer_schema_length=None))
 
 
-def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:
-    """Return the comparison as a table, one row per metric, then the remarks on it."""
-    styles = [STYLES[change.verdict] for change in compared.changes]
-    names = (compared.candidate, layout.BOLD), " compared with ", (compared.reference, layout.BOLD)
-    parts: list[RenderableType] = [
-        layout.line(*names, ": medians over steps"),
-        *layout.bullets(compared.differences),
-        "",
-        as_rich_table(*table_cells(compared), styles, width),
-    ]
-    notes = remarks(compared)
-    parts += ["", *layout.bullets(notes)] if notes else []
-    return layout.print_to_string(parts, width=width, color=color)
-
-
-def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], width: int) -> Table:
-    """Return the cells of a comparison as a table for a terminal; `styles` are those of the verdicts."""
-    right = [False, True, True, True, True, False]
-    table = layout.table(header, rows, right=right, gap=layout.gap(width), last_styles=styles)
-    table.columns[0].no_wrap = True
-    return table
-
-
-def as_markdown(compared: Comparison) -> str:
-    """Return the comparison as a Markdown table, as pull requests show it."""
-    header, rows = table_cells(compared)
-    table = [[markdown.escape(cell.strip()) for cell in row] for row in (header, *rows)]
-    notes = [f"- {markdown.escape(remark)}" for remark in remarks(compared)]
-    first = [f"- {markdown.escape(difference)}" for difference in compared.differences]
-    lines = [*first, *([""] if first else []), markdown.table(table[0], table[1:], right=(1, 2, 3, 4))]
-    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+def cells(compared: Comparison, failing: Collection[str] = (), *, indent: int = 0) -> Cells:
+    """One row per metric: before, now, change, interval and verdict; the metrics `failing` fail a check."""
+    names = [escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate)]
+    rows, emphases = [], []
+    for change in compared.changes:
+        metric, fails = metric_of(change.metric), change.metric in failing
+        before, now = metric.text(change.reference), metric.text(change.candidate)
+        verdict = change.verdict.value + (", fails" if fails else "")
+        rows.append((metric.label, before, now, _change(change), _interval(change), verdict))
+        emphases.append(Emphasis.WORSE if fails else EMPHASES[change.verdict])
+    header = ("", *names, "change", f"{compared.confidence:.0%} interval", "verdict")
+    return Cells(header, tuple(rows), (1, 2, 3, 4), tuple(emphases), cuts_first=False, indent=indent)
 
 
 def limit_verdict(limit: Limit, change: Change) -> str:
@@ -106,17 +92,6 @@ def with_minus_signs(text: str) -> str:
 def label(metric: str) -> str:
     """Return the display name of a metric: "overlap_ratio" is "communication overlap"."""
     return metric_of(metric).label
-
-
-def table_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a comparison's table, one row per metric."""
-    names = [escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate)]
-    rows = []
-    for change in compared.changes:
-        metric = metric_of(change.metric)
-        before, now = metric.text(change.reference), metric.text(change.candidate)
-        rows.append([metric.label, before, now, _change(change), _interval(change), change.verdict.value])
-    return ["", *names, "change", f"{compared.confidence:.0%} interval", "verdict"], rows
 
 
 def metrics_page() -> str:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import polars as pl
 
 
+LEAST_TEXT, LONGEST_TEXT = 22, 60
+
+
 class Emphasis(Enum):
     """How much words stand out, and whether they are good news."""
 
@@ -21,7 +24,9 @@ class Emphasis(Enum):
     GOOD = auto()
     BETTER = auto()
     WORSE = auto()
+    WARNING = auto()
     DOUBTFUL = auto()
+    NOTE = auto()
 
 
 Words = str | tuple[str, Emphasis]
@@ -33,32 +38,48 @@ class Line:
 
     words: tuple[Words, ...]
     mark: str = ""
-    is_indented: bool = False
+    indent: int = 0
     wraps: bool = True
+    right: str = ""
+    """Strong words at the right margin."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """Rows whose columns carry their units in their names (`escaping.heading`).
 
-    Columns without any value are left out, and where there is little room those of `drop_order`, first to last.
+    Columns without any value are left out, others where there is little room: those of `early_drop` before a text is
+    cut, those of `drop_order` where texts of `least_text` characters do not fit; the first of each goes first.
     """
 
     rows: "pl.DataFrame"
     headings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     drop_order: tuple[str, ...] = ()
-    longest_text: int = 60
+    early_drop: tuple[str, ...] = ()
+    least_text: int = LEAST_TEXT
+    longest_text: int = LONGEST_TEXT
+    indent: int = 0
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A table of texts: its numbers have different units, or are words."""
+    """A table of texts: its numbers have different units, or are words. Columns are numbered from 0."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numbers: tuple[str, ...] = ()
-    """The headings of columns that are numbers."""
-    is_indented: bool = False
+    numbers: tuple[int, ...] = ()
+    """The columns of numbers, which are never cut."""
+    emphases: tuple[Emphasis | None, ...] = ()
+    """How each row's last cell stands out."""
+    drop_order: tuple[int, ...] = ()
+    early_drop: tuple[int, ...] = ()
+    dropped_note: str = ""
+    """A sentence on the columns that are left out for lack of room, with {} for their names."""
+    cuts_first: bool = True
+    """Whether the texts of the first column may be cut."""
+    least_text: int = LEAST_TEXT
+    longest_text: int = LONGEST_TEXT
+    indent: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ class Definitions:
     """Terms with what they mean: rows of lines, of which only the last one wraps."""
 
     rows: tuple[tuple[Line, ...], ...]
-    is_indented: bool = False
+    indent: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,9 +125,9 @@ class Document:
     """Whether JSON escapes what is not ASCII, as names from traces may contain what is not text."""
 
 
-def line(*words: Words) -> Line:
+def line(*words: Words, mark: str = "", indent: int = 0) -> Line:
     """Words on a line of their own."""
-    return Line(words)
+    return Line(words, mark, indent)
 
 
 def heading(text: str, after: str = "") -> Line:
@@ -114,9 +135,9 @@ def heading(text: str, after: str = "") -> Line:
     return Line(((text, Emphasis.STRONG), (after, Emphasis.FAINT)))
 
 
-def faint(text: str) -> Line:
+def faint(text: str, indent: int = 0) -> Line:
     """A line that is less important than others."""
-    return Line(((text, Emphasis.FAINT),))
+    return Line(((text, Emphasis.FAINT),), indent=indent)
 
 
 def items(texts: Sequence[str], mark: str = "·") -> tuple[Line, ...]:

@@ -203,7 +203,7 @@ def _change(group: Group, shifts: Sequence[MetricShift]) -> Section:
         for shift in shifts
     ]
     more = context(group, shifts[0])
-    return [*changes, *(Line(((f"{word} ", Emphasis.FAINT), text), is_indented=True) for word, text in more)]
+    return [*changes, *(Line(((f"{word} ", Emphasis.FAINT), text), indent=2) for word, text in more)]
 
 
 def _drift(series: Series, drift: Drift) -> Line:

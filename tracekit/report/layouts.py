@@ -41,7 +41,7 @@ def _table(plans: Sequence[LayoutPlan]) -> Cells:
         number for number, name in enumerate(_COLUMNS) if name not in _OFTEN_ONE or any(r[number] != "1" for r in rows)
     ]
     header = tuple(_COLUMNS[number] for number in columns)
-    numbers = tuple(name for name in header if name not in _TEXTS)
+    numbers = tuple(number for number, name in enumerate(header) if name not in _TEXTS)
     return Cells(header, tuple(tuple(row[number] for number in columns) for row in rows), numbers)
 
 

@@ -1,12 +1,11 @@
-"""The rows of a query -> text, CSV or JSON, without readable units: users of SQL compute with the values."""
+"""The rows of a query as a document, CSV or JSON, without readable units: users of SQL compute with the values."""
 
 import json
 
 import polars as pl
-from rich.console import RenderableType
 
 from tracekit.model import escaping, units
-from tracekit.report.render import layout
+from tracekit.report.document import Cells, Document, faint
 from tracekit.report.render.json import to_json_value
 
 _MIN_TEXT = 24
@@ -15,27 +14,20 @@ _ROWS_AT_ONCE = 10_000
 _EXACT = 1e6  # larger numbers need more than six digits
 
 
-def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool = False) -> str:
-    """Return the rows as a table at most `width` wide; columns that do not fit are named below it.
-
-    `more` says that the query has more rows than these.
-    """
-    right = [dtype.is_numeric() for dtype in rows.dtypes]
-    cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
-    gap = layout.gap(width)
-    fitting = _fitting_count(rows.columns, cells, right, width, gap)
-    table = layout.table(
-        rows.columns[:fitting],
-        [row[:fitting] for row in cells],
-        right=right[:fitting],
-        gap=gap,
-        longest=escaping.MAX_TEXT,
+def document(rows: pl.DataFrame, *, more: bool = False) -> Document:
+    """The rows as a table; columns that do not fit are named below it. `more`: the query has more rows than these."""
+    counted = units.count(rows.height, "row")
+    size = f"the first {counted}: allow more with --max-rows, or write them with --format csv" if more else counted
+    cells = Cells(
+        tuple(rows.columns),
+        tuple(tuple(map(_cell, row)) for row in rows.iter_rows()),
+        tuple(number for number, dtype in enumerate(rows.dtypes) if dtype.is_numeric()),
+        drop_order=tuple(range(rows.width - 1, 0, -1)),
+        dropped_note="columns not shown: {}: select fewer, or --format csv",
+        least_text=_MIN_TEXT,
+        longest_text=escaping.MAX_TEXT,
     )
-    parts: list[RenderableType] = [table, layout.dim(_size(rows, more))]
-    omitted = rows.columns[fitting:]
-    if omitted:
-        parts.append(layout.dim(f"columns not shown: {', '.join(omitted)}: select fewer, or --format csv"))
-    return layout.print_to_string(parts, width=width, color=color)
+    return Document(([cells, faint(size)],))
 
 
 def as_csv(rows: pl.DataFrame) -> str:
@@ -58,22 +50,6 @@ def as_json(rows: pl.DataFrame) -> str:
         for part in rows.iter_slices(_ROWS_AT_ONCE)
     )
     return "[\n" + ",\n".join(part[2:-2] for part in parts) + "\n]\n"
-
-
-def _size(rows: pl.DataFrame, more: bool) -> str:
-    counted = units.count(rows.height, "row")
-    return f"the first {counted}: allow more with --max-rows, or write them with --format csv" if more else counted
-
-
-def _fitting_count(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
-    """Number of columns that fit: full numbers, cut text, and at least the first column."""
-    room = max(width, layout.MIN_WIDTH) + gap
-    for count in range(1, len(header) + 1):
-        widest = max(map(len, [header[count - 1], *(row[count - 1] for row in cells)]))
-        room -= (widest if right[count - 1] else min(widest, _MIN_TEXT)) + gap
-        if room < 0:
-            return max(count - 1, 1)
-    return len(header)
 
 
 def _cell(value: object) -> str:

@@ -44,18 +44,18 @@ def _thresholds(rule: RuleDocument) -> Iterator[Section]:
         texts = [f"{name} = {_value_text(value)}" for name, value in rule.thresholds.items()]
         settings = f"tracekit check RUN --set {rule.code}.{texts[0].replace(' = ', '=', 1)}"
         how = f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml"
-        lines = [Line((text,), is_indented=True) for text in texts]
-        yield [heading("Thresholds"), *lines, Line(((how, Emphasis.FAINT),), is_indented=True)]
+        lines = [Line((text,), indent=2) for text in texts]
+        yield [heading("Thresholds"), *lines, Line(((how, Emphasis.FAINT),), indent=2)]
 
 
 def _paragraph(text: str) -> Section:
     """A paragraph of a docstring: prose reflowed, the section it opens strong, indented lines as they are."""
     lines = text.splitlines()
     if any(written.startswith((" ", "-", "*")) for written in lines):
-        return [Line((written,), is_indented=True) for written in lines]
+        return [Line((written,), indent=2) for written in lines]
     prose = " ".join(lines)
     section = next((name for name in SECTIONS if prose.startswith(name)), "")
-    return [Line(((section, Emphasis.STRONG), prose.removeprefix(section)), is_indented=True)]
+    return [Line(((section, Emphasis.STRONG), prose.removeprefix(section)), indent=2)]
 
 
 def _value_text(value: object) -> str:

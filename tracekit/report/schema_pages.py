@@ -35,7 +35,7 @@ def document(tables: Sequence[TableDocument]) -> Document:
 
 def _section(table: TableDocument) -> Section:
     rows = [(line(column.name), faint(column.unit_or_type), line(column.meaning)) for column in table.columns]
-    return [heading(table.name, f"  one row per {table.grain}"), Definitions(tuple(rows), is_indented=True)]
+    return [heading(table.name, f"  one row per {table.grain}"), Definitions(tuple(rows), indent=2)]
 
 
 def as_markdown(tables: Sequence[TableDocument]) -> str:

@@ -1,33 +1,28 @@
-"""The change of a step by operators, kernels or modules -> text, CSV, JSON or Markdown."""
-
-import json
+"""The change of a step by operators, kernels or modules as a document."""
 
 import polars as pl
-from rich.console import RenderableType
 
 from tracekit.model import escaping, units
 from tracekit.regression.step_change import SAME, StepChange
-from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, query_rows
-from tracekit.report.render import layout, markdown
+from tracekit.regression.thresholds import Verdict
+from tracekit.report import comparison
+from tracekit.report.document import Cells, Document, faint, items, line
 from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.step_change/1"
 DEFAULT_TOP = 20
 _HEADER = ("part", "change", "of change", "before", "after", "calls", "status", "verdict")
-TEXTS = (0, 1, 7, 8)
-"""Columns of text; the others are numbers."""
-_DROPPED = (7, 4, 1)
-"""Columns that are left out on a narrow terminal, in this order."""
+_NUMBERS = (2, 3, 4, 5, 6)
+_DROP_ORDER = (7, 4, 1)
 _MIN_NAME = 28
 _PARTS = {"exposed_communication": "communication", "exposed_copy": "copy"}
 _MAX_NAME = 60
 
 
-def as_json(changed: StepChange) -> str:
-    """Return the change as one JSON object, its rows in ns: see docs/compare.md."""
+def document(changed: StepChange, top: int = DEFAULT_TOP) -> Document:
+    """The change in a sentence, the `top` rows with the largest changes, and remarks; for programs all rows, in ns."""
     step, compared = changed.step, changed.compared
-    document = {
+    values = {
         "schema": SCHEMA,
         "reference": compared.reference,
         "candidate": compared.candidate,
@@ -40,39 +35,9 @@ def as_json(changed: StepChange) -> str:
         "notes": list(compared.notes),
         "differences": list(compared.differences),
     }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def as_csv(changed: StepChange) -> str:
-    """Return the rows as CSV with a header, times in ns."""
-    return query_rows.as_csv(changed.rows)
-
-
-def as_text(changed: StepChange, *, top: int = DEFAULT_TOP, width: int, color: bool = False) -> str:
-    """Return the change in a sentence, the `top` rows with the largest changes as a table, and remarks."""
-    header, cells = table_cells(changed, top)
-    columns = _fitting_columns(header, cells, width)
-    verdicts = [Verdict(verdict) for verdict in changed.rows.head(top)["verdict"]]
-    styles = [comparison.STYLES[verdict] for verdict in verdicts]
-    parts: list[RenderableType] = [layout.line(headline(changed)), layout.dim(count_statuses(changed))]
-    parts += [*layout.bullets(changed.compared.differences), ""]
-    rows = [[row[column] for column in columns] for row in (header, *cells)]
-    right = [column not in TEXTS for column in columns]
-    parts += [layout.table(rows[0], rows[1:], right=right, gap=layout.gap(width), last_styles=styles)]
-    parts += [layout.dim(line) for line in _rest(changed, top)]
-    notes = remarks(changed)
-    parts += ["", *layout.bullets(notes)] if notes else []
-    return layout.print_to_string(parts, width=width, color=color)
-
-
-def as_markdown(changed: StepChange, *, top: int = DEFAULT_TOP) -> str:
-    """Return the sentence, and the `top` rows with the largest changes as a Markdown table."""
-    header, cells = table_cells(changed, top)
-    table = [[markdown.escape(cell) for cell in row] for row in (header, *cells)]
-    lines = [markdown.escape(headline(changed)), ""]
-    lines += [markdown.table(table[0], table[1:], right=(2, 3, 4, 5, 6)), ""]
-    notes = (*changed.compared.differences, *_rest(changed, top), *remarks(changed))
-    return "\n".join([*lines, *(f"- {markdown.escape(note)}" for note in notes)]).rstrip() + "\n"
+    first = [line(headline(changed)), faint(count_statuses(changed)), *items(compared.differences)]
+    rest = [faint(text) for text in _rest(changed, top)]
+    return Document((first, [cells(changed, top), *rest]), tuple(remarks(changed)), values, is_ascii=False)
 
 
 def headline(changed: StepChange) -> str:
@@ -95,8 +60,8 @@ def count_statuses(changed: StepChange) -> str:
     return f"{changed.rows.height:,} rows by {', '.join(changed.by)}: {', '.join(counts)}"
 
 
-def table_cells(changed: StepChange, top: int) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the first `top` rows as texts."""
+def cells(changed: StepChange, top: int) -> Cells:
+    """The first `top` rows as texts."""
     more = [name for name in changed.by[1:] if name in changed.rows.columns]
     rows = []
     for row in changed.rows.head(top).iter_rows(named=True):
@@ -105,8 +70,10 @@ def table_cells(changed: StepChange, top: int) -> tuple[list[str], list[list[str
         share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:.1f}%"
         part, status = _PARTS.get(row["part"], row["part"]), row["status"]
         change = _signed_duration(row["change_ns"])
-        rows.append([name, part, change, share, before, after, _calls(row), status, row["verdict"]])
-    return [" · ".join(changed.by), *_HEADER], rows
+        rows.append((name, part, change, share, before, after, _calls(row), status, row["verdict"]))
+    emphases = tuple(comparison.EMPHASES[Verdict(row[-1])] for row in rows)
+    header = (" · ".join(changed.by), *_HEADER)
+    return Cells(header, tuple(rows), _NUMBERS, emphases, _DROP_ORDER, least_text=_MIN_NAME)
 
 
 def remarks(changed: StepChange) -> list[str]:
@@ -114,22 +81,9 @@ def remarks(changed: StepChange) -> list[str]:
     few = changed.rows["low_ns"].null_count() == changed.rows.height and changed.rows.height > 0
     few_steps = ["with fewer than three steps on a side, the changes have no intervals"] if few else []
     other_notes = [note for note in changed.compared.notes if note not in changed.compared.differences]
-    return [*few_steps, *_more_samples(changed.step), *other_notes]
-
-
-def _more_samples(step: Change) -> list[str]:
-    return [f"about {step.more_samples:,} more steps per side would decide the step time"] if step.more_samples else []
-
-
-def _fitting_columns(header: list[str], cells: list[list[str]], width: int) -> list[int]:
-    """Return the columns that fit beside names of some length."""
-    widths = [max(len(row[column]) for row in (header, *cells)) for column in range(len(header))]
-    columns = list(range(len(header)))
-    for column in _DROPPED:
-        needed = min(widths[0], _MIN_NAME) + sum(widths[number] + layout.gap(width) for number in columns[1:])
-        if needed > width:
-            columns.remove(column)
-    return columns
+    more = changed.step.more_samples
+    needed = [f"about {more:,} more steps per side would decide the step time"] if more else []
+    return [*few_steps, *needed, *other_notes]
 
 
 def _rest(changed: StepChange, top: int) -> list[str]:

@@ -1,194 +1,208 @@
-"""Report -> text for a terminal or a log: the verdict, then where the time goes, then what to change."""
+"""A check as text: the verdict and its causes, what changed, where the time goes, then what to change."""
 
 from collections.abc import Sequence
 
 import polars as pl
-from rich.console import RenderableType
-from rich.table import Table
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import schema, units
 from tracekit.model.run import Run
-from tracekit.report import phrases, rank_rows
-from tracekit.report.render import layout
-from tracekit.rules.rule import Finding, Report, cost_order, costliest, has_found_iterations
+from tracekit.regression.budgets import BudgetOutcome
+from tracekit.regression.comparison import Comparison
+from tracekit.regression.gate import CheckResult, FindingStatus
+from tracekit.report import comparison, phrases, rank_rows
+from tracekit.report.document import Cells, Document, Emphasis, Line, Section, Table, faint, heading, items, line
+from tracekit.report.render import text as render_text
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, has_found_iterations
 
 WIDTH = 100
 MAX_RANKS = 16
 MAX_EVIDENCE_ROWS = 3
-_MIN_SIDE_WIDTH = 76
 MAX_WIDTH = 120  # longer lines are hard to read
-_GAP = 4
-_EVIDENCE_INDENT = 4
 # The columns of evidence that are dropped on a narrow terminal, in this order.
 _DROP_ORDER = ("activity_id", "blocker_id", "lane", "device", "blocking", "name", "phase")
 _LEAST_TEXT = 8
 """Texts are cut to so many characters before columns are dropped that are not of _DROP_ORDER, the last one first."""
 _ESSENTIAL = ("rank", "step", "name", "op", "kind", "message", "start_ns", "dur_ns", "lost_ns")
+_SEVERITIES = {Severity.ERROR: Emphasis.WORSE, Severity.WARNING: Emphasis.WARNING, Severity.INFO: Emphasis.NOTE}
+_STATUSES = {
+    FindingStatus.NEW: Emphasis.STRONG,
+    FindingStatus.WORSE: Emphasis.STRONG,
+    FindingStatus.KNOWN: Emphasis.FAINT,
+}
+_OUTCOMES = {
+    BudgetOutcome.BROKEN: Emphasis.WORSE,
+    BudgetOutcome.MET: Emphasis.FAINT,
+    BudgetOutcome.INCONCLUSIVE: Emphasis.DOUBTFUL,
+}
 
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
     """Return the report as text at most `width` columns wide."""
-    width = min(width, MAX_WIDTH)
-    return layout.print_to_string(_report(report, run, width), width=width, color=color)
-
-
-def body(report: Report, run: Run, findings: Sequence[Finding], width: int) -> list[RenderableType]:
-    """Return a report without its verdict: where the time goes, `findings`, the notes."""
-    parts: list[RenderableType] = ["", *_breakdown(run)]
-    clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
-    for finding in findings:
-        parts += ["", *_finding(finding, clock, width)]
-    if report.notes:
-        parts += ["", layout.title("Notes"), *layout.bullets(report.notes)]
-    return parts
+    return render_text.render(document(report, run), width=min(width, MAX_WIDTH), color=color)
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
     """Return several reports: a table of their findings, then each report, side by side if the width allows."""
-    parts: list[RenderableType] = [_side_by_side(reports), ""]
-    side = (width - _GAP * (len(reports) - 1)) // len(reports)
-    if side >= _MIN_SIDE_WIDTH:
-        grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
-        for _ in reports:
-            grid.add_column(width=side)
-        grid.add_row(*(_stack(_report(report, run, side)) for report, run in reports))
-        parts.append(grid)
-    else:
-        for report, run in reports:
-            ruler = f"── {run.name} ".ljust(min(width, WIDTH), "─")
-            parts += [layout.dim(ruler), *_report(report, run, width), ""]
-    return layout.print_to_string(parts, width=width, color=color)
+    documents = [(run.name, document(report, run)) for report, run in reports]
+    return render_text.render_several(_findings_by_run(reports), documents, width=width, color=color)
 
 
-def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
-    return [
-        *_verdict(report),
-        layout.dim(f"{run.name}  {phrases.subtitle(run)}"),
-        *body(report, run, report.findings, width),
-    ]
-
-
-def _verdict(report: Report) -> list[RenderableType]:
+def document(report: Report, run: Run) -> Document:
+    """The verdict, where the time goes, each finding with the first rows of its evidence, and the notes."""
     findings, cannot_judge = report.findings, report.cannot_judge
+    verdict = []
     if cannot_judge is not None:
-        style = f"{layout.BOLD} {layout.SEVERITY_STYLES['error']}"
-        unjudged: list[RenderableType] = [layout.line((phrases.headline(findings, cannot_judge), style))]
-        return [*unjudged, _counts(findings)] if findings else unjudged
-    if not findings:
-        return [layout.line((phrases.no_problems(report), f"{layout.BOLD} {layout.GOOD}"))]
-    return [_counts(findings)]
+        verdict.append(line((phrases.headline(findings, cannot_judge), Emphasis.WORSE)))
+    elif not findings:
+        verdict.append(line((phrases.no_problems(report), Emphasis.BETTER)))
+    if findings:
+        worst, top, cost = max(finding.severity for finding in findings), costliest(findings), ""
+        if top is not None and top.impact:
+            share = f"{units.share(top.impact)} of {phrases.time_noun(top)}"
+            cost = f"  costliest: {phrases.rule_name(top.code)}, {share}"
+        verdict.append(line((phrases.severity_counts(findings), _SEVERITIES[worst]), (cost, Emphasis.STRONG)))
+    first = [*verdict, faint(f"{run.name}  {phrases.subtitle(run)}")]
+    return Document((first, *_body(report, run, findings)))
 
 
-def _counts(findings: Sequence[Finding]) -> RenderableType:
-    worst = max(finding.severity for finding in findings).label
-    top, cost = costliest(findings), ""
-    if top is not None and top.impact:
-        share = f"{units.share(top.impact)} of {phrases.time_noun(top)}"
-        cost = f"  costliest: {phrases.rule_name(top.code)}, {share}"
-    counts = (phrases.severity_counts(findings), layout.SEVERITY_STYLES[worst])
-    return layout.line(counts, (cost, layout.BOLD))
+def gate_document(gate: CheckResult) -> Document:
+    """The verdict on a run with its causes, budgets, and changes since the baseline; then its report."""
+    run = gate.report.run
+    first = [
+        line((headline(gate), Emphasis.WORSE if gate.failures else Emphasis.BETTER)),
+        faint(f"{run.name}  {phrases.subtitle(run)}"),
+        *(line((f"{cause.name}: ", Emphasis.STRONG), cause.message, mark="Why") for cause in gate.causes),
+    ]
+    sections: list[Section] = [first]
+    if gate.budgets:
+        lines = [heading("Budgets")]
+        for budget in gate.budgets:
+            is_strict = gate.is_strict and budget.outcome is BudgetOutcome.INCONCLUSIVE
+            outcome = budget.outcome.value + (", which fails: strict" if is_strict else ""), _OUTCOMES[budget.outcome]
+            lines.append(line((budget.budget, Emphasis.STRONG), "  ", outcome, "  ", budget.message, mark="·"))
+        sections.append(lines)
+    if gate.comparison is not None:
+        findings = finding_cells(gate)
+        title = heading("Findings", f"  compared with {gate.baseline}")
+        sections.append([title, findings if findings.rows else faint("none in either run", indent=2)])
+        title = heading("Metrics", "  median over steps, mean over recordings")
+        sections.append([title, metric_cells(gate, gate.comparison), *items(comparison.remarks(gate.comparison))])
+    is_first = gate.comparison is None
+    new = [verdict.finding for verdict in gate.findings if is_first or verdict.status is not FindingStatus.KNOWN]
+    return Document((*sections, *_body(gate.report, run, new)))
 
 
-def _breakdown(run: Run) -> list[RenderableType]:
+def headline(gate: CheckResult) -> str:
+    """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
+    against = f" than {gate.baseline}" if gate.baseline else ""
+    failing = [verdict.status for verdict in gate.findings if verdict.fails]
+    counts = [
+        (failing.count(FindingStatus.NEW) if gate.baseline else 0, "new finding", ""),
+        (failing.count(FindingStatus.WORSE), "worse finding", ""),
+        (0 if gate.baseline else len(failing), "finding", ""),
+        (len(gate.regressions), "metric", f" worse{against}"),
+        (sum(gate.fails_budget(item) for item in gate.budgets), "budget", " broken"),
+    ]
+    if any(number for number, *_ in counts):
+        return f"Failed: {', '.join(units.count(number, noun) + after for number, noun, after in counts if number)}"
+    if gate.report.cannot_judge is not None:
+        return phrases.headline((), gate.report.cannot_judge)
+    return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
+
+
+def finding_cells(gate: CheckResult) -> Cells:
+    """A row per finding of the run, then per fixed one: severity, rule, id, cost, status and verdict."""
+    rows, emphases = [], []
+    for verdict in sorted(gate.findings, key=lambda verdict: list(_STATUSES).index(verdict.status)):
+        finding = verdict.finding
+        before = f" (was {units.share(verdict.impact_before)})" if verdict.impact_before else ""
+        names = finding.severity.label, phrases.rule_name(finding.code), finding.id
+        status = verdict.status.value + (", fails" if verdict.fails else "")
+        rows.append((*names, phrases.share_or_size(finding) + before, status))
+        emphases.append(Emphasis.WORSE if verdict.fails else _STATUSES[verdict.status])
+    for fixed in gate.fixed:
+        names = fixed.severity.label, phrases.rule_name(fixed.code), fixed.id
+        rows.append((*names, f"was {units.share(fixed.impact)}", "fixed"))
+        emphases.append(Emphasis.GOOD)
+    return Cells(("", "", "", "of time", ""), tuple(rows), emphases=tuple(emphases), indent=2)
+
+
+def metric_cells(gate: CheckResult, compared: Comparison) -> Cells:
+    """The table of the comparison, each verdict with whether it fails the check."""
+    return comparison.cells(compared, {change.metric for change in gate.regressions}, indent=2)
+
+
+def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:
+    """A report without its verdict."""
+    sections: list[Section] = [_breakdown(run)]
+    clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
+    for finding in findings:
+        severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
+        name = phrases.rule_name(finding.code), Emphasis.STRONG
+        identifier = "  " + finding.id, Emphasis.FAINT
+        sections.append(
+            [
+                Line((severity, "  ", name, identifier), right=phrases.cost(finding)),
+                line(finding.message, indent=2),
+                *([line(finding.fix, mark="Fix")] if finding.fix else []),
+                faint(phrases.scope(finding), indent=2),
+                *_evidence(finding.evidence, clock),
+            ]
+        )
+    return [*sections, *([[heading("Notes"), *items(report.notes)]] if report.notes else [])]
+
+
+def _breakdown(run: Run) -> Section:
     ranks = rank_rows.shares(run)
     if ranks.is_empty():
-        return [layout.dim("The traces contain no activities.")]
-    rows = ranks if ranks.height <= MAX_RANKS else rank_rows.with_quantiles(ranks)
-    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in rows.columns}
-    parts: list[RenderableType] = [
-        layout.title("Where the time goes", _steps(run)),
-        layout.indent(layout.frame(rows, headings)),
-    ]
-    if ranks.height > MAX_RANKS:
-        parts.append(layout.dim(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}"))
-    return parts
-
-
-def _steps(run: Run) -> str:
+        return [faint("The traces contain no activities.")]
     step_ns = breakdown.step_time_ns(run)
-    if step_ns is None:
-        return "  no steps in the traces"
     steps = units.ranges(breakdown.slowest_device_by_step(run)["step"].drop_nulls().to_list())
-    if has_found_iterations(run):
-        return f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
-    return f"  median step {units.duration(step_ns)}, steps {steps}"
+    about = f"  median step {units.duration(step_ns or 0)}, steps {steps}"
+    if step_ns is None:
+        about = "  no steps in the traces"
+    elif has_found_iterations(run):
+        about = f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
+    is_long = ranks.height > MAX_RANKS
+    rows = rank_rows.with_quantiles(ranks) if is_long else ranks
+    headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in rows.columns}
+    more = [faint(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}")] if is_long else []
+    return [heading("Where the time goes", about), Table(rows, headings, indent=2), *more]
 
 
-def _finding(finding: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
-    label = finding.severity.label
-    heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
-    heading.add_column()
-    heading.add_column(justify="right", no_wrap=True)
-    name = layout.line(
-        (label.upper(), layout.SEVERITY_STYLES[label]),
-        "  ",
-        (phrases.rule_name(finding.code), layout.BOLD),
-        ("  " + finding.id, layout.DIM),
-    )
-    heading.add_row(name, layout.title(phrases.cost(finding)))
-    parts: list[RenderableType] = [heading, layout.indent(layout.line(finding.message))]
-    if finding.fix:
-        parts.append(layout.hanging("Fix", layout.line(finding.fix)))
-    parts.append(layout.indent(layout.dim(phrases.scope(finding))))
-    return parts + _evidence(finding, clock, width - _EVIDENCE_INDENT)
-
-
-def _evidence(finding: Finding, clock: pl.DataFrame, width: int) -> list[RenderableType]:
-    rows = finding.evidence
-    if rows.is_empty():
+def _evidence(evidence: pl.DataFrame, clock: pl.DataFrame) -> Section:
+    if evidence.is_empty():
         return []
-    fitting = _fit_evidence(phrases.from_run_start(rows.head(MAX_EVIDENCE_ROWS), clock), width)
-    table = layout.frame(fitting)
-    if layout.natural_width(table) > width:
-        table = layout.frame(fitting, gap=layout.gap(width))
-    parts: list[RenderableType] = [table]
-    more = rows.height - fitting.height
-    parts += [layout.dim(f"and {more:,} more rows")] if more else []
-    return [layout.indent(part, _EVIDENCE_INDENT) for part in parts]
+    rows = phrases.from_run_start(evidence.head(MAX_EVIDENCE_ROWS), clock)
+    if "window" in rows.columns and rows["window"].n_unique() == 1:
+        rows = rows.drop("window")
+    early = tuple(name for name in _DROP_ORDER if name != "name" or ("op" in rows.columns and rows["op"].count()))
+    optional = tuple(name for name in reversed(rows.columns) if name not in _ESSENTIAL)
+    table = Table(rows, drop_order=optional, early_drop=early, least_text=_LEAST_TEXT, indent=4)
+    more = evidence.height - rows.height
+    return [table, *([faint(f"and {more:,} more rows", indent=4)] if more else [])]
 
 
-def _fit_evidence(rows: pl.DataFrame, width: int) -> pl.DataFrame:
-    """Return rows without empty columns, and without others as far as the width requires: of _DROP_ORDER, then any."""
-    columns = layout.without_empty_columns(rows)
-    if "window" in columns.columns and columns["window"].n_unique() == 1:
-        columns = columns.drop("window")
-    for name in _DROP_ORDER:
-        if layout.natural_width(layout.frame(columns)) <= width:
-            break
-        if name in columns.columns and (name != "name" or "op" in columns.columns):
-            columns = columns.drop(name)
-    optional = [name for name in reversed(columns.columns) if name not in _ESSENTIAL]
-    return layout.fit_columns(columns, {}, optional, width=width, least_text=_LEAST_TEXT)
+def _findings_by_run(reports: Sequence[tuple[Report, Run]]) -> Cells:
+    """One row per rule and one column per run, the costliest first."""
+    findings = [finding for report, _ in reports for finding in report.findings]
+    codes = dict.fromkeys(finding.code for finding in sorted(findings, key=cost_order, reverse=True))
+    rows = [
+        (phrases.rule_name(code), code, *(_worst_of_rule(report.findings, code) for report, _ in reports))
+        for code in codes
+    ]
+    rows = rows or [("no rule fired", "", *("" for _ in reports))]
+    return Cells(("finding", "", *(run.name for _, run in reports)), tuple(rows))
 
 
-def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
-    """Return one row per rule and one column per run, the costliest first."""
-    worst: dict[str, tuple[float, ...]] = {}
-    for report, _ in reports:
-        for finding in report.findings:
-            weight = cost_order(finding)
-            worst[finding.code] = max(weight, worst.get(finding.code, weight))
-    codes = sorted(worst, key=lambda code: worst[code], reverse=True)
-    rows = [[phrases.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
-    rows = rows or [["no rule fired", "", *("" for _ in reports)]]
-    return layout.table(["finding", "", *(run.name for _, run in reports)], rows)
-
-
-def _cell(findings: Sequence[Finding], code: str) -> str:
-    own_findings = [finding for finding in findings if finding.code == code]
-    if not own_findings:
+def _worst_of_rule(findings: Sequence[Finding], code: str) -> str:
+    rule_findings = [finding for finding in findings if finding.code == code]
+    if not rule_findings:
         return "–"
-    worst = max(own_findings, key=lambda finding: (finding.severity, cost_order(finding)))
-    number = f" ×{len(own_findings)}" if len(own_findings) > 1 else ""
+    worst = max(rule_findings, key=lambda finding: (finding.severity, cost_order(finding)))
+    number = f" ×{len(rule_findings)}" if len(rule_findings) > 1 else ""
     costs = [phrases.share_or_size(worst)] if worst.impact else []
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
     costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
     return f"{worst.severity.label}{number}  {' · '.join(costs)}"
-
-
-def _stack(parts: Sequence[RenderableType]) -> Table:
-    grid = Table.grid()
-    for part in parts:
-        grid.add_row(part)
-    return grid

@@ -21,8 +21,7 @@ from tracekit.analysis.parallelism import (
 )
 from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.process_groups import DP
-from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
+from tracekit.conventions.strategies import DP, DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact

@@ -8,11 +8,10 @@ from tracekit.analysis.compute import device_counters, efficiency, kernel_sequen
 from tracekit.analysis.host import launch_delay, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
-    expert_pairs,
+    expert_load,
     group_axes,
     pipeline_actions,
     pipeline_bubbles,
-    ring_overlap,
 )
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -43,8 +42,8 @@ FACTS: tuple[PublishedFact, ...] = (
     pipeline_bubbles.pipeline_bubbles,
     group_axes.group_axes,
     axis_communication.axis_communication,
-    expert_pairs.expert_pairs,
-    ring_overlap.ring_overlap,
+    expert_load.expert_pairs,
+    axis_communication.ring_overlap,
     critical_path.critical_paths,
     *snapshot_facts.TABLES,
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import sample_logs
-from tracekit.cli.watch import log_tail
-from tracekit.cli.watch.log_tail import LogTail
+from tracekit.cli.watch import rank_log
+from tracekit.cli.watch.rank_log import LogTail
 
 
 def read(log: LogTail) -> list[object]:
@@ -105,13 +105,13 @@ def test_of_a_long_log_only_the_end_is_read_at_first(tmp_path: Path, live: Path)
 
 def test_a_line_without_an_end_is_passed_over_in_bounded_memory(log: LogTail, live: Path, tmp_path: Path) -> None:
     log = LogTail(sample_logs.path(tmp_path), first_bytes=1 << 30)
-    live.write_bytes(b'{"step":0}\n{"x":"' + b"a" * (3 * log_tail.CHUNK_BYTES) + b'"}\n{"step":1}\n')
+    live.write_bytes(b'{"step":0}\n{"x":"' + b"a" * (3 * rank_log.CHUNK_BYTES) + b'"}\n{"step":1}\n')
     assert read(log) == [0, 1]
     assert log.bad_lines == 1
 
 
 def test_more_than_a_chunk_is_read_whole(tmp_path: Path, live: Path) -> None:
-    count = 2 * log_tail.CHUNK_BYTES // 50
+    count = 2 * rank_log.CHUNK_BYTES // 50
     live.write_text("".join(f'{{"step":{n:<45}}}\n' for n in range(count)))
     log = LogTail(sample_logs.path(tmp_path), first_bytes=1 << 30)
     assert read(log) == list(range(count))

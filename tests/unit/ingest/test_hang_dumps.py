@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
+from tests.support.wording import Wording
 from tracekit.errors import InputError
 from tracekit.ingest.hang_dumps import flight_recorder, folder, stacks
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
@@ -127,13 +128,13 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         folder.read(tmp_path)
 
 
-def test_a_truncated_dump_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_truncated_dump_is_left_out_and_said(tmp_path: Path, wording: Wording) -> None:
     whole = pickle.dumps(dump(done(["all_reduce"] * 50), groups=WORLD), protocol=2)
     (tmp_path / "nccl_trace_rank_0").write_bytes(whole)
     (tmp_path / "nccl_trace_rank_1").write_bytes(whole[: len(whole) // 2])
     dumps = folder.read(tmp_path)
     assert list(dumps.ranks) == [0]
-    assert "nccl_trace_rank_1: is truncated or damaged; it is left out" in dumps.notes
+    wording(*dumps.notes)
 
 
 @given(st.data())
@@ -148,13 +149,15 @@ def test_a_changed_byte_gives_a_dump_or_a_message_but_no_other_error(data: st.Da
         pass
 
 
-def test_a_missing_folder_an_empty_one_and_one_without_dumps_have_messages_of_their_own(tmp_path: Path) -> None:
+def test_a_missing_folder_an_empty_one_and_one_without_dumps_have_messages_of_their_own(
+    tmp_path: Path, wording: Wording
+) -> None:
     with pytest.raises(InputError, match="no such folder"):
         folder.read(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(InputError, match="is a file"):
         folder.read(tmp_path / "notes.txt")
-    with pytest.raises(InputError, match="no dump of a flight recorder"):
+    with wording.raises(InputError):
         folder.read(tmp_path)
 
 
@@ -166,16 +169,16 @@ def test_a_fifo_and_files_of_other_kinds_are_passed_over(tmp_path: Path) -> None
     assert folder.read(tmp_path) == folder.HangDumps(folder.read(tmp_path).ranks)
 
 
-def test_of_several_dumps_of_a_rank_the_latest_is_used(tmp_path: Path) -> None:
+def test_of_several_dumps_of_a_rank_the_latest_is_used(tmp_path: Path, wording: Wording) -> None:
     write(tmp_path, "nccl_trace_rank_0", dump(done(["all_reduce"]), groups=WORLD))
     write(tmp_path, "later_rank_0", dump(done(["all_reduce"] * 3), groups=WORLD))
     os.utime(tmp_path / "nccl_trace_rank_0", ns=(BEGAN_NS, BEGAN_NS))
     dumps = folder.read(tmp_path)
     assert len(dumps.ranks[0].calls) == 3
-    assert dumps.notes == ("rank 0 has several dumps; later_rank_0 is the latest and is used",)
+    wording(*dumps.notes)
 
 
-def test_a_dump_of_another_day_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_dump_of_another_day_is_left_out_and_said(tmp_path: Path, wording: Wording) -> None:
     day_ns = 86_400 * SECOND_NS
     for rank in range(4):
         created_ns = BEGAN_NS - day_ns if rank == 3 else BEGAN_NS
@@ -186,7 +189,7 @@ def test_a_dump_of_another_day_is_left_out_and_said(tmp_path: Path) -> None:
         )
     dumps = folder.read(tmp_path)
     assert list(dumps.ranks) == [0, 1, 2]
-    assert dumps.notes == ("_dump_3: the dump of rank 3 is 86400 s from the others; it is left out",)
+    wording(*dumps.notes)
 
 
 def test_stacks_of_faulthandler_and_py_spy_are_laid_next_to_dumps(tmp_path: Path) -> None:

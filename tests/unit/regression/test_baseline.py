@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from tests.support import sample_baselines, sample_report
+from tests.support.wording import Wording
 from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError, NotComparableError
 from tracekit.regression import baseline as baselines
@@ -93,22 +94,24 @@ def test_a_run_of_another_training_is_refused_and_the_error_names_the_field(
     assert any(field in note for note in baselines.differences(base, other, allow_different=True))
 
 
-def test_a_field_that_one_side_lacks_only_adds_a_note() -> None:
+def test_a_field_that_one_side_lacks_only_adds_a_note(wording: Wording) -> None:
     run = sample_report.run()
     base = baselines.of_reports([(sample_report.report(run), run)])
     (note,) = baselines.differences(base, sample_report.run(versions={"torch": "2.13.0"}))
-    assert "versions.torch differs: not known in the baseline" in note
+    wording(note)
 
 
-def test_the_same_recording_twice_is_refused() -> None:
+def test_the_same_recording_twice_is_refused(wording: Wording) -> None:
     run = sample_report.run()
-    with pytest.raises(InputError, match="is the same recording as another"):
+    with wording.raises(InputError):
         baselines.of_reports([(sample_report.report(run), run)] * 2)
 
 
-def test_the_same_recording_is_recognized_without_a_manifest_and_after_it_was_saved(tmp_path: Path) -> None:
+def test_the_same_recording_is_recognized_without_a_manifest_and_after_it_was_saved(
+    tmp_path: Path, wording: Wording
+) -> None:
     run = sample_report.run(created_ns=None)
-    with pytest.raises(InputError, match="is the same recording as another"):
+    with wording.raises(InputError):
         baselines.of_reports([(sample_report.report(run), run)] * 2)
     base = baselines.of_reports([(sample_report.report(run), run)])
     (tmp_path / "b.json").write_text(saved.render(base))
@@ -200,10 +203,10 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path) -> None:
         saved.read(path)
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "b.json"
     path.write_bytes(saved.render(drawn()).encode().replace(b"today", b"\xff\xfe", 1))
-    with pytest.raises(InputError, match="not a complete baseline"):
+    with wording.raises(InputError):
         saved.read(path)
 
 

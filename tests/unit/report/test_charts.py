@@ -12,8 +12,9 @@ from tracekit.plan import memory
 from tracekit.plan.checkpoint import Layout
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.entry import history_entry
-from tracekit.report import charts, history_figures
+from tracekit.report import charts
 from tracekit.report import json as json_report
+from tracekit.report.charts import many_runs
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">\u202egnp.exe'
 
@@ -200,7 +201,7 @@ def history(tmp_path):
 
 
 def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(history):
-    figure = history_figures.of_series(history, history.series[0])
+    figure = many_runs.of_series(history, history.series[0])
     *levels, medians = figure.data
     assert [tuple(level.x) for level in levels] == [(0.5, 12.5), (12.5, 20.5)]
     assert list(medians.y) == pytest.approx((history.series[0].values / 1e6).tolist())
@@ -220,7 +221,7 @@ def test_names_of_a_history_are_text_in_its_figure(history):
     values = history.series[0].values.copy()
     values[3] = math.nan
     series = dataclasses.replace(history.series[0], values=values)
-    figure = history_figures.of_series(dataclasses.replace(history, runs=runs), series)
+    figure = many_runs.of_series(dataclasses.replace(history, runs=runs), series)
     written = figure.to_json()
     assert "<script" not in written
     assert "<img" not in written

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from tracekit.report import query_rows
+from tracekit.report.render import text as render_text
 
 MIXED = pl.DataFrame(
     {
@@ -53,7 +54,7 @@ def test_csv_reads_back_as_the_same_values():
 @pytest.mark.parametrize("width", [60, 80, 100, 300])
 def test_a_table_fits_the_terminal_cuts_no_number_and_names_the_columns_left_out(width):
     wide = pl.DataFrame({f"column_{i}": [10**15 + i] for i in range(20)})
-    text = query_rows.as_text(wide, width=width)
+    text = render_text.render(query_rows.document(wide), width=width)
     assert max(map(len, text.splitlines())) <= width
     shown = [i for i in range(20) if str(10**15 + i) in text]
     assert shown
@@ -63,15 +64,18 @@ def test_a_table_fits_the_terminal_cuts_no_number_and_names_the_columns_left_out
 
 def test_a_table_shows_whole_numbers_whole_and_names_inert():
     hostile = pl.DataFrame({"name": ["[red]x[/red]\x1b[31m"], "start_ns": [1795233477365028310]})
-    text = query_rows.as_text(hostile, width=80)
+    text = render_text.render(query_rows.document(hostile), width=80)
     assert "1795233477365028310" in text
     assert "[red]x[/red]" in text
     assert "\x1b" not in text
 
 
 def test_a_table_says_how_many_rows_there_are_and_whether_there_are_more():
-    assert query_rows.as_text(MIXED.select("dur_ns"), width=80).splitlines()[-1] == "3 rows"
-    assert "the first 3 rows: allow more with --max-rows" in query_rows.as_text(
-        MIXED.select("dur_ns"), width=80, more=True
+    assert render_text.render(query_rows.document(MIXED.select("dur_ns")), width=80).splitlines()[-1] == "3 rows"
+    assert "the first 3 rows: allow more with --max-rows" in render_text.render(
+        query_rows.document(MIXED.select("dur_ns"), more=True), width=80
     )
-    assert query_rows.as_text(MIXED.head(0).select("name"), width=80).splitlines() == ["name", "0 rows"]
+    assert render_text.render(query_rows.document(MIXED.head(0).select("name")), width=80).splitlines() == [
+        "name",
+        "0 rows",
+    ]

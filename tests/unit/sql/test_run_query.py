@@ -18,6 +18,7 @@ from tracekit.model.fact import TraceTable
 from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.report import query_rows
+from tracekit.report.render import text as render_text
 from tracekit.sql import run_query, run_tables
 from tracekit.sync import alignment
 
@@ -125,7 +126,11 @@ def test_values_of_any_type_come_back_and_can_be_written(run):
     found = tracekit.query(run, f"SELECT {columns}, {columns} FROM range(2) -- twice")
     assert found.shape == (2, 2 * len(EXOTIC))
     assert found["x0"].to_list() == ["3 days"] * 2
-    for written in (query_rows.as_text(found, width=4000), query_rows.as_csv(found), query_rows.as_json(found)):
+    for written in (
+        render_text.render(query_rows.document(found), width=4000),
+        query_rows.as_csv(found),
+        query_rows.as_json(found),
+    ):
         assert f"x{len(EXOTIC) - 1}_1" in written
     found.write_parquet(io.BytesIO())
 

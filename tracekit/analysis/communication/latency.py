@@ -80,7 +80,28 @@ def by_group(run: Run) -> pl.DataFrame:
     because only the first of a burst waits for ranks, and of those the ones without concurrent compute; else the lower
     quartile, from the last known arrival.
     """
-    points = _points(run)
+    # Median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns.
+    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    place = ["window", "rank", "activity_id"]
+    calls = (
+        run.table(bursts)
+        .join(waits.unique(place), on=place, how="left")
+        .with_columns(hops().alias("hops"), ring_bytes().alias("sent_bytes"))
+    )
+    calls = calls.drop_nulls(["hops", "sent_bytes"]).filter(pl.col("sent_bytes") > 0)
+    took = pl.col("dur_ns") - pl.col("wait_ns").fill_null(0)
+    follows, bare = pl.col("position") > 0, pl.col("exposed_ns") * 10 >= pl.col("dur_ns") * 9
+    points = (
+        calls.group_by("group", "group_size", "hops", "sent_bytes", maintain_order=True)
+        .agg(
+            took.filter(follows & bare).median().alias("bare_ns"),
+            took.filter(follows).median().alias("following_ns"),
+            took.quantile(0.25).alias("least_ns"),
+        )
+        .with_columns(pl.coalesce("bare_ns", "following_ns", "least_ns").alias("took_ns"))
+        .filter(pl.col("took_ns") > 0)
+        .sort("group", "group_size", "sent_bytes")
+    )
     rows = []
     for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
         model = fit(*(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
@@ -177,28 +198,3 @@ def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame
 
 def _exposed_ns(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
     return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)
-
-
-def _points(run: Run) -> pl.DataFrame:
-    """Return the median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
-    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
-    place = ["window", "rank", "activity_id"]
-    calls = (
-        run.table(bursts)
-        .join(waits.unique(place), on=place, how="left")
-        .with_columns(hops().alias("hops"), ring_bytes().alias("sent_bytes"))
-    )
-    calls = calls.drop_nulls(["hops", "sent_bytes"]).filter(pl.col("sent_bytes") > 0)
-    took = pl.col("dur_ns") - pl.col("wait_ns").fill_null(0)
-    follows, bare = pl.col("position") > 0, pl.col("exposed_ns") * 10 >= pl.col("dur_ns") * 9
-    return (
-        calls.group_by("group", "group_size", "hops", "sent_bytes", maintain_order=True)
-        .agg(
-            took.filter(follows & bare).median().alias("bare_ns"),
-            took.filter(follows).median().alias("following_ns"),
-            took.quantile(0.25).alias("least_ns"),
-        )
-        .with_columns(pl.coalesce("bare_ns", "following_ns", "least_ns").alias("took_ns"))
-        .filter(pl.col("took_ns") > 0)
-        .sort("group", "group_size", "sent_bytes")
-    )

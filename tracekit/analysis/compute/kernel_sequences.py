@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.errors import ConfigError
-from tracekit.model import nesting, recurring_runs, schema
+from tracekit.model import nesting, repetitions, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.nesting import Ints
 from tracekit.model.run import Run
@@ -43,9 +43,9 @@ _OF_CALLS = schema.columns(
 def kernel_sequences(trace: Trace) -> pl.DataFrame:
     """Return the sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
 
-    Work outside of steps is left out if the trace has steps. They are chosen as `recurring_runs.find` does: the one
-    that covers most kernels first, then among the others. One row per stream and sequence, most covered kernels first;
-    at most 1,000 sequences of a stream.
+    Work outside of steps is left out if the trace has steps. They are chosen as by `repetitions.recurring_runs`: the
+    one that covers most kernels first, then among the others. One row per stream and sequence, most covered kernels
+    first; at most 1,000 sequences of a stream.
     """
     return _stream_sequences(trace, LONGEST)
 
@@ -127,7 +127,7 @@ def _lane_sequences(work: pl.DataFrame, longest: int) -> list[dict[str, object]]
     """Return the sequences of one lane: the columns of _MEASURED."""
     step = work["step"].fill_null(-1).to_numpy()
     part = np.cumsum(np.diff(step, prepend=step[:1]) != 0)
-    runs = recurring_runs.find(work["code"].to_numpy(), part, longest=longest)
+    runs = repetitions.recurring_runs(work["code"].to_numpy(), part, longest=longest)
     busy, gaps, calls = _running_sums(work)
     names, ids = work["name"], work["id"]
     rows = []

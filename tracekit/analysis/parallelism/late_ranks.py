@@ -162,7 +162,12 @@ def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
         .drop("all_ns")
         .join(members.select("rank", "leader"), "rank", how="left")
     )
-    return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
+    # Ranks that wait longer, with the rank or group of their pipeline that the others wait for.
+    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
+    cause = pl.coalesce(pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest))
+    table = compared.with_columns(cause.over(*_STEP, "pipeline").alias("cause"), waiting="rank", waited_ns="longer_ns")
+    delayed = table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))
+    return _EMPTY.vstack(delayed.select(_EMPTY.columns).cast(pl.Int64))
 
 
 def _leader(column: str, members: pl.DataFrame) -> pl.Expr:
@@ -226,14 +231,3 @@ def _own_time(run: Run) -> pl.DataFrame:
 
 
 _EMPTY = pl.DataFrame(schema=dict.fromkeys((*_STEP, "waiting", "cause", "waited_ns"), pl.Int64))
-
-
-def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:
-    """Return the ranks that wait longer, with the rank or group of their pipeline that the others wait for."""
-    of_pipeline = [*_STEP, "pipeline"]
-    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
-    cause = pl.coalesce(
-        pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)
-    ).over(of_pipeline)
-    table = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
-    return table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))

@@ -14,7 +14,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
-    from tracekit.model.executor import Executor
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
 

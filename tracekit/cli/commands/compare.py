@@ -1,17 +1,12 @@
 """``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import (
-    AllowDifferent,
-    ComparisonFormat,
-    OutputOptions,
-    UseCache,
-    expand_options,
-)
+from tracekit.cli.options import AllowDifferent, OutputOptions, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +16,15 @@ if TYPE_CHECKING:
 
 LIMIT_CROSSED = 1
 _TOP = 20
+
+
+class ComparisonFormat(StrEnum):
+    """Formats of a comparison of two runs."""
+
+    TEXT = "text"
+    CSV = "csv"
+    JSON = "json"
+    MARKDOWN = "markdown"
 
 
 @expand_options
@@ -59,17 +63,25 @@ def compare(
     """
     from tracekit.regression import comparison as comparing
     from tracekit.regression import thresholds
-    from tracekit.report import comparison, step_change
+    from tracekit.report import comparison, query_rows, step_change
+    from tracekit.report.render import markdown
 
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     if by is None:
         sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
         compared = comparing.compare(*sides, allow_different=allow_different)
-        output_options.emit(_render(comparison_format, comparison, compared, output_options.style))
+        document = comparison.document(compared)
     else:
         changed = _step_change((reference, candidate), by, allow_different=allow_different, cache=cache)
-        output_options.emit(_render(comparison_format, step_change, changed, output_options.style, top=top))
-        compared = changed.compared
+        document, compared = step_change.document(changed, top), changed.compared
+    if comparison_format is ComparisonFormat.TEXT:
+        output_options.write_text(document)
+    elif comparison_format is ComparisonFormat.JSON:
+        output_options.write_json(document)
+    elif comparison_format is ComparisonFormat.MARKDOWN:
+        output_options.emit(markdown.render(document))
+    else:
+        output_options.emit(comparison.as_csv(compared) if by is None else query_rows.as_csv(changed.rows))
     _judge(parsed, compared)
 
 
@@ -82,18 +94,6 @@ def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cach
     runs = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
     a, b = (step_change.RunSteps.of(run) for run in runs)
     return step_change.step_change(a, b, keys, allow_different=allow_different)
-
-
-def _render(output_format: ComparisonFormat, renderer: Any, value: Any, style: dict[str, Any], **limits: int) -> str:
-    """Return a comparison in one of its formats; `limits` cap the rows for people."""
-    written: str
-    if output_format is ComparisonFormat.TEXT:
-        written = renderer.as_text(value, **style, **limits)
-    elif output_format is ComparisonFormat.MARKDOWN:
-        written = renderer.as_markdown(value, **limits)
-    else:
-        written = renderer.as_csv(value) if output_format is ComparisonFormat.CSV else renderer.as_json(value)
-    return written
 
 
 def _judge(limits: "list[Limit]", comparison: "Comparison") -> None:

@@ -1,16 +1,52 @@
 """``tracekit kernels``: device work, summed by name or other keys."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import RunOptions, TotalsOptions, expand_options
+from tracekit.cli.options import OutputOptions, RunOptions, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from tracekit.analysis.compute import kernels as kernels_analysis
     from tracekit.model.run import Run
+    from tracekit.report.document import Document
+
+
+class TotalsFormat(StrEnum):
+    """Formats of a table of kernels or ops."""
+
+    TEXT = "text"
+    CSV = "csv"
+    JSON = "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalsOptions(OutputOptions):
+    """The length, format and destination of a table of kernels or ops."""
+
+    top: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Show the N rows with most time.  [default: text 20, else all]"),
+    ] = None
+    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
+
+    def write(self, rows: "pl.DataFrame", document: "Callable[[pl.DataFrame, int], Document]") -> None:
+        """Write the first `top` rows; by default 20 in a document for people, and all rows as CSV or JSON."""
+        from tracekit.report import query_rows
+
+        if self.totals_format is TotalsFormat.TEXT:
+            self.write_text(document(rows, self.top or output.DEFAULT_TOP))
+            return
+        top_rows = rows if self.top is None else rows.head(self.top)
+        is_csv = self.totals_format is TotalsFormat.CSV
+        output.emit_rows(query_rows.as_csv(top_rows) if is_csv else query_rows.as_json(top_rows), self.out)
 
 
 @expand_options
@@ -68,6 +104,43 @@ def kernels(
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, output.split_names(by), ops=ops, on_progress=callback)
+    table.write(rows, report.document)
+
+
+@expand_options
+def ops(
+    *,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY,…",
+            help="Group by name, shapes, module, unit, phase, span, step, thread or rank; separate keys by commas.",
+        ),
+    ] = "name",
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kind",
+            metavar="KIND,…",
+            help="Include cpu_op, annotation, runtime, python, overhead or os_call; separate kinds by commas.",
+        ),
+    ] = "cpu_op",
+    source: RunOptions,
+    table: TotalsOptions,
+) -> None:
+    """Show the ops of a run: count, total, self time, device time, mean, median, 95th percentile, maximum.
+
+    "self time" is the time without nested slices. "share" is the share of the self time of all recorded slices.
+    "on device" is the time of the kernels that the op itself launched. "of roofline" is the time that the device needs
+    at least for the operations and bytes of the calls, over the time that they took.
+    """
+    from tracekit.analysis.host import ops as analysis
+    from tracekit.report import kernels as report
+
+    run = source.open()
+    with output.progress() as bar:
+        callback = bar.trace_callback(len(run.sources))
+        rows = analysis.ops(run, output.split_names(by), output.split_names(kinds), on_progress=callback)
     table.write(rows, report.document)
 
 

@@ -281,15 +281,12 @@ def _require(option: str, *values: float | None) -> float:
 
 
 def _emit(values: Mapping[str, Any], table: TableOptions, *, measured: Mapping[str, Any] | None = None) -> None:
-    import json
+    from tracekit.report.document import Definitions, Document, line
 
-    if table.is_json:
-        document = dict(values) if measured is None else {**values, "measured": measured}
-        table.emit(json.dumps(document, indent=2) + "\n")
-        return
     rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
-    width = max(len(name) for name, _ in rows)
-    table.emit("".join(f"{name:<{width}}  {_value_text(name, value)}\n" for name, value in rows))
+    lines = tuple((line(name), line(_value_text(name, value))) for name, value in rows)
+    document = dict(values) if measured is None else {**values, "measured": measured}
+    table.write(Document(([Definitions(lines)],), values=document))
 
 
 def _seconds(option: str, text: str | None) -> float | None:

@@ -28,6 +28,14 @@ class RowFormat(StrEnum):
     PARQUET = "parquet"
 
 
+class DocumentFormat(StrEnum):
+    """Formats of a table that may become part of a document."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
 @expand_options
 def query(
     source: RunOptions,
@@ -71,19 +79,41 @@ def query(
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
 
 
+@expand_options
+def schema(
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
+    *,
+    document_format: Annotated[DocumentFormat, typer.Option("--format", help="Output format.")] = DocumentFormat.TEXT,
+    result: OutputOptions,
+) -> None:
+    """List the tables that tracekit query reads, with the unit and meaning of each column."""
+    from tracekit.report import schema_pages
+    from tracekit.sql import table_documents
+
+    # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
+    is_page = document_format is DocumentFormat.MARKDOWN
+    documents = table_documents.own_documents() if is_page else table_documents.all_documents()
+    tables = [table_documents.find(table, documents)] if table else documents
+    if is_page:
+        result.emit(schema_pages.as_markdown(tables))
+        return
+    write = result.write_json if document_format is DocumentFormat.JSON else result.write_text
+    write(schema_pages.document(tables))
+
+
 def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:
     """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
-        from tracekit.model import parquet_files
+        from tracekit.model import table_store
 
         with output.atomic_file(result.out) as file:
-            parquet_files.write(rows, Path(file.name))
+            table_store.write_parquet(rows, Path(file.name))
         return
     from tracekit.report import query_rows
 
     if row_format is RowFormat.TABLE:
-        result.emit(query_rows.as_text(rows, **result.style, more=count > rows.height))
+        result.write_text(query_rows.document(rows, more=count > rows.height))
     else:
         text = query_rows.as_csv(rows) if row_format is RowFormat.CSV else query_rows.as_json(rows)
         output.emit_rows(text, result.out)

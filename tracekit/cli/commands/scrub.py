@@ -1,11 +1,15 @@
 """``tracekit scrub``: a copy of a run without private data."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output
+from tracekit.cli.options import OutputOptions
+
+if TYPE_CHECKING:
+    from tracekit.ingest.scrub import ScrubResult
+    from tracekit.report.document import Document
 
 
 def scrub(
@@ -24,6 +28,27 @@ def scrub(
     list names them.
     """
     from tracekit.ingest.scrub import scrub as scrub_run
-    from tracekit.report import scrub_text
 
-    output.emit(scrub_text.as_text(scrub_run(run, out, words=words or [], force=force)))
+    OutputOptions().write_text(document(scrub_run(run, out, words=words or [], force=force)))
+
+
+def document(result: "ScrubResult") -> "Document":
+    """Kinds and counts of the text removed (never the text itself), and files not copied, with reasons."""
+    from tracekit.ingest.scrub.secrets import KINDS
+    from tracekit.report.document import Document, Line
+
+    removed = [
+        f"{_count(distinct, KINDS[kind])} in {_count(places, 'place')}"
+        for kind, (distinct, places) in result.removed.items()
+    ]
+    lines = [
+        f"{result.out}: {_count(len(result.files), 'file')}, checked again: no removed text is left in them",
+        *(f"  removed  {text}" for text in removed or ["nothing: no host, user or path found"]),
+        *(f"  left out {name}: {reason}" for name, reason in result.left_out),
+    ]
+    return Document(([Line((text,), wraps=False) for text in lines],))
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

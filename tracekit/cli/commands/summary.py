@@ -148,15 +148,15 @@ def _by_expert() -> "View":
 
 
 def _by_expert_pair() -> "View":
-    from tracekit.analysis.parallelism import expert_load, expert_pairs
+    from tracekit.analysis.parallelism import expert_load
 
-    return expert_load.FACTS, expert_pairs.by_pair
+    return expert_load.FACTS, expert_load.by_pair
 
 
 def _by_ring() -> "View":
-    from tracekit.analysis.parallelism import axis_communication, ring_overlap
+    from tracekit.analysis.parallelism import axis_communication
 
-    return axis_communication.FACTS, lambda run: run.table(ring_overlap.ring_overlap)
+    return axis_communication.FACTS, lambda run: run.table(axis_communication.ring_overlap)
 
 
 def _by_stream() -> "View":

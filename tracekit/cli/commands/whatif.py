@@ -102,6 +102,9 @@ def _number(text: str) -> float:
         raise InputError(f"--axis-times is AXIS=X, such as tp=2; {text!r} is not a number") from None
 
 
+_TOP = 15
+
+
 @expand_options
 def whatif(
     *,
@@ -135,3 +138,28 @@ def whatif(
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
     table.write(document)
+
+
+@expand_options
+def critical_path(
+    *,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Explain this step.  [default: the representative one of the slowest rank]"),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Show N owners, and N rows of slack, as text.")] = _TOP,
+    source: RunOptions,
+    table: TableOptions,
+) -> None:
+    """Show the critical path of one step over all ranks: shortening what is not on it saves nothing.
+
+    The path goes back from the end of the step on its slowest rank, from each host call, kernel or collective to what
+    it waited for last. Its parts add up to the step. Least slack is how much later other work could end without
+    delaying the step.
+    """
+    from tracekit.replay.graph.critical_path import path
+    from tracekit.report import what_if
+
+    run = source.measure(path.FACTS)
+    critical = path.critical_path(run, step)
+    table.write(what_if.path_document(critical, run=run.name, top=top))

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom, TrainingState
 from tracekit.model import escaping, units
-from tracekit.report.render import layout
+from tracekit.report.document import Definitions, Document, Emphasis, Line, Section, Words, faint, heading, line
+from tracekit.report.render import text as render_text
+from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.watch/2"
 MAX_EVENTS = 10
@@ -21,7 +22,6 @@ _SPARK_WIDTH = 40
 _MAX_RANKS_NAMED = 6
 _MAX_LINE = 1000
 _QUIET_S = 10.0
-_WARNING, _ERROR = layout.SEVERITY_STYLES["warning"], layout.SEVERITY_STYLES["error"]
 
 
 # For a terminal ------------------------------------------------------------------------------------------------------
@@ -29,15 +29,12 @@ _WARNING, _ERROR = layout.SEVERITY_STYLES["warning"], layout.SEVERITY_STYLES["er
 
 def screen(state: TrainingState, *, height: int) -> RenderableType:
     """Return the state for a terminal, at most `height` lines if no line wraps."""
-    rows = [(layout.line((label, layout.DIM)), content) for label, content in _facts(state)]
-    parts: list[RenderableType] = [_heading(state), "", layout.grid(rows), ""]
-    room = max(1, min(MAX_EVENTS, height - len(rows) - 5))
-    return Group(*parts, *_outlier_rows(state, room))
+    return Group(*render_text.renderables(_document(state, height), render_text.MIN_WIDTH))
 
 
 def as_text(state: TrainingState, *, width: int, color: bool = False) -> str:
     """Return the state as text at most `width` columns wide."""
-    return layout.print_to_string([screen(state, height=1000)], width=width, color=color)
+    return render_text.render(_document(state, 1000), width=width, color=color)
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
@@ -56,42 +53,45 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
-def _heading(state: TrainingState) -> Text:
+def _document(state: TrainingState, height: int) -> Document:
     parts = [state.strategy or "", _count(state.world_size, "rank", "ranks") if state.world_size else ""]
     about = " · ".join(part for part in parts if part)
     step = f"{state.steps_done:,} steps done" if state.steps_done else ""
-    return layout.line((state.name, layout.BOLD), f"  {about}  ", _state(state), f"  {step}")
+    first = line((state.name, Emphasis.STRONG), f"  {about}  ", _state(state), f"  {step}")
+    facts = tuple((faint(label), content) for label, content in _facts(state))
+    room = max(1, min(MAX_EVENTS, height - len(facts) - 5))
+    return Document(([first], [Definitions(facts)], _outlier_parts(state, room)))
 
 
-def _state(state: TrainingState) -> tuple[str, str]:
+def _state(state: TrainingState) -> tuple[str, Emphasis]:
     if state.is_over:
-        return "ended", layout.BOLD
+        return "ended", Emphasis.STRONG
     if not state.steps_done:
-        return "waiting for the first step", layout.BOLD
+        return "waiting for the first step", Emphasis.STRONG
     quiet_s = state.quiet_s or 0.0
     if len(state.stalled_ranks) == state.ranks_logging - state.ranks_closed and quiet_s > _QUIET_S:
-        return f"no rank has logged for {_age(quiet_s)}", _ERROR
-    return "running", f"{layout.BOLD} {layout.GOOD}"
+        return f"no rank has logged for {_age(quiet_s)}", Emphasis.WORSE
+    return "running", Emphasis.BETTER
 
 
-def _facts(state: TrainingState) -> Iterator[tuple[str, Text]]:
-    yield "step time", layout.line(" · ".join(_times(state)) or "—")
+def _facts(state: TrainingState) -> Iterator[tuple[str, Line]]:
+    yield "step time", line(" · ".join(_times(state)) or "—")
     if state.loss is not None:
         curve = sparkline(state.loss_curve)
-        bad = not math.isfinite(state.loss)
-        yield "loss", layout.line((f"{state.loss:.4g}", _ERROR if bad else ""), f"  {curve}" if curve else "")
+        text, bad = f"{state.loss:.4g}", not math.isfinite(state.loss)
+        yield "loss", line((text, Emphasis.WORSE) if bad else text, f"  {curve}" if curve else "")
     if memory := list(_memory(state)):
-        yield "memory", layout.line(" · ".join(memory))
+        yield "memory", line(" · ".join(memory))
     if state.custom_metrics:
         yield (
             "custom",
-            layout.line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())),
+            line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())),
         )
-    yield "ranks", layout.line(*_ranks(state))
-    yield "saves", layout.line(_saves(state))
-    yield "profiled", layout.line(_windows(state))
+    yield "ranks", line(*_ranks(state))
+    yield "saves", line(_saves(state))
+    yield "profiled", line(_windows(state))
     if state.bad_lines:
-        yield "logs", layout.line((f"{state.bad_lines:,} damaged lines were skipped", _WARNING))
+        yield "logs", line((f"{state.bad_lines:,} damaged lines were skipped", Emphasis.WARNING))
 
 
 def _times(state: TrainingState) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _memory(state: TrainingState) -> Iterator[str]:
         yield _count(state.device_allocs, "device allocation", "device allocations")
 
 
-def _ranks(state: TrainingState) -> Iterator[str | tuple[str, str]]:
+def _ranks(state: TrainingState) -> Iterator[Words]:
     if not state.ranks_logging:
         yield "no metrics log yet"
         return
@@ -131,7 +131,7 @@ def _ranks(state: TrainingState) -> Iterator[str | tuple[str, str]]:
         yield f" · rank {state.slowest_rank} is {_count(state.lag_steps, 'step', 'steps')} behind"
     if state.stalled_ranks and len(state.stalled_ranks) < state.ranks_logging:
         longest = _age(max(state.stalled_ranks.values()))
-        yield f" · log of {_rank_names(sorted(state.stalled_ranks))} stalled for {longest}", _WARNING
+        yield f" · log of {_rank_names(sorted(state.stalled_ranks))} stalled for {longest}", Emphasis.WARNING
     if state.missing_ranks:
         yield f" · no log of {_rank_names(state.missing_ranks)}"  # perhaps the recorder does not record them
 
@@ -155,25 +155,19 @@ def _windows(state: TrainingState) -> str:
     return f"{_count(len(state.windows), 'window', 'windows')} · last: {steps}"
 
 
-def _outlier_rows(state: TrainingState, room: int) -> Iterator[RenderableType]:
+def _outlier_parts(state: TrainingState, room: int) -> Section:
     count = state.outlier_count
     since = f" since step {state.first_step_read:,}" if state.first_step_read else ""
     if not count:
-        yield layout.line((f"No outlier steps{since}", layout.DIM))
-        return
+        return [faint(f"No outlier steps{since}")]
     latest = state.outliers[-room:]
     more = f", last {len(latest)} shown" if count > len(latest) else ""
-    yield layout.line((f"{_count(count, 'outlier', 'outliers')}{since}{more}", layout.BOLD))
-    yield layout.indent(layout.grid([_cells(outlier) for outlier in latest]))
-
-
-def _cells(outlier: OutlierStep) -> list[RenderableType]:
-    value, ratio = _value_and_ratio(outlier)
-    place = _ranks_affected(outlier).removeprefix("on ")
-    return [
-        layout.line((_steps(outlier), layout.BOLD)),
-        *map(layout.line, (value, ratio, place, _reasons(outlier))),
-    ]
+    rows = []
+    for outlier in latest:
+        value, ratio = _value_and_ratio(outlier)
+        place = _ranks_affected(outlier).removeprefix("on ")
+        rows.append((heading(_steps(outlier)), *map(line, (value, ratio, place, _reasons(outlier)))))
+    return [heading(f"{_count(count, 'outlier', 'outliers')}{since}{more}"), Definitions(tuple(rows), indent=2)]
 
 
 # In words ------------------------------------------------------------------------------------------------------------
@@ -296,12 +290,4 @@ def outlier_json(outlier: OutlierStep) -> str:
 
 
 def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(document), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(to_json_value(document), allow_nan=False) + "\n"

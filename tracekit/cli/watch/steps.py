@@ -6,13 +6,124 @@ judged, the median over ranks and the slowest rank, however many ranks there are
 
 import math
 import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
-from tracekit.cli.watch.outliers import WINDOW, DownsampledCurve, OutlierDetector, Verdict
 from tracekit.cli.watch.rank_log import Position, RankStep
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom
+
+WINDOW = 256
+"""How many values a new one is compared with."""
+
+MIN_VALUES = 16
+"""With fewer values, none is an outlier."""
+
+SPREADS = 4.0
+"""How many spreads above the median an outlier is at least."""
+
+_VALUES_PER_RANK = 128
+_GAUSSIAN_FACTOR = 1.4826  # times the median absolute deviation, it estimates the standard deviation of Gaussian noise
+
+
+class Verdict(Enum):
+    """How a value compares with the values before it."""
+
+    NORMAL = auto()
+    HIGH = auto()
+    """Above the limit, but earlier values were as high: a slow stretch continues, or the noise has a heavy tail."""
+    OUTLIER = auto()
+
+
+class OutlierDetector:
+    """The last WINDOW values of a series, and the limit above which a new value is high.
+
+    A value is high if it is above ``median + max(SPREADS * spread, min_rise)``, where spread is 1.4826 times the
+    median absolute deviation: both ignore outliers, up to half of the values (Rousseeuw & Croux, "Alternatives to the
+    median absolute deviation", JASA 88, 1993; Iglewicz & Hoaglin, "How to detect and handle outliers", 1993, who take
+    3.5 spreads to label single outliers in one sample; here thousands of steps are judged).
+
+    It is an outlier if it is also above the k-th largest of the n values, k = 2 + n // 128. If the values are
+    exchangeable, noise of any distribution, each order is equally likely, so that this holds for at most a share
+    k / (n + 1): 1.6% with a full window, however heavy the tail. (For lognormal noise the spread keeps it below 0.1%.)
+    When a training becomes slower permanently, it is reported about a dozen times, not until the faster steps leave the
+    window.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, value: float) -> None:
+        """Add a value; of more than WINDOW values the oldest is dropped."""
+        if len(self._last) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._last.popleft())]
+        self._last.append(value)
+        insort(self._ordered, value)
+
+    @property
+    def median(self) -> float | None:
+        """Return the median of the values; None if there are none."""
+        return _median(self._ordered) if self._ordered else None
+
+    @property
+    def spread(self) -> float | None:
+        """Return the standard deviation estimated from the median absolute deviation; None without values."""
+        if not self._ordered:
+            return None
+        middle = _median(self._ordered)
+        return _GAUSSIAN_FACTOR * _median(sorted(abs(value - middle) for value in self._ordered))
+
+    def limit(self, min_rise: float) -> float | None:
+        """Return the value above which one is high; None with too few values."""
+        if len(self._last) < MIN_VALUES:
+            return None
+        middle, spread = self.median, self.spread
+        assert middle is not None
+        assert spread is not None
+        return middle + max(SPREADS * spread, min_rise)
+
+    def judge(self, value: float, min_rise: float) -> Verdict:
+        """Compare a value with the added ones."""
+        if len(self._last) < MIN_VALUES or value <= _median(self._ordered) + min_rise:
+            return Verdict.NORMAL  # cheaper to compute than the limit
+        limit = self.limit(min_rise)
+        if limit is None or value <= limit:
+            return Verdict.NORMAL
+        place = 2 + len(self._last) // _VALUES_PER_RANK
+        return Verdict.OUTLIER if value > self._ordered[-place] else Verdict.HIGH
+
+
+def _median(ordered: list[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+class DownsampledCurve:
+    """A series of any length as at most `max_points` means of equal parts."""
+
+    def __init__(self, max_points: int = 240) -> None:
+        self._max_points = max_points
+        self._stretch = 1
+        self._sum, self._count = 0.0, 0
+        self.values: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self._stretch:
+            return
+        self.values.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.values) == self._max_points:
+            pairs = zip(self.values[::2], self.values[1::2], strict=True)
+            self.values, self._stretch = [(a + b) / 2 for a, b in pairs], self._stretch * 2
+
 
 GRACE_S = 3.0
 """How long a step waits for ranks that have not logged it: logs reach the disk up to a second late."""

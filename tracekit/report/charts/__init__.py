@@ -17,9 +17,14 @@ from tracekit.report.charts.communication import (
     stall_causes,
     wait_matrix,
 )
-from tracekit.report.charts.contention import MAX_SLOWED_RANKS, concurrent_time, delayed_preparation, slowdowns
-from tracekit.report.charts.critical_path import COLOURS as PATH_COLOURS
-from tracekit.report.charts.critical_path import critical_path, path_parts
+from tracekit.report.charts.contention import (
+    MAX_SLOWED_RANKS,
+    WITHOUT_PRODUCTS,
+    concurrent_time,
+    delayed_preparation,
+    roofline,
+    slowdowns,
+)
 from tracekit.report.charts.many_runs import (
     MAX_VALUES,
     Axis,
@@ -46,10 +51,9 @@ from tracekit.report.charts.parallelism import (
 )
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
-from tracekit.report.charts.roofline import WITHOUT_PRODUCTS, roofline
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
-from tracekit.report.charts.what_if import potential_savings, savings_by_rank
+from tracekit.report.charts.what_if import PATH_COLOURS, critical_path, path_parts, potential_savings, savings_by_rank
 
 __all__ = [
     "ALGORITHM",

@@ -1,4 +1,4 @@
-"""Potential savings from a replay: bars by cause, and by rank."""
+"""What replay says of a step: its critical path, and the saving without each cause of lost time."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,30 @@ from tracekit.model import escaping, units
 from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Kind
 from tracekit.report.charts import style
-from tracekit.report.charts.style import CAUSES, COLOURS
 
 _COLOURS = {
-    Kind.COMMUNICATION: COLOURS["communication"],
-    Kind.STRAGGLERS: COLOURS["waiting"],
-    Kind.CONTENTION: CAUSES["contention"][1],
-    Kind.HOST: CAUSES["host"][1],
-    Kind.COMPUTE: COLOURS["compute"],
+    Kind.COMMUNICATION: style.COLOURS["communication"],
+    Kind.STRAGGLERS: style.COLOURS["waiting"],
+    Kind.CONTENTION: style.CAUSES["contention"][1],
+    Kind.HOST: style.CAUSES["host"][1],
+    Kind.COMPUTE: style.COLOURS["compute"],
 }
 _TEXT_PX = 116
 _WIDTH = 0.7  # else Plotly takes the distance to the next bar of the same colour
-_SEVERAL = ("several causes", COLOURS["evidence"])
+_SEVERAL = ("several causes", style.COLOURS["evidence"])
+
+HOST_COLOUR = "#56B4E9"
+PATH_COLOURS = {
+    "compute": style.COLOURS["compute"],
+    "communication": style.COLOURS["communication"],
+    "memcpy": style.COLOURS["memcpy"],
+    "memset": style.COLOURS["memset"],
+    "host": HOST_COLOUR,
+    "idle": style.COLOURS["idle"],
+    "unrecorded": style.COLOURS["phase"],
+}
+"""The kinds of parts of a path, each with its colour."""
+_MAX_BARS = 1500
 
 
 def potential_savings(ranked: pl.DataFrame) -> go.Figure:
@@ -65,7 +77,7 @@ def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str]
         by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
     parts = {
-        "remaining": (left_ns, COLOURS["idle"]),
+        "remaining": (left_ns, style.COLOURS["idle"]),
         "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1]),
     }
     figure = go.Figure()
@@ -81,6 +93,53 @@ def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str]
         )
     figure.update_xaxes(title="replayed step")
     return style.with_labelled_rows(figure, style.rank_names(by_rank["rank"], labels), edge_px=150)
+
+
+def path_parts(parts: pl.DataFrame, start_ns: int, *, max_parts: int = _MAX_BARS) -> pl.DataFrame:
+    """Return parts of a path to draw: at most `max_parts`, the shortest joined to those before them on their rank.
+
+    `parts` has columns rank, kind, name, start_ns, dur_ns and others, and tiles the path. Parts that are too short to
+    see are dropped if there are still too many. Times count from `start_ns`.
+    """
+    key = pl.struct("rank", "kind")
+    joined = parts if parts.height <= max_parts else _join_parts(parts, key.ne_missing(key.shift(1)).cum_sum())
+    longest = joined.sort("dur_ns", descending=True).head(max_parts).sort("start_ns")
+    return longest.with_columns(from_ns=pl.col("start_ns") - start_ns)
+
+
+def _join_parts(parts: pl.DataFrame, number: pl.Expr) -> pl.DataFrame:
+    """Return neighbours of one number as one part, named by the longest of them."""
+    longest = pl.col("name").sort_by("dur_ns", descending=True).first()
+    other_columns = [name for name in parts.columns if name not in ("name", "dur_ns")]
+    grouped = parts.group_by(number.alias("_number"), maintain_order=True)
+    return grouped.agg(pl.col(other_columns).first(), longest, pl.col("dur_ns").sum()).select(parts.columns)
+
+
+def critical_path(parts: pl.DataFrame, start_ns: int) -> go.Figure:
+    """Return the path as bars in the row of the rank that owns each part; lines connect consecutive parts.
+
+    `parts` has columns rank, kind, name, start_ns (on the run's clock), dur_ns, and trace_start_ns (the same time on
+    the clock of the rank's trace). The customdata of a bar starts with rank, trace_start_ns and dur_ns.
+    """
+    if parts.is_empty():
+        return style.empty()
+    bars = path_parts(parts, start_ns)
+    ranks = bars["rank"].unique().sort().to_list()
+    placed_bars = bars.with_columns(y=pl.col("rank").replace_strict(ranks, range(len(ranks)), return_dtype=pl.Int64))
+    figure = go.Figure()
+    ends = placed_bars.select("y", x=pl.col("from_ns") / 1e6)
+    figure.add_scatter(
+        x=ends["x"].to_list(), y=ends["y"].to_list(), mode="lines", hoverinfo="skip", showlegend=False,
+        line={"shape": "hv", "width": 1, "color": style.COLOURS["phase"]},
+    )  # fmt: skip
+    for kind, colour in PATH_COLOURS.items():
+        kind_bars = placed_bars.filter(kind=kind)
+        if kind_bars.height:
+            _add(figure, kind_bars, kind, colour)
+    figure.update_layout(barmode="overlay", dragmode="zoom", clickmode="event+select")
+    style.scale_times(figure)
+    style.label_all_rows(figure, [f"rank {rank}" for rank in ranks])
+    return style.with_style(figure, height_px=140 + 34 * len(ranks))
 
 
 def _kind(name: str) -> tuple[str, str]:
@@ -101,4 +160,20 @@ def _rank_hover(row: dict[str, int]) -> str:
     return (
         f"<b>rank {row['rank']}</b>: {units.duration(row['replayed_ns'])}, without it "
         f"{units.duration(row['without_ns'])}<br>saving {units.duration(row['saved_ns'])}"
+    )
+
+
+def _add(figure: go.Figure, bars: pl.DataFrame, kind: str, colour: str) -> None:
+    labels = [escaping.escape(name, 80) for name in bars["name"]]
+    times = bars.select("rank", "trace_start_ns", "dur_ns").rows()
+    style.add_bars(
+        figure,
+        bars["y"],
+        (bars["dur_ns"] / 1e6).to_list(),
+        colour=colour,
+        hover=f"rank %{{customdata[0]}} · {kind}<br>%{{customdata[3]}}<br>%{{customdata[4]}}",
+        name=style.KIND_LABELS.get(kind, kind),
+        base=(bars["from_ns"] / 1e6).to_list(),
+        width=0.72,
+        customdata=[[*time, label, units.duration(time[2])] for time, label in zip(times, labels, strict=True)],
     )

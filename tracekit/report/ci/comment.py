@@ -16,8 +16,8 @@ from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report import comparison, phrases
 from tracekit.report.ci import results, text_charts
 from tracekit.report.ci.code_locations import Checkout, LocationKind
-from tracekit.report.gate_text import headline
 from tracekit.report.render.markdown import code, escape, table
+from tracekit.report.text import headline
 from tracekit.rules.rule import Finding
 
 MAX_BYTES = 65_536

@@ -13,7 +13,7 @@ from tracekit.regression.gate import CheckResult
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.report.ci.results import CheckItem, Level
-from tracekit.report.gate_text import headline
+from tracekit.report.text import headline
 
 MAX_OF_LEVEL = 10
 _MAX_TITLE = 200

@@ -1,13 +1,33 @@
-"""Text from traces into Markdown, as text: names may hold markup, mentions, references and links."""
+"""Document -> Markdown, in which texts from traces stay text: names may hold markup, mentions, references and links."""
 
 import re
 from collections.abc import Sequence
 
 from tracekit.model import escaping
+from tracekit.report.document import Cells, Document, Line
 
 _MAX_TEXT = 1000
 _MAX_NAME = 80
 _NOTHING = "&#8203;"  # a space of no width
+
+
+def render(document: Document) -> str:
+    """Return a document of lines and cells as Markdown: paragraphs, lists and tables."""
+    blocks: list[str] = []
+    for section in (*document.sections, [Line((note,), mark="·") for note in document.notes]):
+        for part in section:
+            if isinstance(part, Line):
+                text = escape("".join(word if isinstance(word, str) else word[0] for word in part.words))
+                is_item = bool(part.mark)
+                follows_item = is_item and bool(blocks) and blocks[-1].startswith("- ")
+                blocks += [f"- {text}"] if not follows_item else []
+                blocks[-1] += f"\n- {text}" if follows_item else ""
+            elif isinstance(part, Cells):
+                header, *rows = ([escape(cell.strip()) for cell in row] for row in (part.header, *part.rows))
+                blocks.append(table(header, rows, part.numbers))
+            else:
+                raise TypeError(f"{type(part).__name__} has no form in Markdown")
+    return "\n\n".join(blocks) + "\n"
 
 
 def escape(text: str, limit: int = _MAX_TEXT) -> str:

@@ -1,59 +1,296 @@
 """Document -> text for a terminal: sections with an empty line between them, tables as wide as the terminal."""
 
-from rich.console import RenderableType
+import io
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.text import Text
 
-from tracekit.report.document import Cells, Definitions, Document, Emphasis, Line, Part, Table, Trends, items
-from tracekit.report.render import layout, trends
+from tracekit.model import escaping, kernel_names
+from tracekit.report.document import LONGEST_TEXT, Cells, Document, Emphasis, Line, Part, Table, Trends, Words, items
 
 _STYLES = {
-    Emphasis.STRONG: layout.BOLD,
-    Emphasis.FAINT: layout.DIM,
-    Emphasis.GOOD: layout.GOOD,
+    Emphasis.STRONG: "bold",
+    Emphasis.FAINT: "dim",
+    Emphasis.GOOD: "green",
     Emphasis.BETTER: "bold green",
     Emphasis.WORSE: "bold red",
+    Emphasis.WARNING: "bold yellow",
     Emphasis.DOUBTFUL: "yellow",
+    Emphasis.NOTE: "bold cyan",
 }
+MIN_WIDTH, _RULER_WIDTH = 60, 100
+_NARROW = 100
+"""A table that does not fit into fewer characters has one space between its columns."""
+_MAX_LINE = 2000
+_SIDE_WIDTH, _SIDE_GAP = 76, 4
+"""The least width of a document next to others, and the space between them."""
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS, _LEAST_BARS = 40, 10
+_WIDE, _OTHER_COLUMNS_WIDE, _OTHER_COLUMNS = 110, 90, 66  # characters, and those of the columns without bars
 
 
 def render(document: Document, *, width: int, color: bool = False) -> str:
     """Return the document as text at most `width` columns wide."""
+    return _print(renderables(document, width), width=width, color=color)
+
+
+def render_several(
+    overview: Part, documents: Sequence[tuple[str, Document]], *, width: int, color: bool = False
+) -> str:
+    """Return named documents below their overview: side by side if the width allows, else one below the other."""
+    parts: list[RenderableType] = [*_part(overview, width), ""]
+    side = (width - _SIDE_GAP * (len(documents) - 1)) // len(documents)
+    if side >= _SIDE_WIDTH:
+        grid = rich.table.Table.grid(padding=(0, _SIDE_GAP, 0, 0), pad_edge=False)
+        for _ in documents:
+            grid.add_column(width=side)
+        columns = []
+        for _, document in documents:
+            column = rich.table.Table.grid()
+            for part in renderables(document, side):
+                column.add_row(part)
+            columns.append(column)
+        parts.append(grid)
+        grid.add_row(*columns)
+    else:
+        for name, document in documents:
+            ruler = f"── {name} ".ljust(min(width, _RULER_WIDTH), "─")
+            parts += [_words([(ruler, Emphasis.FAINT)]), *renderables(document, width), ""]
+    return _print(parts, width=width, color=color)
+
+
+def renderables(document: Document, width: int) -> list[RenderableType]:
+    """Return the parts of a document, which rich prints one below the other."""
     sections = [*document.sections, *([items(document.notes)] if document.notes else [])]
     parts: list[RenderableType] = []
     for number, section in enumerate(sections):
         parts += [""] if number else []
-        parts += [_part(part, width) for part in section]
-    return layout.print_to_string(parts, width=width, color=color)
+        for part in section:
+            parts += _part(part, width)
+    return parts
 
 
-def _part(part: Part, width: int) -> RenderableType:
+def sparkline(values: Sequence[float]) -> str:
+    """Numbers as a line of bars from the smallest to the largest; a space where there is none.
+
+    >>> sparkline([1.0, 2.0, float("nan"), 8.0])
+    '▁▂ █'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, high = min(finite), max(finite)
+    # A range of less than one percent is drawn flat, so that noise is not enlarged.
+    span = max(high - low, abs(high) * 0.01) or 1.0
+    levels = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
+    return "".join(" " if level is None else _BARS[level] for level in levels)
+
+
+def _print(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
+    """Return the parts one below the other, lines without trailing spaces."""
+    console = Console(
+        file=io.StringIO(),
+        width=max(width, MIN_WIDTH),
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def _part(part: Part, width: int) -> list[RenderableType]:
     if isinstance(part, Line):
-        return _line(part)
-    if isinstance(part, Table):
-        columns = layout.fit_columns(part.rows, part.headings, part.drop_order, width=width)
-        return layout.frame(columns, part.headings, gap=layout.gap(width), longest=part.longest_text)
-    if isinstance(part, Trends):
-        return trends.table(part, [_STYLES[row.emphasis] for row in part.rows], width)
-    shown = _cells(part) if isinstance(part, Cells) else _definitions(part)
-    return layout.indent(shown) if part.is_indented else shown
+        written = [_line(part)]
+    elif isinstance(part, Table):
+        written = _cells(_cells_of(part), width)
+    elif isinstance(part, Cells):
+        written = _cells(part, width)
+    elif isinstance(part, Trends):
+        return [_trends(part, width)]
+    else:
+        written = [_grid([[_words(line.words) for line in row] for row in part.rows])]
+    return [Padding(block, (0, 0, 0, part.indent)) for block in written] if part.indent else written
 
 
 def _line(line: Line) -> RenderableType:
-    words = _words(line)
+    words = _words(line.words)
     if not line.wraps:
         words.no_wrap, words.overflow = True, "ignore"
-    if line.mark:
-        return layout.hanging(line.mark, words)
-    return layout.indent(words) if line.is_indented else words
+    if line.right:
+        grid = rich.table.Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+        grid.add_column()
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(words, _words([(line.right, Emphasis.STRONG)]))
+        return grid
+    if not line.mark:
+        return words
+    grid = rich.table.Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_row(_words([(line.mark, Emphasis.STRONG)]), words)
+    return Padding(grid, (0, 0, 0, 2))
 
 
-def _words(line: Line) -> Text:
-    return layout.line(*(word if isinstance(word, str) else (word[0], _STYLES[word[1]]) for word in line.words))
+def _words(words: Sequence[Words]) -> Text:
+    pairs = ((word, "") if isinstance(word, str) else (word[0], _STYLES[word[1]]) for word in words)
+    return Text.assemble(*((escaping.inert(text, _MAX_LINE), style) for text, style in pairs))
 
 
-def _cells(cells: Cells) -> RenderableType:
-    return layout.table(cells.header, cells.rows, right=[name in cells.numbers for name in cells.header])
+def _grid(rows: Sequence[Sequence[RenderableType]]) -> rich.table.Table:
+    """Return rows whose last cell wraps within its column; the other cells never wrap."""
+    grid = rich.table.Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for number in range(len(rows[0]) if rows else 0):
+        grid.add_column(no_wrap=number < len(rows[0]) - 1)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
-def _definitions(part: Definitions) -> RenderableType:
-    return layout.grid([[_words(line) for line in row] for row in part.rows])
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def _cells_of(table: Table) -> Cells:
+    """The numbers of a table in readable units by the endings of the column names, without empty columns."""
+    rows = table.rows.select(name for name in table.rows.columns if table.rows[name].null_count() < table.rows.height)
+    numbers = {name: number for number, name in enumerate(rows.columns)}
+    return Cells(
+        tuple(table.headings.get(name, escaping.heading(name)) for name in rows.columns),
+        tuple(tuple(map(escaping.cell, rows.columns, row)) for row in rows.iter_rows()),
+        tuple(numbers[name] for name, dtype in rows.schema.items() if dtype.is_numeric()),
+        drop_order=tuple(numbers[name] for name in table.drop_order if name in numbers),
+        early_drop=tuple(numbers[name] for name in table.early_drop if name in numbers),
+        least_text=table.least_text,
+        longest_text=table.longest_text,
+        indent=table.indent,
+    )
+
+
+def _cells(cells: Cells, width: int) -> list[RenderableType]:
+    """The columns that fit, without lines between them; names of kernels beyond `longest_text` in their short form."""
+    texts = [_column_texts(column, cells.longest_text) for column in zip(*cells.rows, strict=True)]
+    texts = texts or [[] for _ in cells.header]
+    header = ["\n".join(map(escaping.inert, name.split("\n"))) for name in cells.header]
+    heading_widths = [max(map(len, name.split("\n"))) for name in header]
+    full = [max(least, *map(cell_len, column), 0) for least, column in zip(heading_widths, texts, strict=True)]
+    least = [
+        length if number in cells.numbers else max(heading_widths[number], min(length, cells.least_text))
+        for number, length in enumerate(full)
+    ]
+    columns, gap, room = list(range(len(header))), 1 if width < _NARROW else 2, width - cells.indent
+    for number in cells.early_drop:
+        if sum(full[column] + 2 for column in columns) - 2 <= room:
+            break
+        columns.remove(number)
+    for number in cells.drop_order:
+        if sum(least[column] + gap for column in columns) - gap <= max(room, MIN_WIDTH):
+            break
+        columns = [column for column in columns if column != number]
+    gap = 2 if sum(full[column] + 2 for column in columns) - 2 <= room else gap
+    right = [column in cells.numbers for column in columns]
+    table = _table(
+        [header[column] for column in columns], [texts[column] for column in columns], cells.emphases, right, gap
+    )
+    if not cells.cuts_first:
+        table.columns[0].no_wrap = True
+    dropped = ", ".join(header[column] for column in range(len(header)) if column not in columns)
+    note = cells.dropped_note.format(dropped) if dropped else ""
+    return [table, *([_words([(note, Emphasis.FAINT)])] if note else [])]
+
+
+def _column_texts(cells: Sequence[str], longest: int) -> list[str]:
+    if any(len(cell) > longest for cell in cells):
+        forms = kernel_names.short_names(set(cells))
+        cells = [forms[cell] if len(cell) > longest else cell for cell in cells]
+    return [escaping.inert(cell, longest) for cell in cells]
+
+
+def _table(
+    header: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    emphases: Sequence[Emphasis | None],
+    right: Sequence[bool],
+    gap: int,
+) -> rich.table.Table:
+    """Return texts, made inert, as a table; `right` says which columns are numbers."""
+    table = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for name, is_number in zip(header, right, strict=True):
+        table.add_column(name, header_style="dim", justify="right" if is_number else "left", no_wrap=is_number)
+    cut_texts = [_ColumnTexts(column) for column in columns]
+    for number, row in enumerate(zip(*columns, strict=True)):
+        emphasis = emphases[number] if emphases else None
+        styles = [*[""] * (len(row) - 1), _STYLES[emphasis] if emphasis else ""]
+        table.add_row(*map(_Cell, row, cut_texts, styles))
+    return table
+
+
+class _Cell:
+    """A text on one line, cut to the width of its column."""
+
+    def __init__(self, text: str, column: "_ColumnTexts", style: str) -> None:
+        self._text, self._column, self._style = text, column, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._text), 1), cell_len(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self._column.cut(options.max_width).get(self._text, self._text)
+        yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
+
+
+class _ColumnTexts:
+    """The texts of a column, cut so that different texts stay different: similar names often differ at their end."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = set(texts)
+        self._cut: dict[int, dict[str, str]] = {}
+
+    def cut(self, width: int) -> dict[str, str]:
+        """Return the cut form of each text that is longer than `width`."""
+        if width not in self._cut:
+            long = [text for text in self._texts if cell_len(text) > width]
+            forms = kernel_names.short_names(self._texts) if long else {}
+            ways = [{text: way(form, width) for text, form in forms.items()} for way in (_beginning, escaping.inert)]
+            counts = [Counter(way.values()) for way in ways]
+            self._cut[width] = {
+                text: next((way[text] for way, n in zip(ways, counts, strict=True) if n[way[text]] == 1), ways[0][text])
+                for text in long
+            }
+        return self._cut[width]
+
+
+def _beginning(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def _trends(trends: Trends, width: int) -> rich.table.Table:
+    """Rows of trends with as many bars as fit. Narrow ones have no interval."""
+    is_wide = width >= _WIDE
+    bar_count = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if is_wide else _OTHER_COLUMNS)))
+    columns = {
+        "": [trend.name for trend in trends.rows],
+        "first": [trend.first for trend in trends.rows],
+        "latest": [trend.latest for trend in trends.rows],
+        **({"95% interval": [trend.interval for trend in trends.rows]} if is_wide else {}),
+        "runs": [sparkline(trend.values[-bar_count:]) for trend in trends.rows],
+        "verdict": [trend.verdict for trend in trends.rows],
+    }
+    texts = [_column_texts(column, LONGEST_TEXT) for column in columns.values()]
+    right = [name in ("first", "latest", "95% interval") for name in columns]
+    header = [*list(columns)[:-1], ""]
+    table = _table(header, texts, [trend.emphasis for trend in trends.rows], right, 2)
+    for number in (0, -2):
+        table.columns[number].no_wrap = True
+        table.columns[number].min_width = max(map(len, texts[number]))
+    return table
