@@ -14,7 +14,7 @@ from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import CHECKPOINT
-from tracekit.rules import recorded_evidence
+from tracekit.rules.host import io_sentence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_name, median_row
 
 _EVIDENCE_ROWS = 60
@@ -118,7 +118,7 @@ class BlockingCheckpoint(Rule):
         fixes = ([] if is_background else [_BACKGROUND_FIX]) + ([_FIXES[critical["stage"]]] if critical else [])
         rank = critical.get("rank", quoted["rank"])
         of_rank = quoted_stages.filter(pl.col("stage") == conventions.TOTAL, pl.col("rank") == rank)
-        io_calls = recorded_evidence.sentence(run, rank, intervals.from_table(of_rank), "the save")
+        io_calls = io_sentence(run, rank, intervals.from_table(of_rank), "the save")
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
@@ -160,7 +160,7 @@ class BlockingCheckpoint(Rule):
             f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{inside} ({hidden} not in the trace)"
             + ("." if often else "; the trace does not show how often the run saves, so it may be rare.")
-            + recorded_evidence.sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
+            + io_sentence(run, longest["rank"], intervals.from_table(rank_spans), "that time"),
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,

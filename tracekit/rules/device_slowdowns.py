@@ -1,4 +1,4 @@
-"""Rules on devices that slow down: stalls with queued work, and a clock that drops."""
+"""Rules on devices that slow down: stalls with queued work, a clock that drops; and the clocks of late ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import device_counters
+from tracekit.analysis.parallelism import device_comparison
+from tracekit.analysis.parallelism.device_comparison import DeviceComparison
 from tracekit.analysis.time import device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -264,3 +266,89 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
 
 def _median(stalls: pl.DataFrame) -> int:
     return int(stalls["dur_ns"].sort()[(stalls.height - 1) // 2])
+
+
+_CLOCK_FIXES = {
+    device_comparison.THERMAL: (
+        "Heat slows {ranks}: check fans, airflow and inlet temperature of the node "
+        "(nvidia-smi -q -d TEMPERATURE,PERFORMANCE), and remove the node from the job until it is cool."
+    ),
+    device_comparison.POWER_BRAKE: (
+        "The power supply slows {ranks}: check the power supplies and cables of the node "
+        "(nvidia-smi -q -d POWER,PERFORMANCE), and remove the node from the job until it is repaired."
+    ),
+    device_comparison.POWER_CAP: (
+        "The power limit slows {ranks}: compare the limits (nvidia-smi -q -d POWER), raise a limit that is lower than "
+        "the others' (nvidia-smi -pl), or replace a GPU that needs more power for the same clock."
+    ),
+    device_comparison.HARDWARE: (
+        "The GPU hardware lowers the clock of {ranks}: find out why (nvidia-smi -q -d "
+        "PERFORMANCE,TEMPERATURE,POWER), and remove the node from the job until it is repaired."
+    ),
+    device_comparison.CLOCK_SETTING: (
+        "The clock of {ranks} is set lower than that of the others: reset it (nvidia-smi -rgc, nvidia-smi -rac)."
+    ),
+    device_comparison.SYNC_BOOST: (
+        "Another GPU of a sync boost group slows {ranks}: find out which (nvidia-smi -q -d PERFORMANCE)."
+    ),
+}
+_UNEXPLAINED_CLOCK = (
+    "See why the clock of {ranks} is lower (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE), or use another node."
+)
+_MORE_WORK = (
+    "The clocks are equal, so check the work of {ranks}: uneven batches (sequence lengths, experts), or other jobs on "
+    "the same GPU."
+)
+_DATA_OR_HOST = (
+    "The clocks are equal, so check the data and the host of {ranks}: uneven batches, a busy host (HOST001, HOST003), "
+    "other jobs on the node."
+)
+_RECORD_CLOCKS = " Or record the clocks of the GPUs: tracekit record --device-metrics."
+_RESET_DEVICE = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
+
+
+def compare_late_devices(
+    run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, fix: str, *, is_compute: bool, is_host: bool
+) -> tuple[str, str]:
+    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and `fix` without.
+
+    `steps` are those in which they are late, columns window and step. `is_compute`, `is_host`: whether their kernels,
+    or their hosts, are known to take longer. A slow GPU does not explain a late host.
+    """
+    compared, errors = device_comparison.compare(run, ranks, steps), device_comparison.memory_errors(run, ranks)
+    several, message = len(ranks) > 1, ""
+    reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
+    if compared is None:
+        fix += reset + ("" if is_host else _RECORD_CLOCKS)
+    else:
+        own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
+        message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"
+        message += (
+            f" against {peers}: {_slow_clock(compared)}."
+            if compared.is_slower
+            else (f", the others at {peers}: the hardware is not slower.")
+        )
+        if not is_host and compared.is_slower:
+            fix = _CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK
+        elif not is_host:
+            fix = _MORE_WORK if is_compute else _DATA_OR_HOST
+        fix += reset
+    if errors.uncorrected:
+        count = units.count(errors.uncorrected, "uncorrected memory error")
+        message += f" {'Their GPUs have' if several else 'Its GPU has'} {count} (ECC)."
+    if errors.is_remap_pending:
+        message += " A memory row is to be replaced at the next reset."
+    return message, fix
+
+
+def _slow_clock(compared: DeviceComparison) -> str:
+    """Why the clock is lower, as far as counters show it."""
+    cause = f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
+    parts = [cause if compared.cause else "no throttle reason is reported"]
+    hot_c, peer_c = compared.temperature_c, compared.others_temperature_c
+    if hot_c is not None and peer_c is not None:
+        parts.append(f"{hot_c:.0f} °C against {peer_c:.0f} °C")
+    limit_w, peer_limit_w = compared.power_limit_w, compared.others_power_limit_w
+    if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
+        parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
+    return ", ".join(parts)

@@ -1,6 +1,6 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,12 +11,12 @@ from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import intervals, units
+from tracekit.model import escaping, intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.blocking_sync import BLOCKING_SYNC
 from tracekit.replay.graph.causes.host import DATA_LOADING, LATE_LAUNCH
-from tracekit.rules import quoted_step, recorded_evidence
+from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -292,6 +292,36 @@ _PREFETCH = (
 )
 
 
+def io_sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds: Collection[str] = ()) -> str:
+    """Return a sentence on the file system calls of a rank during the spans, shape (n, 2) in ns.
+
+    It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
+    `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
+    """
+    rank_calls = run.table(host_stalls.io_calls_of_run).filter(pl.col("rank") == rank)
+    if rank_calls.is_empty():
+        return ""
+    overlapping = host_stalls.io_during(rank_calls, spans)
+    of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
+    overlapping = overlapping if of_kinds.is_empty() else of_kinds
+    if overlapping.is_empty():
+        return ""
+    longest = (
+        overlapping.group_by("name", "file", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlap_ns", "dur_ns", "bytes").sum())
+        .sort("overlap_ns", descending=True, maintain_order=True)
+        .row(0, named=True)
+    )
+    took = units.duration(host_stalls.io_covered_ns(overlapping, spans))
+    what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
+    count, moved, dur_ns = (int(str(longest[name])) for name in ("calls", "bytes", "dur_ns"))
+    calls = units.count(count, f"{longest['name']} call")
+    path = "an unknown file" if longest["file"] is None else escaping.inert(str(longest["file"]), 80)
+    rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
+    of_file = f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
+    return f" File system {what} take {took} of {span_name}, most of that {of_file}."
+
+
 def _fewer_launches(run: Run) -> Iterator[str]:
     """Yield what reduces the number of launches and is not in use yet."""
     if not workload.is_compiled(run):
@@ -318,7 +348,7 @@ def _on_device(run: Run) -> bool:
 
 def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
     """Return a sentence on the file system calls during these waits of the quoted step, where they were logged."""
-    return recorded_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
+    return io_sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
 
 
 def _line(rows: pl.DataFrame) -> str:

@@ -12,7 +12,7 @@ from tracekit.analysis.host import host_stalls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.rules import recorded_evidence
+from tracekit.rules.host import io_sentence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
@@ -57,7 +57,7 @@ class StalledSave(Rule):
         of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
         totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
         kinds = _IO_KINDS.get(row["stage"], ())
-        io_calls = recorded_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
+        io_calls = io_sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,

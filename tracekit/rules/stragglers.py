@@ -14,9 +14,9 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
 from tracekit.rules import outlier_steps, quoted_step
+from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
-from tracekit.rules.recorded_evidence import DeviceEvidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -124,9 +124,8 @@ class Straggler(Rule):
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
         part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
-        compared = device_comparison.compare(run, ranks, late.select(_STEP))
-        evidence = DeviceEvidence(compared, device_comparison.memory_errors(run, ranks))
-        advice = evidence.fix(fix, is_compute=part in _OF_DEVICE, is_host=fix is _SLOW_HOST)
+        is_compute, is_host, late_steps = part in _OF_DEVICE, fix is _SLOW_HOST, late.select(_STEP)
+        devices, advice = compare_late_devices(run, ranks, late_steps, fix, is_compute=is_compute, is_host=is_host)
         if is_of_window:
             steps = "the window, and most of the waiting is for it in "
             steps += f"{worst['led']} of {worst['parts']} parts of the window"
@@ -158,8 +157,7 @@ class Straggler(Rule):
             f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
             f"{'them' if several else 'it'} in {steps}.{idling} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}"
-            f"{evidence.message(several=several)}",
+            f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}{devices}",
             advice.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
