@@ -197,13 +197,13 @@ class ClockDrop(Rule):
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
         fell, clock = None, ""
-        for row in quoted_step.rows_of(run.table(device_counters.recorded_clocks), worst, _DEVICE).iter_rows(
-            named=True
-        ):
-            fell = row["since_mhz"] < _LOWER * row["before_mhz"]
-            before, since = f"{row['before_mhz']:,.0f}", f"{row['since_mhz']:,.0f} MHz"
-            why = f" ({', '.join(row['reasons'])})" if row["reasons"] else ""
-            clock = f"falls from {before} to {since}{why}" if fell else f"does not fall: {before} and {since}"
+        clocks = quoted_step.rows_of(run.table(device_counters.recorded_clocks), worst, _DEVICE)
+        if clocks.height:
+            before_mhz, after_mhz, reasons = clocks.select("before_mhz", "since_mhz", "reasons").row(0)
+            fell = after_mhz < _LOWER * before_mhz
+            why = f" ({', '.join(reasons)})" if reasons else ""
+            clock = f"does not fall: {before_mhz:,.0f} and {after_mhz:,.0f} MHz"
+            clock = f"falls from {before_mhz:,.0f} to {after_mhz:,.0f} MHz{why}" if fell else clock
             clock = f" Its recorded clock {clock}."
         what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
         yield Finding(

@@ -132,14 +132,6 @@ class Straggler(Rule):
         else:
             steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
             steps += f"since step {worst['first']}"
-        idle, lost = units.duration(worst["idle_ns"]), units.duration(worst["lost_ns"])
-        idling = ""
-        if idle != lost and worst["idle_ns"] < worst["lost_ns"]:
-            idling = f" They idle for {idle} of it; compute hides the rest of their waiting, which makes them late in "
-            idling += "turn."
-        elif idle != lost:
-            slower = units.duration(worst["idle_ns"] - worst["lost_ns"])
-            idling = f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
         # Such as "Node 3 (ranks 24–31) straggles".
         if place is None:
             verdict = f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
@@ -155,7 +147,7 @@ class Straggler(Rule):
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
             f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
-            f"{'them' if several else 'it'} in {steps}.{idling} "
+            f"{'them' if several else 'it'} in {steps}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
             f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}{devices}",
             advice.format(ranks=name),
@@ -171,6 +163,17 @@ class Straggler(Rule):
             subject=name,
             is_of_window=is_of_window,
         )
+
+
+def _idle(worst: dict[str, Any]) -> str:
+    """Sentence on the idle time of other ranks for late ranks, which pages show, if not the time lost; else ''."""
+    idle, lost = units.duration(worst["idle_ns"]), units.duration(worst["lost_ns"])
+    if idle == lost:
+        return ""
+    if worst["idle_ns"] < worst["lost_ns"]:
+        return f" They idle for {idle} of it; compute hides the rest of their waiting, which makes them late in turn."
+    slower = units.duration(worst["idle_ns"] - worst["lost_ns"])
+    return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
 
 
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
