@@ -79,6 +79,7 @@ def test_a_worker_process_imports_no_command():
     assert not {"typer", "rich", "tracekit.cli.application"} & set(json.loads(done.stdout))
 
 
+@pytest.mark.accuracy  # on a busy machine the same work takes more CPU time
 def test_starting_takes_less_than_a_quarter_of_a_second():
     used_s = []
     for _ in range(5):

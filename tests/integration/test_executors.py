@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import worker_facts
 from tests.support.cli_runner import ROOT, only_line, tracekit
+from tests.support.selection import others_in_accuracy
 from tests.support.worker_facts import broken, killing, process
 from tracekit import executors
 from tracekit.errors import ConfigError
@@ -56,7 +57,7 @@ def drawn_run(executor, ranks=4):
     return Run("drawn", [Source(rank, 0, f"rank{rank}", 1, read[rank]) for rank in range(ranks)], executor=executor)
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("sample", others_in_accuracy(SAMPLES, SAMPLES[1:]))
 def test_all_tables_of_a_check_are_those_of_threads(executor, sample):
     folder = ROOT / "sample_traces" / sample
     runs = [loader.load(folder), loader.load(folder, executor=executor)]
@@ -181,9 +182,9 @@ def test_a_cluster_that_cannot_be_used_is_refused(options, message, monkeypatch)
         pass
 
 
-@pytest.mark.parametrize("command", ["check", "summary", "query"])
+@pytest.mark.parametrize("command", others_in_accuracy(["check", "summary", "query"], ["check"]))
 def test_commands_print_the_same_with_processes(command, tmp_path):
-    run = ROOT / "sample_traces" / "demo-yafsdp"
+    run = ROOT / "sample_traces" / "faults" / "healthy-fsdp2"
     more = ["SELECT rank, kind, sum(dur_ns) AS total FROM activities GROUP BY ALL ORDER BY ALL"] * (command == "query")
     printed = [
         tracekit(command, run, *more, "--format", "json", "--executor", kind, "--workers", 2)

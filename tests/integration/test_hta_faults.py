@@ -60,8 +60,9 @@ def row(table: pl.DataFrame) -> dict[str, object]:
 
 
 def hta_has_it(shows_the_fault: Callable[[Path], bool]) -> Callable[[Path], None]:
-    """Make a test of a function that says whether HTA shows a fault."""
+    """Make a test of a function that says whether HTA shows a fault; only `make accuracy` runs it."""
 
+    @pytest.mark.accuracy
     @functools.wraps(shows_the_fault)
     def test(tmp_path: Path) -> None:
         pytest.importorskip("hta", reason="needs the extra [hta]")
@@ -317,7 +318,9 @@ def test_hta_fault_09_a_stream_that_waits_for_a_collective_shows_as_exposed_comm
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no traces of other projects next to this checkout")
-@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "hta_nccl_args_a100"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nanogpt_h100_8ranks", marks=pytest.mark.accuracy), "hta_nccl_args_a100"]
+)
 def test_hta_fault_09_on_recorded_runs_no_communication_hides_in_idle_time(name):
     run = load(TRACES / name)
     found = run.table(breakdown.by_rank)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracekit.cli.watch.rank_log import LogTail
 from tracekit.errors import InputError
-from tracekit.report.export import prometheus, step_metrics
+from tracekit.report.export import step_metrics
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -36,7 +36,7 @@ class LatestMetrics:
                 rows += tail.read()
             if rows:
                 self._rows[rank] = _numbers(rows[-1])
-        return prometheus.latest(step_metrics.run_name(self._folder), self._rows)
+        return step_metrics.prometheus_latest(step_metrics.run_name(self._folder), self._rows)
 
 
 def serve(folder: Path, port: int) -> None:

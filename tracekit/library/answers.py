@@ -16,7 +16,7 @@ from tracekit.model.run import OnTrace
 from tracekit.model.trace import TraceFact
 from tracekit.regression import gate
 from tracekit.replay.graph import what_if as replayed
-from tracekit.report import html, html_fragments, json, phrases, shared_timeline, shared_view, text, what_if
+from tracekit.report import html, html_fragments, json, phrases, shared_view, text, what_if
 from tracekit.report.ci import code_locations, comment, sarif
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
@@ -178,7 +178,7 @@ class Timeline(Answer):
     @cached_property
     def page(self) -> str:
         """The page: it holds its scripts and its data, needs no server and makes no request."""
-        return shared_view.render(shared_timeline.view(self.report, self.report.run, {}, self.max_bytes))
+        return shared_view.render(shared_view.timeline_view(self.report, self.report.run, {}, self.max_bytes))
 
     def as_html(self) -> str:
         """The page in a frame. Its scripts cannot reach the notebook, nor the notebook's style sheet the timeline."""

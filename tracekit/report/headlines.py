@@ -177,7 +177,7 @@ def modules(
 ) -> Headline | None:
     """Return the module that takes most of a measure itself, without the modules inside it.
 
-    `table` is that of `module_tree.by_module`, `measure` one of its columns, `name` what it is called, and `text`
+    `table` is that of `ops.by_module`, `measure` one of its columns, `name` what it is called, and `text`
     writes its values.
     """
     of_modules, total = table.drop_nulls("module"), float(table[measure].sum())

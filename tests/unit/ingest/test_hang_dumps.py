@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import pickletools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
 from tests.support.wording import Wording
 from tracekit.errors import InputError
-from tracekit.ingest.hang_dumps import flight_recorder, folder, stacks
+from tracekit.ingest import pickle_child, pickles
+from tracekit.ingest.hang_dumps import flight_recorder, folder
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
+from tracekit.ingest.pickles import ManyPickles, PickleError
 from tracekit.model.hang_dump import CallState
 
 WORLD = {GROUP: [0, 1]}
@@ -37,6 +40,11 @@ Thread 4711 (idle): "MainThread"
 Thread 4720 (active): "pin memory"
     loop (torch/utils/data/_utils/pin_memory.py:50)
 """
+
+
+def loaded(data: bytes) -> Any:
+    with ManyPickles() as many:
+        return flight_recorder.load(data, many)
 
 
 def write(place: Path, name: str, value: Any) -> None:
@@ -112,7 +120,7 @@ def test_a_list_that_contains_itself_is_refused() -> None:
     loop.append(loop)
     value = dump([{**entry("all_reduce", 1), "collective_seq_id": loop}], groups=WORLD)
     with pytest.raises(BadDumpError, match="Circular reference"):
-        flight_recorder.parse(flight_recorder.load(pickle.dumps(value, protocol=2)), rank=0, path="x")
+        flight_recorder.parse(loaded(pickle.dumps(value, protocol=2)), rank=0, path="x")
 
 
 class Attack:
@@ -137,12 +145,60 @@ def test_a_truncated_dump_is_left_out_and_said(tmp_path: Path, wording: Wording)
     wording(*dumps.notes)
 
 
+def doubling() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(40):
+        value = [value, value]
+    return value
+
+
+BOMBS = {
+    "memory": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".", "needs far more memory than its size: refused"),
+    "json": (pickle.dumps(doubling(), protocol=2), "needs far more memory than its size: refused"),
+    "cut": (pickle.dumps(doubling(), protocol=2)[:9], "is truncated or damaged"),
+    "code": (b"\x80\x02cos\nsystem\n.", "would import os.system and could run code when unpickled: refused"),
+}  # fmt: skip
+
+
+def test_one_child_reads_all_dumps_of_a_folder_and_none_spoils_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pickle.dumps(dump(done(["all_reduce"]), groups=WORLD), protocol=2)
+    for number, (data, _) in enumerate(BOMBS.values()):
+        (tmp_path / f"nccl_trace_rank_{2 * number}").write_bytes(whole)
+        (tmp_path / f"nccl_trace_rank_{2 * number + 1}").write_bytes(data)
+    started: list[str] = []
+    start = pickles._start
+    monkeypatch.setattr(pickles, "_start", lambda kind: started.append(kind) or start(kind))
+    dumps = folder.read(tmp_path)
+    assert list(dumps.ranks) == [2 * number for number in range(len(BOMBS))]
+    assert len(dumps.notes) == len(BOMBS)
+    for note, (_, reason) in zip(dumps.notes, BOMBS.values(), strict=True):
+        assert note.endswith("it is left out")
+        assert reason in note
+        assert "\n" not in note
+    assert started == [pickle_child.MANY]
+
+
+def test_a_pickle_after_the_child_was_ended_is_read_by_another() -> None:
+    whole = pickle.dumps([1, 2], protocol=2)
+    with ManyPickles() as many:
+        assert many.read(pickle_child.PLAIN, whole)[0] == b"[1, 2]\n"
+        child = many._child
+        assert child is not None
+        child.kill()
+        child.wait()
+        with pytest.raises(PickleError):
+            many.read(pickle_child.PLAIN, whole)
+        assert many.read(pickle_child.PLAIN, whole)[0] == b"[1, 2]\n"
+
+
 @given(st.data())
 def test_a_changed_byte_gives_a_dump_or_a_message_but_no_other_error(data: st.DataObject) -> None:
     raw = bytearray(pickle.dumps(dump(done(["all_reduce", "broadcast"]), groups=WORLD), protocol=2))
     raw[data.draw(st.integers(1, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
-        value = flight_recorder.load(bytes(raw))
+        value = loaded(bytes(raw))
         if flight_recorder.is_dump(value):
             flight_recorder.parse(value, rank=0, path="x")
     except BadDumpError:
@@ -211,19 +267,19 @@ def test_stacks_of_faulthandler_and_py_spy_are_laid_next_to_dumps(tmp_path: Path
 def test_py_spy_writes_the_same_stacks_as_json() -> None:
     frames = [{"name": "wait", "filename": "threading.py", "line": 331}]
     threads = [{"pid": 4711, "thread_name": "MainThread", "active": False, "frames": frames, "os_thread_id": 4711}]
-    (thread,) = stacks.parse_json(json.loads(json.dumps(threads)))
+    (thread,) = folder.parse_json(json.loads(json.dumps(threads)))
     assert thread.is_main
     assert [(frame.function, frame.line) for frame in thread.frames] == [("wait", 331)]
-    assert stacks.parse_json([1, 2]) == ()
+    assert folder.parse_json([1, 2]) == ()
 
 
 @given(st.text(max_size=300))
 def test_any_text_is_stacks_or_none(text: str) -> None:
-    stacks.parse_text(text)
-    stacks.parse_text("(most recent call first):" + text)
+    folder.parse_text(text)
+    folder.parse_text("(most recent call first):" + text)
 
 
 def test_unpickling_reads_what_torch_writes() -> None:
     value = dump(done(["all_reduce"]), groups=WORLD)
     as_json = json.loads(json.dumps(value))
-    assert flight_recorder.load(pickle.dumps(value, protocol=2)) == as_json
+    assert loaded(pickle.dumps(value, protocol=2)) == as_json

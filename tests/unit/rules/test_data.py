@@ -29,7 +29,7 @@ def kinds_in_the_code():
     """Return the kinds of data-quality issues that the source code of the rooms names next to a message."""
     rooms = [file for room in ("ingest/readers", "sync", "model") for file in SOURCES.glob(f"{room}/**/*.py")]
     single = (
-        "ingest/discovery", "ingest/loader", "ingest/run_separation", "analysis/quality/trace_quality",
+        "ingest/discovery", "ingest/loader", "ingest/trace_files", "analysis/quality/trace_quality",
         "analysis/quality/undecided_kernels",
         "analysis/memory/snapshot_files",
         "replay/allocator/facts/snapshot_facts", "rules/data_quality",

@@ -77,7 +77,7 @@ def elementwise_chains(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def unfused_optimizer_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.
+    """Elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.
 
     Columns OPTIMIZER_COLUMNS: op (that launched it), name (of the kernel), optimizer (its class), implementation
     (foreach or for-loop), saved_ns (by the accesses to memory of a fused kernel over those of all operators of the
@@ -133,7 +133,7 @@ _FACTS: tuple[TraceFact, ...] = (
 
 @memoize
 def avoidable(trace: Trace) -> pl.DataFrame:
-    """Return the kernels that would take less time, each by its first cause.
+    """Kernels that would take less time, each by its first cause.
 
     Columns COLUMNS: cause (MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE); one row per
     kernel.
@@ -158,7 +158,7 @@ def _has_memory_bound_ops(trace: Trace) -> bool:
 
 
 def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
+    """Compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
     ids = calls["id"]
     row = pl.Series("call_id", flops.counted_op_of_activities(trace, ids))
     called = trace.ops["id"].gather(row.set(row < 0, None)).alias("call_id")

@@ -28,7 +28,7 @@ MAX_CALLS = 100
 
 @trace_fact
 def calls(trace: Trace) -> pl.DataFrame:
-    """Return the collectives on devices with their concurrent work, and how long compute waited for each.
+    """Collectives on devices with their concurrent work, and how long compute waited for each.
 
     Columns CALL_COLUMNS: bytes (the larger of sent and received), compute_ns (overlapped by compute), others (other
     kinds that overlapped it most of the time, as bits of `contention.KINDS`; -1 where one did in part), chain (number
@@ -75,17 +75,22 @@ COLUMNS = {
 def compared_calls(run: Run) -> pl.DataFrame:
     """Compare the collectives of all ranks with the same collectives without concurrent compute.
 
-    Use ``run.table``. Columns window, rank, instance (below 0 where no other rank is known to share it),
-    CALL_COLUMNS', transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group
-    has a trace), alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the
-    same step if there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged
-    (whether there is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row
-    per call.
+    Use ``run.table``. Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS',
+    transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group has a trace),
+    alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the same step if
+    there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged (whether there
+    is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row per call.
     """
-    transfers = _with_transfer(run)
-    if transfers.is_empty():
+    call_key, key = ["window", "rank", "activity_id"], ["window", "instance"]
+    instances = run.table(collective_instances.waits).select(*call_key, "instance").unique(call_key)
+    rank_calls = run.table(calls).join(instances, on=call_key, how="left", maintain_order="left")
+    if rank_calls.is_empty():
         return schema.empty(COLUMNS)
-    key = ["window", "instance"]
+    # A call known on one rank only is its own instance.
+    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
+    is_whole = (pl.len().over(key) >= pl.col("group_size")).fill_null(value=False)
+    transfers = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
+    transfers = transfers.with_columns(is_whole.alias("whole"))
     last_calls = transfers.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
     facts = _compare_instances(last_calls).rename({"dur_ns": "transfer_ns"})
     joined = transfers.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
@@ -127,9 +132,9 @@ def _same(calls: pl.DataFrame, *names: str) -> Ints:
 def by_step(run: Run) -> pl.DataFrame:
     """Return `contention.by_step` for collectives with concurrent compute, and the compute that waited.
 
-    Use ``run.table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of
-    overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
-    that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
+    Use ``run.table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of overlapped
+    time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses that
+    delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
     calls = run.table(compared_calls)
     is_judged = pl.col("judged")
@@ -181,7 +186,7 @@ def all_pairs(run: Run) -> pl.DataFrame:
 
 @run_fact
 def bandwidths(run: Run) -> pl.DataFrame:
-    """Return the bus bandwidth of collectives by kind and size, alone and with concurrent compute.
+    """Bus bandwidth of collectives by kind and size, alone and with concurrent compute.
 
     Use ``run.table``. Columns op, group, group_size, dtype, bytes, alone_calls, concurrent_calls, alone_ns,
     concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
@@ -223,7 +228,7 @@ def contention_by_phase(run: Run) -> pl.DataFrame:
 
 @run_fact
 def costliest_calls(run: Run) -> pl.DataFrame:
-    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
+    """Calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
 
     Columns COSTLY_COLUMNS: kind and concurrent_kind (of `contention.KINDS`), lost_ns (duration less alone_ns, the solo
     duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest
@@ -252,18 +257,6 @@ def costliest_calls(run: Run) -> pl.DataFrame:
 
 
 _CASES = ("alone", "concurrent")
-
-
-def _with_transfer(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
-    key = ["window", "rank", "activity_id"]
-    instances = run.table(collective_instances.waits).select(*key, "instance").unique(key)
-    rank_calls = run.table(calls).join(instances, on=key, how="left", maintain_order="left")
-    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
-    together = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
-    return together.with_columns(
-        (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
-    )
 
 
 def _others(device: contention.DeviceWork, rows: Ints) -> Ints:

@@ -47,7 +47,7 @@ class DeviceWork:
 
     @cached_property
     def kernel_code(self) -> Ints:
-        """Return a number from 0 for each piece of work, equal for equal `kernel`."""
+        """Number from 0 for each piece of work, equal for equal `kernel`."""
         return np.unique(self.kernel, return_inverse=True)[1].astype(np.int64)
 
     @property
@@ -120,14 +120,32 @@ def by_step(trace: Trace) -> pl.DataFrame:
     other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
     per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
-    parts = [_sum_by_step(device, pairs) for device, pairs in _all_compared(trace)]
+    parts = []
+    for device, pairs in _all_compared(trace):
+        used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
+        both = list(zip(pairs, used, strict=True))
+        table = _with_pairs(
+            device.work.select("device", "step", "phase", "unit"),
+            pairs,
+            used,
+            overlapped_ns=[rows.concurrent_ns[index] for rows, index in both],
+            judged_calls=[rows.is_judged[index].astype(np.int64) for rows, index in both],
+            judged_ns=[np.where(rows.is_judged, rows.concurrent_ns, 0)[index] for rows, index in both],
+            lost_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
+        )
+        sums = (
+            table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
+            .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
+            .with_columns(pl.col("lost_ns").round())
+        )
+        parts.append(schema.select(sums, STEP_COLUMNS))
     return schema.concat(parts, STEP_COLUMNS)
 
 
 @trace_fact
 @memoize
 def by_kernel(trace: Trace) -> pl.DataFrame:
-    """Return the slowdown of each kernel by each concurrent kind of work.
+    """Slowdown of each kernel by each concurrent kind of work.
 
     Columns KERNEL_COLUMNS: alone_ns and concurrent_ns are medians, the latter of calls overlapped for at least half of
     their time; slowdown is overlapped time over that of the same work alone; step, lane, start_ns and dur_ns are of the
@@ -139,7 +157,7 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the preparation of collectives on devices, its slowdown by compute, and the compute that waited.
+    """Preparation of collectives on devices, its slowdown by compute, and the compute that waited.
 
     Columns PREPARATION_COLUMNS: alone_ns (solo duration of the same kernel), sample (alone; scaled from another grid;
     null: none), collective_id (which it prepares), communication_gap (that contains it, null where none), gap_ns,
@@ -163,7 +181,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def pairs(run: Run) -> pl.DataFrame:
-    """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.table``.
+    """Slowdown of each kind of work by each concurrent kind, by rank; use ``run.table``.
 
     Columns rank, device, kind, concurrent_kind, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (95% interval:
     percentile bootstrap over steps and units; null for fewer than six), unknown (why there is no result; null where
@@ -173,7 +191,7 @@ def pairs(run: Run) -> pl.DataFrame:
 
 
 def pool_pairs(steps: pl.DataFrame, *, min_slowdown: float = 0.0) -> pl.DataFrame:
-    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS').
+    """Rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS').
 
     Pairs with a slowdown of at most `min_slowdown` are left out before their interval is drawn, which takes most of the
     time: its lower bound is not above the slowdown.
@@ -204,13 +222,13 @@ PAIR_COLUMNS = {
 
 @trace_fact
 def device_count(trace: Trace) -> pl.DataFrame:
-    """Return the number of devices with activity. Column devices; one row."""
+    """Number of devices with activity. Column devices; one row."""
     return pl.DataFrame({"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]})
 
 
 @memoize
 def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
-    """Return the work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
+    """Work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
     return tuple(_work_on_device(trace, device) for device in breakdown.devices(trace) if device is not None)
 
 
@@ -283,50 +301,28 @@ class _PairRows:
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[DeviceWork, list[_PairRows]]]:
-    """Return the devices with work that overlaps, and the pairs that overlap there."""
-    candidates = [(device, [_pair_rows(device, pair) for pair in PAIRS]) for device in device_work(trace)]
-    compared = [(device, [rows for rows in pairs if rows is not None]) for device, pairs in candidates]
-    return [(device, pairs) for device, pairs in compared if pairs]
-
-
-def _pair_rows(device: DeviceWork, pair: tuple[str, str]) -> _PairRows | None:
-    """Return the work of one kind that matters to a pair; None where the two never overlapped."""
-    kind, by = map(KINDS.index, pair)
-    is_kind = device.kind == kind
-    touched = is_kind & (device.concurrent_ns[:, by] > 0)
-    if not touched.any():
-        return None
-    has_touched = np.bincount(device.kernel_code[touched], minlength=int(device.kernel_code.max()) + 1) > 0
-    return _PairRows(device, np.flatnonzero(is_kind & has_touched[device.kernel_code]), pair)
+    compared = []
+    for device in device_work(trace):
+        pairs = []
+        for kind, concurrent_kind in PAIRS:
+            is_kind = device.kind == KINDS.index(kind)
+            touched = is_kind & (device.concurrent_ns[:, KINDS.index(concurrent_kind)] > 0)
+            if touched.any():
+                has_touched = np.bincount(device.kernel_code[touched], minlength=int(device.kernel_code.max()) + 1) > 0
+                rows = np.flatnonzero(is_kind & has_touched[device.kernel_code])
+                pairs.append(_PairRows(device, rows, (kind, concurrent_kind)))
+        if pairs:
+            compared.append((device, pairs))
+    return compared
 
 
 def _with_pairs(work: pl.DataFrame, pairs: list[_PairRows], used: list[Ints], **columns: list[Any]) -> pl.DataFrame:
-    """Return the used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
+    """Used rows of each pair as one table: the columns of `work`, kind, concurrent_kind and `columns`."""
     number = np.repeat(np.arange(len(pairs)), [len(rows) for rows in used])
     kinds = pl.DataFrame([rows.pair for rows in pairs], {"kind": pl.String, "concurrent_kind": pl.String}, orient="row")
     row = np.concatenate([rows.row[index] for rows, index in zip(pairs, used, strict=True)])
     added = [pl.Series(name, np.concatenate(parts)) for name, parts in columns.items()]
     return work[row].hstack([*kinds[number], *added])
-
-
-def _sum_by_step(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
-    used = [np.flatnonzero(rows.concurrent_ns > 0) for rows in pairs]
-    both = list(zip(pairs, used, strict=True))
-    table = _with_pairs(
-        device.work.select("device", "step", "phase", "unit"),
-        pairs,
-        used,
-        overlapped_ns=[rows.concurrent_ns[index] for rows, index in both],
-        judged_calls=[rows.is_judged[index].astype(np.int64) for rows, index in both],
-        judged_ns=[np.where(rows.is_judged, rows.concurrent_ns, 0)[index] for rows, index in both],
-        lost_ns=[np.where(rows.is_judged, rows.comparison.excess_ns, 0.0)[index] for rows, index in both],
-    )
-    sums = (
-        table.group_by("kind", "concurrent_kind", "device", "step", "phase", "unit", maintain_order=True)
-        .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
-        .with_columns(pl.col("lost_ns").round())
-    )
-    return schema.select(sums, STEP_COLUMNS)
 
 
 def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
@@ -369,7 +365,14 @@ def _sum_by_kernel(device: DeviceWork, pairs: list[_PairRows]) -> pl.DataFrame:
 def _work_on_device(trace: Trace, device: int) -> DeviceWork:
     work = launched_work.work(trace, device)
     spans = intervals.from_table(work)
-    kind = _kinds(trace, device)
+    arrays = launched_work.work_columns(trace, device)
+    kind = np.where(arrays.computes, KINDS.index(COMPUTE), KINDS.index(COPY)).astype(np.int64)
+    kind[arrays.communicates] = KINDS.index(COMMUNICATION)
+    if arrays.computes.any():
+        computing_ns = np.bincount(arrays.lane[arrays.computes], (spans[:, 1] - spans[:, 0])[arrays.computes])
+        small = (work["role"] == "communication").to_numpy()
+        small |= np.isin(arrays.id, launched_work.preparation(trace, device)["id"].to_numpy())
+        kind[arrays.computes & (arrays.lane != int(np.argmax(computing_ns))) & small] = KINDS.index(PREPARATION)
     # Time in which each kind overlapped each span; of its own kind, only other lanes count.
     concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
     for code in distinct(kind):
@@ -391,26 +394,13 @@ def _work_on_device(trace: Trace, device: int) -> DeviceWork:
     )
 
 
-def _kinds(trace: Trace, device: int) -> Ints:
-    work = launched_work.work_columns(trace, device)
-    kind = np.where(work.computes, KINDS.index(COMPUTE), KINDS.index(COPY))
-    kind[work.communicates] = KINDS.index(COMMUNICATION)
-    if work.computes.any():
-        dur = work.spans[:, 1] - work.spans[:, 0]
-        main = int(np.argmax(np.bincount(work.lane[work.computes], weights=dur[work.computes])))
-        small = (launched_work.work(trace, device)["role"] == "communication").to_numpy()
-        small |= np.isin(work.id, launched_work.preparation(trace, device)["id"].to_numpy())
-        kind[work.computes & (work.lane != main) & small] = KINDS.index(PREPARATION)
-    return kind.astype(np.int64)
-
-
 def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
     time = np.maximum(np.asarray(together, np.float64), 1.0)
     return time / np.maximum(time - excess, time / _MOST_SLOWDOWN)
 
 
 def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
-    """Return the quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
+    """Quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
     rows = np.flatnonzero(which)
     rows = rows[np.lexsort((values[rows], key[rows]))]
     many = np.bincount(key[rows], minlength=count)

@@ -81,7 +81,7 @@ _TOGETHER_RATIO = 1 / 3
 
 @trace_fact(table=DEVICE_METRICS)
 def device_counters(trace: Trace) -> pl.DataFrame:
-    """Return the counters of the rank's GPU: columns as DEVICE_METRICS, one row per step that has any.
+    """Counters of the rank's GPU: columns as DEVICE_METRICS, one row per step that has any.
 
     Values that no GPU can have are null.
     """
@@ -99,7 +99,6 @@ def device_counters(trace: Trace) -> pl.DataFrame:
 
 
 def _sampled_clocks(trace: Trace) -> pl.DataFrame:
-    """Return the clocks by step from the samples of a profiler, taken in the step's device window."""
     samples = trace.counters.filter(pl.col("name").str.starts_with(_SAMPLED_CLOCK)).sort("at_ns")
     steps = trace.steps.drop_nulls("step").select("step", "start_ns", "end_ns", "device").sort("start_ns")
     if samples.is_empty() or steps.is_empty():
@@ -123,7 +122,7 @@ def _sampled_clocks(trace: Trace) -> pl.DataFrame:
 
 
 def busy_clock() -> pl.Expr:
-    """Return the clock of the multiprocessors while the GPU is busy, in MHz, from the columns of DEVICE_METRICS.
+    """Clock of the multiprocessors while the GPU is busy, in MHz, from the columns of DEVICE_METRICS.
 
     In a step in which the GPU is idle at times, its clock drops without a fault: then the highest one counts.
     """
@@ -134,7 +133,7 @@ def busy_clock() -> pl.Expr:
 @trace_fact
 @memoize
 def clock_drops(trace: Trace) -> pl.DataFrame:
-    """Return the devices whose kernels all become slower at some moment of the window.
+    """Devices whose kernels all become slower at some moment of the window.
 
     Columns device, step (in which that happens), since_ns, slowdown (median over kernels, by their time: duration after
     over before), low and high (quartiles), kernels (how many were compared); one row per such device. Each kernel is
@@ -153,7 +152,7 @@ def clock_drops(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def slowed_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the compute kernels that run with a lower clock.
+    """Compute kernels that run with a lower clock.
 
     Columns KERNEL_COLUMNS: excess_ns (beyond what the kernel would take with the clock before; by the slowdown of the
     same kernel, else of the device); one row per kernel since the drop.
@@ -174,7 +173,7 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def recorded_clocks(trace: Trace) -> pl.DataFrame:
-    """Return the recorded clock of the rank's GPU before and after each drop of `clock_drops`.
+    """Recorded clock of the rank's GPU before and after each drop of `clock_drops`.
 
     Columns CLOCK_COLUMNS: before_mhz and since_mhz (medians over steps of the clock while the GPU is busy, the step of
     the drop left out), reasons (what limits the clock in most steps since, but not before); no rows without counters of
@@ -199,7 +198,7 @@ def _plausible(name: str) -> pl.Expr:
 
 
 def _reasons() -> pl.Expr:
-    """Return the throttle reasons in words; null where they are not known."""
+    """Throttle reasons in words; null where they are not known."""
     bits = pl.col(names.THROTTLE_REASONS)
     is_valid = bits.is_between(0, 2.0**_MAX_BITS, closed="left") & (bits == bits.floor())
     valid_bits = pl.when(is_valid).then(bits).cast(pl.Int64)
@@ -240,7 +239,12 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     rows = np.flatnonzero(is_alone)
     ids, code = np.unique(device.kernel[rows], return_inverse=True)
     dur = device.dur_ns[rows].astype(np.float64)
-    change = _change(code, dur)
+    if not len(rows):
+        return None
+    # The sample from which on the same kernels take longest, compared with those before.
+    relative = np.log(dur)
+    mean = np.bincount(code, relative) / np.bincount(code)
+    change = int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
     if min(change, len(rows) - change) < _MIN_SAMPLES:
         return None
     after = np.arange(len(rows)) >= change
@@ -263,15 +267,6 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     step = device.work["step"][int(rows[change])]
     ratio_of = dict(zip(ids[is_compared].tolist(), ratio[is_compared].tolist(), strict=True))
     return _Drop(device.device, step, int(device.spans[rows[change], 0]), slowdown, low, high, ratio_of)
-
-
-def _change(code: Ints, dur: Floats) -> int:
-    """Return the sample from which on the same kernels take longest, compared with those before."""
-    if not len(dur):
-        return 0
-    relative = np.log(dur)
-    mean = np.bincount(code, relative) / np.bincount(code)
-    return int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
 
 
 def _spread(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:

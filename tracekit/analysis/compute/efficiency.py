@@ -57,7 +57,7 @@ _KEYS = ("name", "reason")
 
 @trace_fact
 def by_step(trace: Trace) -> pl.DataFrame:
-    """Return the operations of each step, and how much of the device's peak they are.
+    """Operations of each step, and how much of the device's peak they are.
 
     Columns step, flops (of `flops.each_product`; null where there are none), flops_coverage_ratio (share of the compute
     time for which they are known), work_coverage_ratio (share of the compute time of calls whose operations or bytes
@@ -90,7 +90,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
 
 
 def of_ops(trace: Trace) -> pl.DataFrame:
-    """Return the operations of each call that has a formula, the time they took, and the time that they need at least.
+    """Operations of each call that has a formula, the time they took, and the time that they need at least.
 
     Columns OP_COLUMNS: id (of ops), flops_ns and bytes_ns (the kernels that the call and the ops in it launched, on a
     CPU run its own duration, where flops or bytes are known), ideal_ns (by the roofline; null where device, element
@@ -100,20 +100,26 @@ def of_ops(trace: Trace) -> pl.DataFrame:
     if counted.is_empty():
         return schema.empty(OP_COLUMNS)
     timed = _with_bounds(counted, device_of(trace.header))
+    is_counted = trace.ops["id"].is_in(counted["id"].implode()).to_numpy()
+    work_ns = trace.ops["dur_ns"].to_numpy()
+    if trace.on_device:
+        owner = flops.counted_op_of_activities(trace, counted["id"])
+        work_ns = np.zeros(trace.ops.height, np.int64)
+        np.add.at(work_ns, owner[owner >= 0], trace.activities["dur_ns"].to_numpy()[owner >= 0])
     is_bounded = pl.col("memory_bound_ns").is_not_null() & (
         pl.col("flops").is_null() | pl.col("compute_bound_ns").is_not_null()
     )
     ideal_ns = pl.when(is_bounded).then(pl.max_horizontal("compute_bound_ns", "memory_bound_ns"))
     times = {"flops_ns": "flops", "bytes_ns": "bytes", "rated_ns": "ideal_ns"}
     return (
-        timed.with_columns(_work_times(trace, counted["id"]), ideal_ns.alias("ideal_ns"))
+        timed.with_columns(pl.Series("work_ns", work_ns[is_counted]), ideal_ns.alias("ideal_ns"))
         .with_columns(pl.when(pl.col(work).is_not_null()).then("work_ns").alias(name) for name, work in times.items())
         .pipe(schema.select, OP_COLUMNS)
     )
 
 
 def device_of(header: Mapping[str, Any]) -> Device | None:
-    """Return the kind of device that a header lists; None for none, several kinds, or one that is not known.
+    """Kind of device that a header lists; None for none, several kinds, or one that is not known.
 
     What a user states of devices (`environment.DEVICE_OVERRIDES`) replaces the values of the table.
     """
@@ -136,7 +142,7 @@ def breakdown_by_step(run: Run) -> pl.DataFrame:
 
 @trace_fact(table=UNKNOWN_WORK)
 def unknown_work(trace: Trace) -> pl.DataFrame:
-    """Return the compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
+    """Compute of the steps whose operations or bytes are not known: columns UNKNOWN_WORK, longest first.
 
     Where no steps are marked, that of the window; saves are left out. Operators that multiply no matrices have known
     operations, none, and may have unknown bytes.
@@ -153,7 +159,7 @@ def unknown_work(trace: Trace) -> pl.DataFrame:
 
 
 def by_operator(run: Run) -> pl.DataFrame:
-    """Return the unknown work of all ranks and windows: the columns of UNKNOWN_WORK, one row per operator and reason.
+    """Unknown work of all ranks and windows: the columns of UNKNOWN_WORK, one row per operator and reason.
 
     compute_ratio is the share in the compute of all ranks.
     """
@@ -175,7 +181,7 @@ def note(run: Run) -> str | None:
     missing = by_operator(run).filter(pl.col("flops_unknown_ns") > 0).sort("flops_unknown_ns", descending=True)
     listing = ", ".join(
         f"{row['name']} {row['flops_unknown_ns'] / whole_ns:.1%} ({row['reason']})"
-        for row in missing.head(_NAMED).to_dicts()
+        for row in missing.head(3).to_dicts()
     )
     return (
         f"operations are known for {known_ns / whole_ns:.1%} of the compute time, less than "
@@ -185,7 +191,7 @@ def note(run: Run) -> str | None:
 
 
 def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
-    """Return the calls with the least time that operations and bytes need on the device, null where unknown."""
+    """Calls with the least time that operations and bytes need on the device, null where unknown."""
     peaks = dict(device.peaks) if device else {}
     peak = pl.col("dtype").replace_strict(peaks, default=None, return_dtype=pl.Float64)
     bandwidth = pl.lit(device.memory_bytes_per_s if device else None, pl.Float64)
@@ -195,21 +201,8 @@ def _with_bounds(counted: pl.DataFrame, device: Device | None) -> pl.DataFrame:
     )
 
 
-def _work_times(trace: Trace, ids: pl.Series) -> pl.Series:
-    is_counted = trace.ops["id"].is_in(ids.implode()).to_numpy()
-    if not trace.on_device:
-        return trace.ops["dur_ns"].filter(is_counted).alias("work_ns")
-    owner = flops.counted_op_of_activities(trace, ids)
-    total_ns = np.zeros(trace.ops.height, np.int64)
-    np.add.at(total_ns, owner[owner >= 0], trace.activities["dur_ns"].to_numpy()[owner >= 0])
-    return pl.Series("work_ns", total_ns[is_counted])
-
-
-_NAMED = 3
-
-
 def _compute_ratio(whole_ns: int) -> pl.Expr:
-    """Return the share of total_ns in the whole compute; null where no compute takes time."""
+    """Share of total_ns in the whole compute; null where no compute takes time."""
     return pl.col("total_ns") / pl.when(whole_ns > 0).then(whole_ns)
 
 

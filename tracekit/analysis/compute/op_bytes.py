@@ -482,7 +482,6 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"Liger{kind}MulFunctionBackward": partial(_fused_gradient, saved=2) for kind in ("SiLU", "GELU")},
 }
 
-
 _ELEMENTWISE = frozenset(
     {*_UNARY, *_FLOATING_UNARY, *_BINARY, *_TERNARY, "div"} - {"masked_fill", "threshold", "native_dropout_backward"}
 )

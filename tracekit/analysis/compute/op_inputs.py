@@ -24,7 +24,6 @@ SCALAR_TYPES: Mapping[str, str] = {
 }  # fmt: skip
 """Element types by the number that an argument `dtype` has (c10/core/ScalarType.h)."""
 
-
 _FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
 _COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
 _CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}
@@ -42,12 +41,12 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements by the shape."""
+        """Number of elements by the shape."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Return the size in memory."""
+        """Size in memory."""
         return self.stored * element_bytes(self.dtype)
 
     @property
@@ -66,36 +65,36 @@ class Inputs(NamedTuple):
     values: Sequence[str]
 
     def tensors(self, first: int = 0, last: int | None = None) -> list[Tensor]:
-        """Return the tensors from one place to before another; lists of tensors are left out."""
+        """Tensors from one place to before another; lists of tensors are left out."""
         return [slot for slot in self.slots[first:last] if isinstance(slot, Tensor)]
 
     def tensor(self, place: int) -> Tensor:
-        """Return the tensor at a place. Raises ValueError where there is none."""
+        """Tensor at a place. Raises ValueError where there is none."""
         slot = self.slots[place] if place < len(self.slots) else None
         if not isinstance(slot, Tensor):
             raise ValueError(f"input {place} is no tensor")
         return slot
 
     def tensor_list(self, place: int) -> TensorList:
-        """Return the list of tensors at a place. Raises ValueError where its shapes are not known."""
+        """List of tensors at a place. Raises ValueError where its shapes are not known."""
         slot = self.slots[place]
         if not isinstance(slot, tuple) or isinstance(slot, Tensor) or not slot:
             raise ValueError(f"input {place} is not a list of tensors")
         return slot
 
     def lists(self, first: int, last: int) -> list[TensorList]:
-        """Return the lists of tensors from one place to before another; empty ones where shapes were not recorded."""
+        """Lists of tensors from one place to before another; empty ones where shapes were not recorded."""
         return [slot for slot in self.slots[first:last] if isinstance(slot, tuple) and not isinstance(slot, Tensor)]
 
     def value(self, place: int) -> str | None:
-        """Return the value at a place; None where it was not recorded."""
+        """Value at a place; None where it was not recorded."""
         return (self.values[place] or None) if place < len(self.values) else None
 
 
 def parse(
     shapes: str, dtypes: str | None, arguments: str | None, strides: str | None, list_dtype: str | None
 ) -> Inputs | None:
-    """Return the inputs of a call; None where an element type is not recorded, or not known.
+    """Inputs of a call; None where an element type is not recorded, or not known.
 
     The profiler does not record the element type of lists of tensors: `list_dtype`, by the kernels that the call
     launched, is that of all their elements; without it the lists are left out.
@@ -115,12 +114,12 @@ def parse(
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors in memory."""
+    """Bytes of tensors in memory."""
     return sum(tensor.bytes for tensor in tensors)
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a type that the profiler names. Raises KeyError for others."""
+    """Bytes of an element of a type that the profiler names. Raises KeyError for others."""
     return 1 if dtype.startswith("c10::Float8") else _ELEMENT_BYTES[dtype]
 
 
@@ -137,7 +136,7 @@ def list_dtype(kernel: str) -> str | None:
 
 
 def broadcast_elements(tensors: Iterable[Tensor]) -> int:
-    """Return the elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
+    """Elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
     shapes = [tensor.shape for tensor in tensors]
     if not shapes:
         raise ValueError("no tensors")
@@ -151,7 +150,7 @@ def broadcast_elements(tensors: Iterable[Tensor]) -> int:
 
 
 def promoted_dtype(tensors: list[Tensor], values: Iterable[str]) -> str:
-    """Return the element type of a result; tensors without dimensions count only where they are of a higher category.
+    """Element type of a result; tensors without dimensions count only where they are of a higher category.
 
     Raises ValueError where a number of unknown category decides.
     """

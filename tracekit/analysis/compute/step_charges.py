@@ -1,7 +1,5 @@
 """Where the time of each step goes, by operator: every moment is charged once, so the charges of a step sum to it."""
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -13,7 +11,6 @@ from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
-from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 IDLE = "idle"
@@ -30,6 +27,8 @@ _PART_OF_KIND = {
     "communication": breakdown.EXPOSED_COMMUNICATION,
     **dict.fromkeys(breakdown.COPY_KINDS, breakdown.EXPOSED_COPY),
 }
+_PART = pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
+"""The part of the breakdown that an activity belongs to by its kind."""
 _PLACE = ("step", "device", *KEYS, "cause", "detail")
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
@@ -54,7 +53,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     op, launch = _operator_rows(trace)
     described = trace.activities.select(
         "id",
-        _part().alias("own_part"),
+        _PART.alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
         call_paths.activity_modules(trace),
@@ -91,7 +90,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def unit_samples(trace: Trace) -> pl.DataFrame:
-    """Return the time of each FSDP unit's work in each step.
+    """Time of each FSDP unit's work in each step.
 
     Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, in which any compute of the unit
     ran, and `exposed_communication_ns`, in which its communication ran and no compute of the rank. A unit's work is
@@ -103,7 +102,8 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
     keyed = work.with_columns(pl.struct("unit", "step", "kind").rank("dense").cast(pl.Int64).alias("key"))
     keys = keyed.select("key", "unit", "step", "kind").unique("key").sort("key")
     spans, key = _union_by_key(intervals.from_table(keyed), keyed["key"].to_numpy() - 1)
-    hidden_ns = intervals.coverage(spans, _compute(trace))
+    compute = intervals.union(*(breakdown.busy(trace, device)[0] for device in breakdown.devices(trace)))
+    hidden_ns = intervals.coverage(spans, compute)
     length_ns = spans[:, 1] - spans[:, 0]
     is_compute = (keys["kind"] == "compute").to_numpy()
     own_ns = np.where(is_compute[key], length_ns, length_ns - hidden_ns) if len(spans) else length_ns
@@ -115,7 +115,7 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def work(trace: Trace) -> pl.DataFrame:
-    """Return the rank's work in the median step by name, saves excluded.
+    """Rank's work in the median step by name, saves excluded.
 
     Columns kind, phase, name, amount; one row per kind, phase and name. For activities (compute, communication, memcpy,
     memset) the amount is time in ns, by activity name; for `flops` the operations of `flops.flops`, by op; for `sent`
@@ -141,7 +141,7 @@ def work(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def save_work(trace: Trace) -> pl.DataFrame:
-    """Return the stages of the rank's median blocking save. Columns as `work`, kind `save`.
+    """Stages of the rank's median blocking save. Columns as `work`, kind `save`.
 
     The amount is in ns, the median over saves; everything saved after one step is one save.
     """
@@ -178,23 +178,27 @@ def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
     )
 
 
-class _Lane(NamedTuple):
-    """The activities of one lane that belong to one part of the breakdown."""
-
-    part: str
-    activities: pl.DataFrame
-    spans: Spans
-
-
 def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
     """Charge each moment of the windows: columns step, part, id, cause, detail, dur_ns."""
-    lanes = _lanes(trace, device)
+    # Lanes in the order in which they count: by part, then by time, the longest first.
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
+    lanes = work.partition_by("part", "lane")
+    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
+    lane_spans = [intervals.from_table(rows) for rows in lanes]
     causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
     gaps = intervals.from_table(causes)
     spans = windows.select("start_ns", "end_ns").to_numpy()
-    pieces = sweep_line.pieces(spans, *(lane.spans.ravel() for lane in lanes), gaps.ravel())
-    owner, part = _owners(lanes, pieces.start_ns)
-    rows = pl.DataFrame(
+    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
+    # The activity (its id) that each moment is charged to, -1 for none, and the part.
+    owner = np.full(len(pieces.start_ns), -1, np.int64)
+    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
+    for rows, busy in zip(lanes, lane_spans, strict=True):
+        free = np.flatnonzero(owner < 0)
+        running = sweep_line.running(busy, pieces.start_ns[free])
+        charged = free[running >= 0]
+        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
+        part[charged] = PARTS.index(rows["part"][0])
+    moments = pl.DataFrame(
         {
             "step": windows["step"].gather(pieces.span),
             "part": pl.Series(PARTS, dtype=pl.String).gather(part),
@@ -203,42 +207,16 @@ def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> 
             "dur_ns": pieces.end_ns - pieces.start_ns,
         }
     )
-    sums = rows.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
+    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
     number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
     caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
     activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
     return caused.select("step", "part", activity_id, "cause", "detail", "dur_ns")
 
 
-def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the activity (its id) that each moment is charged to, -1 for none, and the part as an index of PARTS."""
-    owner = np.full(len(at_ns), -1, np.int64)
-    part = np.full(len(at_ns), PARTS.index(IDLE), np.int64)
-    for lane in lanes:
-        free = np.flatnonzero(owner < 0)
-        running = sweep_line.running(lane.spans, at_ns[free])
-        charged = free[running >= 0]
-        owner[charged] = lane.activities["id"].to_numpy()[running[running >= 0]]
-        part[charged] = PARTS.index(lane.part)
-    return owner, part
-
-
-def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
-    """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
-    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
-    parts = work.partition_by("part", "lane")
-    lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
-    return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
-
-
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:
     lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64))).select("lane")
     return trace.activities.join(lanes, on="lane", how="semi", maintain_order="left")
-
-
-def _part() -> pl.Expr:
-    """Return the part of the breakdown that an activity belongs to by its kind."""
-    return pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
 
 
 def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
@@ -256,13 +234,8 @@ def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
     )
 
 
-def _compute(trace: Trace) -> Spans:
-    parts = [breakdown.busy(trace, device)[0] for device in breakdown.devices(trace)]
-    return intervals.union(*parts)
-
-
 def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.NDArray[np.int64]]:
-    """Return the spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
+    """Spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
     if not len(spans):
         return intervals.EMPTY, np.empty(0, np.int64)
     origin_ns = int(spans[:, 0].min())

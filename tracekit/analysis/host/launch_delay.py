@@ -1,4 +1,4 @@
-"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, and exposed copies."""
+"""Launch delay: gaps that the host causes and its state in them, device reads, exposed copies, and launch queues."""
 
 import itertools
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ QUEUES = schema.table(
 
 @trace_fact
 def host_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the time of compute gaps that the host causes, by its state.
+    """Time of compute gaps that the host causes, by its state.
 
-    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
+    Columns gap, device, step, phase, unit (as `compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
@@ -109,7 +109,7 @@ class _HostTime:
 
 
 def _by_state(trace: Trace, pieces: pl.DataFrame, rows: Ints) -> _HostTime:
-    """Return the pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
+    """Pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
     _, begins, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
     details = pieces["detail"].fill_null("")[rows]
     _, detail = np.unique(details.hash().to_numpy(), return_inverse=True)
@@ -173,7 +173,7 @@ def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> In
 
 @trace_fact
 def data_waits(trace: Trace) -> pl.DataFrame:
-    """Return the time in which the host loads data, within the device windows of the steps.
+    """Time in which the host loads data, within the device windows of the steps.
 
     The first window begins with the recording: a rank that loads data then is late for its first collective. Columns
     device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
@@ -183,25 +183,19 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     windows = trace_columns.windows(trace)
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
     begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()
-    windows = windows.with_columns(
-        pl.when(is_first)
-        .then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64)))
-        .otherwise("start_ns")
-        .alias("start_ns")
-    )
+    begins_ns = pl.when(is_first).then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64))).otherwise("start_ns")
+    windows = windows.with_columns(start_ns=begins_ns)
     parts = [schema.empty(WAIT_COLUMNS)]
     for (device,), device_windows in windows.group_by("device", maintain_order=True):
-        spans = device_windows.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
+        ordered = device_windows.sort("start_ns")
+        spans = ordered.select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
         loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
-        loading = (
-            device_windows.sort("start_ns")[pieces.span[loads]]
-            .select("step")
-            .with_columns(
-                pl.lit(device, pl.Int64).alias("device"),
-                pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
-                pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
-            )
+        loading = ordered[pieces.span[loads]].select(
+            "step",
+            pl.lit(device, pl.Int64).alias("device"),
+            pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
+            pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
         )
         parts.append(schema.select(loading, WAIT_COLUMNS))
     return pl.concat(parts)
@@ -209,7 +203,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def device_reads(trace: Trace) -> pl.DataFrame:
-    """Return the ops of forward and backward that read a device value onto the host, such as aten::item.
+    """Ops of forward and backward that read a device value onto the host, such as aten::item.
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
@@ -225,7 +219,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def places(trace: Trace) -> pl.DataFrame:
-    """Return the number of each compute activity among those of its name in its step and lane.
+    """Number of each compute activity among those of its name in its step and lane.
 
     Columns name, activity_id, nth (from 0).
     """
@@ -243,7 +237,7 @@ def places(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def exposed_copies(trace: Trace) -> pl.DataFrame:
-    """Return the copies between host and device that are exposed: no compute and no collective runs meanwhile.
+    """Copies between host and device that are exposed: no compute and no collective runs meanwhile.
 
     Columns COPY_COLUMNS: op (the outermost aten op around the launch, else the innermost op), stack (the innermost code
     location of the program around it, where stacks were recorded), direction (TO_DEVICE or TO_HOST), memory (of the
@@ -261,12 +255,15 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     activities, op = trace.activities[copies], _ops_around(trace, copies)
     op_id = columns.to_ints(columns.values_at(trace.ops["id"], op), -1)
     issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.to_ints(activities["launch_id"], -1)), "op_id")
+    memory = np.full(len(copies), None, object)  # the name may not state it (AMD, managed memory)
+    for pattern, kind in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
+        memory[trace_columns.is_activity_named(trace, pattern)[copies]] = kind
     added = [
         issuers,
         columns.with_nulls(device, "device"),
         columns.values_at(trace.ops["name"], op).alias("op"),
         pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
-        _memory(trace, copies),
+        pl.Series("memory", memory.tolist(), pl.String),
         pl.Series("exposed_ns", exposed_ns),
     ]
     located = activities.hstack(added).join(
@@ -277,7 +274,7 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
 
 @trace_fact(table=QUEUES)
 def launch_queues(trace: Trace) -> pl.DataFrame:
-    """Return the launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
+    """Launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
 
     The queue grows by one when a launching call begins and shrinks when the activity starts. Empty on a CPU run.
     """
@@ -287,25 +284,19 @@ def launch_queues(trace: Trace) -> pl.DataFrame:
     work = trace.activities.select("lane", "launch_id", "start_ns", "dur_ns")
     linked = work.join(calls, on="launch_id", how="left", maintain_order="left")
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream", "name")
-    rows = [_stream(lane, lane_work) for (lane,), lane_work in linked.group_by("lane", maintain_order=True)]
-    if not rows:
-        return QUEUES.empty()
+    rows = []
+    for (lane,), lane_work in linked.group_by("lane", maintain_order=True):
+        launched, short = lane_work.drop_nulls("call_ns"), lane_work.filter(pl.col("dur_ns") < SHORT_NS)
+        row: dict[str, object] = {"lane": lane, "activities": lane_work.height, "launched": launched.height}
+        row |= {"short_ratio": short.height / lane_work.height, "short_ns": short["dur_ns"].sum()}
+        rows.append(row | (_queue(launched) if launched.height else {}))
     queues = pl.DataFrame(rows, schema={"lane": pl.Int64, **_MEASURED}).join(lanes, on="lane")
     return QUEUES.conform(queues).sort("device", "stream", "name")
 
 
 def by_stream(run: Run) -> pl.DataFrame:
-    """Return the launch queues of all ranks for display: columns window, rank and those of QUEUES."""
+    """Launch queues of all ranks for display: columns window, rank and those of QUEUES."""
     return run.table(launch_queues).sort("window", "rank", "device", "stream")
-
-
-def _memory(trace: Trace, copies: Ints) -> pl.Series:
-    """Kind of host memory that each copy reads or writes; null where its name has none (AMD, managed memory)."""
-    kind = pl.lit(None, pl.String)
-    for pattern, memory in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
-        is_named = pl.Series(trace_columns.is_activity_named(trace, pattern)[copies])
-        kind = pl.when(pl.lit(is_named)).then(pl.lit(memory)).otherwise(kind)
-    return pl.select(kind.alias("memory")).to_series()
 
 
 def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
@@ -321,7 +312,7 @@ def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
 
 
 def _ops_around(trace: Trace, rows: Ints) -> Ints:
-    """Return the row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
+    """Row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
     row = kernels.innermost_op(trace)[rows]
     if trace.ops.is_empty():
         return row
@@ -336,19 +327,6 @@ def _ops_around(trace: Trace, rows: Ints) -> Ints:
 
 
 _MEASURED = {column.name: column.dtype for column in QUEUES.columns if column.name not in ("device", "stream", "name")}
-
-
-def _stream(lane: object, work: pl.DataFrame) -> dict[str, object]:
-    launched = work.drop_nulls("call_ns")
-    is_short = work["dur_ns"] < SHORT_NS
-    row: dict[str, object] = {
-        "lane": lane,
-        "activities": work.height,
-        "launched": launched.height,
-        "short_ratio": is_short.mean(),
-        "short_ns": work.filter(is_short)["dur_ns"].sum(),
-    }
-    return row | (_queue(launched) if launched.height else {})
 
 
 def _queue(launched: pl.DataFrame) -> dict[str, object]:

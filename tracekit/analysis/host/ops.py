@@ -52,22 +52,17 @@ OUTSIDE = "outside modules"
 
 
 def ops(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    kinds: Sequence[str] = ("cpu_op",),
-    *,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), kinds: Sequence[str] = ("cpu_op",), *, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
-    """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
+    """Host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
     Columns by, kind, `kernels.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
-    roofline_ratio.
-    self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
-    nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
-    none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices. flops and bytes are
-    those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their rates in 10^12/s
-    while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at least over the
-    time that they took; null where not known. Raises ConfigError on an unknown key or kind.
+    roofline_ratio. self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns
+    counts a slice nested in another of its name twice. device_ns is the time of the activities that the op itself
+    launched; null where none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices.
+    flops and bytes are those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their
+    rates in 10^12/s while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at
+    least over the time that they took; null where not known. Raises ConfigError on an unknown key or kind.
     """
     kernels.require_known("--by", by, KEYS)
     kernels.require_known("--kind", kinds, KINDS)
@@ -131,7 +126,7 @@ def device_times(trace: Trace) -> pl.Series:
 
 
 def rooflines(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
+    """Calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
 
     Columns ROOFLINE_COLUMNS: work_ns (time of their kernels), flops_per_byte (null where memory bandwidth limits the
     operator), roofline_ratio (of `ops`), above_ns (work_ns less what the roofline needs: the most that faster kernels
@@ -152,7 +147,7 @@ def rooflines(run: Run) -> pl.DataFrame:
 
 @trace_fact
 def roofs(trace: Trace) -> pl.DataFrame:
-    """Return the peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
+    """Peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
     device = efficiency.device_of(trace.header)
     if device is None:
         return pl.DataFrame(schema=ROOF_COLUMNS)
@@ -169,18 +164,22 @@ def modules(trace: Trace) -> pl.DataFrame:
     the self times of `ops`. Sorted by path.
     """
     sums = _own_measures(trace)
-    paths = sums.select("module").drop_nulls()
-    nested = pl.concat([paths, *(paths.select(_ancestor(level)) for level in range(1, _max_depth(paths)))])
-    calls = call_paths.module_calls(trace)
-    rows = pl.concat([nested.drop_nulls().unique(), sums.filter(pl.col("module").is_null()).select("module").head(1)])
+    total_columns = [pl.col(name).sum().alias(f"total_{name}") for name in MEASURES]
+    # Each module with those inside it: rows once for their module, and once for each module around it.
     module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
-    parent = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    outer = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    levels = [sums.drop_nulls("module")]
+    while levels[-1].height:
+        levels.append(levels[-1].with_columns(outer.alias("module")).drop_nulls("module"))
+    totals = pl.concat(levels).group_by("module").agg(total_columns)
+    calls = call_paths.module_calls(trace)
+    rows = pl.concat([totals.select("module"), sums.filter(pl.col("module").is_null()).select("module").head(1)])
     joined = (
         rows.join(sums, on="module", how="left", nulls_equal=True)
-        .join(_totals(sums), on="module", how="left")
+        .join(totals, on="module", how="left")
         .join(calls, on="module", how="left")
         .with_columns(
-            parent.alias("parent"),
+            outer.alias("parent"),
             module.str.count_matches(_SEPARATOR, literal=True).cast(pl.Int64).alias("depth"),
             pl.when(module.is_not_null() & (calls.height > 0)).then(pl.col("calls").fill_null(0)).alias("calls"),
             *(pl.col(name).fill_null(0) for name in MEASURES),
@@ -193,7 +192,7 @@ def modules(trace: Trace) -> pl.DataFrame:
 
 
 def by_module(run: Run) -> pl.DataFrame:
-    """Return the modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
+    """Modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
     sums = pl.col(*MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
     calls = pl.col("calls").sum() + pl.when(pl.col("calls").count() > 0).then(0)  # the sum of no values is 0, not null
     summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), calls, sums)
@@ -237,12 +236,11 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
 
 @trace_fact
 def _trace_totals(trace: Trace) -> pl.DataFrame:
-    """Return the trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})
 
 
 def _own_measures(trace: Trace) -> pl.DataFrame:
-    """Return the measures of each module without those inside it, null for outside: columns module and MEASURES."""
+    """Measures of each module without those inside it, null for outside: columns module and MEASURES."""
     of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(call_paths.op_modules(trace))
     of_activity = trace.activities.select(
         pl.col("id").alias("activity_id"), call_paths.activity_modules(trace), "kind", "dur_ns"
@@ -263,26 +261,5 @@ def _own_measures(trace: Trace) -> pl.DataFrame:
 def _module_values(
     rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
 ) -> pl.DataFrame:
-    """Return the values of a column with their modules: columns module, measure, value."""
     joined = rows.join(modules_of.select(key, "module"), on=key, how="left")
     return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))
-
-
-def _totals(sums: pl.DataFrame) -> pl.DataFrame:
-    """Return the measures of each module with those inside it: columns module, total_…."""
-    in_modules = sums.drop_nulls("module")
-    levels = [in_modules, *(in_modules.with_columns(_ancestor(level)) for level in range(1, _max_depth(in_modules)))]
-    nested = pl.concat(levels).drop_nulls("module")
-    return nested.group_by("module").agg(pl.col(name).sum().alias(f"total_{name}") for name in MEASURES)
-
-
-def _ancestor(levels: int) -> pl.Expr:
-    """Return the path of the module so many levels up; null where there is none."""
-    names = pl.col("module").str.split(_SEPARATOR)
-    length = names.list.len().cast(pl.Int64) - levels
-    return pl.when(length > 0).then(names.list.head(length).list.join(_SEPARATOR)).alias("module")
-
-
-def _max_depth(rows: pl.DataFrame) -> int:
-    """Count the names of the longest path."""
-    return int(rows.select(pl.col("module").str.split(_SEPARATOR).list.len().max().fill_null(0)).item())

@@ -1,4 +1,4 @@
-"""The backward passes of each step, one per micro-batch, and the gradient reductions of each pass."""
+"""The backward passes of each step, one per micro-batch: gradient reductions, and forward work that runs again."""
 
 import numpy as np
 import polars as pl
@@ -44,51 +44,54 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
     of more than 5% of the step's compute was launched: the next forward pass. Steps without known phases have no rows.
     """
-    return schema.concat([_starts(trace, device) for device in breakdown.devices(trace)], START_COLUMNS)
-
-
-def _starts(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the `backward_starts` of one device, by step and pass."""
-    work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
-    is_back = columns.flags(work["phase"] == conventions.BACKWARD)
-    if not is_back.any():
-        return schema.empty(START_COLUMNS)
-    step, launched_ns = columns.to_ints(work["step"], -1), arrays.launched_or_start_ns
-    rows = np.flatnonzero(arrays.computes & trace_columns.in_steps(trace, work))
-    rows = rows[np.lexsort((arrays.id[rows], launched_ns[rows], step[rows]))]
-    # Stretches of compute of one step, either backward or not.
-    bounds = columns.starts_of_groups(step[rows], is_back[rows].astype(np.int64))
-    first = rows[bounds[:-1]]
-    dur_ns = np.diff(np.append(0, np.cumsum(arrays.spans[rows, 1] - arrays.spans[rows, 0]))[bounds])
-    _, of_step = np.unique(step[first], return_inverse=True)
-    step_ns = np.bincount(of_step, dur_ns)[of_step]
-    first = first[is_back[first] | (dur_ns > _MIN_FORWARD_RATIO * step_ns)]
-    is_same_step = np.append(False, step[first][1:] == step[first][:-1])
-    begins = is_back[first] & ~(np.append(False, is_back[first][:-1]) & is_same_step)
-    first = first[begins]
-    number = np.arange(len(first)) - np.searchsorted(step[first], step[first])
-    return pl.DataFrame([
-        pl.Series("device", [device], pl.Int64).new_from_index(0, len(first)),
-        columns.with_nulls(step[first], "step"),
-        pl.Series("backward", number, pl.Int64),
-        pl.Series("launched_ns", launched_ns[first], pl.Int64),
-    ])  # fmt: skip
+    parts = []
+    for device in breakdown.devices(trace):
+        work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
+        is_back = columns.flags(work["phase"] == conventions.BACKWARD)
+        if not is_back.any():
+            continue
+        step, launched_ns = columns.to_ints(work["step"], -1), arrays.launched_or_start_ns
+        rows = np.flatnonzero(arrays.computes & trace_columns.in_steps(trace, work))
+        rows = rows[np.lexsort((arrays.id[rows], launched_ns[rows], step[rows]))]
+        # Stretches of compute of one step, either backward or not.
+        bounds = columns.starts_of_groups(step[rows], is_back[rows].astype(np.int64))
+        first = rows[bounds[:-1]]
+        dur_ns = np.diff(np.append(0, np.cumsum(arrays.spans[rows, 1] - arrays.spans[rows, 0]))[bounds])
+        _, of_step = np.unique(step[first], return_inverse=True)
+        step_ns = np.bincount(of_step, dur_ns)[of_step]
+        first = first[is_back[first] | (dur_ns > _MIN_FORWARD_RATIO * step_ns)]
+        is_same_step = np.append(False, step[first][1:] == step[first][:-1])
+        begins = is_back[first] & ~(np.append(False, is_back[first][:-1]) & is_same_step)
+        first = first[begins]
+        number = np.arange(len(first)) - np.searchsorted(step[first], step[first])
+        parts.append(pl.DataFrame([
+            pl.Series("device", [device], pl.Int64).new_from_index(0, len(first)),
+            columns.with_nulls(step[first], "step"),
+            pl.Series("backward", number, pl.Int64),
+            pl.Series("launched_ns", launched_ns[first], pl.Int64),
+        ]))  # fmt: skip
+    return schema.concat(parts, START_COLUMNS)
 
 
 @trace_fact
 @memoize
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
-    """Return the collectives that reduce gradients, each with its backward pass.
+    """Collectives that reduce gradients, each with its backward pass.
 
     Columns REDUCTION_COLUMNS (backward_count: passes of the step; updates: compute of optimizers before it, so that
-    equal numbers mean that no optimizer ran in between); one row per collective. These are the all-reduces
-    and reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward
-    reduces activations (tensor parallelism), so that kind is left out.
+    equal numbers mean that no optimizer ran in between); one row per collective. These are the all-reduces and
+    reduce-scatters launched in backward passes. A collective with the same op, group and size outside backward reduces
+    activations (tensor parallelism), so that kind is left out.
     """
     starts = backward_starts(trace)
     if starts.is_empty():
         return schema.empty(REDUCTION_COLUMNS)
-    gradients = _gradients(trace)
+    calls = pl.concat([launched_work.collectives(trace, device) for device in breakdown.devices(trace)])
+    reduces = pl.col("op").is_in(REDUCING) & trace.in_steps
+    backward = pl.col("phase").eq_missing(conventions.BACKWARD)
+    elsewhere = reduces & ~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    gradients = calls.filter(reduces & backward & ~elsewhere.fill_null(value=False).any().over(_KEY))
+    gradients = gradients.rename({"id": "activity_id", "message_bytes": "bytes"})
     at_ns = np.where(
         gradients["launched_ns"].is_null(), gradients["start_ns"], columns.to_ints(gradients["launched_ns"], 0)
     )
@@ -149,7 +152,7 @@ def regions(trace: Trace) -> pl.DataFrame:
 
 
 def recomputed_activities(trace: Trace) -> pl.DataFrame:
-    """Return the compute that runs again in backward, also of a CPU run.
+    """Compute that runs again in backward, also of a CPU run.
 
     Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
     row per activity. Without columns where there is none.
@@ -190,30 +193,20 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
 
 
 def _rows_of_passes(starts: pl.DataFrame, rows: pl.DataFrame, at_ns: Ints) -> Ints:
-    """Return the row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
+    """Row in `starts` of the backward pass of each row's device and step that began last; -1 for none."""
     key, row_key = _places(starts, rows)
     return columns.last_rows(key, starts["launched_ns"].to_numpy(), row_key, at_ns)
 
 
 def _places(*tables: pl.DataFrame) -> list[Ints]:
-    """Return a number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
+    """Number, 0 or more, for the device and step of each row; equal for equal ones, also across tables."""
     both = pl.concat([table.select("device", "step") for table in tables])
     place = columns.to_ints(both.select(pl.struct("device", "step").rank("dense")).to_series(), 0)
     return np.split(place.astype(np.int64), np.cumsum([table.height for table in tables])[:-1])
 
 
-def _gradients(trace: Trace) -> pl.DataFrame:
-    """Return the all-reduces and reduce-scatters of backward passes, of kinds that are in no other phase."""
-    calls = pl.concat([launched_work.collectives(trace, device) for device in breakdown.devices(trace)])
-    reduces = pl.col("op").is_in(REDUCING) & trace.in_steps
-    backward = pl.col("phase").eq_missing(conventions.BACKWARD)
-    elsewhere = reduces & ~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    gradients = calls.filter(reduces & backward & ~elsewhere.fill_null(value=False).any().over(_KEY))
-    return gradients.rename({"id": "activity_id", "message_bytes": "bytes"})
-
-
 def _allocated_bytes(region_rows: pl.DataFrame, trace: Trace) -> pl.Series:
-    """Return the bytes allocated and not freed while the host was in each region."""
+    """Bytes allocated and not freed while the host was in each region."""
     span = pl.col("span").fill_null("")
     events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
     if events.is_empty():

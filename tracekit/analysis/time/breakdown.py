@@ -74,12 +74,12 @@ def spans(trace: Trace) -> pl.DataFrame:
 @trace_fact(table=BREAKDOWN)
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
-    """Return the breakdown of every step's device window.
+    """Breakdown of every step's device window.
 
-    Columns as BREAKDOWN; one row per step and device (device null on a CPU run).
-    Each term is an interval union over the device's lanes: compute; exposed communication = communication minus
-    compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
-    copy + idle = duration, exactly. overlapped = communication ∩ compute.
+    Columns as BREAKDOWN; one row per step and device (device null on a CPU run). Each term is an interval union over
+    the device's lanes: compute; exposed communication = communication minus compute; exposed copy = copies and sets
+    minus both; idle = the rest. compute + exposed communication + exposed copy + idle = duration, exactly. overlapped =
+    communication ∩ compute.
     """
     steps = trace_columns.windows(trace)
     row_devices, windows = steps["device"].to_list(), steps[["start_ns", "end_ns"]].to_numpy()
@@ -92,7 +92,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def by_rank(trace: Trace) -> pl.DataFrame:
-    """Return the breakdown of the whole device window, first activity to last; step is null.
+    """Breakdown of the whole device window, first activity to last; step is null.
 
     Columns as in `by_step`; one row per device.
     """
@@ -111,7 +111,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def devices(trace: Trace) -> tuple[int | None, ...]:
-    """Return the devices with activity, in order; (None,) on a CPU run, () where nothing ran."""
+    """Devices with activity, in order; (None,) on a CPU run, () where nothing ran."""
     device_of = _device_of(trace)
     used = {device_of[lane] for lane in distinct(trace.activities["lane"].to_numpy()).tolist() if lane in device_of}
     return tuple(sorted(used, key=lambda device: -1 if device is None else device))
@@ -119,7 +119,7 @@ def devices(trace: Trace) -> tuple[int | None, ...]:
 
 @memoize
 def lane_devices(trace: Trace) -> tuple[int, ...]:
-    """Return the devices that have a stream, in order, also those without activity."""
+    """Devices that have a stream, in order, also those without activity."""
     return tuple(sorted({device for device in _device_of(trace).values() if device is not None}))
 
 
@@ -130,7 +130,7 @@ def is_on_device(run: Run) -> bool:
 
 
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
-    """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
+    """Spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
     lanes = [lane for lane, lane_device in _device_of(trace).items() if lane_device == device]
     activities = trace.activities
     on_device = np.isin(activities["lane"].to_numpy(), lanes)
@@ -144,7 +144,7 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
 @trace_fact
 @memoize
 def communication(trace: Trace) -> pl.DataFrame:
-    """Return the communication activities with their device, columns as the activities table and device."""
+    """Communication activities with their device, columns as the activities table and device."""
     calls = columns.where(trace.activities, trace_columns.is_activity_kind(trace, "communication"))
     lane = columns.rows_of(trace.lanes["lane"].to_numpy(), calls["lane"].to_numpy())
     return columns.where(calls, lane >= 0).hstack(trace.lanes[["device"]][lane[lane >= 0]])
@@ -196,7 +196,7 @@ def slowest_device_in_steps(run: Run) -> pl.DataFrame:
 
 
 def steps_by_rank(run: Run) -> pl.DataFrame:
-    """Return the sums of the marked steps of each rank and device; where no trace marks steps, of the whole windows.
+    """Sums of the marked steps of each rank and device; where no trace marks steps, of the whole windows.
 
     Columns as those of `sums_of_steps`.
     """
@@ -205,7 +205,7 @@ def steps_by_rank(run: Run) -> pl.DataFrame:
 
 
 def sums_of_steps(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the sums of the steps of each rank and device, with the columns of `steps`.
+    """Sums of the steps of each rank and device, with the columns of `steps`.
 
     `steps` has the columns window, rank and those of `breakdown`. In the result step is null, and start_ns is that of
     the first step.
@@ -219,7 +219,7 @@ def sums_of_steps(steps: pl.DataFrame) -> pl.DataFrame:
 
 @run_fact
 def by_clock(run: Run) -> pl.DataFrame:
-    """Return the clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
+    """Clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
 
     `clock_domain` is present only where the ranks are on several clocks, `window` where there are several.
     """
@@ -228,7 +228,7 @@ def by_clock(run: Run) -> pl.DataFrame:
 
 
 def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
-    """Return the row to look at first: of the slowest rank, the step nearest to its median.
+    """Row to look at first: of the slowest rank, the step nearest to its median.
 
     `steps` is a run's breakdown by step, with the columns of `analysis.breakdown` after window and rank. None where it
     has no rows.
@@ -244,7 +244,7 @@ def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
 
 
 def step_time_ns(run: Run) -> float | None:
-    """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that rank.
+    """Median over steps of the slowest rank's device window, in ns: all ranks wait for that rank.
 
     None where no trace marks steps.
     """
@@ -253,13 +253,13 @@ def step_time_ns(run: Run) -> float | None:
 
 
 def step_times(run: Run) -> pl.DataFrame:
-    """Return the slowest rank's device window of each step. Columns window, step, duration_ns; in order."""
+    """Slowest rank's device window of each step. Columns window, step, duration_ns; in order."""
     steps = run.table(by_step).drop_nulls("step")
     return steps.group_by("window", "step").agg(pl.col("duration_ns").max()).sort("window", "step")
 
 
 def exposed_communication_ratio(run: Run) -> float | None:
-    """Return the exposed communication of all ranks as a share of their time, in steps where there are any.
+    """Exposed communication of all ranks as a share of their time, in steps where there are any.
 
     None where no time was traced.
     """
@@ -270,7 +270,7 @@ def exposed_communication_ratio(run: Run) -> float | None:
 
 
 def slowest_device(table: pl.DataFrame) -> pl.DataFrame:
-    """Return a breakdown (columns window, rank and those of `breakdown`) with one device a rank and step: the slowest.
+    """Breakdown (columns window, rank and those of `breakdown`) with one device a rank and step: the slowest.
 
     One row per window, rank and step, in the order of their first rows.
     """
@@ -315,7 +315,6 @@ def _device_of(trace: Trace) -> dict[int, int | None]:
 
 
 def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
-    """Return the breakdown of each window, shape (windows, TERMS)."""
     compute, communication, copy = sets
     terms = (
         compute,

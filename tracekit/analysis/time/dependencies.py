@@ -62,7 +62,7 @@ ITEM_COLUMNS = schema.columns(
 
 @trace_fact
 def dependencies(trace: Trace) -> pl.DataFrame:
-    """Return the dependencies of each piece of device work, and of the host calls that wait for device work.
+    """Dependencies of each piece of device work, and of the host calls that wait for device work.
 
     Columns as DEPENDENCIES; one row per wait. Empty on a CPU run. Where a trace has no event waits of streams, they are
     inferred: see `tracekit.analysis.time.dependencies`.
@@ -97,7 +97,7 @@ def dependencies(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def lane_items(trace: Trace) -> pl.DataFrame:
-    """Return the items on each device stream in order: activities, and recorded waits for events.
+    """Items on each device stream in order: activities, and recorded waits for events.
 
     Columns ITEM_COLUMNS: item is a number, ref activities.id or ops.id of the wait call, end_ns of a wait that of the
     call, launched_ns the start of the launching call (else of the item itself), launched_reach_ns the latest
@@ -113,7 +113,7 @@ def lane_items(trace: Trace) -> pl.DataFrame:
 
 
 def _launched_work(trace: Trace) -> pl.DataFrame:
-    """Return the activities of devices by lane and start, with is_wait (false), ref and their launch times."""
+    """Activities of devices by lane and start, with is_wait (false), ref and their launch times."""
     activities, lanes = trace.activities, trace.lanes
     place = rows_of(lanes["lane"].to_numpy(), activities["lane"].to_numpy())
     device = at(ids(lanes["device"]), place, -1)
@@ -140,14 +140,26 @@ def _launched_work(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def item_waits(trace: Trace) -> pl.DataFrame:
-    """Return the waits between items of different lanes.
+    """Waits between items of different lanes.
 
     Columns waiting, awaited (items), lag_ns, kind, inferred; one row per wait.
     """
     items = lane_items(trace)
-    recorded = _event_waits(trace, items)
-    parts = [recorded] if recorded.height else [event_waits(trace, items)]
-    parts += [communicator_order(trace, items), start_order(items)]
+    recorded = schema.empty(WAIT_COLUMNS)
+    if trace.syncs.height:
+        waits = trace.syncs.filter(pl.col("kind") == "stream_wait")
+        waits = waits.drop_nulls(["call_id", "record_id", "awaited_stream"])
+        lanes = trace.lanes.select("device", awaited_lane="lane", awaited_stream="stream")
+        wait_items = items.filter("is_wait").select("lane", "item", call_id="ref")
+        waits = waits.join(wait_items, on="call_id").join(lanes, on=["device", "awaited_stream"])
+        row = rows_of(trace.ops["id"].to_numpy(), waits["record_id"].to_numpy())
+        waits, row = where(waits, row >= 0), row[row >= 0]
+        last = last_before(items, waits["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
+        awaited = pl.Series("awaited", last, pl.Int64)
+        recorded = waits.select(awaited, waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False)
+        recorded = recorded.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+    event = recorded if recorded.height else event_waits(trace, items)
+    parts = (event, communicator_order(trace, items), start_order(items))
     return pl.concat([schema.select(part, WAIT_COLUMNS) for part in parts])
 
 
@@ -172,7 +184,7 @@ def completion_ns(trace: Trace) -> Ints:
 
 
 def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
-    """Return the items that each host call (ops.id) waited for, from CUDA's synchronization records."""
+    """Items that each host call (ops.id) waited for, from CUDA's synchronization records."""
     if trace.syncs.is_empty():
         return {}
     syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
@@ -192,7 +204,7 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
 
 
 def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
-    """Return the last item launched on each lane before each time; -1 for none."""
+    """Last item launched on each lane before each time; -1 for none."""
     last_item = np.full(len(lane), -1, np.int64)
     lanes, reach, item = (items[name].to_numpy() for name in ("lane", "launched_reach_ns", "item"))
     for lane_id in distinct(lane):
@@ -204,7 +216,7 @@ def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
 
 
 def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the inferred event waits of streams. Columns waiting, awaited (items), lag_ns, kind, inferred.
+    """Inferred event waits of streams. Columns waiting, awaited (items), lag_ns, kind, inferred.
 
     Work is classed by name, lane, phase and the kernel before it on its lane. A class waits for the work on another
     lane that was launched last before it (or up to three earlier) if no member started before that work ended, and at
@@ -256,7 +268,7 @@ class _Work:
         return np.bincount(self.code[which], minlength=self.classes)
 
     def launched_before(self, lane: int, back: int) -> Ints:
-        """Return the last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
+        """Last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
         rows = np.flatnonzero(self.lane == lane)
         reach = np.maximum.accumulate(self.launched[rows])
         index = np.searchsorted(reach, self.launched, side="left") - 1 - back
@@ -269,7 +281,9 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
     waiting: list[Ints] = []
     awaited: list[Ints] = []
     explained = np.zeros(len(work.item), bool)
-    for lane in _awaited_lanes(work.lane):
+    # Others may wait for the lanes with most work, as each is compared with all.
+    lanes, count = np.unique(work.lane, return_counts=True)
+    for lane in sorted(map(int, lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]])):
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
@@ -277,8 +291,8 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             is_pair = (on >= 0) & ~(work.carries & work.carries[on])
             done = is_pair & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= work.near)
-            count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
-            waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
+            pair_count, broken, bound = (work.count(which) for which in (is_pair, is_pair & ~done, binds))
+            waits = open_ & (pair_count > 0) & (broken <= _BROKEN * pair_count) & (bound >= _BINDING)
             if lane == main and back == 0:
                 waits |= open_ & (work.count(work.reduces & is_pair) > 0) & (broken == 0)
             rows = np.flatnonzero(done & waits[work.code])
@@ -288,12 +302,6 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
             open_ &= ~waits
     late_items, after = _right_after(work, work.late_alone & ~explained)
     return _waits(np.concatenate((*waiting, late_items)), np.concatenate((*awaited, after)), "event")
-
-
-def _awaited_lanes(lane: Ints) -> list[int]:
-    """Return the lanes that others may wait for, in their order: those with most work, as each is compared with all."""
-    lanes, count = np.unique(lane, return_counts=True)
-    return sorted(map(int, lanes[np.argsort(-count, kind="stable")[:_MOST_LANES]]))
 
 
 def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
@@ -331,7 +339,7 @@ def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
 
 
 def _classes(device_work: pl.DataFrame) -> Ints:
-    """Return a number for each piece of work, equal for those of one name, lane, phase and kernel before it."""
+    """Number for each piece of work, equal for those of one name, lane, phase and kernel before it."""
     lane = device_work["lane"].to_numpy()
     name, phase = (_codes(device_work[column]) for column in ("name", "phase"))
     before = np.where(np.append(True, lane[1:] != lane[:-1]), -1, np.append(-1, name[:-1]))
@@ -388,7 +396,7 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the waits between collectives of one group on different lanes, in launch order. Columns WAIT_COLUMNS.
+    """Waits between collectives of one group on different lanes, in launch order. Columns WAIT_COLUMNS.
 
     A group whose collectives overlap has none.
     """
@@ -412,7 +420,7 @@ def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
-    """Return the order of starts over all lanes where one queue feeds them; else none. Columns WAIT_COLUMNS.
+    """Order of starts over all lanes where one queue feeds them; else none. Columns WAIT_COLUMNS.
 
     One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
     when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
@@ -432,17 +440,12 @@ def start_order(items: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def _device_lanes(trace: Trace) -> pl.DataFrame:
-    return trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
-
-
 def _stream_waits(trace: Trace) -> pl.DataFrame:
     if trace.syncs.is_empty():
         return pl.DataFrame()
     waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
-    lane_waits = waits.select("device", "stream", pl.col("call_id").alias("ref")).join(
-        _device_lanes(trace), on=["device", "stream"]
-    )
+    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
+    lane_waits = waits.select("device", "stream", ref="call_id").join(lanes, on=["device", "stream"])
     row = rows_of(trace.ops["id"].to_numpy(), lane_waits["ref"].to_numpy())
     lane_waits, called_ns = where(lane_waits, row >= 0), pl.Series(trace.ops["start_ns"].to_numpy()[row[row >= 0]])
     times = dict.fromkeys(("start_ns", "end_ns", "launched_ns", "launched_reach_ns"), called_ns)
@@ -450,39 +453,23 @@ def _stream_waits(trace: Trace) -> pl.DataFrame:
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
-    """Return the previous item on each item's lane; where work overlaps on one lane, the last that had ended."""
+    """Previous item on each item's lane; where work overlaps on one lane, the last that had ended."""
     lane, start, end = (items[name].to_numpy() for name in ("lane", "start_ns", "end_ns"))
     is_wait = items["is_wait"].to_numpy()
     count = len(items)
     before = np.arange(count, dtype=np.int64) - 1
     before[1:][lane[1:] != lane[:-1]] = -1
     safe = np.maximum(before, 0)
-    overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _SLACK_NS)
+    overlaps = (before >= 0) & ~is_wait & ~is_wait[safe] & (end[safe] > start + _OVERLAP_SLACK_NS)
     for row in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
         earlier = before[row]
-        while earlier >= 0 and end[earlier] > start[row] + _SLACK_NS:
+        while earlier >= 0 and end[earlier] > start[row] + _OVERLAP_SLACK_NS:
             earlier = before[earlier]
         before[row] = earlier
     return pl.Series("previous", before)
 
 
-_SLACK_NS = 1_000
-
-
-def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    if trace.syncs.is_empty():
-        return schema.empty(WAIT_COLUMNS)
-    waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
-    lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
-    wait_items = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
-    lane_waits = waits.join(wait_items, on="call_id").join(lanes, on=["device", "awaited_stream"])
-    row = rows_of(trace.ops["id"].to_numpy(), lane_waits["record_id"].to_numpy())
-    lane_waits, row = where(lane_waits, row >= 0), row[row >= 0]
-    awaited = last_before(items, lane_waits["awaited_lane"].to_numpy(), trace.ops["start_ns"].to_numpy()[row])
-    waits = lane_waits.select(
-        pl.Series("awaited", awaited, pl.Int64), waiting="item", lag_ns=0, kind=pl.lit(EVENT), inferred=False
-    )
-    return waits.filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+_OVERLAP_SLACK_NS = 1_000
 
 
 def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.DataFrame:

@@ -127,10 +127,12 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     is_idle = np.arange(len(rows)) < len(idle.row)
     certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
     usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
+    windows = trace_columns.windows(trace).filter(pl.col("device") == device)
+    window_spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
     return (
         work.select("device", pl.col("id").alias("activity_id"), "name", "lane")[rows]
         .with_columns(
-            _steps(trace, device, spans[:, 0]),
+            columns.values_at(windows["step"], sweep_line.running(window_spans, spans[:, 0])).alias("step"),
             pl.Series("kind", np.where(is_idle, IDLE, PAUSED).astype(object), pl.String),
             pl.Series("is_recurring", certain, pl.Boolean),
             pl.Series("start_ns", spans[:, 0], pl.Int64),
@@ -143,16 +145,8 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     )
 
 
-def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
-    """Return the step in whose device window each moment is."""
-    windows = trace_columns.windows(trace).filter(pl.col("device") == device)
-    spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
-    index = pl.Series(sweep_line.running(spans, at_ns), dtype=pl.Int64)
-    return windows["step"].gather(index.set(index < 0, None)).alias("step")
-
-
 def common_length(lengths_ns: Ints) -> float | None:
-    """Return the length that most stalls have, None if they differ or are few; sums of several slices are left out."""
+    """Length that most stalls have, None if they differ or are few; sums of several slices are left out."""
     if len(lengths_ns) < MIN_STALLS:
         return None
     middle = float(np.median(lengths_ns))
@@ -216,7 +210,7 @@ def kernel_durations(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def long_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the compute kernels that are as long as a stall, on devices with recurring stalls.
+    """Compute kernels that are as long as a stall, on devices with recurring stalls.
 
     Columns KERNEL_COLUMNS; one row per kernel.
     """
@@ -329,7 +323,7 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
 
 
 def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
-    """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
+    """Compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
     stream may run meanwhile, unless that can't slow it as much.
@@ -346,14 +340,18 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     usual = np.where(usual == _LATER, _usual_ns(place, dur, slice_ns), usual)
     spans = np.stack((np.minimum(start + np.minimum(usual, dur), start + dur), start + dur), axis=1)
     lengths = spans[:, 1] - spans[:, 0]
-    is_alone = intervals.coverage(spans, _other_lanes(work, compute)) <= launched_work.ALONE_RATIO * lengths
+    # Of lanes with equal compute, the one with the highest number is the main one.
+    lanes, lane_code = np.unique(work.lane[compute], return_inverse=True)
+    main = int(lanes[np.lexsort((lanes, np.bincount(lane_code, dur)))[-1]]) if len(lanes) else -1
+    other_ns = intervals.coverage(spans, work.spans[work.lane != main])
+    is_alone = other_ns <= launched_work.ALONE_RATIO * lengths
     rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (is_alone | (lengths > _FAR * usual)))
     yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
     return _Stalls(compute[rows], spans[rows], yes, yes, no)
 
 
 def _usual_ns(code: Ints, dur_ns: Ints, slice_ns: float | None) -> Ints:
-    """Return the usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
+    """Usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
 
     That is the median, or the lower quartile where that differs by `slice_ns` or a multiple of it.
     """
@@ -373,18 +371,8 @@ _FAR = 4
 """Concurrent work slows a kernel down a few times at most."""
 
 
-def _other_lanes(work: launched_work.WorkColumns, compute: Ints) -> Spans:
-    """Spans of work on lanes other than the one with most compute."""
-    dur = work.spans[:, 1] - work.spans[:, 0]
-    lanes, code = np.unique(work.lane[compute], return_inverse=True)
-    # Of lanes with equal compute, the one with the highest number.
-    main = int(lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]]) if len(lanes) else -1
-    other_spans: Spans = work.spans[work.lane != main]
-    return other_spans
-
-
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the quartiles of the values with the same code, for each value."""
+    """Quartiles of the values with the same code, for each value."""
     if not len(values):
         return values, values, values
     order = np.lexsort((values, code))

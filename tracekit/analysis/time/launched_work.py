@@ -33,7 +33,7 @@ COMPUTE, GAP = "compute", "gap"
 
 @memoize
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the activities of one device by start: columns of `schema.ACTIVITIES`, launched_ns, role, device.
+    """Activities of one device by start: columns of `schema.ACTIVITIES`, launched_ns, role, device.
 
     launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
     op that it is or that issued it; null where unknown. role is its lane's.
@@ -79,7 +79,7 @@ def work_columns(trace: Trace, device: int | None) -> WorkColumns:
 
 
 def on_device(trace: Trace, rows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the rows of a table of the trace's work that are of one device, by its column device."""
+    """Rows of a table of the trace's work that are of one device, by its column device."""
     if breakdown.devices(trace) == (device,):
         return rows
     return rows.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
@@ -111,20 +111,17 @@ def messages(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def collectives(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
+    """Communication of one device: columns of `work` without bytes, and those of `messages`, by start."""
     all_work, moved = work(trace, device), messages(trace)
-    calls = columns.where(all_work[_without(all_work, "bytes")], work_columns(trace, device).communicates)
+    call_columns = [name for name in all_work.columns if name != "bytes"]
+    calls = columns.where(all_work[call_columns], work_columns(trace, device).communicates)
     row = columns.rows_of(moved["id"].to_numpy(), calls["id"].to_numpy())
-    return calls.hstack(columns.rows_or_nulls(moved[_without(moved, "id")], row))
-
-
-def _without(table: pl.DataFrame, column: str) -> list[str]:
-    return [name for name in table.columns if name != column]
+    return calls.hstack(columns.rows_or_nulls(moved[[name for name in moved.columns if name != "id"]], row))
 
 
 @memoize
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
+    """Preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
     Preparation is work launched under the same FSDP span as the collective and before it (evidence span), or work
     directly before it on its communication lane (lane). overlapped_ns is the time in which other lanes computed.
@@ -132,12 +129,27 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     without concurrent compute, null where there is none. sample is its source: alone, or scaled from another grid by
     the number of blocks.
     """
-    return on_device(trace, _all_preparation(trace), device)
+    device_work = work(trace, device)
+    is_call = columns.flags(device_work["kind"] == "communication")
+    is_other = columns.flags(device_work["kind"] != "communication")
+    other_work, calls = columns.where(device_work, is_other), columns.where(device_work, is_call)
+    by_span = _under_span(other_work, calls)
+    by_lane = _on_lane(other_work.join(by_span, on="id", how="anti") if by_span.height else other_work, calls)
+    if by_span.is_empty() and by_lane.is_empty():
+        return device_work.clear().hstack(schema.empty(_ADDED))
+    prepared = pl.concat([by_span, by_lane]).sort("start_ns", "id")
+    sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
+    prepared = prepared.join(sizes, on="collective_id", how="left", maintain_order="left")
+    is_prepared = np.isin(device_work["id"].to_numpy(), prepared["id"].to_numpy())
+    computes = columns.flags(device_work["kind"] == "compute") & ~is_prepared
+    by = intervals.union(intervals.from_table(device_work)[computes])
+    overlapped_ns = intervals.coverage(intervals.from_table(prepared), by)
+    return _with_alone(prepared.with_columns(pl.Series("overlapped_ns", overlapped_ns, pl.Int64)))
 
 
 @memoize
 def kernel_ids(trace: Trace, device: int | None) -> npt.NDArray[np.uint64]:
-    """Return an id for each row of a device's `work`, shape (n,); equal for the same work.
+    """Id for each row of a device's `work`, shape (n,); equal for the same work.
 
     Same work: name, grid, block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring
     kernels on its lane, two on either side.
@@ -153,7 +165,7 @@ def kernel_ids_anywhere(trace: Trace, device: int | None) -> npt.NDArray[np.uint
 
 @memoize
 def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """Return an id for each row of the work, from shapes where the launching op has them, and where it has."""
+    """Id for each row of the work, from shapes where the launching op has them, and where it has."""
     device_work = work(trace, device)
     plain = device_work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
     if trace.ops["shapes"].null_count() == trace.ops.height:
@@ -166,38 +178,72 @@ def _plain_ids(trace: Trace, device: int | None) -> tuple[npt.NDArray[np.uint64]
 
 
 def kernel_places(work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    """Return an id for each row's place in the program, shape (n,): its name and those of its neighbours."""
+    """Id for each row's place in the program, shape (n,): its name and those of its neighbours."""
     return _in_context(work.select(pl.col("name").hash(seed=0)).to_series().to_numpy(), work)
 
 
 @memoize
 def communication_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of a phase in which no collective runs although more of the phase follow.
+    """Spans of a phase in which no collective runs although more of the phase follow.
 
     Columns COMMUNICATION_COLUMNS: gap (number in the trace), collective_id, name and op of the next collective, which
-    ends the gap; one row per gap. A phase begins with the first activity launched in it;
-    unknown phases and steps count as one each. Collectives of saves end no gap.
+    ends the gap; one row per gap. A phase begins with the first activity launched in it; unknown phases and steps count
+    as one each. Collectives of saves end no gap.
     """
-    parts = [_closing_collectives(trace, device) for device in breakdown.devices(trace)]
-    return _number_gaps([schema.empty(COMMUNICATION_COLUMNS), *parts], COMMUNICATION_COLUMNS)
+    parts = [schema.empty(COMMUNICATION_COLUMNS)]
+    for device in breakdown.devices(trace):
+        device_work, arrays = work(trace, device), work_columns(trace, device)
+        rows = np.flatnonzero(arrays.communicates)
+        calls = device_work.select("device", "step", "phase", "unit", "lane", "name", collective_id="id")[rows]
+        begun = device_work.group_by("step", "phase").agg(pl.col("start_ns").min())
+        begun_ns = (
+            calls.select("step", "phase")
+            .join(begun, on=["step", "phase"], how="left", nulls_equal=True, maintain_order="left")["start_ns"]
+            .to_numpy()
+        )
+        start, end = arrays.spans[rows, 0], arrays.spans[rows, 1]
+        reached = np.concatenate((np.array([sweep_line.NEVER]), np.maximum.accumulate(end)))[: len(rows)]
+        since = np.maximum(reached, begun_ns)
+        is_save = columns.flags(calls["phase"] == conventions.CHECKPOINT)
+        closing = np.flatnonzero((start > since) & ~is_save)
+        row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), arrays.id[rows[closing]])
+        op = columns.rows_or_nulls(trace.collectives.select("op"), row)["op"]
+        times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
+        parts.append(calls[closing].hstack([op, *times]))
+    return _number_gaps(parts, COMMUNICATION_COLUMNS)
 
 
 @memoize
 def compute_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of each step's device window without compute.
+    """Spans of each step's device window without compute.
 
     Columns COMPUTE_COLUMNS: gap (number in the trace), step of the window, phase to name of the compute that ends the
     gap (null at the end of the trace); one row per gap.
     """
-    windows = trace_columns.windows(trace)
-    parts = [
-        _idle(trace, windows.filter(pl.col("device").eq_missing(device)), device) for device in breakdown.devices(trace)
-    ]
-    return _number_gaps([schema.empty(COMPUTE_COLUMNS), *parts], COMPUTE_COLUMNS)
+    parts = [schema.empty(COMPUTE_COLUMNS)]
+    for device in breakdown.devices(trace):
+        windows = trace_columns.windows(trace).filter(pl.col("device").eq_missing(device))
+        device_work, arrays = work(trace, device), work_columns(trace, device)
+        rows = np.flatnonzero(arrays.computes)
+        busy = intervals.union(arrays.spans[rows])
+        steps: list[int | None] = []
+        idle_spans: list[Spans] = [intervals.EMPTY]
+        for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():
+            first, past = np.searchsorted(busy[:, 1], start_ns, side="right"), np.searchsorted(busy[:, 0], end_ns)
+            idle_spans.append(intervals.gaps(busy[first:past], (start_ns, end_ns)))
+            steps += [step] * len(idle_spans[-1])
+        spans = np.concatenate(idle_spans)
+        following = np.searchsorted(arrays.spans[rows, 0], spans[:, 1], side="left")
+        row = np.concatenate((rows, np.array([-1])))[following]
+        ended_by = device_work.select("phase", "unit", "lane", "name", activity_id="id")
+        place = [pl.Series("step", steps, pl.Int64), pl.Series("device", [device] * len(spans), pl.Int64)]
+        times = [pl.Series("start_ns", spans[:, 0]), pl.Series("dur_ns", spans[:, 1] - spans[:, 0])]
+        parts.append(columns.rows_or_nulls(ended_by, row).hstack([*place, *times]))
+    return _number_gaps(parts, COMPUTE_COLUMNS)
 
 
 def step_parts(trace: Trace) -> pl.DataFrame:
-    """Return the time of each step in compute of each name, and in the gaps without compute before each name.
+    """Time of each step in compute of each name, and in the gaps without compute before each name.
 
     Columns PART_COLUMNS; one row per step, device, part (compute or gap) and name, '' for a gap that no compute ends. A
     gap holds the exposed communication, the copies and the idle time before the compute that ends it.
@@ -213,35 +259,6 @@ def step_parts(trace: Trace) -> pl.DataFrame:
     step_rows = rows.filter(pl.col("step").is_not_null()).with_columns(pl.col("name").fill_null(""))
     sums = step_rows.group_by("step", "device", "part", "name").agg(pl.col("dur_ns").sum())
     return schema.select(sums, PART_COLUMNS).sort("step", "device", "part", "name")
-
-
-@memoize
-def _all_preparation(trace: Trace) -> pl.DataFrame:
-    all_work = _all_work(trace)
-    sizes = messages(trace).select(pl.col("id").alias("collective_id"), "message_bytes")
-    if len(breakdown.devices(trace)) == 1:
-        return _prepares(all_work, sizes)
-    parts = [_prepares(device_work, sizes) for device_work in all_work.partition_by("device", maintain_order=True)]
-    return pl.concat(parts) if parts else _prepares(all_work, sizes)
-
-
-def _prepares(work: pl.DataFrame, sizes: pl.DataFrame) -> pl.DataFrame:
-    is_call = columns.flags(work["kind"] == "communication")
-    is_other = columns.flags(work["kind"] != "communication")
-    other_work, calls = columns.where(work, is_other), columns.where(work, is_call)
-    by_span = _under_span(other_work, calls)
-    by_lane = _on_lane(other_work.join(by_span, on="id", how="anti") if by_span.height else other_work, calls)
-    if by_span.is_empty() and by_lane.is_empty():
-        return work.clear().hstack(schema.empty(_ADDED))
-    prepared = pl.concat([by_span, by_lane]).sort("start_ns", "id")
-    prepared = prepared.join(sizes, on="collective_id", how="left", maintain_order="left")
-    computes = columns.flags(work["kind"] == "compute") & ~np.isin(work["id"].to_numpy(), prepared["id"].to_numpy())
-    by = intervals.union(intervals.from_table(work)[computes])
-    return _with_alone(
-        prepared.with_columns(
-            pl.Series("overlapped_ns", intervals.coverage(intervals.from_table(prepared), by), pl.Int64)
-        )
-    )
 
 
 def _under_span(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -317,52 +334,6 @@ def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArra
     ids = np.empty_like(mixed)
     ids[order] = mixed
     return ids
-
-
-def _closing_collectives(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return each collective that ends a span without one since its phase began, with the span's times."""
-    device_work, arrays = work(trace, device), work_columns(trace, device)
-    rows = np.flatnonzero(arrays.communicates)
-    calls = device_work.select("device", "step", "phase", "unit", "lane", "name", collective_id="id")[rows]
-    begun = device_work.group_by("step", "phase").agg(pl.col("start_ns").min())
-    begun_ns = (
-        calls.select("step", "phase")
-        .join(begun, on=["step", "phase"], how="left", nulls_equal=True, maintain_order="left")["start_ns"]
-        .to_numpy()
-    )
-    start, end = arrays.spans[rows, 0], arrays.spans[rows, 1]
-    reached = np.concatenate((np.array([sweep_line.NEVER]), np.maximum.accumulate(end)))[: len(rows)]
-    since = np.maximum(reached, begun_ns)
-    is_save = columns.flags(calls["phase"] == conventions.CHECKPOINT)
-    closing = np.flatnonzero((start > since) & ~is_save)
-    times = [pl.Series("start_ns", since[closing]), pl.Series("dur_ns", (start - since)[closing])]
-    row = columns.rows_of(trace.collectives["activity_id"].to_numpy(), arrays.id[rows[closing]])
-    return calls[closing].hstack([columns.rows_or_nulls(trace.collectives.select("op"), row)["op"], *times])
-
-
-def _idle(trace: Trace, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the spans of the windows without compute, with the compute that ends each."""
-    device_work, arrays = work(trace, device), work_columns(trace, device)
-    rows = np.flatnonzero(arrays.computes)
-    busy = intervals.union(arrays.spans[rows])
-    steps: list[int | None] = []
-    idle_spans: list[Spans] = [intervals.EMPTY]
-    for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():
-        first, past = np.searchsorted(busy[:, 1], start_ns, side="right"), np.searchsorted(busy[:, 0], end_ns)
-        idle = intervals.gaps(busy[first:past], (start_ns, end_ns))
-        idle_spans.append(idle)
-        steps += [step] * len(idle)
-    spans = np.concatenate(idle_spans)
-    following = np.searchsorted(arrays.spans[rows, 0], spans[:, 1], side="left")
-    row = np.concatenate((rows, np.array([-1])))[following]
-    return columns.rows_or_nulls(device_work.select("phase", "unit", "lane", "name", activity_id="id"), row).hstack(
-        [
-            pl.Series("step", steps, pl.Int64),
-            pl.Series("device", [device] * len(spans), pl.Int64),
-            pl.Series("start_ns", spans[:, 0]),
-            pl.Series("dur_ns", spans[:, 1] - spans[:, 0]),
-        ]
-    )
 
 
 def _number_gaps(parts: list[pl.DataFrame], columns: schema.ColumnTypes) -> pl.DataFrame:

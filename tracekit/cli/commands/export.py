@@ -180,37 +180,37 @@ def parse_ranks(text: str) -> list[int]:
 
 def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None) -> None:
     from tracekit.cli import metrics_server
-    from tracekit.report.export import prometheus
+    from tracekit.report.export import step_metrics
 
     if out is not None or export_format not in (ExportFormat.PROMETHEUS, ExportFormat.OPENMETRICS):
         raise ConfigError("--serve is for --format prometheus, without --out")
-    prometheus.require_library()
+    step_metrics.require_library()
     metrics_server.serve(Path(folder), port)
 
 
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
     """Write the metrics logs of a folder."""
     from tracekit.model import units
-    from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
+    from tracekit.report.export import step_metrics
 
     run, samples = step_metrics.run_name(folder), step_metrics.samples(folder)
     if export_format is ExportFormat.TENSORBOARD:
-        tensorboard.write(samples, out)
+        step_metrics.write_tensorboard(samples, out)
     elif export_format is ExportFormat.OTLP:
-        _write_bytes(b"".join(otlp.lines(run, samples)), out)
+        _write_bytes(b"".join(step_metrics.otlp_lines(run, samples)), out)
     else:
-        prometheus.require_library()
+        step_metrics.require_library()
         is_latest = export_format is ExportFormat.PROMETHEUS
-        _write_bytes(_latest(folder) if is_latest else prometheus.history(run, samples), out)
+        _write_bytes(_latest(folder) if is_latest else step_metrics.history(run, samples), out)
     ranks = samples["rank"].n_unique()
     output.notify(f"{out}: {units.count(samples['name'].n_unique(), 'metric')} of {units.count(ranks, 'rank')}")
 
 
 def _latest(folder: Path) -> bytes:
     from tracekit.cli import metrics_server
-    from tracekit.report.export import prometheus
+    from tracekit.report.export import step_metrics
 
-    return prometheus.text(metrics_server.LatestMetrics(folder).collect())
+    return step_metrics.prometheus_text(metrics_server.LatestMetrics(folder).collect())
 
 
 def _write_bytes(content: bytes, out: Path) -> None:

@@ -13,7 +13,7 @@ from tracekit.errors import InputError
 from tracekit.model.run import MeasuredTrace, OnTrace, Run
 from tracekit.model.source import Source
 from tracekit.replay.graph.critical_path.path import CriticalPath
-from tracekit.report.export import perfetto_encoder, table_rows
+from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.trace_tracks import timeline
@@ -74,9 +74,9 @@ def write(
             tracks = replace(tracks, slices=tracks.slices.with_columns(begin_ns="start_ns", length_ns="dur_ns"))
         first_ns = int(firsts[source.window, source.rank] or 0)
         about = {"format": conventions.FORMAT, "rank": source.rank, "window": source.window, "step": step}
-        rows = [table_rows.of_clock(about | vars(clock), first_ns)]
-        rows += table_rows.of_run(run, first_ns) if number == 1 else []
-        rows += table_rows.of_trace(trace, first_ns, step=step)
+        rows = [perfetto_encoder.of_clock(about | vars(clock), first_ns)]
+        rows += perfetto_encoder.of_run(run, first_ns) if number == 1 else []
+        rows += perfetto_encoder.of_trace(trace, first_ns, step=step)
         done += perfetto_encoder.write_trace(
             file, tracks, number=number, name=name, to_run_clock=clock.to_run, rows=rows
         )

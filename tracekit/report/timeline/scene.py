@@ -23,13 +23,12 @@ from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
-from tracekit.report.timeline import layout
-from tracekit.report.timeline.layout import BANDS, TraceLayout
+from tracekit.report.timeline import trace_part
 from tracekit.report.timeline.mapped_file import MappedFile, Writer
-from tracekit.report.timeline.trace_part import Part, build_part
+from tracekit.report.timeline.trace_part import BANDS, Part, TraceLayout, build_part
 from tracekit.sync import collective_matching
 
-TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
+TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **trace_part.TRACKS}
 _CODE = (
     "report/timeline/*.py",
     "report.track_nesting.py",
@@ -177,7 +176,7 @@ def _build(
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).to_run
         try:
-            making.add(writer, layout.lay_out(run.read(source), moved), source)
+            making.add(writer, trace_part.lay_out(run.read(source), moved), source)
         except BadTraceError:
             if len(sources) == 1:
                 raise
@@ -206,7 +205,7 @@ class _SceneBuilder:
         build_part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
         number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
         place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
-        self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *layout.TRACKS))
+        self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *trace_part.TRACKS))
         self.bands.append(laid.bands)
         self.ranks.append(source.rank)
         self.first_track += laid.tracks.height

@@ -1,6 +1,6 @@
 """The cause of a hang from the dumps of its ranks."""
 
-import pickle
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def diagnosed(
         last_ns = max((each["time_created_ns"] for each in entries), default=BEGAN_NS)
         stated = {"rank": rank, "written_ns": last_ns + wait_s * SECOND_NS, **(own or {}).get(rank, {})}
         value = dump(entries, groups=members, tracekit=stated)
-        dumps[rank] = flight_recorder.parse(flight_recorder.load(pickle.dumps(value, protocol=2)), rank=rank, path="x")
+        dumps[rank] = flight_recorder.parse(json.loads(json.dumps(value)), rank=rank, path="x")
     return diagnose(HangDumps(dumps))
 
 
