@@ -70,7 +70,6 @@ class SmallCollectives(Rule):
             return
         step_calls = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
         largest = step_calls.row(0, named=True)
-        strategy = workload.run_strategy(run) or ""
         assumed = "" if largest["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
         yield loss.finding(
             self,
@@ -79,7 +78,7 @@ class SmallCollectives(Rule):
             f"{units.size(int(largest['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(largest['latency_ns']))} each{assumed}. Batching them into "
             f"{int(step_calls['joined'].sum()):,} saves that time.",
-            _LARGER_FIXES[strategy] if largest["op"] in _OWN_OPS.get(strategy, ()) else _BATCH_FIX,
+            _batch_fix(workload.run_strategy(run), largest["op"]),
             confidence=0.7 if largest["is_fitted"] else 0.5,
             what_if=WhatIf(SMALL_COLLECTIVES),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
@@ -126,6 +125,10 @@ _BATCH_FIX = "Batch them: one flat buffer for several tensors, or torch.distribu
 _OWN_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_gather", "reduce_scatter"))
 """The collectives that a wrapper itself starts: its settings batch no others."""
 _EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
+
+
+def _batch_fix(strategy: str | None, op: str) -> str:
+    return _LARGER_FIXES[strategy] if strategy is not None and op in _OWN_OPS.get(strategy, ()) else _BATCH_FIX
 
 
 def _batch_sums(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
