@@ -77,12 +77,11 @@ def cache_reports(runs: Path) -> int:
     from tracekit.analysis.time import breakdown
     from tracekit.regression import samples
     from tracekit.rules import report_cache
-    from tracekit.rules.report_cache import keys
 
     folders = sorted(runs.iterdir())
     report = report_cache.report(str(folders[0]), facts=(breakdown.by_step, breakdown.by_rank, samples.samples))
     for folder in folders[1:]:
-        report_cache.put(str(keys.run_key(str(folder))), report)
+        report_cache.put(str(report_cache.run_key(str(folder))), report)
     return sum(report_cache.summary(str(folder)) is not None for folder in folders)
 
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.memory_programs import CHURN, FAULTS, FRAGMENTATION, LEAK, RETRY, run_of
-from tracekit.rules.allocator_calls import AllocatorRetry
+from tracekit.rules.allocator import AllocatorRetry, FragmentedMemory
 from tracekit.rules.engine import check
-from tracekit.rules.fragmentation import FragmentedMemory
 from tracekit.rules.memory_footprint import GrowingMemory
 from tracekit.rules.memory_reuse import ChangingSizes
 from tracekit.rules.rule import Rule

@@ -21,7 +21,6 @@ from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.model.manifest import Manifest
 from tracekit.rules import report_cache
-from tracekit.rules.report_cache import keys
 
 LISTING_TTL_S = 15.0
 """How long a listing of a URL is valid at least: each one is a request that somebody pays for."""
@@ -78,7 +77,7 @@ def _run_folder(trace: RemoteFile) -> str:
 
 def _entry(run: _RemoteRun) -> RunEntry:
     traces = [file for file in run.files if is_trace_by_name(file.name)]
-    state = keys.remote_states(run.files, run.url)
+    state = report_cache.remote_states(run.files, run.url)
     manifest = _manifest(run)
     return RunEntry(
         run.name,

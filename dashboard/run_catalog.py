@@ -30,7 +30,6 @@ from tracekit.model import units
 from tracekit.model.manifest import Manifest
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
-from tracekit.rules.report_cache import keys
 
 HISTORY = "--history="
 MAX_DEPTH = 3
@@ -112,7 +111,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     is_folder = _is(path.is_dir)
     if not is_folder and not _is(path.is_file):
         return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
-    state = keys.run_states(str(path))
+    state = report_cache.run_states(str(path))
     run_files = state.files if state else ()
     # A file that was named itself is what its content says; the page says so if it is no snapshot.
     pickles = [file for file in run_files if is_snapshot(_name_of(file)) or (not is_folder and _is_pickle(file))]

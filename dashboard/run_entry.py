@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tracekit import conventions
 from tracekit.analysis.memory.snapshot_files import SUFFIXES
 from tracekit.ingest import archives, readers
-from tracekit.rules.report_cache import Summary
+from tracekit.rules.report_entry import Summary
 
 LIVE_S = 20.0
 """A run is being recorded if one of its files changed within this time."""

@@ -32,7 +32,6 @@ from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
 from tracekit.report.headlines import Headline
 from tracekit.rules import engine, report_cache
-from tracekit.rules.report_cache import keys
 from tracekit.rules.rule import Report
 from tracekit.sql import run_query, table_documents
 
@@ -232,7 +231,7 @@ def refuse_links(entry: RunEntry) -> None:
     if object_storage.is_url(entry.path):
         return  # an object store has no links
     # Also here: a file may have become a link after the run was listed.
-    linked = run_catalog.link_outside(keys.run_states(entry.path), entry.roots)
+    linked = run_catalog.link_outside(report_cache.run_states(entry.path), entry.roots)
     if linked:
         raise InputError(
             f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"

@@ -15,7 +15,6 @@ from tracekit.model.run import Run
 from tracekit.regression import baseline, samples
 from tracekit.regression.metrics import STEP_TIME, Scope, Unit, compared_metrics, metric_of
 from tracekit.rules import report_cache
-from tracekit.rules.report_cache import keys
 
 __all__ = ["STEP_TIME", "RunMetrics", "label", "of_run", "unit"]
 MFU = "mfu_ratio"
@@ -38,7 +37,7 @@ class RunMetrics:
 def of_run(entry: RunEntry) -> RunMetrics | None:
     """Return the metrics of a run that was checked; None where its report is not cached. Raises TracekitError."""
     refuse_links(entry)
-    key = keys.run_key(entry.path, devices=settings.devices())
+    key = report_cache.run_key(entry.path, devices=settings.devices())
     report = report_cache.get(key, entry.path, settings.devices()) if key is not None else None
     return None if report is None else measure(report.run)
 

@@ -11,7 +11,7 @@ from tests.support import cli_runner
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.time import launched_work
-from tracekit.rules.communication import PreparationGap
+from tracekit.rules.contention import PreparationGap
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import Straggler

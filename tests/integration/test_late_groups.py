@@ -13,10 +13,9 @@ from tests.unit.simulate.jobs import job, pipelined, written
 from tracekit import conventions
 from tracekit.analysis.parallelism import late_groups, pipeline_balance
 from tracekit.plan import hardware, models
-from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.pipeline import UnbalancedStages
 from tracekit.rules.rule import Severity
-from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.rules.stragglers import LateGroup, Straggler, UnevenRanks
 from tracekit.simulate import engine, kineto_writer
 from tracekit.simulate.job import Impairments, Job, laid_out
 

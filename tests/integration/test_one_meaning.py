@@ -27,7 +27,7 @@ from tracekit.report import what_if as what_if_text
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
 from tracekit.rules import engine
-from tracekit.rules.report_cache.entry import MAX_COSTLIEST, summarize
+from tracekit.rules.report_entry import MAX_COSTLIEST, summarize
 from tracekit.rules.rule import Severity, is_data_quality
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -22,13 +22,12 @@ from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.loader import load
 from tracekit.model import units
-from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.allocator import AllocatorRetry, FragmentedMemory, SteadyDeviceAllocation
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
-from tracekit.rules.fragmentation import FragmentedMemory
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.memory_reuse import ChangingSizes, ReallocatedBuffers
 from tracekit.rules.rule import Severity

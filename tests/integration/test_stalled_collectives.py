@@ -11,7 +11,7 @@ from tracekit.analysis.parallelism import outlier_steps
 from tracekit.analysis.time import breakdown
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
-from tracekit.rules.stalled_collectives import StalledCollective
+from tracekit.rules.slow_collectives import StalledCollective
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TRACES = Path(__file__).parents[3] / "shared" / "traces"

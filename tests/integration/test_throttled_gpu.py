@@ -10,9 +10,8 @@ from tracekit.analysis.compute import device_counters
 from tracekit.conventions import device_metrics
 from tracekit.report import charts
 from tracekit.rules.engine import check
-from tracekit.rules.late_groups import LateGroup
 from tracekit.rules.rule import Finding, Rule
-from tracekit.rules.stragglers import Straggler
+from tracekit.rules.stragglers import LateGroup, Straggler
 
 JOB = ("--model", "llama2-7b", "--layers", "2", "--gpus", "4", "--steps", "4")
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.support import sample_report
 from tracekit.regression import gate
+from tracekit.regression.baseline import KnownFinding
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import (
     BudgetOutcome,
@@ -16,7 +17,6 @@ from tracekit.regression.gate import (
     Cause,
     CheckResult,
     FindingStatus,
-    FixedFinding,
     JudgedFinding,
 )
 from tracekit.regression.metrics import metric_of
@@ -86,7 +86,7 @@ def with_baseline(path: str = "runs/today") -> CheckResult:
                 "tokens", "tokens_per_second", 100.0, None, BudgetOutcome.INCONCLUSIVE, "The run logs no tokens."
             ),
         ),
-        fixed=(FixedFinding("HOST003", "HOST003", Severity.WARNING, 0.07),),
+        fixed=(KnownFinding("HOST003", "HOST003", Severity.WARNING, 0.07, 0, 0, ""),),
         causes=(Cause("communication", "3 ms more a step are exposed communication.", ("step_time_ns",)),),
         baseline="main",
     )

@@ -151,7 +151,8 @@ def _meshes(job: Job) -> Iterator[Mesh]:
         if rest or not dp or model.heads % tp or job.sequence % (2 * cp):
             continue
         for ep in _expert_ranks(model, dp):
-            for chunks in _chunks(model.layers, pp):
+            per_stage = math.ceil(model.layers / pp)
+            for chunks in [1] if pp == 1 else [v for v in range(1, per_stage + 1) if per_stage % v == 0]:
                 yield Mesh(pp, dp, tp, cp, ep, zero=1, chunks=chunks)
             if pp == 1:
                 yield Mesh(pp, dp, tp, cp, ep, zero=3)
@@ -164,11 +165,6 @@ def _powers(largest: int) -> list[int]:
 def _stages(layers: int) -> list[int]:
     """Return numbers of stages: divisors of the layers, and powers of two, of which some stages have a layer fewer."""
     return sorted({p for p in range(1, layers + 1) if layers % p == 0} | set(_powers(layers)))
-
-
-def _chunks(layers: int, stages: int) -> list[int]:
-    per_stage = math.ceil(layers / stages)
-    return [1] if stages == 1 else [v for v in range(1, per_stage + 1) if per_stage % v == 0]
 
 
 def _expert_ranks(model: Model, dp: int) -> list[int]:
@@ -192,6 +188,8 @@ def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Layo
     tokens, peak = job.batch * job.sequence, job.hardware.peak_flops_per_s
     bubble = pipeline.bubble_to_ideal_ratio(mesh.pp, micro_batches, chunks=mesh.chunks)
     times = micro_batches * _layers(job, mesh)
+    rest = {name: part for name, part in parts.items() if name != _COMPUTE}
+    largest = max(rest, key=lambda name: rest[name])
     return LayoutPlan(
         pp=mesh.pp,
         dp=mesh.dp,
@@ -213,7 +211,7 @@ def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Layo
         ep_bytes=times * _ep_bytes(job, mesh, work),
         pp_bytes=micro_batches * _pp_bytes(job, mesh, work),
         dp_bytes=_dp_bytes(job, mesh, work),
-        limited_by=_limit(parts, seconds),
+        limited_by=_COMPUTE if parts[_COMPUTE] >= 0.8 * seconds else largest,
     )
 
 
@@ -239,12 +237,12 @@ def memory_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
     if mesh.zero == 3:  # the layer that runs and the next one, in 16 bits, and a gradient that is reduced
         gathered = (2 * _ELEMENT_BYTES + _GRADIENT_BYTES) * model.largest_layer_parameters / mesh.tp / mesh.ep
     interleaved = pipeline.activation_ratio(mesh.pp, mesh.chunks, pipeline.PLAIN)
-    return state + gathered + interleaved * memory.activations_of(model, work, layout) + _logits_bytes(job, mesh, work)
-
-
-def _logits_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return the bytes of the logits and their gradient in fp32, on the last stage, or on all where there is one."""
-    return 0.0 if mesh.pp > 1 else 2 * 4 * work.batch * work.sequence * job.model.vocabulary / mesh.tp
+    return (
+        state
+        + gathered
+        + interleaved * memory.activations_of(model, work, layout)
+        + (0.0 if mesh.pp > 1 else 2 * 4 * work.batch * work.sequence * job.model.vocabulary / mesh.tp)
+    )
 
 
 def _step_parts(job: Job, mesh: Mesh, work: Workload) -> dict[str, float]:
@@ -253,7 +251,19 @@ def _step_parts(job: Job, mesh: Mesh, work: Workload) -> dict[str, float]:
     node, network = _rates(job)
     within = mesh.tp * mesh.cp <= job.gpus_per_node
     experts_within = mesh.tp * mesh.cp * mesh.ep <= job.gpus_per_node
-    compute = times * (layers * _layer_seconds(job, mesh, work) + _outer_seconds(job, mesh, work) / mesh.pp)
+    # Compute of a layer and micro-batch: forward, twice that backward, and what is recomputed.
+    model, hardware = job.model, job.hardware
+    tokens = work.batch * work.sequence
+    weights = (model.active_parameters - model.outer_parameters) / model.layers
+    attention = 2.0 * job.sequence * model.width  # causal: half of 4 s h
+    products = tokens * (2.0 * weights + attention) / mesh.tp / hardware.flops_per_s
+    divided = mesh.tp if work.sequence_parallel else 1
+    elementwise = tokens * hardware.elementwise_bytes * model.width / divided / hardware.memory_bytes_per_s
+    compute = times * (
+        layers
+        * ((4 if work.recomputation == FULL else 3) * products + (3 if work.recomputation == NONE else 4) * elementwise)
+        + (6.0 * work.batch * work.sequence * job.model.outer_parameters / mesh.tp / job.hardware.flops_per_s) / mesh.pp
+    )
     again = 1.5 if work.recomputation == FULL else 1.0  # a recomputed forward pass communicates once more
     parts = {
         _COMPUTE: compute,
@@ -265,23 +275,6 @@ def _step_parts(job: Job, mesh: Mesh, work: Workload) -> dict[str, float]:
     parts[_BUBBLE] = sum(parts.values()) * pipeline.bubble_to_ideal_ratio(mesh.pp, times, chunks=mesh.chunks)
     parts[_DP] = _exposed_dp_seconds(job, mesh, work, compute / times)
     return parts
-
-
-def _layer_seconds(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return the compute of a layer and micro-batch: forward, twice that backward, and what is recomputed."""
-    model, hardware = job.model, job.hardware
-    tokens = work.batch * work.sequence
-    weights = (model.active_parameters - model.outer_parameters) / model.layers
-    attention = 2.0 * job.sequence * model.width  # causal: half of 4 s h
-    products = tokens * (2.0 * weights + attention) / mesh.tp / hardware.flops_per_s
-    divided = mesh.tp if work.sequence_parallel else 1
-    elementwise = tokens * hardware.elementwise_bytes * model.width / divided / hardware.memory_bytes_per_s
-    return (4 if work.recomputation == FULL else 3) * products + (3 if work.recomputation == NONE else 4) * elementwise
-
-
-def _outer_seconds(job: Job, mesh: Mesh, work: Workload) -> float:
-    """Return the compute of the head for a micro-batch: an average stage has its share of it."""
-    return 6.0 * work.batch * work.sequence * job.model.outer_parameters / mesh.tp / job.hardware.flops_per_s
 
 
 def _exposed_dp_seconds(job: Job, mesh: Mesh, work: Workload, micro_batch_seconds: float) -> float:
@@ -348,9 +341,3 @@ def _layers(job: Job, mesh: Mesh) -> float:
 def _rates(job: Job) -> tuple[float, float]:
     """Return the bytes per second of a rank inside a node, and over the network that the ranks of a node share."""
     return job.hardware.node_bytes_per_s, job.hardware.network_bytes_per_s / job.gpus_per_node
-
-
-def _limit(parts: dict[str, float], seconds: float) -> str:
-    rest = {name: part for name, part in parts.items() if name != _COMPUTE}
-    largest = max(rest, key=lambda name: rest[name])
-    return _COMPUTE if parts[_COMPUTE] >= 0.8 * seconds else largest

@@ -89,7 +89,17 @@ def plan(
     weight, gradient, optimizer = state_bytes(rank_params, strategy, ranks=layout.dp)
     offloaded = 0.0
     if offload:
-        offloaded = optimizer + _offloaded_copy_bytes(rank_params, strategy, layout.dp)
+        # Bytes of weights and gradients in host memory. Raises ConfigError if ranks divide no state.
+        if strategies.OPTIMIZER not in strategy.sharded:
+            raise ConfigError(
+                "offloading needs an optimizer that is divided among ranks: add --zero 1, 2 or 3, or --yafsdp"
+            )
+        size = strategy.state_bytes
+        if strategy.shards_parameters:
+            offloaded_copy_bytes = rank_params * (size.parameters + size.gradients) / layout.dp
+        else:
+            offloaded_copy_bytes = rank_params * size.gradients / layout.dp
+        offloaded = optimizer + offloaded_copy_bytes
         optimizer = 0.0
         if strategy.shards_parameters:
             weight = gradient = 0.0
@@ -106,18 +116,6 @@ def plan(
         rank_params * strategies.GATHERED_BYTES * strategy.traffic_factor if layout.dp > 1 else 0.0,
         offloaded,
     )
-
-
-def _offloaded_copy_bytes(params: float, strategy: Strategy, ranks: int) -> float:
-    """Return the bytes of weights and gradients in host memory. Raises ConfigError if ranks divide no state."""
-    if strategies.OPTIMIZER not in strategy.sharded:
-        raise ConfigError(
-            "offloading needs an optimizer that is divided among ranks: add --zero 1, 2 or 3, or --yafsdp"
-        )
-    size = strategy.state_bytes
-    if strategy.shards_parameters:
-        return params * (size.parameters + size.gradients) / ranks
-    return params * size.gradients / ranks
 
 
 def _yafsdp_buffer_bytes(params: float, layout: Layout, model: Model | None, largest_layer: float | None) -> float:

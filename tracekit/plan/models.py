@@ -155,8 +155,6 @@ _SIZES = (
         batch_tokens=15_360 * 4096,
     ),
 )
-
-
 _ALIASES = {
     "llama3-1b": "1b",
     "llama3-3b": "3b",
@@ -170,11 +168,7 @@ _ALIASES = {
     "gpt3": "gpt3-175b",
     "mixtral-8x7b": "8x7b",
 }
-
-
 MODELS: Mapping[str, Model] = {model.name: model for model in _SIZES}
-
-
 NAMES = (*MODELS, *_ALIASES)
 
 

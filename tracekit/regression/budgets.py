@@ -150,7 +150,12 @@ def _ranks(value: object, key: str) -> str:
 def _check(run: Run, budget: Limit) -> BudgetResult:
     measurements = list(_measurements(run, budget))
     if not measurements:
-        reason = _why_missing(run, budget)
+        if budget.units:
+            reason = f"not measured: the run has no unit {budget.units}."
+        elif budget.ranks and not any(budget.applies_to_rank(rank) for rank in run.ranks):
+            reason = f"not measured: the run has ranks {units.ranges(run.ranks)}, not {budget.ranks}."
+        else:
+            reason = f"not measured: {metric_of(budget.metric).if_missing}."
         return BudgetResult(budget.name, budget.metric, budget.limit, None, BudgetOutcome.INCONCLUSIVE, reason)
     outcomes = [_outcome(budget, measurement) for measurement in measurements]
     broken = [m for m, outcome in zip(measurements, outcomes, strict=True) if outcome is BudgetOutcome.BROKEN]
@@ -214,14 +219,6 @@ def _of_units(run: Run, budget: Limit) -> Iterator[_Measurement]:
         if isinstance(unit, str) and budget.applies_to_unit(unit):
             values = rows["value"].to_numpy()
             yield _Measurement(f"unit {unit}" if unit else "the root unit", float(np.median(values)), values)
-
-
-def _why_missing(run: Run, budget: Limit) -> str:
-    if budget.units:
-        return f"not measured: the run has no unit {budget.units}."
-    if budget.ranks and not any(budget.applies_to_rank(rank) for rank in run.ranks):
-        return f"not measured: the run has ranks {units.ranges(run.ranks)}, not {budget.ranks}."
-    return f"not measured: {metric_of(budget.metric).if_missing}."
 
 
 def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, other_count: int) -> str:

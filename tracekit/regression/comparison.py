@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import comparability, metrics, step_separation
+from tracekit.regression import baseline, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
 from tracekit.regression.metrics import BYTES, COUNT, FLOP, NS, Metric, Scope, metric_of
 from tracekit.regression.samples import Values, job_series, run_samples
@@ -44,14 +45,14 @@ class RunSamples:
     """Whether `manifest` is a baseline's fingerprint, which leaves out what may differ."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Device, software and size of the job, as the traces state them."""
-    work: pl.DataFrame = dataclasses.field(default_factory=comparability.no_work)
-    """What its steps compute, as `comparability.work_shares` has it."""
+    work: pl.DataFrame = dataclasses.field(default_factory=partial(pl.DataFrame, schema=baseline.WORK_COLUMNS))
+    """What its steps compute, as `baseline.work_shares` has it."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
         """Return the samples of a run, under its own name or another."""
-        samples, environment = run_samples(run), comparability.environment(run)
-        work = comparability.work_shares(run)
+        samples, environment = run_samples(run), baseline.environment(run)
+        work = baseline.work_shares(run)
         return cls(name or run.name, run.manifest, samples, environment=environment, work=work)
 
     @classmethod
@@ -84,17 +85,17 @@ class Comparison:
 
 
 def compare(
-    reference: RunSamples,
-    candidate: RunSamples,
-    *,
-    allow_different: bool = False,
-    thresholds: Thresholds | None = None,
+    reference: RunSamples, candidate: RunSamples, *, allow_different: bool = False, thresholds: Thresholds | None = None
 ) -> Comparison:
     """Compare two runs. Raises NotComparableError where model, world size or device differ, unless allowed.
 
     The strategy may differ: it is what one compares. Only ranks that both sides have are compared.
     """
-    notes, work = _all_differences(reference, candidate, allow_different=allow_different)
+    names = (reference.name, candidate.name)
+    stated = _differences(reference, candidate, allow_different=allow_different)
+    recorded = baseline.environment_differences(reference.environment, candidate.environment, names)
+    work = baseline.work_difference(reference.work, candidate.work)
+    notes = [*recorded, *([] if work is None else [work]), *stated]
     if not allow_different and not _ranks(reference.samples) & _ranks(candidate.samples):
         a, b = (units.ranges(_ranks(side.samples)) for side in (reference, candidate))
         if reference.samples.height and candidate.samples.height:
@@ -206,17 +207,6 @@ def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[
             f"the SM clock of the slowest GPU differs: {stated}; kernels that it limits take {times}; "
             "the throttle reasons are in tracekit summary --by step"
         )
-
-
-def _all_differences(
-    reference: RunSamples, candidate: RunSamples, *, allow_different: bool
-) -> tuple[list[str], str | None]:
-    """Return notes on all that differs between the runs, and whether that is their work, in words."""
-    stated = _differences(reference, candidate, allow_different=allow_different)
-    names = (reference.name, candidate.name)
-    recorded = comparability.environment_differences(reference.environment, candidate.environment, names)
-    work = comparability.work_difference(reference.work, candidate.work)
-    return [*recorded, *([] if work is None else [work]), *stated], work
 
 
 def _without_less_work(changes: Iterable[Change]) -> Iterator[Change]:

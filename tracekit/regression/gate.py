@@ -13,14 +13,14 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparability, comparison, root_cause, significance
+from tracekit.regression import comparison, root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
-from tracekit.regression.samples import Values, job_samples
+from tracekit.regression.samples import job_samples
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -44,14 +44,20 @@ class StepGrowth:
         cls, reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], confidence: float = CONFIDENCE
     ) -> "StepGrowth | None":
         """Return the growth between the samples of two sides' recordings; None where one has no step time."""
-        a, b = (_step_times(tables) for tables in (reference, candidate))
+        sides = [[job_samples(table).get(STEP_TIME) for table in tables] for tables in (reference, candidate)]
+        a, b = ([ns for ns in side if ns is not None and len(ns) and ns.min() > 0] for side in sides)
         if not a or not b:
             return None
         medians = (math.exp(float(np.mean([np.log(np.median(values)) for values in side]))) for side in (a, b))
         means = (float(np.mean([values.mean() for values in side])) for side in (a, b))
         of_median, of_mean = (after / before - 1 for before, after in (tuple(medians), tuple(means)))
-        is_on_device = all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate))
-        return cls(max(of_median, of_mean), of_mean, 0.0 if is_on_device else _noise(a, b, confidence))
+        noise_ratio = 0.0
+        if not all(table["metric"].str.starts_with(DEVICE_PARTS).any() for table in (*reference, *candidate)):
+            # By how much step times of recordings of the same training differ at most, by the shared test.
+            before_after = significance.observations(a, b, is_logarithmic=True)
+            spread = significance.Spread.of(*before_after, metric_of(STEP_TIME).usual_spread)
+            noise_ratio = math.expm1(float(spread.margin(confidence)))
+        return cls(max(of_median, of_mean), of_mean, noise_ratio)
 
     def is_certain(
         self,
@@ -77,18 +83,6 @@ class StepGrowth:
     def _share(self, finding: Finding) -> float:
         """Return the cost of a finding as a share of the baseline's mean step."""
         return finding.impact * (1 + self.mean_growth_ratio)
-
-
-def _step_times(tables: Sequence[pl.DataFrame]) -> list[Values]:
-    series = (job_samples(table).get(STEP_TIME) for table in tables)
-    return [values for values in series if values is not None and len(values) and values.min() > 0]
-
-
-def _noise(reference: Sequence[Values], candidate: Sequence[Values], confidence: float) -> float:
-    """Return by how much step times of recordings of the same training differ at most, by the shared test."""
-    a, b = significance.observations(reference, candidate, is_logarithmic=True)
-    spread = significance.Spread.of(a, b, metric_of(STEP_TIME).usual_spread)
-    return math.expm1(float(spread.margin(confidence)))
 
 
 MIN_WORSE_RATIO = 0.03
@@ -118,17 +112,6 @@ class JudgedFinding:
     """The share of the step that it took in the baseline; None where the baseline has no such finding."""
 
 
-@dataclass(frozen=True)
-class FixedFinding:
-    """A finding of the baseline that the run does not have any more."""
-
-    id: str
-    code: str
-    severity: Severity
-    impact: float
-    subject: str = ""
-
-
 @dataclass(frozen=True, eq=False)
 class CheckResult:
     """A report with its verdict: what every format for CI renders, and what the exit code follows."""
@@ -141,7 +124,8 @@ class CheckResult:
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
     budgets: tuple[BudgetResult, ...] = ()
-    fixed: tuple[FixedFinding, ...] = ()
+    fixed: tuple[KnownFinding, ...] = ()
+    """The findings of the baseline that the run does not have any more."""
     causes: tuple[Cause, ...] = ()
     """Why metrics regressed, the likeliest first; empty where none did."""
     baseline: str = ""
@@ -205,21 +189,36 @@ def judge(
         for run in (report.run, *repeats)
         for note in baselines.differences(baseline, run, allow_different=allow_different)
     ]
-    work = comparability.work_difference(baseline.recordings[0].shares, candidate[0].shares)
+    work = baselines.work_difference(baseline.recordings[0].shares, candidate[0].shares)
     notes = [*([work] if work else []), *notes]
     comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
-    regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
+    regressions = tuple(
+        change
+        for change in comparison.changes
+        if thresholds.is_failing(change.metric)
+        and change.verdict is Verdict.WORSE
+        # On a GPU the host's threads spin while they wait, and their CPU time says nothing.
+        and (_is_on_host(baseline) or not metric_of(change.metric).is_cpu_time)
+    )
     changes = {change.metric: change for change in comparison.changes}
     known_findings = baseline.known_findings
     is_certain_growth = _is_certain_growth(report, baseline, candidate, thresholds)
+    present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
+    fixed = [
+        max(recorded, key=lambda f: (f.severity, f.impact))
+        for name, recorded in known_findings.items()
+        if name not in present
+    ]
+    fixed.sort(key=lambda f: (-f.severity, -f.impact, f.id))
+    count = len(baseline.recordings)
     return replace(
         result,
         findings=_judge_findings(report.findings, fail_on, known_findings, is_certain_growth),
         comparison=comparison,
         regressions=regressions,
-        fixed=_fixed_findings(report, known_findings),
+        fixed=tuple(fixed),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
-        baseline=_name(baseline),
+        baseline=f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name,
     )
 
 
@@ -280,12 +279,6 @@ def update(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thr
     return replace(old, recordings=(*old.recordings, *more[:room])), "nothing changed, recordings added"
 
 
-def _fails(change: Change, thresholds: Thresholds, baseline: Baseline) -> bool:
-    # On a GPU the host's threads spin while they wait, and their CPU time says nothing.
-    is_judged = _is_on_host(baseline) or not metric_of(change.metric).is_cpu_time
-    return is_judged and thresholds.is_failing(change.metric) and change.verdict is Verdict.WORSE
-
-
 def _is_on_host(baseline: Baseline) -> bool:
     return baseline.fingerprint.get("device", "cpu") == "cpu"
 
@@ -332,17 +325,3 @@ def _is_worse(finding: Finding, before: Sequence[KnownFinding]) -> bool:
         finding.impact - max_impact >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * max_impact, spread)
         or finding.cost_bytes - max(sizes) > least_bytes
     )
-
-
-def _fixed_findings(report: Report, before: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
-    present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
-    fixed = [
-        max(recorded, key=lambda f: (f.severity, f.impact)) for name, recorded in before.items() if name not in present
-    ]
-    fixed.sort(key=lambda f: (-f.severity, -f.impact, f.id))
-    return tuple(FixedFinding(f.id, f.code, f.severity, f.impact, f.subject) for f in fixed)
-
-
-def _name(baseline: Baseline) -> str:
-    count = len(baseline.recordings)
-    return f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name

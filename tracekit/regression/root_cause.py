@@ -101,7 +101,16 @@ def _of_steps(
     scored: list[tuple[bool, float, Cause]] = []
     if communicating:
         spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
-        cause = _communication(communicating, changes, sent, _grown(before, after, ("communication",)), unit=unit)
+        spent = _grown(before, after, ("communication",))
+        parts = []
+        if sent and _SENT in changes:
+            parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
+        parts += [f"{_change_text(changes[metric])} per step" for metric in communicating if metric != _SENT]
+        if not sent and spent:
+            parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
+        if not sent and unit:
+            parts.append(unit)
+        cause = Cause(COMMUNICATION, _sentence(parts), tuple(communicating))
         scored.append((bool(sent), spent_ns, cause))
     if is_memory:
         cause = _memory(remembering, changes, allocated, moving)
@@ -112,7 +121,9 @@ def _of_steps(
         scored.append((bool(counted), spent_ns, _compute(computing, changes, counted, work)))
     idle_ns = max(0.0, _difference(changes, "data_wait_ns", "idle_ns"))
     if waiting or (computing and idle_ns > moving_ns + other_ns):
-        scored.append((False, idle_ns, _host(changes)))
+        longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
+        parts = [f"{_change_text(changes[metric])} per step" for metric in longer] or ["steps wait for the host"]
+        scored.append((False, idle_ns, Cause(HOST, _sentence(parts), tuple(longer))))
     scored.sort(key=lambda candidate: candidate[:2], reverse=True)
     total_ns = sum(score for _, score, _ in scored)
     return [
@@ -130,25 +141,6 @@ def _checkpointing(
     if stages:
         parts.append(f"most of the additional time is in {stages[0].place} (+{units.duration(stages[0].excess)})")
     return Cause(CHECKPOINTING, _sentence(parts), tuple(failed))
-
-
-def _communication(
-    failed: Sequence[str],
-    changes: Mapping[str, Change],
-    sent: Sequence[_Grown],
-    spent: Sequence[_Grown],
-    *,
-    unit: str,
-) -> Cause:
-    parts = []
-    if sent and _SENT in changes:
-        parts.append(f"{_change_text(changes[_SENT])}, most of it by {sent[0].place}")
-    parts += [f"{_change_text(changes[metric])} per step" for metric in failed if metric != _SENT]
-    if not sent and spent:
-        parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
-    if not sent and unit:
-        parts.append(unit)
-    return Cause(COMMUNICATION, _sentence(parts), tuple(failed))
 
 
 def _memory(
@@ -181,12 +173,6 @@ def _compute(
     elif not counted:
         parts.append("all work grew alike, so check the machine, its clocks and what else runs there")
     return Cause(COMPUTE, _sentence(parts), tuple(failed))
-
-
-def _host(changes: Mapping[str, Change]) -> Cause:
-    longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
-    parts = [f"{_change_text(changes[metric])} per step" for metric in longer]
-    return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(longer))
 
 
 def _of_cause(cause: str, keys: Container[str]) -> list[str]:

@@ -12,7 +12,7 @@ from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import call_matching, comparability, comparison, significance, step_separation
+from tracekit.regression import baseline, call_matching, comparison, significance, step_separation
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, samples
@@ -23,7 +23,7 @@ _MAX_TILT = 1e9
 _BISECTIONS = 200
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
-FACTS: tuple[TraceFact, ...] = (samples, *comparability.FACTS, step_charges.step_charges, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (samples, *baseline.COMPARED_FACTS, step_charges.step_charges, breakdown.by_step)
 NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
 ROW_COLUMNS = schema.columns(
     "name part status verdict change_ns contribution_ratio low_ns high_ns before_ns after_ns calls_change_ns "
@@ -202,8 +202,7 @@ class _Side:
         module = pl.col("module").fill_null(OUTSIDE_MODULES)
         chain = pl.when(pl.col("part") != step_charges.IDLE).then("chain")
         return cls(
-            charges.with_columns(*names, module, chain),
-            cells.select("window", "step").unique().sort("window", "step"),
+            charges.with_columns(*names, module, chain), cells.select("window", "step").unique().sort("window", "step")
         )
 
     def sites(self, site: Sequence[str]) -> pl.DataFrame:
@@ -250,7 +249,11 @@ def _rows(a: _Side, b: _Side, by: Sequence[str], step: Change, limits: Threshold
     # By how much the time of each row usually differs between recordings: as the metric of its part.
     spreads = {part: metric_of(metric).usual_spread for part, metric in _PART_METRICS.items()}
     usual = grouped["part"].replace_strict(spreads, return_dtype=pl.Float64).to_numpy()
-    margins = _margins(*series, usual=usual, is_paired=a.steps.equals(b.steps), limits=limits)
+    margins = None  # by how much the interval of each group's change reaches to either side, in ns
+    if min(map(len, series)) >= step_separation.MIN_STEPS:
+        observed = significance.observations(series[:1], series[1:], is_paired=a.steps.equals(b.steps))
+        largest_ns = np.maximum(observed[0].mean, observed[1].mean)
+        margins = significance.Spread.of(*observed, usual * largest_ns).margin(limits.confidence)
     rows = _judge(grouped, margins, step, limits).rename({by[0]: "name"})
     extra = {name: pl.String for name in by[1:] if name not in ROW_COLUMNS}
     return schema.select(rows, ROW_COLUMNS | extra)
@@ -303,14 +306,6 @@ def _sum_calls(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
     examples = [pl.col(name).get(largest) for name in ("path", "shapes") if name not in group]
     summed = changed.group_by(group, maintain_order=True).agg(*examples, *(pl.col(name).sum() for name in values))
     return summed.with_row_index("group")
-
-
-def _margins(before: Values, after: Values, *, usual: Values, is_paired: bool, limits: Thresholds) -> Values | None:
-    """Return the reach of the interval of each group's change on either side, in ns; None with too few steps."""
-    if min(len(before), len(after)) < step_separation.MIN_STEPS:
-        return None
-    a, b = significance.observations([before], [after], is_paired=is_paired)
-    return significance.Spread.of(a, b, usual * np.maximum(a.mean, b.mean)).margin(limits.confidence)
 
 
 def _judge(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:

@@ -155,27 +155,20 @@ def _separation(reference: Sequence[_Recording], candidate: Sequence[_Recording]
     sides = (*reference, *candidate)
     place = pl.concat([side.parts.select("rank", "part") for side in sides]).unique().sort("rank", "part")
     step_ns = math.exp(float(np.mean([np.log(np.median(side.step_times)) for side in reference])))
-    values = _fill_absent([side.values(place) for side in sides], MIN_PART_RATIO * step_ns)
+    values = [side.values(place) for side in sides]
+    # Samples leave out parts of up to this time.
+    absent = np.minimum(np.nanmax(np.concatenate(values), axis=0), MIN_PART_RATIO * step_ns)
+    values = [np.where(np.isnan(times), absent, times) for times in values]
     is_paired = all(side.steps.equals(sides[0].steps) for side in sides)
     a, b = significance.observations(values[: len(reference)], values[len(reference) :], is_paired=is_paired)
     a, b = (_over_ranks(side, place) for side in (a, b))
     factor, factor_spread = _machine_factor(a.mean, b.mean, _MIN_FACTOR_RATIO * step_ns)
-    spread = math.hypot(metric_of(STEP_TIME).usual_spread, factor_spread, _host_spread(sides))
+    scatter = (float(significance.scatter(np.log(side.step_times))) for side in sides if side.is_on_host)
+    host_spread = significance.SCATTER_SHARE * max(scatter, default=0.0)  # 0 on a device
+    spread = math.hypot(metric_of(STEP_TIME).usual_spread, factor_spread, host_spread)
     margin = significance.Spread.of(a, b, spread * factor * a.mean).margin(confidence)
     parts = place["part"].to_list()
     return _Separation(place["rank"].to_numpy(), parts, a.mean, b.mean, b.mean - factor * a.mean, margin, step_ns)
-
-
-def _host_spread(sides: Sequence[_Recording]) -> float:
-    """Return the spread between recordings on a CPU, by that of their steps; 0 on a device."""
-    scatter = (float(significance.scatter(np.log(side.step_times))) for side in sides if side.is_on_host)
-    return significance.SCATTER_SHARE * max(scatter, default=0.0)
-
-
-def _fill_absent(recordings: Sequence[Values], least_ns: float) -> list[Values]:
-    """Return the recordings with what each lacks: its samples leave out parts of up to `least_ns`."""
-    absent = np.minimum(np.nanmax(np.concatenate(recordings), axis=0), least_ns)
-    return [np.where(np.isnan(values), absent, values) for values in recordings]
 
 
 def _over_ranks(side: Observations, place: pl.DataFrame) -> Observations:

@@ -20,12 +20,12 @@ from tracekit.regression.baseline import (
     MAX_RECORDINGS,
     SCHEMA,
     UNIT_COLUMNS,
+    WORK_COLUMNS,
     Baseline,
     KnownFinding,
     Plain,
     Recording,
 )
-from tracekit.regression.comparability import WORK_COLUMNS
 from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.rules.rule import Severity
 

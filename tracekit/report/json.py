@@ -18,7 +18,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.regression import comparability
+from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
@@ -196,7 +196,7 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
     table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row", strict=True)
     manifest = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
     environment = {str(name): str(value) for name, value in dict(run.get("environment") or {}).items()}
-    work = pl.DataFrame(run.get("work") or [], schema=comparability.WORK_COLUMNS, strict=True)
+    work = pl.DataFrame(run.get("work") or [], schema=baseline.WORK_COLUMNS, strict=True)
     return RunSamples(str(run["name"]), manifest, table.drop_nulls("value"), environment=environment, work=work)
 
 
@@ -208,8 +208,8 @@ def _run(run: Run) -> dict[str, Any]:
         **{key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS},
         "created_ns": Manifest.of(run.manifest).created_ns,
         "simulated": bool(run.manifest.get("simulated", False)),
-        "environment": comparability.environment(run),
-        "work": comparability.work_shares(run).to_dicts(),
+        "environment": baseline.environment(run),
+        "work": baseline.work_shares(run).to_dicts(),
     }
 
 

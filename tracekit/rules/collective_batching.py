@@ -127,8 +127,8 @@ _OWN_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_
 _EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
 
 
-def _batch_fix(used: str | None, op: str) -> str:
-    return _LARGER_FIXES[used] if used is not None and op in _OWN_OPS.get(used, ()) else _BATCH_FIX
+def _batch_fix(strategy: str | None, op: str) -> str:
+    return _LARGER_FIXES[strategy] if strategy is not None and op in _OWN_OPS.get(strategy, ()) else _BATCH_FIX
 
 
 def _batch_sums(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
@@ -207,7 +207,8 @@ class ReducedEveryMicroBatch(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        if workload.run_strategy(run) == YAFSDP:
+        strategy = workload.run_strategy(run)
+        if strategy == YAFSDP:
             return
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
         loss = quoted_step.worst_loss(save_stages.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
@@ -215,12 +216,13 @@ class ReducedEveryMicroBatch(Rule):
             return
         step_rows = loss.rows(repeated)
         passes = int(step_rows["backward_count"].max())  # type: ignore[arg-type]
+        unsharded_bytes = int(step_rows.filter(pl.col("backward") == 0)["bytes"].sum())
         yield loss.finding(
             self,
             Severity.WARNING,
             f"Gradients are reduced in each of {passes} backward passes per step, and the last pass repeats "
             f"{step_rows.height} earlier reductions. Their exposed time is {loss}.",
-            _sync_once_fix(run, int(step_rows.filter(pl.col("backward") == 0)["bytes"].sum())),
+            _REDUCE_ONCE.get(strategy or "", _REDUCE_ANY_ONCE).format(bytes=units.size(unsharded_bytes)),
             confidence=0.8,
             what_if=WhatIf(MICRO_BATCH_REDUCTIONS),
             evidence=quoted_step.evidence(repeated, loss.row, "exposed_ns").select(
@@ -230,6 +232,15 @@ class ReducedEveryMicroBatch(Rule):
         )
 
 
+_MEMORY = "Each rank then stores about {bytes} of unsharded gradients until the last one."
+_REDUCE_ANY_ONCE = f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)). {_MEMORY}"
+_REDUCE_ONCE = {
+    DDP: "Reduce in the last micro-batch only: model.no_sync() around the others. It needs no extra memory.",
+    FSDP1: f"Reduce in the last micro-batch only: model.no_sync() around the others. {_MEMORY}",
+    FSDP2: "Reduce in the last micro-batch only: set_requires_gradient_sync(False) for the others and "
+    f"set_is_last_backward(True) for the last. {_MEMORY} On a mesh of two axes, set_requires_all_reduce(False) "
+    "saves only the all-reduce and needs no extra memory.",
+}
 _SAME = ("window", "rank", "device", "step", "updates", "op", "group", "unit", "bytes")
 
 
@@ -238,19 +249,3 @@ def _repeated_reductions(reductions: pl.DataFrame) -> pl.DataFrame:
     last = reductions.filter(pl.col("backward") == pl.col("backward_count") - 1)
     earlier = reductions.filter(pl.col("backward") < pl.col("backward_count") - 1)
     return earlier.join(last.select(_SAME).unique(), on=_SAME, how="semi", nulls_equal=True, maintain_order="left")
-
-
-def _sync_once_fix(run: Run, unsharded_bytes: int) -> str:
-    used = workload.run_strategy(run)
-    if used == DDP:
-        return "Reduce in the last micro-batch only: model.no_sync() around the others. It needs no extra memory."
-    memory = f". Each rank then stores about {units.size(unsharded_bytes)} of unsharded gradients until the last one"
-    if used == FSDP1:
-        return f"Reduce in the last micro-batch only: model.no_sync() around the others{memory}."
-    if used == FSDP2:
-        return (
-            "Reduce in the last micro-batch only: set_requires_gradient_sync(False) for the others and "
-            f"set_is_last_backward(True) for the last{memory}. On a mesh of two axes, set_requires_all_reduce(False) "
-            "saves only the all-reduce and needs no extra memory."
-        )
-    return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){memory}."

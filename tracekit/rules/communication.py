@@ -1,4 +1,4 @@
-"""Rules on communication: exposed collectives, and collectives that their preparation delays."""
+"""The rule on exposed communication, and its fixes by strategy, collective and backend."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
-from tracekit.analysis.compute import compute_gap_causes, contention
+from tracekit.analysis.compute import contention
 from tracekit.analysis.parallelism import (
     group_axes,
     pipeline_actions,
@@ -19,17 +19,115 @@ from tracekit.analysis.parallelism import (
     tensor_parallel,
     workload,
 )
+from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.strategies import DP, DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
-from tracekit.rules import communication_fixes, quoted_step
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+_GLOO_FIXES = {
+    FSDP1: (
+        "FSDP1 on gloo blocks on each collective, so prefetching overlaps none of it: give each rank more tokens per "
+        "step, or all-gather once instead of twice with sharding_strategy=ShardingStrategy.SHARD_GRAD_OP."
+    ),
+    FSDP2: (
+        "FSDP2 on gloo blocks on each collective by default: overlap the next all-gather with compute by "
+        "unshard(async_op=True), set_modules_to_forward_prefetch and set_modules_to_backward_prefetch. Reduce-scatters "
+        "stay exposed, so give each rank more tokens per step."
+    ),
+}
+_FIXES = {
+    (FSDP1, _GATHER): (
+        "Prefetch the next unit: FullyShardedDataParallel(forward_prefetch=True, "
+        "backward_prefetch=BackwardPrefetch.BACKWARD_PRE). If all-gathers still start late, limit_all_gathers=False "
+        "removes the limit on those in flight, at the cost of memory."
+    ),
+    (FSDP1, _REDUCE): (
+        "Reduce fewer bytes: MixedPrecision(reduce_dtype=torch.bfloat16). Or reduce less often: accumulate gradients "
+        "under no_sync(), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (FSDP2, _GATHER): (
+        "Prefetch further ahead: set_modules_to_forward_prefetch and set_modules_to_backward_prefetch with the next "
+        "two modules. Or keep weights unsharded until backward with fully_shard(reshard_after_forward=False), at the "
+        "cost of memory."
+    ),
+    (FSDP2, _REDUCE): (
+        "Let all-gathers overtake reduce-scatters with set_separate_reduce_scatter_group, allow more reduce-scatters "
+        "in flight with set_reduce_scatter_max_input_buffers(2), or reduce fewer bytes: "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+    ),
+    (DDP, "all_reduce"): (
+        "All-reduce less often: accumulate gradients under no_sync(). Or reduce fewer bytes: register_comm_hook(None, "
+        "default_hooks.bf16_compress_hook) halves fp32 gradients, and another bucket_cap_mb can make the last bucket "
+        "small."
+    ),
+    (YAFSDP, _GATHER): (
+        "YaFSDP already prefetches the next unit: send fewer bytes with "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16), keep weights unsharded with "
+        "fully_shard(reshard_after_forward=False), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (YAFSDP, _REDUCE): (
+        "YaFSDP already overlaps the reduce-scatter with the next layer's backward: send fewer bytes with "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), or give each rank more tokens per step."
+    ),
+}
+# Those that advise fewer bits, for messages of 16 bits or less.
+_SHORT_FIXES = {
+    (FSDP1, _REDUCE): (
+        "Reduce less often: accumulate gradients under no_sync(), at the cost of memory, or give each rank more tokens "
+        "per step. Gradients are reduced in 16 bits already."
+    ),
+    (FSDP2, _REDUCE): (
+        "Let all-gathers overtake reduce-scatters with set_separate_reduce_scatter_group, or allow more "
+        "reduce-scatters in flight with set_reduce_scatter_max_input_buffers(2). Gradients are reduced in 16 bits "
+        "already."
+    ),
+    (DDP, "all_reduce"): (
+        "All-reduce less often: accumulate gradients under no_sync(), or choose bucket_cap_mb so that the last bucket "
+        "is small. Gradients are reduced in 16 bits already."
+    ),
+    (YAFSDP, _GATHER): (
+        "YaFSDP already prefetches the next unit, in 16 bits: keep weights unsharded with "
+        "fully_shard(reshard_after_forward=False), at the cost of memory, or give each rank more tokens per step."
+    ),
+    (YAFSDP, _REDUCE): (
+        "YaFSDP already overlaps the reduce-scatter with the next layer's backward, in 16 bits: give each rank more "
+        "tokens per step."
+    ),
+}
+_TENSOR_PARALLEL = (
+    "The result of an all-reduce of activations (tensor parallelism) is needed at once, so it cannot start earlier: "
+    "split the batch in two, so that the all-reduce of one half overlaps with the compute of the other; keep the "
+    "tensor-parallel group inside one node and as small as memory allows; or overlap it with its matrix product "
+    "(sequence parallelism with async tensor parallelism{more})."
+)
+_IN_TRAINING, _IN_INFERENCE = ", userbuffers", ", one-shot all-reduce over symmetric memory"
+_UNKNOWN_ALL_REDUCE = (
+    "If these all-reduces reduce gradients, overlap them with backward (DistributedDataParallel, async_op=True) or "
+    "accumulate gradients. If they reduce activations (tensor parallelism), they cannot start earlier: split the batch "
+    "in two to overlap them, or use a smaller tensor-parallel group inside one node."
+)
+_ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half overlaps with the compute of the other."
+_MESSAGES = (
+    "Post the sends and receives in the evidence before the compute that does not need their data (isend, irecv or "
+    "batch_isend_irecv), and wait() where the data is used."
+)
+_START_EARLIER = (
+    "Start the {op} collectives in the evidence earlier (async_op=True, with wait() where the result is used), or give "
+    "each rank more compute per byte."
+)
+_START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
+_MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
+
 _EVIDENCE_ROWS = 20
+_DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
 _SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
 _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
@@ -99,29 +197,70 @@ class ExposedCommunication(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
-        steps = _exposed_steps(run)
+        ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
+        steps = save_stages.without_saves(
+            run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
+        ).with_columns(ratio)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(
             pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
         )
         if over.is_empty():
             return
         worst = over.row(0, named=True)
-        collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
-        severity = self._severity(worst["exposed_ratio"])
+        judged_steps = save_stages.steps(run).select(quoted_step.KEY).unique()
+        collectives = (
+            run.table(pipeline_communication.exposed_transfers)
+            .filter(pl.col("exposed_ns") > 0)
+            .drop("activity_id", "waited_ns")
+            .join(judged_steps, on=quoted_step.KEY, how="semi", nulls_equal=True)
+            .pipe(largest_first, "exposed_ns", "rank", "start_ns")
+            .join(over.select("rank"), on="rank", how="semi")
+        )
         axis = _most_exposed_axis(run, worst)
+        overlapped_ratio = worst["overlapped_ns"] / worst["communication_ns"] if worst["communication_ns"] else 0.0
+        severity = Severity.WARNING if worst["exposed_ratio"] > self.max_exposed_ratio else Severity.INFO
+        if worst["exposed_ratio"] > self.error_exposed_ratio:
+            severity = Severity.ERROR
         if axis == TP:
             severity = Severity.INFO
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
         if not slow and (slow := _slow_for_node(run, self.min_link_ratio)) and axis != TP:
             severity = max(severity, Severity.WARNING)
+        step_calls = quoted_step.rows_of(collectives, worst)
+        time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
+        op = time["op"][0] if time.height else None
+        costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
+        in_backward = True if axis in _DATA_AXES else None
+        if axis not in _DATA_AXES and costliest["phase"].count():
+            backward_ns = int(costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum())
+            in_backward = backward_ns * 2 > int(costliest["exposed_ns"].sum())
+        message = (
+            f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
+            f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
+            f"{quoted_step.describe(worst)}. Compute overlaps {units.share(overlapped_ratio)} of its communication."
+        )
+        if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
+            awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
+            message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
+        dtypes = costliest["dtype"].drop_nulls()
+        ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
+        fix = fix_for(
+            strategy=workload.run_strategy(run) or ddp,
+            op=op,
+            gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
+            overlapped_ratio=overlapped_ratio,
+            is_short=bool(dtypes.len() and dtypes.str.contains(_SHORT_TYPES).all()),
+            in_backward=in_backward,
+            infers=workload.is_inference(run),
+        )
         yield Finding(
             self.code,
             severity,
-            _message(worst, of_pipeline=pipeline_stages.is_pipelined(run))
+            message
             + (_MAY_WAIT if worst["rank"] in collective_instances.ranks_without_peers(run) else "")
             + (_OF_TENSOR_PARALLEL if axis == TP else "")
             + slow,
-            _fix(run, worst, quoted_step.rows_of(collectives, worst), axis) + (_SLOW_FIX if slow else ""),
+            fix + (_SLOW_FIX if slow else ""),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
@@ -131,112 +270,6 @@ class ExposedCommunication(Rule):
             evidence=_evidence(worst, collectives),
             is_of_window=worst["step"] is None,
         )
-
-    def _severity(self, exposed_ratio: float) -> Severity:
-        if exposed_ratio > self.error_exposed_ratio:
-            return Severity.ERROR
-        return Severity.WARNING if exposed_ratio > self.max_exposed_ratio else Severity.INFO
-
-
-@dataclass(frozen=True)
-class PreparationGap(Rule):
-    """Collectives that start late because copies and casts prepare them, while compute waits.
-
-    What it does: reports, as information, runs in which compute waits more than `min_lost_ratio` of the step for
-    collectives that are delayed by their preparation: copy-in, concatenation, cast, divide.
-
-    Why it costs: the network is idle while a collective is prepared. Compute that waits for the collective also waits
-    for its preparation. The part that contention adds to the preparation belongs to STREAM001.
-
-    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
-    directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
-    the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
-    that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
-    median step of the worst device.
-
-    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
-    (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
-    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
-
-    Blind spots: needs device streams: on a CPU run, preparation is compute. Preparation that never runs alone counts in
-    full, contention included. Work under other spans and on other streams is not recognized as preparation.
-    """
-
-    code: ClassVar[str] = "COMM004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *save_stages.FACTS,
-    )  # fmt: skip
-    min_lost_ratio: float = 0.02
-
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        chains = _preparation_chains(run)
-        loss = quoted_step.worst_loss(save_stages.losses(run, chains, "lost_ns"), self.min_lost_ratio)
-        if loss is None:
-            return
-        preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
-        yield loss.finding(
-            self,
-            Severity.INFO,
-            f"Compute waits {loss} for copies and casts that prepare collectives, which take "
-            f"{units.duration(preparation_ns)}.",
-            _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
-            confidence=0.7,
-            evidence=quoted_step.evidence(chains, loss.row, "lost_ns", _EVIDENCE_ROWS),
-        )
-
-
-_SHARDED = (workload.FSDP1, workload.FSDP2, workload.YAFSDP)
-_PREPARE_FSDP = (
-    "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
-    "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
-    "set_modules_to_backward_prefetch."
-)
-_PREPARE_LESS = (
-    "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
-    "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
-)
-
-
-def _preparation_chains(run: Run) -> pl.DataFrame:
-    """Return the chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it."""
-    if not run.table(contention.device_count)["devices"].sum():
-        return run.table(compute_gap_causes.chains).clear().with_columns(lost_ns=pl.lit(0, pl.Int64))
-    lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
-    return run.table(compute_gap_causes.chains).with_columns(lost_ns.alias("lost_ns")).filter(pl.col("lost_ns") > 0)
-
-
-def _exposed_steps(run: Run) -> pl.DataFrame:
-    """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
-    ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
-    return save_stages.without_saves(
-        run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
-    ).with_columns(ratio)
-
-
-def _collectives(run: Run) -> pl.DataFrame:
-    """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
-    steps = save_stages.steps(run).select("window", "rank", "step", "device").unique()
-    return (
-        run.table(pipeline_communication.exposed_transfers)
-        .filter(pl.col("exposed_ns") > 0)
-        .drop("activity_id", "waited_ns")
-        .join(steps, on=steps.columns, how="semi", nulls_equal=True)
-        .pipe(largest_first, "exposed_ns", "rank", "start_ns")
-    )
-
-
-def _message(worst: dict[str, Any], of_pipeline: bool) -> str:
-    message = (
-        f"{units.share(worst['exposed_ratio'])} of the {quoted_step.noun(worst)} is exposed communication: "
-        f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{quoted_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
-        "communication."
-    )
-    if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
-        return message
-    awaited = f"late ranks{' or other stages of the pipeline' if of_pipeline else ''}"
-    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
 
 
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency
@@ -310,10 +343,6 @@ def _evidence(worst: dict[str, Any], exposed: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
 
 
-def _overlapped_ratio(worst: dict[str, Any]) -> float:
-    return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
-
-
 _MAY_WAIT = " Some of it may be waiting for ranks without a trace."
 _OF_TENSOR_PARALLEL = " Most of it is tensor parallelism: see TP001 and TP002."
 
@@ -334,28 +363,36 @@ def _most_exposed_axis(run: Run, worst: dict[str, Any]) -> str | None:
     return None if dominant.is_empty() else str(dominant["axis"][0])
 
 
-def _fix(run: Run, worst: dict[str, Any], step_calls: pl.DataFrame, axis: str | None) -> str:
-    time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
-    op = time["op"][0] if time.height else None
-    gloo = bool(step_calls["name"].str.starts_with("gloo:").any())
-    costliest = step_calls.filter(pl.col("op").eq_missing(pl.lit(op)))
-    backward_ns = costliest.filter(pl.col("phase") == conventions.BACKWARD)["exposed_ns"].sum()
-    return communication_fixes.fix_for(
-        strategy=workload.run_strategy(run) or (workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None),
-        op=op,
-        gloo=gloo,
-        overlapped_ratio=_overlapped_ratio(worst),
-        is_short=bool(costliest["dtype"].drop_nulls().str.contains(_SHORT_TYPES).all() and costliest["dtype"].count()),
-        in_backward=_in_backward(costliest, int(backward_ns), axis),
-        infers=workload.is_inference(run),
-    )
+def fix_for(
+    *,
+    strategy: str | None,
+    op: str | None,
+    gloo: bool,
+    overlapped_ratio: float,
+    is_short: bool = False,
+    in_backward: bool | None = None,
+    infers: bool = False,
+) -> str:
+    """Return the fix where collectives of kind `op` are most of the exposed time.
 
-
-_DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
-
-
-def _in_backward(costliest: pl.DataFrame, backward_ns: int, axis: str | None) -> bool | None:
-    """Return whether collectives are of gradients; None where neither axis nor phase is known."""
-    if axis in _DATA_AXES:
-        return True
-    return backward_ns * 2 > int(costliest["exposed_ns"].sum()) if costliest["phase"].count() else None
+    `overlapped_ratio` is the share of communication that compute overlaps now, `is_short` whether messages have 16 bits
+    or less, `in_backward` whether most of those collectives are in backward (None where phases are unknown), `infers`
+    whether the run does not train.
+    """
+    if op == "all_reduce" and not gloo and strategy in (None, DDP) and (infers or in_backward is False):
+        return _TENSOR_PARALLEL.format(more=_IN_INFERENCE if infers else _IN_TRAINING)
+    if op == "all_reduce" and strategy is None and in_backward is None:
+        return _UNKNOWN_ALL_REDUCE
+    if infers:
+        strategy = None
+    if is_short and (strategy, op) in _SHORT_FIXES:
+        return _SHORT_FIXES[strategy or "", op or ""]
+    if gloo and strategy in _GLOO_FIXES and op in (_GATHER, _REDUCE) and overlapped_ratio < _MIN_OVERLAPPED_RATIO:
+        return _GLOO_FIXES[strategy]
+    if (strategy, op) in _FIXES:
+        return _FIXES[strategy or "", op or ""]
+    if op == "all_to_all":
+        return _ALL_TO_ALL
+    if op in pipeline_actions.POINT_TO_POINT:
+        return _MESSAGES
+    return _START_EARLIER.format(op=op.replace("_", "-")) if op else _START_ANY_EARLIER

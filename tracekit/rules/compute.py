@@ -1,5 +1,6 @@
 """Rules on the efficiency of kernels: matrix products, optimizers, elementwise chains."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from tracekit.analysis.parallelism import workload
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.device_time import (
     IDLE_TENSOR_CORES,
     MISALIGNED_PRODUCTS,
@@ -27,7 +29,41 @@ _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class MisalignedProducts(Rule):
+class AvoidableTime(Rule):
+    """Kernels that take longer than they need to; each subclass is one reason.
+
+    The first of its `facts` is the table of these kernels, with the time that they could save (saved_ns).
+    """
+
+    cause: ClassVar[Cause]
+    confidence: ClassVar[float] = 0.7
+    info_saved_ratio: float = 0.02
+    max_saved_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's median step exceeds a threshold."""
+        kernels = run.table(self.facts[0])
+        loss = quoted_step.worst_loss(save_stages.losses(run, kernels, "saved_ns"), self.info_saved_ratio)
+        if loss is None:
+            return
+        message, fix = self.advise(run, loss)
+        yield loss.finding(
+            self,
+            Severity.WARNING if loss.row["lost_ratio"] >= self.max_saved_ratio else Severity.INFO,
+            message,
+            fix,
+            confidence=self.confidence,
+            evidence=_evidence(kernels, loss),
+            what_if=WhatIf(self.cause),
+        )
+
+    @abstractmethod
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+
+
+@dataclass(frozen=True)
+class MisalignedProducts(AvoidableTime):
     """Matrix products whose rows in memory are not aligned for tensor cores.
 
     What it does: reports products of which a dimension is not a multiple of 16 bytes (8 elements of 16 bits, 4 of 32
@@ -52,33 +88,35 @@ class MisalignedProducts(Rule):
     """
 
     code: ClassVar[str] = "COMP001"
+    cause: ClassVar[Cause] = MISALIGNED_PRODUCTS
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *save_stages.FACTS)
-    info_saved_ratio: float = 0.02
-    max_saved_ratio: float = 0.05
     min_time_ratio: float = 0.1
+
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+        calls = loss.rows(run.table(self.facts[0])).drop_nulls("padding")
+        by_shapes = calls.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
+        row = largest_first(by_shapes, "saved_ns", "op", "shapes").row(0, named=True)
+        # "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving.
+        sums = calls.group_by("padding").agg(pl.col("saved_ns").sum())
+        ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
+        dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
+        pairs = list(dims.items())[::-1][:_MAX_NAMED]
+        pads = " and ".join(f"{size} to {to}" for size, to in pairs)
+        return (
+            f"Matrix products with misaligned dimensions take {_duration(calls)}; aligned ones would save {loss}. "
+            f"Most of it: {row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])}).",
+            f"Pad {pads}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
+            "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
+            "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
+        )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
-        rows = run.table(product_kernels.misaligned_kernels)
-        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
-        if loss is None:
-            yield from self._without_price(run, rows)
-            return
-        calls = loss.rows(rows).drop_nulls("padding")
-        yield loss.finding(
-            self,
-            _severity(loss, self.max_saved_ratio),
-            f"Matrix products with misaligned dimensions take {_duration(calls)}; aligned ones would save {loss}. "
-            f"Most of it: {_largest(calls)}.",
-            f"Pad {_pads(calls)}, such that rows in memory begin at multiples of 16 bytes: sizes of the model "
-            "(vocabulary, hidden, heads) in its configuration, sequence lengths in the collate function "
-            "(pad_to_multiple_of=8). In attention, scaled_dot_product_attention avoids such products.",
-            confidence=0.7,
-            evidence=_evidence(rows, loss),
-            what_if=WhatIf(MISALIGNED_PRODUCTS),
-        )
+        yield from tuple(super().check(run)) or self._without_price(run)
 
-    def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
+    def _without_price(self, run: Run) -> Iterator[Finding]:
+        rows = run.table(self.facts[0])
         loss = quoted_step.worst_loss(save_stages.losses(run, rows, "dur_ns"), self.min_time_ratio)
         if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
             return
@@ -98,7 +136,7 @@ class MisalignedProducts(Rule):
 
 
 @dataclass(frozen=True)
-class IdleTensorCores(Rule):
+class IdleTensorCores(AvoidableTime):
     """32-bit matrix products that do not use the tensor cores.
 
     What it does: reports products and convolutions in 32 bits that run without tensor cores on a device whose tensor
@@ -121,34 +159,24 @@ class IdleTensorCores(Rule):
     """
 
     code: ClassVar[str] = "COMP002"
+    cause: ClassVar[Cause] = IDLE_TENSOR_CORES
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *save_stages.FACTS)
-    info_saved_ratio: float = 0.02
-    max_saved_ratio: float = 0.05
 
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(product_kernels.without_tensor_cores)
-        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
-        if loss is None:
-            return
-        calls = loss.rows(rows)
-        kernel = largest_first(calls, "dur_ns", "start_ns")["name"][0]
-        yield loss.finding(
-            self,
-            _severity(loss, self.max_saved_ratio),
-            f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(calls)}, most of it in "
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+        kernels = loss.rows(run.table(self.facts[0]))
+        kernel = largest_first(kernels, "dur_ns", "start_ns")["name"][0]
+        return (
+            f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(kernels)}, most of it in "
             f"kernels such as {_short(kernel)}; TF32 would save {loss}.",
             'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
             "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or train under "
             "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
-            confidence=0.7,
-            evidence=_evidence(rows, loss),
-            what_if=WhatIf(IDLE_TENSOR_CORES),
         )
 
 
 @dataclass(frozen=True)
-class UnfusedOptimizer(Rule):
+class UnfusedOptimizer(AvoidableTime):
     """An optimizer that passes over the parameters once per operator.
 
     What it does: reports steps of Adam, AdamW and SGD that launch elementwise kernels one operator after
@@ -170,34 +198,26 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
+    cause: ClassVar[Cause] = UNFUSED_OPTIMIZER
     facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *save_stages.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(avoidable_time.unfused_optimizer_kernels)
-        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
-        if loss is None:
-            return
-        kernels = loss.rows(rows)
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+        kernels = loss.rows(run.table(self.facts[0]))
         by_optimizer = kernels.group_by("optimizer", "implementation").agg(pl.len(), pl.col("dur_ns").sum())
         row = largest_first(by_optimizer, "dur_ns", "optimizer", "implementation").row(0, named=True)
-        yield loss.finding(
-            self,
-            _severity(loss, self.max_saved_ratio),
+        return (
             f"The optimizer is not fused: {row['optimizer']} ({row['implementation']}) launches {kernels.height:,} "
             f"elementwise kernels, {_duration(kernels)} in all; fused ones would save {loss}.",
             f"Use torch.optim.{row['optimizer']}(…, fused=True): one kernel per group of tensors reads and writes "
             "parameters, gradients and state once.",
-            confidence=0.7,
-            evidence=_evidence(rows, loss),
-            what_if=WhatIf(UNFUSED_OPTIMIZER),
         )
 
 
 @dataclass(frozen=True)
-class UnfusedKernels(Rule):
+class UnfusedKernels(AvoidableTime):
     """Elementwise kernels in a row, each of which reads what the one before wrote.
 
     What it does: reports steps in which one fused kernel instead of each chain of elementwise ones would save
@@ -220,21 +240,17 @@ class UnfusedKernels(Rule):
     """
 
     code: ClassVar[str] = "COMP004"
+    confidence: ClassVar[float] = 0.6
+    cause: ClassVar[Cause] = UNFUSED_KERNELS
     facts: ClassVar[tuple[TraceFact, ...]] = (
         avoidable_time.elementwise_chains,
         *save_stages.FACTS,
         workload.marks,
     )
-    info_saved_ratio: float = 0.02
-    max_saved_ratio: float = 0.05
 
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(avoidable_time.elementwise_chains)
-        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
-        if loss is None:
-            return
-        kernels = loss.rows(rows)
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+        kernels = loss.rows(run.table(self.facts[0]))
         chains = kernels.group_by("chain", maintain_order=True).agg(
             pl.col("op").str.strip_prefix("aten::").str.join(" → ").alias("ops"),
             pl.col("shapes").last(),
@@ -242,21 +258,16 @@ class UnfusedKernels(Rule):
         )
         alike = chains.group_by("ops").agg(pl.len(), pl.col("saved_ns").sum())
         largest = largest_first(alike, "saved_ns", "ops").row(0, named=True)
-        yield loss.finding(
-            self,
-            _severity(loss, self.max_saved_ratio),
+        return (
             f"Elementwise kernels in a row are not fused: {kernels.height:,} kernels in {chains.height:,} chains read "
             f"again what the kernel before wrote, {loss}. {largest['len']:,} chains are {largest['ops']} "
             f"({units.duration(largest['saved_ns'])} of that).",
             _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
-            confidence=0.6,
-            evidence=_evidence(rows, loss),
-            what_if=WhatIf(UNFUSED_KERNELS),
         )
 
 
 @dataclass(frozen=True)
-class PartialWaves(Rule):
+class PartialWaves(AvoidableTime):
     """Matrix products whose last wave of blocks leaves most of the device idle.
 
     What it does: reports products of two to four waves of blocks of which the last leaves 20% or more of the product's
@@ -279,30 +290,22 @@ class PartialWaves(Rule):
     """
 
     code: ClassVar[str] = "COMP005"
+    confidence: ClassVar[float] = 0.5
+    cause: ClassVar[Cause] = PARTIAL_WAVES
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *save_stages.FACTS)
-    info_saved_ratio: float = 0.02
-    max_saved_ratio: float = 0.05
 
-    def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's median step exceeds the threshold."""
-        rows = run.table(product_kernels.partial_waves)
-        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
-        if loss is None:
-            return
-        calls = loss.rows(rows)
-        largest = largest_first(calls, "saved_ns", "start_ns").row(0, named=True)
-        yield loss.finding(
-            self,
-            _severity(loss, self.max_saved_ratio),
-            f"The last wave of blocks leaves the device idle in {calls.height:,} matrix products of {_duration(calls)}"
-            f": {loss}. Most of it: {largest['op']} {largest['shapes']}, whose {largest['blocks']:,} tiles take "
+    def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
+        """Message and fix for a loss, by the kernels of the quoted step."""
+        kernels = loss.rows(run.table(self.facts[0]))
+        largest = largest_first(kernels, "saved_ns", "start_ns").row(0, named=True)
+        return (
+            f"The last wave of blocks leaves the device idle in {kernels.height:,} matrix products of "
+            f"{_duration(kernels)}: {loss}. Most of it: {largest['op']} {largest['shapes']}, whose "
+            f"{largest['blocks']:,} tiles take "
             f"{largest['wave_count']} waves on {largest['multiprocessors']} multiprocessors.",
             f"Change a size such that the tiles fill their waves: of {_sizes(largest, 'rows')}, or of "
             f"{_sizes(largest, 'columns')}. Or let the library choose another tile "
             '(torch.compile(mode="max-autotune"), a newer cuBLAS).',
-            confidence=0.5,
-            evidence=_evidence(rows, loss),
-            what_if=WhatIf(PARTIAL_WAVES),
         )
 
 
@@ -320,29 +323,10 @@ def _duration(rows: pl.DataFrame) -> str:
     return units.duration(int(rows["dur_ns"].sum()))
 
 
-def _severity(loss: quoted_step.StepLoss, max_ratio: float) -> Severity:
-    return Severity.WARNING if loss.row["lost_ratio"] >= max_ratio else Severity.INFO
-
-
 def _evidence(rows: pl.DataFrame, loss: quoted_step.StepLoss) -> pl.DataFrame:
     evidence = quoted_step.evidence(rows.with_columns(pl.col("saved_ns").fill_null(0)), loss.row, "saved_ns")
     first = [*KEY, "phase", "op", "name", "start_ns", "dur_ns", "saved_ns"]
     return evidence.select(*first, *(name for name in ("shapes", "padding") if name in evidence.columns))
-
-
-def _largest(rows: pl.DataFrame) -> str:
-    sums = rows.group_by("op", "shapes").agg(pl.len(), pl.col("dur_ns", "saved_ns").sum())
-    row = largest_first(sums, "saved_ns", "op", "shapes").row(0, named=True)
-    return f"{row['len']:,} × {row['op']} {row['shapes']} ({units.duration(row['dur_ns'])})"
-
-
-def _pads(rows: pl.DataFrame) -> str:
-    """Return "5185 to 5192 and 18030 to 18032": the dimensions with most of the saving."""
-    sums = rows.group_by("padding").agg(pl.col("saved_ns").sum())
-    ordered = largest_first(sums, "saved_ns", "padding")["padding"].to_list()
-    dims = dict(pair for padding in reversed(ordered) for pair in reversed(product_kernels.pads(padding)))
-    pairs = list(dims.items())[::-1][:_MAX_NAMED]
-    return " and ".join(f"{size} to {to}" for size, to in pairs)
 
 
 def _sizes(row: dict[str, Any], name: str) -> str:

@@ -1,12 +1,13 @@
-"""Rules on contention: compute and collectives that slow each other down while both are on the device."""
+"""Rules on contention: compute, collectives and their preparation that delay each other on the device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.compute import collective_contention, contention
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -76,18 +77,17 @@ class ContendedCompute(Rule):
         loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
-        slowdown = _slowdown_on(slow, loss)
+        slowdown, suspicion, confidence = _slowdown_on(slow, loss, self.min_calls)
         on_ranks = pl.col("rank").is_in(distinct(loss.steps, "rank"))
-        suspicion = _suspicion(slowdown, self.min_calls)
         kernels = run.scan(contention.by_kernel).filter(_DURING_COLLECTIVES, on_ranks).collect()
         quoted_first = kernels.sort(pl.col("rank") == loss.row["rank"], "lost_ns", descending=True)
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(loss)}.{suspicion}",
+            f"Kernels take {slowdown} as long during collectives as alone. {_cost(loss)}.{suspicion}",
             "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
             f"(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes{_FEWER_BYTES.get(workload.run_strategy(run) or '', '')}.",
-            confidence=_confidence(slowdown),
+            confidence=confidence,
             evidence=quoted_first.head(40),
             what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
         )
@@ -150,23 +150,84 @@ class StarvedCollectives(Rule):
         loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
         if loss is None:
             return
-        slowdown = _slowdown_on(slow, loss)
         collectives = run.table(collective_contention.compared_calls).filter("judged")
         collectives = collectives.with_columns(pl.col("excess_ns").alias("lost_ns"))
-        suspicion = _suspicion(slowdown, self.min_calls, is_whole=bool(collectives["whole"].all()))
+        is_whole = bool(collectives["whole"].all())
+        slowdown, suspicion, confidence = _slowdown_on(slow, loss, self.min_calls, is_whole=is_whole)
         yield loss.finding(
             self,
             Severity.INFO if suspicion else Severity.WARNING,
-            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}."
-            f"{suspicion}",
+            f"Collectives take {slowdown} as long during compute as alone{_bandwidth(run)}. {_cost(loss)}.{suspicion}",
             "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
             f"or start them earlier{_EARLIER.get(workload.run_strategy(run) or '', ' (async_op=True)')}.",
-            confidence=_confidence(slowdown) * (1.0 if collectives["whole"].all() else 0.8),
+            confidence=confidence * (1.0 if is_whole else 0.8),
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
         )
 
 
+@dataclass(frozen=True)
+class PreparationGap(Rule):
+    """Collectives that start late because copies and casts prepare them, while compute waits.
+
+    What it does: reports, as information, runs in which compute waits more than `min_lost_ratio` of the step for
+    collectives that are delayed by their preparation: copy-in, concatenation, cast, divide.
+
+    Why it costs: the network is idle while a collective is prepared. Compute that waits for the collective also waits
+    for its preparation. The part that contention adds to the preparation belongs to STREAM001.
+
+    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
+    directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
+    the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
+    that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
+    median step of the worst device.
+
+    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
+    (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
+    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
+
+    Blind spots: needs device streams: on a CPU run, preparation is compute. Preparation that never runs alone counts in
+    full, contention included. Work under other spans and on other streams is not recognized as preparation.
+    """
+
+    code: ClassVar[str] = "COMM004"
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *save_stages.FACTS,
+    )  # fmt: skip
+    min_lost_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's median step exceeds the threshold."""
+        # Chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it.
+        if not run.table(contention.device_count)["devices"].sum():
+            return
+        lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
+        chains = run.table(compute_gap_causes.chains).with_columns(lost_ns=lost_ns).filter(pl.col("lost_ns") > 0)
+        loss = quoted_step.worst_loss(save_stages.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        if loss is None:
+            return
+        preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
+        yield loss.finding(
+            self,
+            Severity.INFO,
+            f"Compute waits {loss} for copies and casts that prepare collectives, which take "
+            f"{units.duration(preparation_ns)}.",
+            _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
+            confidence=0.7,
+            evidence=quoted_step.evidence(chains, loss.row, "lost_ns", 20),
+        )
+
+
+_SHARDED = (workload.FSDP1, workload.FSDP2, workload.YAFSDP)
+_PREPARE_FSDP = (
+    "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
+    "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
+    "set_modules_to_backward_prefetch."
+)
+_PREPARE_LESS = (
+    "Prepare less: write results into one preallocated buffer, in the layout and type that is sent, instead of "
+    "copying, casting or concatenating before each collective. Or prepare earlier, on the stream of compute."
+)
 _FEWER_BYTES = {
     workload.FSDP1: " (ShardingStrategy.HYBRID_SHARD)",
     workload.FSDP2: " (fully_shard on a mesh of two axes)",
@@ -180,14 +241,10 @@ _EARLIER = {
     workload.DDP: " (bucket_cap_mb)",
 }
 """How each strategy sends less, or starts collectives earlier."""
-
-
 _EVIDENCE_COLUMNS = (
     *("window", "rank", "step", "device", "lane", "name", "op", "group", "unit", "bytes", "start_ns", "dur_ns"),
     *("transfer_ns", "alone_ns", "compute_ns", "waited_ns", "lost_ns"),
 )
-
-
 _DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 
@@ -206,26 +263,16 @@ def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
     return slowed.select("rank", "device", "slowdown", "low", "high").join(calls, on=["rank", "device"])
 
 
-def _slowdown_on(slow: pl.DataFrame, loss: StepLoss) -> dict[str, Any]:
-    return slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
-
-
-def _interval(slowdown: dict[str, Any]) -> str:
-    low, high = slowdown["low"], slowdown["high"]
-    between = "" if low is None else f" (95% interval {low:.2f} to {high:.2f})"
-    return f"{slowdown['slowdown']:.2f} times{between}"
-
-
-def _suspicion(slowdown: dict[str, Any], min_calls: int, *, is_whole: bool = True) -> str:
-    """Return why a slowdown is only a suspicion; empty where there is an interval, or enough samples."""
-    calls = int(slowdown["judged_calls"])
-    if slowdown["low"] is not None or (calls >= min_calls and is_whole):
-        return ""
-    return f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
-
-
-def _confidence(slowdown: dict[str, Any]) -> float:
-    return 0.5 if slowdown["low"] is None else 0.8
+def _slowdown_on(
+    slow: pl.DataFrame, loss: StepLoss, min_calls: int, *, is_whole: bool = True
+) -> tuple[str, str, float]:
+    """The slowdown on the quoted device in words, why it is only a suspicion (or ''), and how sure it is."""
+    row = slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
+    times, low, calls = f"{row['slowdown']:.2f} times", row["low"], int(row["judged_calls"])
+    if low is not None:
+        return f"{times} (95% interval {low:.2f} to {row['high']:.2f})", "", 0.8
+    few = f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
+    return times, "" if calls >= min_calls and is_whole else few, 0.5
 
 
 def _cost(loss: StepLoss) -> str:

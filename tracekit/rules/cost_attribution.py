@@ -1,7 +1,7 @@
 """The cost of a finding: how much shorter the mean step is in a replay without its cause."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -12,9 +12,8 @@ from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
 from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
-from tracekit.replay.graph.dependency_graph import Graph
-from tracekit.replay.graph.nodes import WORK, HostSpan
-from tracekit.rules import outlier_steps, stalled_collectives
+from tracekit.replay.graph.nodes import WORK
+from tracekit.rules import outlier_steps, slow_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 
 _MIN_LAUNCHED_RATIO = 0.9
@@ -58,28 +57,35 @@ def attribute_costs(report: Report) -> Report:
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
-    replayable = bool(finding_ranks) and _can_be_replayed(run)
-    priced = [part for finding in report.findings for part in _priced_stalls(report.run, run, finding, replayable)]
-    stalls = outlier_steps.reported_stalls(report.run, priced) if replayable else pl.DataFrame()
-    stalled = stalled_collectives.removal(report.run, priced) if replayable else None
+    if not finding_ranks or not _can_be_replayed(run):
+        return replace(report, findings=sort_findings(sorted(filter(_is_costly, report.findings), key=_pricing)))
+    priced = [part for finding in report.findings for part in _price_stalls(report.run, run, finding)]
+    stalls = outlier_steps.reported_stalls(report.run, priced)
+    stalled = slow_collectives.removal(report.run, priced)
     findings: list[Finding] = []
     removed: list[Removal] = []
     for finding in sorted(priced, key=_pricing):
-        removal = _removal(report.run, finding, stalls)
-        repriced = list(_with_saving(run, finding, removal, removed, stalled)) if replayable else _if_costly(finding)
+        if finding.what_if is None or finding.what_if.cause.is_of_finding:
+            findings.append(finding)
+            continue
+        cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
+        ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
+        removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
+        repriced = _price(run, finding, finding.what_if, removal, removed, stalled)
         findings += repriced
-        if removal and _is_confirmed(finding, repriced):
+        # A replay confirms a warning, or finds that it is the consequence of another one.
+        confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
+        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT
+        if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
     if removed:
         findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
-    notes = (*report.notes, _replayed_ranks(report.run, run)) if replayable and run is not report.run else report.notes
+    notes = report.notes
+    if run is not report.run:
+        count = f"{len(run.ranks)} of {len(report.run.ranks):,} ranks"
+        notes = (*notes, f"potential savings are from replays of {count}: {units.ranges(run.ranks)}")
     return replace(report, findings=sort_findings(findings), notes=notes)
-
-
-def _replayed_ranks(run: Run, replayed: Run) -> str:
-    count = f"{len(replayed.ranks)} of {len(run.ranks):,} ranks"
-    return f"potential savings are from replays of {count}: {units.ranges(replayed.ranks)}"
 
 
 def saved_by(report: Report, removals: Sequence[Removal]) -> int:
@@ -89,178 +95,161 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     report states stay if they stayed there, too. 0 without a replay.
     """
     stalls = outlier_steps.reported_stalls(report.run, report.findings)
-    *first, last = (replace(removal, stalls=_staying_in_both(report.run, stalls, removal)) for removal in removals)
+    here = []
+    for removal in removals:
+        # Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
+        names = {span.stall for span in removal.stalls}
+        spans = outlier_steps.remaining_spans(report.run, stalls, removal.cause)
+        here.append(replace(removal, stalls=tuple(span for span in spans if span.stall in names)))
     run = representative_ranks.run_of(report.run, tuple(removal.ranks for removal in removals if removal.ranks))
-    stalled = stalled_collectives.removal(report.run, report.findings)
-    solo, after = _savings(run, last, (*_stalled_before(last, stalled), *first))
-    return max(0, min(step.saved_ns for step in (solo, after) if step)) if solo else 0
+    first = _stalled_before(here[-1], slow_collectives.removal(report.run, report.findings)) + tuple(here[:-1])
+    solo, after = _mean_saving(run, here[-1]), _mean_saving(run, here[-1], first)
+    return max(0, min(saving.saved_ns for saving in (solo, after) if saving)) if solo else 0
 
 
-def _staying_in_both(run: Run, stalls: pl.DataFrame, removal: Removal) -> tuple[HostSpan, ...]:
-    """Host spans of a run in `stalls` that stay where a cause is removed, and stayed in a removal.
-
-    Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
-    """
-    names = {span.stall for span in removal.stalls}
-    return tuple(span for span in outlier_steps.remaining_spans(run, stalls, removal.cause) if span.stall in names)
-
-
-def _priced_stalls(run: Run, replayed: Run, finding: Finding, replayable: bool) -> Iterable[Finding]:
-    """Return a finding on single stalls with its cost from a replay, if there is one; others as they are.
-
-    `replayed` is the run of the ranks that are replayed.
-    """
-    if finding.what_if is None or not finding.what_if.cause.is_of_finding or not replayable:
-        return (finding,)
+def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
+    """The finding, with its cost from a replay of the ranks in `replayed` if it is on single stalls."""
+    if finding.what_if is None or not finding.what_if.cause.is_of_finding:
+        return [finding]
     is_collective = finding.what_if.cause is STALLED_COLLECTIVE
-    removal = stalled_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
+    removal = slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
     if removal is None:
-        return (finding,)
+        return [finding]
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(part, removals=()) for part in _with_saving(replayed, finding, removal, [], None)]
+    return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None)]
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
-    """Return a finding on waiting for late ranks with the waiting that remains without the causes in `removed`."""
+    """The finding on waiting for late ranks, with the waiting that remains without the causes in `removed`."""
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
     codes = " and ".join(dict.fromkeys(removal.code for removal in removed))
-    is_consequence = ratio < _MIN_OWN_RATIO
     return replace(
         finding,
-        severity=Severity.INFO if is_consequence else finding.severity,
+        severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
         cost_ns=int(ratio * finding.cost_ns),
         impact=ratio * finding.impact,
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {codes}.",
     )
 
 
-def _removal(run: Run, finding: Finding, stalls: pl.DataFrame) -> Removal | None:
-    """Return the removal of a finding's cause, in which single stalls stay; None for a finding without a cause."""
-    if finding.what_if is None or finding.what_if.cause.is_of_finding:
-        return None
-    cause = finding.what_if.cause
-    ranks = finding.ranks if cause.pricing is Pricing.LATE_RANKS else ()
-    return Removal(cause, ranks, outlier_steps.remaining_spans(run, stalls, cause))
-
-
 def _pricing(finding: Finding) -> Pricing:
     return finding.what_if.cause.pricing if finding.what_if else Pricing.INDEPENDENT
 
 
-def _before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
-    """Return the causes with a warning that contain the time of the finding, or make it necessary."""
+def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[Removal, ...]:
+    """The causes with a warning that contain the time of the finding, or make it necessary.
+
+    A cause makes ranks late if their hosts spend longer on it than those of others, by a part of what is lost, or leave
+    their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
+    """
     if _pricing(finding) is Pricing.CONSEQUENCE:
         return tuple(removed)
-    if _pricing(finding) is not Pricing.LATE_RANKS:
+    sources = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
+    if _pricing(finding) is not Pricing.LATE_RANKS or not sources:
         return ()
-    sources = (removal for removal in removed if removal.cause.pricing is Pricing.SOURCE)
-    return tuple(
-        replace(removal, ranks=finding.ranks) for removal in sources if _makes_late(run, finding, removal.cause)
-    )
+    lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
+    largest = late_ranks.extra_time(run, finding.ranks).head(1)
+    exposed = largest.filter(pl.col("extra_ns") >= _MIN_OWN_RATIO * max(finding.cost_ns, 1))["part"].to_list()
+    before = []
+    for removal in sources:
+        host_ns: dict[int, int] = dict(savings.host_time(run, removal.cause).iter_rows())
+        late_ns = [ns for rank, ns in host_ns.items() if rank in finding.ranks]
+        other_ns = [ns for rank, ns in host_ns.items() if rank not in finding.ranks]
+        longer_ns = statistics.median(late_ns or [0]) - statistics.median(other_ns or [0])
+        if removal.cause.idle_part in exposed or longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1):
+            before.append(replace(removal, ranks=finding.ranks))
+    return tuple(before)
 
 
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
-    """Return the removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
+    """The removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
     return (stalled,) if stalled and removal.cause.is_transfer_time else ()
 
 
-def _makes_late(run: Run, finding: Finding, cause: Cause) -> bool:
-    """Return whether a cause takes the hosts of late ranks longer than those of others, by a part of what is lost.
-
-    Or leaves their devices idle for longer: on other ranks the same cause may be hidden behind queued work.
-    """
-    removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
-    late = [ns for rank, ns in removed_ns.items() if rank in finding.ranks]
-    other_ns = [ns for rank, ns in removed_ns.items() if rank not in finding.ranks]
-    longer_ns = statistics.median(late or [0]) - statistics.median(other_ns or [0])
-    lost_ns = finding.cost_ns * savings.replayed_steps(run).select("window", "step").n_unique()
-    largest = late_ranks.extra_time(run, finding.ranks).head(1).filter(pl.col("part") == cause.idle_part)
-    is_exposed = bool((largest["extra_ns"] >= _MIN_OWN_RATIO * max(finding.cost_ns, 1)).any())
-    return is_exposed or bool(longer_ns >= _MIN_PART_RATIO * max(lost_ns, 1))
-
-
-def _is_confirmed(finding: Finding, repriced: list[Finding]) -> bool:
-    """Return whether a replay confirmed a warning, or found it to be the consequence of another one."""
-    pricing = _pricing(finding)
-    if finding.severity == Severity.INFO or pricing is Pricing.INDEPENDENT:
-        return False
-    confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
-    return any(priced.is_priced and priced.cost_ns > 0 for priced in confirmed)
-
-
 def _can_be_replayed(run: Run) -> bool:
-    if not all(_has_dependencies(graph) for graph in savings.graphs_of(run)):
-        return False
+    """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
+    for graph in savings.graphs_of(run):
+        launched = graph.column("what") == WORK
+        work = launched if graph.on_device else launched | graph.matches("kind", "compute")  # on a CPU run, ops
+        in_window = launched & ~graph.is_queued_before
+        known = graph.launch[: graph.count][in_window] >= 0
+        is_too_small = work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
+        if is_too_small or known.sum() < _MIN_LAUNCHED_RATIO * in_window.sum():
+            return False
     replayed = savings.replayed_steps(run)
     recorded_ns = savings.total_ns(replayed, "duration_ns")
     limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
     return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
-def _has_dependencies(graph: Graph) -> bool:
-    """Return whether a graph has enough work, and the launches of most of it; on a CPU run, ops are work."""
-    launched = graph.column("what") == WORK
-    work = launched if graph.on_device else launched | graph.matches("kind", "compute")
-    if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
-        return False
-    in_window = launched & ~graph.is_queued_before
-    return bool((graph.launch[: graph.count][in_window] >= 0).sum() >= _MIN_LAUNCHED_RATIO * in_window.sum())
+def _is_costly(finding: Finding) -> bool:
+    """Whether the cost that the rule of a finding measured is enough to report it."""
+    return finding.what_if is None or finding.impact >= finding.what_if.min_saved_ratio
 
 
-def _if_costly(finding: Finding) -> list[Finding]:
-    """Return the finding with the cost that its rule measured, unless that is too small."""
-    is_costly = finding.what_if is None or finding.impact >= finding.what_if.min_saved_ratio
-    return [finding] if is_costly else []
-
-
-def _with_saving(
-    run: Run, finding: Finding, removal: Removal | None, removed: list[Removal], stalled: Removal | None
-) -> Iterator[Finding]:
-    """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small.
+def _price(
+    run: Run, finding: Finding, what_if: WhatIf, removal: Removal, removed: list[Removal], stalled: Removal | None
+) -> list[Finding]:
+    """The finding, with the cost from a replay if there is one; empty if the cost is too small.
 
     The causes of which it is a consequence, and stalled collectives, are removed before: only what remains is the
     finding's.
     """
-    what_if = finding.what_if
-    if what_if is None or removal is None:
-        yield finding
-        return
-    if finding.ranks and not set(finding.ranks) & set(run.ranks):
-        yield from _if_costly(finding)
-        return
-    causing = _before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *causing)
-    solo, after = _savings(run, removal, first)
+    solo = None if finding.ranks and not set(finding.ranks) & set(run.ranks) else _mean_saving(run, removal)
     if solo is None:
-        yield from _if_costly(finding)
-        return
-    smallest = min(solo, after, key=lambda step: step.saved_ns) if after else solo
-    priced = replace(_reprice(finding, what_if, first, smallest), removals=(*causing, removal))
-    repriced = _with_other_ranks(run, priced, what_if.cause)
+        return [finding] if _is_costly(finding) else []
+    causing = _causes_before(run, finding, removed)
+    first = (*_stalled_before(removal, stalled), *causing)
+    after = _mean_saving(run, removal, first)
+    mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
+    saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
+    impact = min(1.0, saved_ns / mean.step_ns)
+    before_ns = min(saved_ns, mean.before_steps_ns)
+    before = ""
+    if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
+        before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
+    codes = f" after {' and '.join(dict.fromkeys(cause.code for cause in first))}" if first else ""
+    per = "in the window" if finding.is_of_window else "per step"
+    message = f"{finding.message} Potential saving by replay{codes}: "
+    message += f"{units.duration(saved_ns)} {per} ({units.share(impact)}){before}."
+    other_ranks = _other_ranks(run, finding, what_if.cause)
+    if other_ranks:
+        message += f" Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
+    severity = finding.severity
     if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
-        yield replace(repriced, severity=Severity.INFO)  # most of it is the fault that makes the rank late
-    elif repriced.impact >= what_if.min_saved_ratio:
-        yield repriced
-    elif _if_costly(finding) and finding.severity > Severity.INFO:
-        yield replace(repriced, severity=Severity.INFO)
+        severity = Severity.INFO  # most of it is the fault that makes the rank late
+    elif impact < what_if.min_saved_ratio:
+        if severity <= Severity.INFO or not _is_costly(finding):
+            return []
+        severity = Severity.INFO
+    priced = replace(
+        finding,
+        severity=severity,
+        cost_ns=saved_ns,
+        impact=impact,
+        before_steps_ratio=min(impact, before_ns / mean.step_ns),
+        is_priced=True,
+        is_upper_bound=False,
+        confidence=min(finding.confidence, mean.confidence),
+        message=message,
+        ranks=tuple(sorted({*finding.ranks, *other_ranks})) if other_ranks else finding.ranks,
+        removals=(*causing, removal),
+    )
+    return [priced]
 
 
-def _with_other_ranks(run: Run, finding: Finding, cause: Cause) -> Finding:
-    """Return the finding with the ranks whose hosts spend more than twice as much on its cause as those that it names.
+def _other_ranks(run: Run, finding: Finding, cause: Cause) -> list[int]:
+    """The ranks whose hosts spend more than twice as much on the cause of a finding as those that it names.
 
     Rules measure where the device is idle directly after; the replay removes the cause on all ranks. A host may pause
     after a wait that found the device almost idle.
     """
     if not cause.is_hidden_elsewhere or not finding.ranks:
-        return finding
-    removed_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
-    named_ns = max(removed_ns.get(rank, 0) for rank in finding.ranks)
-    other_ranks = [rank for rank, ns in removed_ns.items() if ns > _MORE * named_ns]
-    if not other_ranks:
-        return finding
-    where = f"Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
-    return replace(finding, ranks=tuple(sorted({*finding.ranks, *other_ranks})), message=f"{finding.message} {where}")
+        return []
+    host_ns: dict[int, int] = dict(savings.host_time(run, cause).iter_rows())
+    named_ns = max(host_ns.get(rank, 0) for rank in finding.ranks)
+    return [rank for rank, ns in host_ns.items() if ns > _MORE * named_ns]
 
 
 @dataclass(frozen=True)
@@ -273,46 +262,17 @@ class _MeanStep:
     saved_ns: int
     step_ns: int
     confidence: float
-    before_steps_ns: int = 0
+    before_steps_ns: int
 
 
-def _reprice(finding: Finding, what_if: WhatIf, first: tuple[Removal, ...], mean: _MeanStep) -> Finding:
-    saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
-    share = min(1.0, saved_ns / mean.step_ns)
-    after = f" after {' and '.join(dict.fromkeys(removal.code for removal in first))}" if first else ""
-    per = "in the window" if finding.is_of_window else "per step"
-    before_ns = min(saved_ns, mean.before_steps_ns)
-    before = ""
-    if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
-        before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
-    saving = f"Potential saving by replay{after}: {units.duration(saved_ns)} {per} ({units.share(share)}){before}."
-    return replace(
-        finding,
-        cost_ns=saved_ns,
-        impact=share,
-        before_steps_ratio=min(share, before_ns / mean.step_ns),
-        is_priced=True,
-        is_upper_bound=False,
-        confidence=min(finding.confidence, mean.confidence),
-        message=f"{finding.message} {saving}",
-    )
+def _mean_saving(run: Run, removal: Removal, first: tuple[Removal, ...] | None = None) -> _MeanStep | None:
+    """The mean saving over steps, each on the slowest rank, without a cause, in addition to those in `first`.
 
-
-def _savings(run: Run, removal: Removal, first: tuple[Removal, ...]) -> tuple[_MeanStep | None, _MeanStep | None]:
-    """Return the saving of a removal alone, and after those in `first`; None for each without a replay."""
-    return _saving_per_step(run, removal), _saving_per_step(run, removal, first=first) if first else None
-
-
-def _total_saved_ns(table: pl.DataFrame) -> int:
-    return savings.total_ns(table, "replayed_ns") - savings.total_ns(table, "without_ns")
-
-
-def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] = ()) -> _MeanStep | None:
-    """Return the mean saving over steps, each on the slowest rank, without a cause, in addition to those in `first`.
-
-    None if there is no replay.
+    None if there is no replay, or `first` is empty: the saving is then that of the cause alone.
     """
-    without = savings.saving_of(run, (*first, removal))
+    if first is not None and not first:
+        return None
+    without = savings.saving_of(run, (*(first or ()), removal))
     if without.steps.is_empty():
         return None
     count = without.steps.select("window", "step").n_unique()
@@ -323,3 +283,7 @@ def _saving_per_step(run: Run, removal: Removal, *, first: tuple[Removal, ...] =
         before_steps_ns -= by_first.before_steps_ns
     step_ns = max(1, savings.total_ns(without.steps, "duration_ns") // count)
     return _MeanStep(saved_ns // count, step_ns, without.confidence, max(before_steps_ns, 0))
+
+
+def _total_saved_ns(table: pl.DataFrame) -> int:
+    return savings.total_ns(table, "replayed_ns") - savings.total_ns(table, "without_ns")

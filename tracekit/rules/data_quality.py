@@ -13,9 +13,9 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
-from tracekit.rules.late_groups import OccasionalStraggler
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
+from tracekit.rules.stragglers import OccasionalStraggler
 from tracekit.sync import alignment, collective_matching
 
 

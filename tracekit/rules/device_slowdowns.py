@@ -1,18 +1,21 @@
-"""Rules on devices that slow down: stalls with queued work, and a clock that drops."""
+"""Rules on devices that slow down: stalls with queued work, a clock that drops; and the clocks of late ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import device_counters
+from tracekit.analysis.parallelism import device_comparison
+from tracekit.analysis.parallelism.device_comparison import DeviceComparison
 from tracekit.analysis.time import device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import CLOCK_DROP, DEVICE_STALL
+from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -71,10 +74,7 @@ class DeviceStall(Rule):
     """
 
     code: ClassVar[str] = "STREAM005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        *device_stalls.FACTS,
-        *save_stages.FACTS,
-    )
+    facts: ClassVar[tuple[TraceFact, ...]] = (*device_stalls.FACTS, *save_stages.FACTS)
     min_stall_ratio: float = 0.01
     min_unexplained_ratio: float = 0.05
 
@@ -83,10 +83,31 @@ class DeviceStall(Rule):
         stalls = run.table(device_stalls.paused_kernels)
         recurring = _worst_device(run, stalls.filter("is_recurring"), self.min_stall_ratio)
         if recurring is not None:
-            yield _finding(self.code, Severity.WARNING, _stall_message(recurring), _SHARED, recurring)
+            idle, paused = (recurring.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
+            ranks = distinct(recurring.steps, "rank")
+            yield _finding(
+                self.code,
+                Severity.WARNING,
+                f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
+                f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
+                f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
+                f"{'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
+                f"{'has' if len(ranks) == 1 else 'have'} such stalls.",
+                _SHARED,
+                recurring,
+            )
         unknown = _worst_device(run, stalls.filter(~pl.col("is_recurring")), self.min_unexplained_ratio)
         if unknown is not None:
-            yield _finding(self.code, Severity.INFO, _unexplained_message(unknown), _UNKNOWN, unknown)
+            yield _finding(
+                self.code,
+                Severity.INFO,
+                f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
+                f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
+                "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
+                "process on the device.",
+                _UNKNOWN,
+                unknown,
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,32 +196,33 @@ class ClockDrop(Rule):
         is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
-        clock = _recorded_clock(run, worst)
-        what = f"The clock of {on} drops" if clock.fell is not False else f"All kernels of {on} become slower"
+        fell, clock = None, ""
+        clocks = quoted_step.rows_of(run.table(device_counters.recorded_clocks), worst, _DEVICE)
+        if clocks.height:
+            before_mhz, after_mhz, reasons = clocks.select("before_mhz", "since_mhz", "reasons").row(0)
+            fell = after_mhz < _LOWER * before_mhz
+            why = f" ({', '.join(reasons)})" if reasons else ""
+            clock = f"does not fall: {before_mhz:,.0f} and {after_mhz:,.0f} MHz"
+            clock = f"falls from {before_mhz:,.0f} to {after_mhz:,.0f} MHz{why}" if fell else clock
+            clock = f" Its recorded clock {clock}."
+        what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
             f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
             f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
             f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
-            f"({units.share(worst['lost_ratio'])}).{clock.text}",
-            _FIX if clock.fell is not False else _OTHER_FIX,
+            f"({units.share(worst['lost_ratio'])}).{clock}",
+            _FIX if fell is not False else _OTHER_FIX,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),
-            confidence=_CONFIDENCES[clock.fell],
+            confidence=_CONFIDENCES[fell],
             ranks=ranks,
             steps=distinct(places, "step"),
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
         )
-
-
-class _RecordedClock(NamedTuple):
-    """Whether the recorded clock fell, None if none is recorded, and what to say about it."""
-
-    fell: bool | None
-    text: str
 
 
 def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | None:
@@ -242,40 +264,91 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
     )
 
 
-def _stall_message(loss: _Loss) -> str:
-    idle, paused = (loss.stalls.filter(pl.col("kind") == kind) for kind in device_stalls.KINDS)
-    ranks = distinct(loss.steps, "rank")
-    return (
-        f"The device does not run queued work for {loss}: it is time-sliced with another process, or throttled. It is "
-        f"idle {idle.height} times although work is queued, and pauses {paused.height} kernels, typically for "
-        f"{units.duration(_median(loss.stalls))}. {'Rank' if len(ranks) == 1 else 'Ranks'} {units.ranges(ranks)} "
-        f"{'has' if len(ranks) == 1 else 'have'} such stalls."
-    )
-
-
-def _unexplained_message(loss: _Loss) -> str:
-    return (
-        f"The device is idle for {loss} although work is queued, {loss.stalls.height} times, typically for "
-        f"{units.duration(_median(loss.stalls))}. The idle times recur before the same kernels, lie in CUDA graphs or "
-        "are few, so their cause is unknown: work or waits that were not recorded, or another process on the device."
-    )
-
-
 def _median(stalls: pl.DataFrame) -> int:
     return int(stalls["dur_ns"].sort()[(stalls.height - 1) // 2])
 
 
-def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
-    """The GPU's clock around a drop, as its counters recorded it."""
-    is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
-    rows = run.table(device_counters.recorded_clocks).filter(is_own)
-    if rows.is_empty():
-        return _RecordedClock(None, "")
-    before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)
-    if since_mhz >= _LOWER * before_mhz:
-        both = f"{before_mhz:,.0f} and {since_mhz:,.0f} MHz"
-        return _RecordedClock(fell=False, text=f" Its recorded clock does not fall: {both}.")
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    return _RecordedClock(
-        fell=True, text=f" Its recorded clock falls from {before_mhz:,.0f} to {since_mhz:,.0f} MHz{why}."
-    )
+_CLOCK_FIXES = {
+    device_comparison.THERMAL: (
+        "Heat slows {ranks}: check fans, airflow and inlet temperature of the node "
+        "(nvidia-smi -q -d TEMPERATURE,PERFORMANCE), and remove the node from the job until it is cool."
+    ),
+    device_comparison.POWER_BRAKE: (
+        "The power supply slows {ranks}: check the power supplies and cables of the node "
+        "(nvidia-smi -q -d POWER,PERFORMANCE), and remove the node from the job until it is repaired."
+    ),
+    device_comparison.POWER_CAP: (
+        "The power limit slows {ranks}: compare the limits (nvidia-smi -q -d POWER), raise a limit that is lower than "
+        "the others' (nvidia-smi -pl), or replace a GPU that needs more power for the same clock."
+    ),
+    device_comparison.HARDWARE: (
+        "The GPU hardware lowers the clock of {ranks}: find out why (nvidia-smi -q -d "
+        "PERFORMANCE,TEMPERATURE,POWER), and remove the node from the job until it is repaired."
+    ),
+    device_comparison.CLOCK_SETTING: (
+        "The clock of {ranks} is set lower than that of the others: reset it (nvidia-smi -rgc, nvidia-smi -rac)."
+    ),
+    device_comparison.SYNC_BOOST: (
+        "Another GPU of a sync boost group slows {ranks}: find out which (nvidia-smi -q -d PERFORMANCE)."
+    ),
+}
+_UNEXPLAINED_CLOCK = (
+    "See why the clock of {ranks} is lower (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE), or use another node."
+)
+_MORE_WORK = (
+    "The clocks are equal, so check the work of {ranks}: uneven batches (sequence lengths, experts), or other jobs on "
+    "the same GPU."
+)
+_DATA_OR_HOST = (
+    "The clocks are equal, so check the data and the host of {ranks}: uneven batches, a busy host (HOST001, HOST003), "
+    "other jobs on the node."
+)
+_RECORD_CLOCKS = " Or record the clocks of the GPUs: tracekit record --device-metrics."
+_RESET_DEVICE = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
+
+
+def compare_late_devices(
+    run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, fix: str, *, is_compute: bool, is_host: bool
+) -> tuple[str, str]:
+    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and `fix` without.
+
+    `steps` are those in which they are late, columns window and step. `is_compute`, `is_host`: whether their kernels,
+    or their hosts, are known to take longer. A slow GPU does not explain a late host.
+    """
+    compared, errors = device_comparison.compare(run, ranks, steps), device_comparison.memory_errors(run, ranks)
+    several, message = len(ranks) > 1, ""
+    reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
+    if compared is None:
+        fix += reset + ("" if is_host else _RECORD_CLOCKS)
+    else:
+        own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
+        message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"
+        message += (
+            f" against {peers}: {_slow_clock(compared)}."
+            if compared.is_slower
+            else (f", the others at {peers}: the hardware is not slower.")
+        )
+        if not is_host and compared.is_slower:
+            fix = _CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK
+        elif not is_host:
+            fix = _MORE_WORK if is_compute else _DATA_OR_HOST
+        fix += reset
+    if errors.uncorrected:
+        count = units.count(errors.uncorrected, "uncorrected memory error")
+        message += f" {'Their GPUs have' if several else 'Its GPU has'} {count} (ECC)."
+    if errors.is_remap_pending:
+        message += " A memory row is to be replaced at the next reset."
+    return message, fix
+
+
+def _slow_clock(compared: DeviceComparison) -> str:
+    """Why the clock is lower, as far as counters show it."""
+    cause = f"{compared.cause} in {compared.cause_steps} of {compared.steps} steps"
+    parts = [cause if compared.cause else "no throttle reason is reported"]
+    hot_c, peer_c = compared.temperature_c, compared.others_temperature_c
+    if hot_c is not None and peer_c is not None:
+        parts.append(f"{hot_c:.0f} °C against {peer_c:.0f} °C")
+    limit_w, peer_limit_w = compared.power_limit_w, compared.others_power_limit_w
+    if limit_w is not None and peer_limit_w is not None and limit_w < peer_limit_w:
+        parts.append(f"power limit {limit_w:,.0f} W against {peer_limit_w:,.0f} W")
+    return ", ".join(parts)

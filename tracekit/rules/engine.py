@@ -1,7 +1,7 @@
 """Run the rules on a run, as far as the recording lets them judge, and rank their findings."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tracekit.rules.rule import (
     Report,
     Rule,
     Severity,
+    distinct,
     family,
     name_iterations,
     sort_findings,
@@ -97,7 +98,7 @@ def check(
     replayed = of_replays if are_many else ()
     run.measure([*(fact for rule in selected for fact in rule.facts), *FACTS, *facts, *replayed], on_progress)
     findings: list[Finding] = []
-    unrecorded = _blind_spots(run, selected)
+    unrecorded = _unrecorded(run, selected)
     blind_spots = dict(unrecorded)
     for rule in selected:
         if rule.code in unrecorded:
@@ -113,15 +114,23 @@ def check(
         blind_spots |= {rule.code: blind} if blind else {}
     files = {source.path: source for source in run.sources}  # a file may have the traces of several ranks
     inputs = tuple(_input(source) for source in files.values())
-    notes = tuple(f"{codes}: {blind}" for blind, codes in _by_reason(blind_spots).items())
+    codes: dict[str, list[str]] = {}
+    for code, blind in blind_spots.items():
+        codes.setdefault(blind, []).append(code)
+    notes = tuple(f"{', '.join(blind_codes)}: {blind}" for blind, blind_codes in codes.items())
     report = Report(run, sort_findings(limit_findings(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
     return name_iterations(cost_attribution.attribute_costs(report))
 
 
-def _blind_spots(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
-    """Return why rules cannot judge a run, by code; rules that can are left out."""
-    reasons = list(_reasons(run))
+def _unrecorded(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
+    """Why rules cannot judge a run whose traces all lack something, by code; rules that can are left out."""
+    issues = run.table(trace_quality.data_quality)
+    reasons = []
+    for kind, families, reason in _REASONS:
+        affected = issues.filter(pl.col("kind") == kind).select("window", "rank").unique().height
+        if run.sources and affected == len(run.sources):
+            reasons.append((families, reason))
     return {rule.code: reason for rule in rules for families, reason in reasons if family(rule.code) in families}
 
 
@@ -130,7 +139,10 @@ def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
 
     A finding on some ranks rests on lost events if one of these ranks has lost some, others if any rank has.
     """
-    lost = dict(_lost(run))
+    issues = run.table(trace_quality.data_quality)
+    lost: dict[int, str] = {}
+    for kind, reason in _LOST:
+        lost |= dict.fromkeys(distinct(issues.filter(pl.col("kind") == kind), "rank"), reason)
     cut = set(run.table(trace_quality.cut_steps).select("rank", "step").iter_rows())
     uncut = set(run.table(breakdown.by_step).select("rank", "step").iter_rows()) - cut
     for finding in findings:
@@ -138,27 +150,23 @@ def limit_findings(run: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
         if finding.severity == Severity.INFO or not is_on_time:
             yield finding
             continue
-        reason = next((lost[rank] for rank in _ranks(finding, lost) if rank in lost), None)
+        ranks = lost if family(finding.code) == "RANK" or not finding.ranks else finding.ranks  # RANK rules compare all
+        cause = next((lost[rank] for rank in ranks if rank in lost), None)
         of_steps = {(rank, step) for rank in finding.ranks or run.ranks for step in finding.steps or (None,)}
-        if reason is None and of_steps & cut and not of_steps & uncut:
-            reason = _CUT
-        yield finding if reason is None else _as_information(finding, reason)
+        if cause is None and of_steps & cut and not of_steps & uncut:
+            cause = _CUT
+        if cause is not None:
+            message, confidence = f"{finding.message} {cause}", min(finding.confidence, _UNCERTAIN)
+            finding = replace(finding, severity=Severity.INFO, confidence=confidence, message=message, what_if=None)
+        yield finding
 
 
 def _judge(rule: Rule, run: Run) -> tuple[str, Sequence[Finding]]:
-    """Return why a rule cannot judge all of a run, or '', and its findings."""
+    """Why a rule cannot judge all of a run, or '', and its findings."""
     try:
         return rule.blind_spot(run) or "", tuple(rule.check(run))
     except Exception as error:
         raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
-
-
-def _by_reason(blind_spots: Mapping[str, str]) -> dict[str, str]:
-    """Return the codes of the rules that each reason stops from judging, as text."""
-    codes: dict[str, list[str]] = {}
-    for code, blind in blind_spots.items():
-        codes.setdefault(blind, []).append(code)
-    return {blind: ", ".join(rule_codes) for blind, rule_codes in codes.items()}
 
 
 def _input(source: Source) -> Input:
@@ -170,34 +178,3 @@ def _input(source: Source) -> Input:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return Input(source.path, file.stat().st_size, digest)
-
-
-def _as_information(finding: Finding, reason: str) -> Finding:
-    return replace(
-        finding,
-        severity=Severity.INFO,
-        confidence=min(finding.confidence, _UNCERTAIN),
-        message=f"{finding.message} {reason}",
-        what_if=None,
-    )
-
-
-def _ranks(finding: Finding, lost: Iterable[int]) -> Iterable[int]:
-    """Return the ranks whose events a finding rests on: all, if it compares ranks."""
-    return lost if family(finding.code) == "RANK" or not finding.ranks else finding.ranks
-
-
-def _lost(run: Run) -> Iterator[tuple[int, str]]:
-    """Yield the ranks that have lost events, and what to say of findings on them."""
-    issues = run.table(trace_quality.data_quality)
-    for kind, reason in _LOST:
-        for rank in issues.filter(pl.col("kind") == kind)["rank"].drop_nulls().unique().sort().to_list():
-            yield rank, reason
-
-
-def _reasons(run: Run) -> Iterator[tuple[tuple[str, ...], str]]:
-    issues = run.table(trace_quality.data_quality)
-    for kind, families, reason in _REASONS:
-        affected = issues.filter(pl.col("kind") == kind).select("window", "rank").unique().height
-        if run.sources and affected == len(run.sources):
-            yield families, reason

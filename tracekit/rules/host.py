@@ -1,6 +1,6 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,11 +11,11 @@ from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import intervals, units
+from tracekit.model import escaping, intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH
-from tracekit.rules import quoted_step, recorded_evidence
+from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -84,7 +84,13 @@ class LateLaunch(Rule):
         longest_ns = loss.rows(late).group_by("gap").agg(pl.col("dur_ns").sum())["dur_ns"].sort()[-1]
         is_pause = loss.row["step"] is None and 2 * longest_ns > loss.row["lost_ns"]
         pause = f" One pause is {units.duration(longest_ns)} of that." if is_pause else ""
-        cold_ns = self._first_use_ns(run, loss)
+        # Time of the quoted step in first uses, if that is most of the loss and the window has no other.
+        stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
+        first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
+        device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
+        is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
+        first_ns = int(first["dur_ns"].sum())
+        cold_ns = first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
         cold = (
             f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
         )
@@ -101,15 +107,6 @@ class LateLaunch(Rule):
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
         )
-
-    def _first_use_ns(self, run: Run, loss: quoted_step.StepLoss) -> int:
-        """Return the time of the quoted step in first uses, if that is most of the loss and the window has no other."""
-        stalls = run.table(host_stalls.host_stalls).with_columns(pl.col("gap_step").alias("step"))
-        first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
-        device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
-        is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
-        first_ns = int(first["dur_ns"].sum())
-        return first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration.
@@ -294,6 +291,36 @@ _PREFETCH = (
 )
 
 
+def io_sentence(run: Run, rank: int, spans: intervals.Spans, span_name: str, kinds: Collection[str] = ()) -> str:
+    """Return a sentence on the file system calls of a rank during the spans, shape (n, 2) in ns.
+
+    It names the function and file with most of that time; `span_name` is the name of that time, such as "the save".
+    `kinds` limits it to calls of these kinds, if there are any. Empty where no I/O log has a call in the spans.
+    """
+    rank_calls = run.table(host_stalls.io_calls_of_run).filter(pl.col("rank") == rank)
+    if rank_calls.is_empty():
+        return ""
+    overlapping = host_stalls.io_during(rank_calls, spans)
+    of_kinds = overlapping.filter(pl.col("kind").is_in(list(kinds)))
+    overlapping = overlapping if of_kinds.is_empty() else of_kinds
+    if overlapping.is_empty():
+        return ""
+    longest = (
+        overlapping.group_by("name", "file", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlap_ns", "dur_ns", "bytes").sum())
+        .sort("overlap_ns", descending=True, maintain_order=True)
+        .row(0, named=True)
+    )
+    took = units.duration(host_stalls.io_covered_ns(overlapping, spans))
+    what = f"{' and '.join(sorted(kinds))} calls" if not of_kinds.is_empty() else "calls"
+    count, moved, dur_ns = (int(str(longest[name])) for name in ("calls", "bytes", "dur_ns"))
+    calls = units.count(count, f"{longest['name']} call")
+    path = "an unknown file" if longest["file"] is None else escaping.inert(str(longest["file"]), 80)
+    rate = f", {units.size(moved)} at {units.rate(moved * 1e9 / dur_ns)}" if moved and dur_ns else ""
+    of_file = f"in {calls} of {path} ({units.duration(dur_ns)}{rate})"
+    return f" File system {what} take {took} of {span_name}, most of that {of_file}."
+
+
 def _fewer_launches(run: Run) -> Iterator[str]:
     """Yield what reduces the number of launches and is not in use yet."""
     if not workload.is_compiled(run):
@@ -320,7 +347,7 @@ def _on_device(run: Run) -> bool:
 
 def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
     """Return a sentence on the file system calls during these waits of the quoted step, where they were logged."""
-    return recorded_evidence.sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
+    return io_sentence(run, loss.row["rank"], intervals.from_table(loss.rows(waits)), "that wait")
 
 
 def _line(rows: pl.DataFrame) -> str:

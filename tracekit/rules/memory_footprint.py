@@ -22,8 +22,6 @@ _ALTERNATIVES = (
     (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
     (("softmax", "bmm", "masked_fill"), "use torch.nn.functional.scaled_dot_product_attention, which stores no scores"),
 )
-
-
 _SHOWN_BY = "tracekit memory SNAPSHOT shows which code allocated the growing memory."
 _LEAKS = {
     False: "Store no tensors with an autograd graph across steps: use .item() or .detach().",
@@ -217,14 +215,22 @@ class PeakOwner(Rule):
         owned = largest_first(owned, "bytes", *_WHERE, "op", "phase")
         worst = owned.row(0, named=True)
         phase = f" of {worst['phase']}" if worst["phase"] else ""
+        places = [] if worst["module"] is None else [f"module {worst['module']}"]
+        places += [] if worst["stack"] is None else [worst["stack"]]
+        site = f", most of it for {', '.join(places)}" if places else ""
+        alternative = next((fix for names, fix in _ALTERNATIVES if any(name in worst["op"] for name in names)), None)
+        if workload.is_inference(run):  # nothing is stored for backward
+            fix = alternative or "use a smaller batch or shorter chunks of the input"
+            fix = f"{fix[0].upper()}{fix[1:]}."
+        else:
+            fix = f"Use activation checkpointing around this op, or {alternative or 'use a smaller micro-batch'}."
         yield Finding(
             self.code,
             Severity.INFO,
             f"{worst['op']}{phase} allocated {units.size(worst['bytes'])} "
             f"({units.share(worst['owned_ratio'])}) of the {units.size(worst['peak_bytes'])} peak of rank "
-            f"{worst['rank']}, in {units.count(worst['count'], 'block')}"
-            f"{_allocation_site(worst['module'], worst['stack'])}.",
-            _fix(worst["op"], infers=workload.is_inference(run)),
+            f"{worst['rank']}, in {units.count(worst['count'], 'block')}{site}.",
+            fix,
             cost_bytes=worst["bytes"],
             confidence=0.8,
             ranks=distinct(owned, "rank"),
@@ -239,16 +245,3 @@ def _with_peak(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     other_steps = run.table(breakdown.by_step).join(only, on=[*_WHERE, "step"], how="anti", nulls_equal=True)
     cut = only.join(other_steps, on=_WHERE, how="anti")
     return table.join(cut, on=_WHERE, how="anti", maintain_order="left")
-
-
-def _allocation_site(module: str | None, stack: str | None) -> str:
-    parts = [text for text in (f"module {module}" if module is not None else None, stack) if text is not None]
-    return f", most of it for {', '.join(parts)}" if parts else ""
-
-
-def _fix(op: str, *, infers: bool) -> str:
-    alternative = next((fix for names, fix in _ALTERNATIVES if any(name in op for name in names)), None)
-    if infers:  # nothing is stored for backward
-        fix = alternative or "use a smaller batch or shorter chunks of the input"
-        return f"{fix[0].upper()}{fix[1:]}."
-    return f"Use activation checkpointing around this op, or {alternative or 'use a smaller micro-batch'}."

@@ -138,11 +138,19 @@ class ReallocatedBuffers(Rule):
             return
         step_buffers = largest_first(quoted_step.rows_of(buffers, worst), "bytes", "start_ns")
         reusable = quoted_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
+        if reusable.is_empty():
+            potential_saving = ""
+        else:
+            replaced, needed, count = (int(reusable[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
+            potential_saving = (
+                f"; two reused buffers of each kind, {units.size(needed)} in total, replace {count} of these blocks "
+                f"({units.size(replaced)} per step)"
+            )
         yield Finding(
             self.code,
             Severity.INFO,
             f"FSDP allocates {worst['count']} buffers of 1 MiB or more, {units.size(worst['bytes'])} in total, for "
-            f"all-gathers and reduce-scatters in {quoted_step.describe(worst)}{_potential_saving(reusable)}.",
+            f"all-gathers and reduce-scatters in {quoted_step.describe(worst)}{potential_saving}.",
             "Reuse preallocated buffers for all units: YaFSDP has two for weights and two for gradients.",
             cost_bytes=worst["bytes"],
             confidence=0.8,
@@ -197,7 +205,13 @@ class NeedlessRecomputation(Rule):
         parts = run.table(backward_passes.regions)
         if free_bytes is None or parts.is_empty():
             return
-        affordable = _affordable(parts, free_bytes)
+        # Parts of each pass whose activations fit in memory, the costliest first.
+        by = [*quoted_step.KEY, "backward"]
+        needed = pl.col("activation_bytes").fill_null(0).clip(1)
+        ordered = largest_first(parts.drop_nulls("activation_bytes"), "compute_ns", "start_ns")
+        affordable = ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(
+            pl.col("needed_bytes") <= free_bytes
+        )
         steps = save_stages.losses(run, affordable, "compute_ns")
         loss = quoted_step.worst_loss(steps, self.min_saved_ratio)
         if loss is None:
@@ -227,23 +241,3 @@ class NeedlessRecomputation(Rule):
             return None
         free_bytes = pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")
         return max(0, int(peaks.select(free_bytes.min()).item()))
-
-
-def _potential_saving(reusable: pl.DataFrame) -> str:
-    if reusable.is_empty():
-        return ""
-    replaced, needed, count = (int(reusable[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
-    return (
-        f"; two reused buffers of each kind, {units.size(needed)} in total, replace {count} of these blocks "
-        f"({units.size(replaced)} per step)"
-    )
-
-
-def _affordable(parts: pl.DataFrame, free_bytes: int) -> pl.DataFrame:
-    """Return the parts of each pass whose activations fit in memory, the costliest first."""
-    by = [*quoted_step.KEY, "backward"]
-    needed = pl.col("activation_bytes").fill_null(0).clip(1)
-    ordered = largest_first(parts.drop_nulls("activation_bytes"), "compute_ns", "start_ns")
-    return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(
-        pl.col("needed_bytes") <= free_bytes
-    )

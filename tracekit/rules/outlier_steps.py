@@ -129,27 +129,23 @@ class OutlierStep(Rule):
             cost = "stall_ns" if on_device else "lost_ns"
             cost_ns, window_ns = int(similar[cost].sum()), int(similar.unique("window")["window_ns"].sum())
             longest = similar.row(0, named=True)
-            if not self._is_clear(run, longest):
+            is_of_known_cause = longest["cause"] != host_stalls.OTHER
+            if on_device:  # one step has no other to compare with
+                is_part = longest["stall_ns"] <= self.max_alone_ratio * longest["window_ns"]
+                stands_out = longest["reference_ns"] is not None or is_part
+            else:  # on a CPU ops are work
+                stands_out = longest["steps"] > _PAIR and longest["detail"] == host_state.PYTHON
+            if not (is_of_known_cause or stands_out):
                 continue
             step_ns = longest["reference_ns"] or window_ns
             least_ns = step_ns * (self.min_step_ratio if on_device else self.min_cpu_step_ratio)
             if cost_ns >= self.min_lost_ratio * window_ns and longest[cost] >= least_ns / 2:
-                yield self._finding(run, similar, self._severity(longest), self.min_lost_ratio)
+                is_proven = longest["reference_ns"] is not None or is_of_known_cause
+                is_of_training = longest["cause"] != host_stalls.PROFILER
+                severity = Severity.WARNING if is_proven and is_of_training else Severity.INFO
+                yield self._finding(run, similar, severity, self.min_lost_ratio)
             elif longest[cost] >= least_ns:
                 yield self._finding(run, similar, Severity.INFO, least_ns / window_ns)
-
-    def _is_clear(self, run: Run, event: dict[str, Any]) -> bool:
-        """Return whether a stall stands out: on a CPU ops are work, and one step has no other to compare with."""
-        if event["cause"] != host_stalls.OTHER:
-            return True
-        if not breakdown.is_on_device(run):
-            return bool(event["steps"] > _PAIR and event["detail"] == host_state.PYTHON)
-        is_part = event["stall_ns"] <= self.max_alone_ratio * event["window_ns"]
-        return event["reference_ns"] is not None or bool(is_part)
-
-    def _severity(self, event: dict[str, Any]) -> Severity:
-        is_proven = event["reference_ns"] is not None or event["cause"] != host_stalls.OTHER
-        return Severity.WARNING if is_proven and event["cause"] != host_stalls.PROFILER else Severity.INFO
 
     def _finding(self, run: Run, events: pl.DataFrame, severity: Severity, min_saved_ratio: float) -> Finding:
         event, windows = events.row(0, named=True), events.unique("window")
@@ -160,13 +156,33 @@ class OutlierStep(Rule):
         )
         everyone = event["is_everyone"]
         cause = event["cause"]
+        if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
+            fix = _FIX_GRAPH
+        elif event["cause"] == host_stalls.RETRY and workload.is_inference(run):
+            fix = _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
+        else:
+            fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
+        if event["is_everyone"]:
+            who = "the host of every rank stalls"
+            is_unnamed = event["cause"] == host_stalls.OTHER
+            waits = ", as in a save, an evaluation or logging without a span" if is_unnamed else ""
+        else:
+            waits = "; the other ranks wait for it" if len(run.ranks) > 1 else ""
+            ranks = event["ranks"]
+            who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
+        stall_ns = int(events["stall_ns"].sum())
+        took, share = units.duration(stall_ns), units.share(stall_ns / max(window_ns, 1))
+        how_often = f"It takes {took} ({share}) of the window."
+        if steps > 1:
+            count = events.select(pl.struct("window", "step").n_unique()).item()
+            how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
+            how_often += f"may be rare; it takes {took} in total ({share} of the time)."
         return Finding(
             self.code,
             severity,
-            f"{where(event, event['stall_ns'])}{_who(event)} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event)}"
-            f"{_waits(event, run)}. {_how_often(events, window_ns, steps)}",
-            _fix(event, run),
+            f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
+            f"while it {_what(event)}{waits}. {how_often}",
+            fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
@@ -178,6 +194,7 @@ class OutlierStep(Rule):
             if breakdown.is_on_device(run) and not event["is_last"]
             else None,
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
+            stall=cause,
         )
 
 
@@ -302,15 +319,7 @@ def _belongs_to(outliers: Finding) -> pl.Expr:
     differing = pl.col("ranks").list.set_symmetric_difference(list(outliers.ranks)).list.len()
     same_ranks = (differing == 0) & ~pl.col("is_everyone") if outliers.ranks else pl.col("is_everyone")
     in_steps = pl.col("step").is_in(outliers.steps) if outliers.steps else pl.col("step").is_null()
-    return in_steps & (pl.col("cause") == outliers.subject.split(" ")[0]) & same_ranks & ~is_cold()
-
-
-def _fix(event: dict[str, Any], run: Run) -> str:
-    if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
-        return _FIX_GRAPH
-    if event["cause"] == host_stalls.RETRY and workload.is_inference(run):
-        return _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
-    return _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
+    return in_steps & (pl.col("cause") == outliers.stall) & same_ranks & ~is_cold()
 
 
 def where(event: dict[str, Any], lost_ns: int) -> str:
@@ -331,37 +340,12 @@ def where(event: dict[str, Any], lost_ns: int) -> str:
     )
 
 
-def _who(event: dict[str, Any]) -> str:
-    if event["is_everyone"]:
-        return "the host of every rank stalls"
-    ranks = event["ranks"]
-    return f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
-
-
 def _what(event: dict[str, Any]) -> str:
     if event["cause"] in _HOST_DOES:
         inside = event["cause"] in (host_stalls.LAUNCH, host_stalls.SYNC, host_stalls.DATA) and event["name"]
         return _HOST_DOES[event["cause"]] + (f" ({event['name']})" if inside else "")
     state = _STATE_IS.get(event["detail"], "is not launching work")
     return state + (f" ({event['name']})" if event["name"] else "")
-
-
-def _waits(event: dict[str, Any], run: Run) -> str:
-    if event["is_everyone"]:
-        return ", as in a save, an evaluation or logging without a span" if event["cause"] == host_stalls.OTHER else ""
-    return "; the other ranks wait for it" if len(run.ranks) > 1 else ""
-
-
-def _how_often(events: pl.DataFrame, window_ns: int, steps: int) -> str:
-    stall_ns = int(events["stall_ns"].sum())
-    if steps < 2:
-        return f"It takes {units.duration(stall_ns)} ({units.share(stall_ns / max(window_ns, 1))}) of the window."
-    count = events.select(pl.struct("window", "step").n_unique()).item()
-    often = "once" if count == 1 else f"in {count} steps"
-    return (
-        f"It happens {often} in {steps} profiled steps, so it may be rare; it takes "
-        f"{units.duration(stall_ns)} in total ({units.share(stall_ns / max(window_ns, 1))} of the time)."
-    )
 
 
 def _evidence(run: Run, events: pl.DataFrame) -> pl.DataFrame:

@@ -81,7 +81,12 @@ class PipelineBubble(Rule):
         if lost_ns < self.min_lost_ratio * worst["duration_ns"]:
             return
         is_communication = worst["communication_ns"] >= worst["host_ns"]
-        rate = self._slow_rate(run) if is_communication else None
+        # The bandwidth of transfers between stages, where it is slow for links between nodes, or inside one.
+        min_rates = {False: self.slow_network_bytes_per_ns * 1e9}
+        if link := tensor_parallel.link_bandwidth(run, 2):
+            min_rates[True] = self.min_link_ratio * link
+        rates = pipeline_communication.transfer_rates(run) if is_communication else {}
+        rate = min((rate for inside, rate in rates.items() if rate < min_rates.get(inside, 0.0)), default=None)
         is_warning = rate is not None or lost_ns >= self.warning_lost_ratio * worst["duration_ns"]
         fast_advice = _OVERLAP if is_communication else _LAUNCH
         parts = f"{units.share(worst['communication_share'])} of it while ranks send or receive"
@@ -102,14 +107,6 @@ class PipelineBubble(Rule):
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
         )
-
-    def _slow_rate(self, run: Run) -> float | None:
-        """Return the bandwidth of transfers between stages where it is slow for such links, in bytes/s; else None."""
-        rates = pipeline_communication.transfer_rates(run)
-        min_rates = {False: self.slow_network_bytes_per_ns * 1e9}
-        if link := tensor_parallel.link_bandwidth(run, 2):
-            min_rates[True] = self.min_link_ratio * link
-        return min((rate for inside, rate in rates.items() if rate < min_rates.get(inside, 0.0)), default=None)
 
 
 @dataclass(frozen=True)
@@ -169,6 +166,11 @@ class UnbalancedStages(Rule):
         stage_text = units.numbered("Stage", stages)
         is_alone = bool(collective_instances.ranks_without_peers(run))
         is_warning = lost_ratio >= self.warning_lost_ratio and not is_alone
+        why = f" It has {balance.layers[stage]} of {sum(balance.layers)} layers." if balance.layers else ""
+        if is_slow and balance.layers:
+            slowdown = max(map(balance.slowdown, stages))
+            whose = "Their" if len(stages) > 1 else "Its"
+            why = f" {whose} layers take {slowdown:.2f} times as long as those of other stages."
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
@@ -177,7 +179,7 @@ class UnbalancedStages(Rule):
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
             f"{'them' if len(stages) > 1 else 'it'}."
-            f"{_why(balance, stages, is_slow)}{_ALONE if is_alone else ''}",
+            f"{why}{_ALONE if is_alone else ''}",
             _move(run, balance, ranks, is_slow),
             impact=min(1.0, lost_ratio),
             cost_ns=saved_ns,
@@ -323,8 +325,7 @@ def _passes(run: Run) -> pl.DataFrame:
 
 
 def _rows_of(run: Run, row: dict[str, Any]) -> pl.DataFrame:
-    is_own = (pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in PIPELINE)
-    return run.table(pipeline_bubbles.pipeline_bubbles).filter(pl.all_horizontal(is_own))
+    return quoted_step.rows_of(run.table(pipeline_bubbles.pipeline_bubbles), row, PIPELINE)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
@@ -344,14 +345,6 @@ def _slow_steps_ratio(run: Run, balance: Balance, stage: int) -> float:
     ratios = run.table(pipeline_balance.stage_times).group_by(place).agg(ratio.alias("ratio"))["ratio"]
     slow = ratios >= 1 + (balance.ratio(stage) - 1) / 2
     return int(slow.sum()) / max(1, len(slow))
-
-
-def _why(balance: Balance, stages: list[int], is_slow: bool) -> str:
-    stage = max(stages, key=balance.slowdown)
-    if is_slow and balance.layers:
-        whose = "Their" if len(stages) > 1 else "Its"
-        return f" {whose} layers take {balance.slowdown(stage):.2f} times as long as those of other stages."
-    return f" It has {balance.layers[stage]} of {sum(balance.layers)} layers." if balance.layers else ""
 
 
 def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> str:

@@ -4,6 +4,7 @@ It is a real step, whose numbers can be looked up in the trace. It need not be t
 (`save_stages.representative_step`), which pages show first.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 
 DEVICE = ("window", "rank", "device")
 KEY = ("window", "rank", "step", "device")
+_REPLAY_FROM = 0.25  # facts can underestimate a loss where delays propagate
 
 
 def per_device(steps: pl.DataFrame, by: str) -> pl.DataFrame:
@@ -63,14 +65,20 @@ def describe_loss(row: dict[str, Any], name: str = "lost_ns") -> str:
     return f"{units.duration(lost_ns)} of {units.duration(step_ns)} ({units.share(lost_ns / step_ns)})"
 
 
-def rows_of(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:
+def rows_of(table: pl.DataFrame, row: dict[str, Any], keys: Iterable[str] = KEY) -> pl.DataFrame:
     """Return the rows of a table in the window, rank, step and (if the table has it) device of `row`."""
-    return table.filter(_is_in_step(table, row))
+    return table.filter(is_of(row, (name for name in keys if name in table.columns)))
+
+
+def is_of(row: dict[str, Any], keys: Iterable[str]) -> pl.Expr:
+    """Whether rows agree with `row` in some whole-number columns, null with null."""
+    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in keys)
 
 
 def evidence(table: pl.DataFrame, row: dict[str, Any], by: str, count: int = 40) -> pl.DataFrame:
     """Return the rows of the step `row`, then those of other steps, the largest `by` first, at most `count` of each."""
-    ordered, is_quoted = largest_first(table, by, "start_ns"), _is_in_step(table, row)
+    ordered = largest_first(table, by, "start_ns")
+    is_quoted = is_of(row, (name for name in KEY if name in table.columns))
     return pl.concat([ordered.filter(is_quoted).head(count), ordered.filter(~is_quoted).head(count)])
 
 
@@ -157,11 +165,3 @@ def worst_for_replay(steps: pl.DataFrame, min_cost_ratio: float) -> StepLoss | N
     """Return the loss of the worst device if it is enough for a replay, with the steps that lose half as much."""
     loss = worst_loss(steps, min_cost_ratio * _REPLAY_FROM)
     return loss and StepLoss(loss.row, steps.filter(pl.col("lost_ratio") >= loss.row["lost_ratio"] / 2))
-
-
-_REPLAY_FROM = 0.25  # facts can underestimate a loss where delays propagate
-
-
-def _is_in_step(table: pl.DataFrame, row: dict[str, Any]) -> pl.Expr:
-    keys = [name for name in KEY if name in table.columns]
-    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in keys)

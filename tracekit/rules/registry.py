@@ -1,9 +1,8 @@
 """RULES: every rule of tracekit, and those of plug-ins."""
 
 from tracekit.model import plugins
-from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.background_save import BlockingBackgroundSave, CpuStarvation, GilContention
-from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.allocator import AllocatorRetry, CrossStreamSlack, FragmentedMemory, SteadyDeviceAllocation
+from tracekit.rules.checkpoint import BlockingBackgroundSave, BlockingCheckpoint, CpuStarvation, GilContention
 from tracekit.rules.checkpoint_policy import (
     AmplifiedRestore,
     LostOnPowerFailure,
@@ -12,21 +11,23 @@ from tracekit.rules.checkpoint_policy import (
     UnverifiedShards,
 )
 from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
-from tracekit.rules.communication import ExposedCommunication, PreparationGap
+from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.compute import IdleTensorCores, MisalignedProducts, PartialWaves, UnfusedKernels, UnfusedOptimizer
-from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.contention import ContendedCompute, PreparationGap, StarvedCollectives
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
-from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
-from tracekit.rules.late_groups import LateGroup, OccasionalStraggler
-from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.memory_reuse import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
-from tracekit.rules.model_parallel import ExposedTensorParallel, OverloadedExperts, TensorParallelAcrossNodes
+from tracekit.rules.model_parallel import (
+    ExposedTensorParallel,
+    OverloadedExperts,
+    ShardedMicroBatches,
+    SlowPipelineLink,
+    TensorParallelAcrossNodes,
+)
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.pipeline import FewMicroBatches, PipelineBubble, UnbalancedStages
-from tracekit.rules.pipeline_communication import ShardedMicroBatches, SlowPipelineLink
 from tracekit.rules.rule import Rule
 from tracekit.rules.save_stalls import (
     CrowdedSave,
@@ -38,8 +39,8 @@ from tracekit.rules.save_stalls import (
     StagedSave,
     StragglingWriter,
 )
-from tracekit.rules.stalled_collectives import StalledCollective
-from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.rules.slow_collectives import SlowLink, StalledCollective
+from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 from tracekit.rules.streams import ExposedCopy, GiveWay, SerializedStreams
 
 RULES: tuple[type[Rule], ...] = (

@@ -22,6 +22,8 @@ _NUMBERED = re.compile(r"\bstep \((\d+)\)")
 _STEP = re.compile(r"(?<![\w.])([Ss])tep(s?)\b(?!\()")
 
 _KIND = "steps_from_repetition"
+_MOST_DATA = 0.5
+_MAX_EVIDENCE_ROWS = 10
 
 
 class Severity(IntEnum):
@@ -81,6 +83,8 @@ class Finding:
     """Whether a replay without the cause gave impact and cost."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
+    stall: str = ""
+    """The cause of the single stalls that it reports (`analysis.host.host_stalls`); "" for other findings."""
     before_steps_ratio: float = 0.0
     """The part of `impact` that is lost before the first device work of the window: step times do not contain it."""
     is_of_window: bool = False
@@ -107,9 +111,11 @@ class Finding:
         head = f"<b>{escaping.escape(f'{self.severity.label} {self.id}')}</b> {escaping.escape(self.message, 1000)}"
         fix = f"<br><b>Fix</b> {escaping.escape(self.fix, 1000)}" if self.fix else ""
         more = self.evidence.height - _MAX_EVIDENCE_ROWS
-        rows = (
-            escaping.frame(_with_relative_time(self.evidence.head(_MAX_EVIDENCE_ROWS))) if self.evidence.height else ""
-        )
+        first = self.evidence.head(_MAX_EVIDENCE_ROWS)
+        if "start_ns" in first.columns:  # a Unix time in ns is unreadable
+            after_first = pl.col("start_ns") - pl.col("start_ns").min()
+            first = first.with_columns(after_first).rename({"start_ns": "after_first_ns"})
+        rows = escaping.frame(first) if first.height else ""
         return f"<div>{head}{fix}</div>{rows}" + (f"<p>and {more:,} more rows</p>" if more > 0 else "")
 
 
@@ -151,10 +157,13 @@ def doubtful_data_issue(findings: Iterable[Finding]) -> Finding | None:
     """Return the issue of most of the data of a run, if nothing but data quality was found above info; else None."""
     severe = list(warnings(findings))
     issues = [finding for finding in severe if is_data_quality(finding.code)]
-    return next((issue for issue in issues if _is_of_most_data(issue)), None) if len(issues) == len(severe) else None
-
-
-_MOST_DATA = 0.5
+    if len(issues) < len(severe):
+        return None
+    for issue in issues:
+        ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
+        if issue.severity is Severity.ERROR or float(str(ratios.max() or 0.0)) > _MOST_DATA:
+            return issue
+    return None
 
 
 TIMED_FAMILIES = ("COMM", "HOST", "COMP", "RANK", "STREAM", "PIPE", "TP", "EP")
@@ -192,9 +201,6 @@ def median_name(count: int) -> str:
     ('lower median', 'median')
     """
     return "median" if count % 2 else "lower median"
-
-
-_MAX_EVIDENCE_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -275,29 +281,11 @@ def name_iterations(report: Report) -> Report:
     """Return the report with findings that speak of iterations, where its steps are iterations that were found."""
     if not has_found_iterations(report.run):
         return report
-    return replace(report, findings=tuple(map(_name_iteration, report.findings)))
-
-
-def _is_of_most_data(issue: Finding) -> bool:
-    if issue.severity is Severity.ERROR:
-        return True
-    ratios = issue.evidence["affected_ratio"] if "affected_ratio" in issue.evidence.columns else pl.Series([0.0])
-    return float(str(ratios.max() or 0.0)) > _MOST_DATA
-
-
-def _with_relative_time(evidence: pl.DataFrame) -> pl.DataFrame:
-    # A Unix time in ns is unreadable.
-    start_ns = pl.col("start_ns")
-    after_first = (start_ns - start_ns.min()).alias("after_first_ns")
-    return evidence.select(after_first if name == "start_ns" else name for name in evidence.columns)
-
-
-def _name_iteration(finding: Finding) -> Finding:
-    if finding.is_of_window or finding.subject == _KIND:
-        return finding
-    message = _NUMBERED.sub(r"iteration (\1, found by repetition)", finding.message)
-    return replace(finding, message=_STEP.sub(_iteration, message), is_of_iterations=True)
-
-
-def _iteration(match: re.Match[str]) -> str:
-    return ("Iteration" if match[1] == "S" else "iteration") + match[2]
+    findings = []
+    for finding in report.findings:
+        if not finding.is_of_window and finding.subject != _KIND:
+            message = _NUMBERED.sub(r"iteration (\1, found by repetition)", finding.message)
+            message = _STEP.sub(lambda step: f"{'I' if step[1] == 'S' else 'i'}teration{step[2]}", message)
+            finding = replace(finding, message=message, is_of_iterations=True)
+        findings.append(finding)
+    return replace(report, findings=tuple(findings))

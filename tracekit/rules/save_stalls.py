@@ -12,15 +12,11 @@ from tracekit.analysis.host import host_stalls
 from tracekit.model import intervals, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.rules import recorded_evidence
+from tracekit.rules.host import io_sentence
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, median_name, median_row
 
 _EVIDENCE_ROWS = 60
-_IO_KINDS = {
-    conventions.WRITE: ("write",),
-    conventions.FSYNC: ("sync",),
-    conventions.FINISH: ("metadata", "sync"),
-}
+_IO_KINDS = {conventions.WRITE: ("write",), conventions.FSYNC: ("sync",), conventions.FINISH: ("metadata", "sync")}
 """The kinds of file system calls that a stage consists of, as io_calls.kind."""
 
 
@@ -51,11 +47,22 @@ class StalledSave(Rule):
             return
         row = median_row(stalled, "blocked_ns", "save")
         overhead = row["overhead_ratio"]
+        which = (
+            f"({row['save']}, the {median_name(stalled.height)} of {stalled.height} saves)"
+            if stalled.height > 1
+            else f"({row['save']})"
+        )
+        of_save = f"of the {units.duration(row['blocked_ns'])} for which a checkpoint blocks training {which}"
+        # A sentence on the file system calls of that rank during the save, where they were logged.
+        of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
+        totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
+        kinds = _IO_KINDS.get(row["stage"], ())
+        io_calls = io_sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
             f"{self._cause(row)} {units.duration(row['dur_ns'])} ({units.share(row['ratio'])}) "
-            f"{_of_save(row, stalled.height)}{self._detail(row)}.{_io(run, row)}",
+            f"{of_save}{self._detail(row)}.{io_calls}",
             self.fix.format_map(row),
             impact=(overhead or 0.0) * row["ratio"],
             is_of_training=True,
@@ -73,21 +80,8 @@ class StalledSave(Rule):
         return self.detail.format_map(row)
 
 
-def _of_save(row: dict[str, Any], count: int) -> str:
-    which = f"({row['save']}, the {median_name(count)} of {count} saves)" if count > 1 else f"({row['save']})"
-    return f"of the {units.duration(row['blocked_ns'])} for which a checkpoint blocks training {which}"
-
-
 def _rate(before: str, row: dict[str, Any]) -> str:
     return before + units.rate(row["bytes"] / (row["dur_ns"] / 1e9)) if row["bytes"] else ""
-
-
-def _io(run: Run, row: dict[str, Any]) -> str:
-    """Return a sentence on the file system calls of that rank during the save, where they were logged."""
-    of_rank = (pl.col("save") == row["save"]) & (pl.col("rank") == row["rank"]) & pl.col("blocking")
-    totals = run.table(saves.stages).filter(of_rank, pl.col("stage") == conventions.TOTAL)
-    kinds = _IO_KINDS.get(row["stage"], ())
-    return recorded_evidence.sentence(run, row["rank"], intervals.from_table(totals), "the save", kinds)
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:

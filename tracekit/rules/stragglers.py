@@ -1,4 +1,4 @@
-"""Rules on late ranks: a straggler, ranks that straggle together, and ranks that straggle in turn."""
+"""Rules on late ranks: a straggler, a late group, ranks that straggle in turn or occasionally."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,14 +7,16 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
+from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
-from tracekit.rules import quoted_step
+from tracekit.rules import outlier_steps, quoted_step
+from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
-from tracekit.rules.recorded_evidence import DeviceEvidence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -65,11 +67,7 @@ class Straggler(Rule):
     """
 
     code: ClassVar[str] = "RANK001"
-    facts: ClassVar[tuple[TraceFact, ...]] = (
-        *late_ranks.FACTS,
-        *OverloadedExperts.facts,
-        *device_comparison.FACTS,
-    )
+    facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -80,23 +78,29 @@ class Straggler(Rule):
         yield from self._findings(run, pl.col("late_ranks").list.len() == 1)
 
     def _findings(self, run: Run, is_judged: pl.Expr) -> Iterator[Finding]:
-        """Yield one finding per late rank or group among the rows of `stragglers.straggler_costs` that `is_judged`."""
+        """Yield one finding per late rank or group among the rows of `straggler_costs` that `is_judged`."""
         costs = run.table(stragglers.straggler_costs).filter(is_judged)
         overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
             late = rank_steps["late_ranks"][0]
             if rank_places.is_of_stages(run, late) or overloaded.issuperset(late):
                 continue
-            if rank_steps["step"].is_null().all():
-                worst = self._persistent_window(run, rank_steps)
-            else:
-                worst = self._persistent_step(rank_steps.sort("order"))
+            worst = self._persistent(run, rank_steps.sort("order"))
             if worst is not None:
                 yield self._finding(run, worst)
 
-    def _persistent_step(self, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the median step of a rank that is late in most steps since its first late one; else None."""
+    def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
+        """The median step of a rank that is late in most steps since its first late one; else None.
+
+        Without marked steps, the worst window in which the rank is late throughout.
+        """
         late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
+        if rank_steps["step"].is_null().all():
+            throughout = _led_throughout(run, self.min_steps_ratio)
+            late = late.join(throughout, on=["window", "late_rank"], maintain_order="left")
+            if late.is_empty():
+                return None
+            return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
         if late.height < 2:
             return None
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
@@ -106,41 +110,47 @@ class Straggler(Rule):
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
         if high - low > self.max_spread_ratio * middle:
             return None
-        return median_row(since, "lost_ns", "order") | {
-            "late": late,
-            "since": since.height,
-            "first": since["step"][0],
-        }
-
-    def _persistent_window(self, run: Run, windows: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the worst window without marked steps in which a rank is late throughout; else None."""
-        late = windows.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST)).join(
-            _led_throughout(run, self.min_steps_ratio), on=["window", "late_rank"], maintain_order="left"
-        )
-        if late.is_empty():
-            return None
-        return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
+        return median_row(since, "lost_ns", "order") | {"late": late, "since": since.height, "first": since["step"][0]}
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
         is_of_window = worst["step"] is None
         ranks = tuple(worst["late_ranks"])
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
-        in_step = _in_step(worst)
+        in_step = quoted_step.is_of(worst, _STEP)
         wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
         name = units.numbered("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = ranks == late_ranks.latest(run)
-        cause, fix = _cause(run, ranks, worst)
+        part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
+        is_compute, is_host, late_steps = part in _OF_DEVICE, fix is _SLOW_HOST, late.select(_STEP)
+        devices, advice = compare_late_devices(run, ranks, late_steps, fix, is_compute=is_compute, is_host=is_host)
+        if is_of_window:
+            steps = "the window, and most of the waiting is for it in "
+            steps += f"{worst['led']} of {worst['parts']} parts of the window"
+        else:
+            steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
+            steps += f"since step {worst['first']}"
+        # Such as "Node 3 (ranks 24–31) straggles".
+        if place is None:
+            verdict = f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
+        else:
+            verb = "straggle" if place.startswith("nodes ") else "straggles"
+            verdict = f"{place[0].upper()}{place[1:]} ({name}) {verb}"
+        sums = wait_tables[0].group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
+        longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
+        unit = f" of {longest['unit']}" if longest["unit"] else ""
+        phase = f" in {longest['phase']}" if longest["phase"] else ""
+        op = (longest["op"] or "collective").replace("_", "-")
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
-            f"{_verdict(name, place)}: the other ranks lose {describe_loss(worst)} to waiting for "
-            f"{'them' if several else 'it'} in {_late_steps(worst)}.{_idle(worst)} "
+            f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
+            f"{'them' if several else 'it'} in {steps}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at {_worst_collective(wait_tables[0])}.{cause}",
-            fix.format(ranks=name),
+            f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}{devices}",
+            advice.format(ranks=name),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
@@ -166,34 +176,10 @@ def _idle(worst: dict[str, Any]) -> str:
     return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
 
 
-def _verdict(name: str, place: str | None) -> str:
-    """Clause on the ranks that straggle, and what they share.
-
-    >>> _verdict("ranks 24–31", "node 3")
-    'Node 3 (ranks 24–31) straggles'
-    """
-    if place is None:
-        return f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
-    verb = "straggle" if place.startswith("nodes ") else "straggles"
-    return f"{place[0].upper()}{place[1:]} ({name}) {verb}"
-
-
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     """Return the ranks for which most of the waiting is in most parts of a window, none of it mainly in one call."""
     is_late = pl.col("led") >= min_parts_ratio * pl.col("parts")
     return run.table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
-
-
-def _late_steps(worst: dict[str, Any]) -> str:
-    """Return the step that a finding quotes, and in how many steps, or parts of a window, the rank is late."""
-    if worst["step"] is None:
-        return (
-            f"the window, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of the window"
-        )
-    return (
-        f"{quoted_step.place(worst['step'])}, and in {worst['late'].height} of {worst['since']} steps "
-        f"since step {worst['first']}"
-    )
 
 
 _CAUSES = {
@@ -222,16 +208,6 @@ _MIN_EXPLAINED = 0.5
 _MIN_LAUNCHED_LATE = 0.25
 
 
-def _cause(run: Run, ranks: tuple[int, ...], worst: dict[str, Any]) -> tuple[str, str]:
-    """Sentences on what the late ranks take longer for and what their GPUs report, and the fix."""
-    part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
-    late: pl.DataFrame = worst["late"]
-    compared = device_comparison.compare(run, ranks, late.select(_STEP))
-    evidence = DeviceEvidence(compared, device_comparison.memory_errors(run, ranks))
-    advice = evidence.fix(fix, is_compute=part in _OF_DEVICE, is_host=fix is _SLOW_HOST)
-    return cause + evidence.message(several=len(ranks) > 1), advice
-
-
 def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | None, str, str]:
     """Return the part (of `late_ranks.PARTS`) that the late ranks take longer for, in words, and the fix by traces."""
     longer = late_ranks.extra_time(run, ranks).filter(pl.col("extra_ns") >= _MIN_EXPLAINED * lost_ns)
@@ -243,16 +219,6 @@ def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | N
     if ratio >= _MIN_LAUNCHED_LATE:
         return late_ranks.LAUNCH, f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
     return None, "", _UNKNOWN
-
-
-def _worst_collective(quoted: pl.DataFrame) -> str:
-    """Return the collective with the longest waits: its op, and unit or phase."""
-    sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
-    longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
-    what = f"the {(longest['op'] or 'collective').replace('_', '-')}"
-    if longest["unit"]:
-        return f"{what} of {longest['unit']}" + (f" in {longest['phase']}" if longest["phase"] else "")
-    return f"{what} in {longest['phase']}" if longest["phase"] else what
 
 
 @dataclass(frozen=True)
@@ -286,20 +252,33 @@ class UnevenRanks(Rule):
         """Yield one finding if the median step exceeds the threshold and there is no single straggler."""
         pieces = stragglers.waiting_pieces(run)
         steps = stragglers.steps(run)
-        means = _waits(steps, pieces)
+        total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
+        waited_ns = (pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64)
+        means = (
+            steps.join(total, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
+            .with_columns(waited_ns=waited_ns)
+            .with_columns(wait_ratio=pl.col("waited_ns") / pl.col("duration_ns"))
+        )
         if means.is_empty() or _is_one_straggler(run):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] <= self.min_wait_ratio:
             return
-        quoted = largest_first(pieces.filter(_in_step(worst)), "dur_ns", "start_ns")
-        most_late = _late_ranks(quoted)
+        quoted = largest_first(pieces.filter(quoted_step.is_of(worst, _STEP)), "dur_ns", "start_ns")
+        quoted_ns = int(quoted["dur_ns"].sum())
+        by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
+        latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
+        most_late = latest["peer_rank"].to_list()
+        shares = [units.share(peer_ns / quoted_ns) for peer_ns in latest["dur_ns"].to_list()]
+        named = [f"rank {rank} ({share})" for rank, share in zip(most_late, shares, strict=True)]
+        late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
+        suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
         yield Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {quoted_step.place(worst['step'])}, {_describe(most_late)}.",
-            f"Check why {_suspects(most_late)} arrive late: uneven work (sequence lengths, experts), or temporary "
+            f"in {quoted_step.place(worst['step'])}, {late_for}.",
+            f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
@@ -326,33 +305,130 @@ def _is_one_straggler(run: Run) -> bool:
     return steps > 1 and bool((leaders["len"] * 2 > steps).any())
 
 
-def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the mean wait of the ranks in each step: columns of `stragglers.steps`, waited_ns, wait_ratio."""
-    total = pieces.group_by(_STEP).agg(pl.col("dur_ns").sum())
-    return (
-        steps.join(total, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
-        .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
+_FIX_WORK = (
+    "Find what only {ranks} does in these steps, such as an evaluation, metrics or samples: divide it among the ranks, "
+    "do it less often, or let the other ranks train on meanwhile."
+)
+_FIX_SLOW = (
+    "Check {ranks} at that time: longer batches or more experts' tokens than on the other ranks, GPU clocks and "
+    "temperature, other processes on its cores."
+)
+
+
+@dataclass(frozen=True)
+class LateGroup(Straggler):
+    """Ranks that straggle together, such as those of one node.
+
+    What it does: reports ranks that arrive late together at collectives, while the others are idle, as one finding
+    named by what these ranks share: a node, a replica, a coordinate of another mesh axis, a process group. The others
+    lose more than `min_wait_ratio` of the step for them, in at least `min_steps_ratio` of the steps since the first
+    such step, by a time that varies by at most `max_spread_ratio`. It names what the late ranks take longer for: their
+    kernels, or their launches.
+
+    Why it costs: a collective moves data only after the last rank arrives, so one slow node slows all.
+
+    How it is measured: as in RANK001, for ranks together. Ranks are late together if the others would wait at least
+    twice as long for all of them as for any one, and would still wait for each one if all but that one came early. In a
+    hybrid mesh, where the ranks of a late node have no collective in common with other nodes, each of them must be late
+    in its own process groups, and must not wait itself for more than half as long as the other ranks do. At most half
+    of the ranks are a late group. Nodes come from the host names in file names, else from device indices that start
+    again every few ranks, else from the GPUs per node in run.json; axes from the mesh or groups in run.json, else from
+    the names of process groups. The cost is the saving of a replay in which nobody waits for these ranks. Below
+    `min_cost_ratio` of the step the finding is information.
+
+    How to fix: check what these ranks share before the ranks themselves: power and clocks of the node, its network
+    adapters, its CPUs and storage, other jobs on it, the batch of the replica (uneven sequence lengths). Take the node
+    out of the job to separate hardware from data.
+
+    Blind spots: needs traces of ranks inside and outside of the group, and three collectives that both join. All ranks
+    of a pipeline stage are not reported: how long stages take is what rules on pipelines judge. Waits between stages do
+    not count. If more than half of the ranks are late, nobody straggles.
+    """
+
+    code: ClassVar[str] = "RANK004"
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding per group of ranks that straggles."""
+        yield from self._findings(run, pl.col("late_ranks").list.len() > 1)
+
+
+@dataclass(frozen=True)
+class OccasionalStraggler(Rule):
+    """A rank for which the others wait in a few steps, because it works longer in these.
+
+    What it does: reports ranks that delay the others in fewer than half of the steps, such as the one rank that
+    evaluates the model, with the steps and what the rank does more of in them.
+
+    Why it costs: all other ranks wait meanwhile. Rules on the median step do not see it.
+
+    How it is measured: as in RANK001, the time that the other ranks lose to waiting for the rank, in each step. It
+    counts where it is longer than in the median step by half of that step or more, and where more than half of all
+    waiting in the step is for this rank. Compute and the number of operators of the rank are compared with the larger
+    of two medians: of its steps, and of all ranks in the step. Losses below `min_lost_ratio` of the window are left
+    out. On a CPU run, where other processes slow ranks down, a rank that runs no more operators than usual is
+    information. The cost is the mean per step.
+
+    How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
+
+    Blind spots: needs three marked steps and traces of several ranks. A window without such a step does not show it:
+    record more steps. Stalls of the rank's host, in which it runs no operators, belong to STEP001, overloaded experts
+    to EP001. Steps that save are left out.
+    """
+
+    code: ClassVar[str] = "RANK005"
+    facts: ClassVar[tuple[TraceFact, ...]] = (
+        *stragglers.FACTS,
+        *outlier_steps.OutlierStep.facts,
+        *OverloadedExperts.facts,
     )
+    min_lost_ratio: float = 0.03
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding per late rank, or group of ranks that are late together."""
+        events = run.table(stragglers.occasional_stragglers)
+        overloaded = overloaded_ranks(run) if events.height else frozenset()
+        for _, rank_events in events.group_by("late_rank", maintain_order=True):
+            if overloaded.issuperset(rank_events["late_ranks"][0]):
+                continue
+            windows = rank_events.unique("window")
+            lost_ratio = int(rank_events["lost_ns"].sum()) / max(1, int(windows["window_ns"].sum()))
+            if lost_ratio >= self.min_lost_ratio:
+                yield self._finding(run, rank_events, lost_ratio, int(windows["steps"].sum()))
+
+    def _finding(self, run: Run, events: pl.DataFrame, lost_ratio: float, steps: int) -> Finding:
+        event = largest_first(events, "lost_ns", "window", "step").row(0, named=True)
+        ranks = tuple(event["late_ranks"])
+        name = units.numbered("rank", ranks)
+        times = "once in" if events.height == 1 else f"in {events.height} of"
+        has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
+        waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
+        in_steps = waits.join(events.select("window", "step"), on=["window", "step"], how="semi")
+        return Finding(
+            self.code,
+            Severity.WARNING if has_more_ops or breakdown.is_on_device(run) else Severity.INFO,
+            f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
+            f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, so it may be rare; it "
+            f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time).",
+            (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
+            impact=min(1.0, lost_ratio),
+            cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
+            confidence=0.8 if has_more_ops else 0.6,
+            ranks=ranks,
+            steps=distinct(events, "step"),
+            evidence=largest_first(in_steps, "wait_ns", "start_ns")
+            .head(_EVIDENCE_ROWS)
+            .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
+            subject=name,
+        )
 
 
-def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
-    """Return the ranks waited for most, with their share of the waiting, highest first."""
-    total = int(pieces["dur_ns"].sum())
-    by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
-    latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
-    return [(rank, waited_ns / total) for rank, waited_ns in latest.select("peer_rank", "dur_ns").iter_rows()]
-
-
-def _describe(shares: list[tuple[int, float]]) -> str:
-    if not shares:
-        return "for which ranks is within clock error"
-    return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
-
-
-def _suspects(shares: list[tuple[int, float]]) -> str:
-    return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"
-
-
-def _in_step(row: dict[str, Any]) -> pl.Expr:
-    return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in _STEP)
+def _work(event: dict[str, Any]) -> str:
+    """Clause on what the late rank does more of than in its other steps and than the other ranks."""
+    longer_ns = (event["compute_ns"] or 0) - (event["usual_compute_ns"] or 0)
+    parts = []
+    if longer_ns >= event["lost_ns"] / 2:
+        usual = units.duration(event["usual_compute_ns"])
+        parts.append(f"computes for {units.duration(event['compute_ns'])} instead of {usual}")
+    if (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO:
+        parts.append(f"runs {event['ops_ratio']:.1f} times as many operators as usual")
+    return f", which {' and '.join(parts)}" if parts else ""

@@ -18,7 +18,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.replay.graph.causes.contention import GIVE_WAY
 from tracekit.rules import quoted_step
-from tracekit.rules.quoted_step import KEY, StepLoss
+from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
 _GAP = ("window", "rank", "communication_gap")
@@ -83,24 +83,8 @@ class GiveWay(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if compute waits for slowed preparation."""
-        chains = self._chains(quoted_step.in_steps(run, run.table(contention.preparation)))
-        steps = quoted_step.by_step(run, chains.select(*quoted_step.KEY, "lost_ns", "delay_ns"))
-        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
-        if loss is None:
-            return
-        quoted_chains = loss.rows(chains)
-        yield loss.finding(
-            self,
-            Severity.WARNING,
-            _give_way_message(loss, quoted_chains),
-            _PREPARE_EARLIER.get(workload.run_strategy(run) or "", _PREPARE_ANY_EARLIER),
-            confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
-            evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
-            what_if=WhatIf(GIVE_WAY, self.min_cost_ratio),
-        )
-
-    def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
-        """Return the slowed preparation; `lost_ns`, how long compute waited for it, is in the first row of a gap."""
+        # Slowed preparation; `lost_ns`, how long compute waited for it, is in the first row of a gap.
+        preparation = quoted_step.in_steps(run, run.table(contention.preparation))
         slowed = (
             preparation.drop_nulls(["alone_ns", "communication_gap"])
             .filter(
@@ -112,7 +96,30 @@ class GiveWay(Rule):
         )
         lost_ns = pl.min_horizontal(pl.col("delay_ns").sum().over(_GAP), "contention_ns", "waited_ns")
         first = pl.int_range(pl.len()).over(_GAP) == 0
-        return slowed.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
+        chains = slowed.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
+        steps = quoted_step.by_step(run, chains.select(*quoted_step.KEY, "lost_ns", "delay_ns"))
+        loss = quoted_step.worst_for_replay(steps, self.min_cost_ratio)
+        if loss is None:
+            return
+        quoted_chains = loss.rows(chains)
+        slowdown = quoted_chains.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+        by_unit = (
+            quoted_chains.drop_nulls("unit")
+            .group_by("unit")
+            .agg(pl.col("lost_ns").sum())
+            .sort("lost_ns", "unit", descending=True)
+        )
+        unit = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
+        yield loss.finding(
+            self,
+            Severity.WARNING,
+            f"Kernels that prepare collectives take {slowdown:.1f} times as long during compute as alone, "
+            f"{units.duration(loss.row['delay_ns'])} longer in total. Compute then waits for them: {loss}{unit}.",
+            _PREPARE_EARLIER.get(workload.run_strategy(run) or "", _PREPARE_ANY_EARLIER),
+            confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
+            evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
+            what_if=WhatIf(GIVE_WAY, self.min_cost_ratio),
+        )
 
 
 @dataclass(frozen=True)
@@ -189,10 +196,20 @@ class SerializedStreams(Rule):
         if loss is None or (order is None and loss.row["lost_ratio"] < self.min_cost_ratio):
             return
         queue = order is not None
+        if order is None:
+            rows = loss.rows(delayed)
+            message = f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one "
+            message += f"of the same process group on another stream. Up to {loss} is exposed."
+        else:
+            sums = loss.rows(order).select(pl.col("overtake_chances", "overtakes", "delayed").sum()).row(0)
+            chances, overtaken, blocked = map(int, sums)
+            message = f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of "
+            message += f"{chances} kernels overtook an earlier launch on another stream, and {blocked} started only "
+            message += "with it."
         yield loss.finding(
             self,
             Severity.WARNING if queue else Severity.INFO,
-            _communicator_message(loss, delayed) if order is None else _queue_message(loss, order),
+            message,
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX.format(_SEPARATE.get(workload.run_strategy(run) or "", "")),
             confidence=0.8 if queue else 0.5,
             evidence=quoted_step.evidence(delayed, loss.row, "lost_ns"),
@@ -206,29 +223,19 @@ _QUEUE_FIX = (
     "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1, every stream waits for earlier launches on all "
     "other streams."
 )
-
-
 _COMMUNICATOR_FIX = (
     "Use separate communicators for collectives that need not wait for each other: {}another process group "
     "(dist.new_group). They still share the links."
 )
-
-
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
-
-
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
     "before a collective."
 )
-
-
 _PREPARE_IN_BUFFERS = (
     "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid casts and "
     "divides before the reduce-scatter ({}.reduce_dtype)."
 )
-
-
 _PREPARE_EARLIER = {
     workload.DDP: "Let gradients share the buckets' memory, which saves a copy (gradient_as_bucket_view=True), and "
     "avoid casts before the all-reduce.",
@@ -279,12 +286,25 @@ class ExposedCopy(Rule):
         rows = loss.rows(exposed)
         sums = rows.group_by(_OWNER).agg(pl.len().alias("count"), pl.col("bytes", "dur_ns", "exposed_ns").sum())
         largest = largest_first(sums, "exposed_ns", *_OWNER).row(0, named=True)
+        pinned = (
+            " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
+        )
+        if largest["direction"] == launch_delay.TO_HOST:
+            fix = (
+                "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N "
+                f"steps with non_blocking=True into pinned memory.{pinned}"
+            )
+        else:
+            fix = (
+                "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, "
+                f"non_blocking=True). Merge many small tensors into one, or create them on the device.{pinned}"
+            )
         yield loss.finding(
             self,
             Severity.WARNING if loss.row["lost_ratio"] >= self.max_exposed_ratio else Severity.INFO,
             f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
             f"{self._describe(largest)}",
-            _fix(largest),
+            fix,
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
         )
@@ -306,47 +326,5 @@ class ExposedCopy(Rule):
         )
 
 
-def _give_way_message(loss: StepLoss, chains: pl.DataFrame) -> str:
-    slowdown = chains.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
-    by_unit = (
-        chains.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
-    )
-    unit = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
-    return (
-        f"Kernels that prepare collectives take {slowdown:.1f} times as long during compute as alone, "
-        f"{units.duration(loss.row['delay_ns'])} longer in total. Compute then waits for them: {loss}{unit}."
-    )
-
-
-def _queue_message(loss: StepLoss, order: pl.DataFrame) -> str:
-    rows = loss.rows(order)
-    chances, overtaken, blocked = (int(rows[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
-    return (
-        f"All streams appear to share one hardware queue. It delays up to {loss}. {overtaken} of {chances} kernels "
-        f"overtook an earlier launch on another stream, and {blocked} started only with it."
-    )
-
-
-def _communicator_message(loss: StepLoss, delayed: pl.DataFrame) -> str:
-    rows = loss.rows(delayed)
-    return (
-        f"{rows.height} collectives wait {units.duration(int(rows['delay_ns'].sum()))} for another one of the same "
-        f"process group on another stream. Up to {loss} is exposed."
-    )
-
-
 def _count_text(count: int) -> str:
     return f"{count:,} {'copy' if count == 1 else 'copies'}"
-
-
-def _fix(largest: dict[str, Any]) -> str:
-    pinned = " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
-    if largest["direction"] == launch_delay.TO_HOST:
-        return (
-            "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps "
-            f"with non_blocking=True into pinned memory.{pinned}"
-        )
-    return (
-        "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, non_blocking=True). "
-        f"Merge many small tensors into one, or create them on the device.{pinned}"
-    )

@@ -18,8 +18,7 @@ from tracekit.regression import baseline, budgets
 from tracekit.regression import gate as checks
 from tracekit.regression.budgets import BudgetOutcome, parse
 from tracekit.regression.samples import samples
-from tracekit.rules.background_save import BlockingBackgroundSave
-from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.checkpoint import BlockingBackgroundSave, BlockingCheckpoint
 from tracekit.rules.checkpoint_policy import SuboptimalInterval
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity

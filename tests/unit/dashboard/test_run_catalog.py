@@ -24,7 +24,7 @@ from tracekit.errors import InputError
 from tracekit.ingest import disk_cache
 from tracekit.model import environment
 from tracekit.rules import report_cache
-from tracekit.rules.report_cache import Summary
+from tracekit.rules.report_entry import Summary
 
 HOSTILE_FOLDERS = (
     "<img src=x onerror=window.hacked=1>",

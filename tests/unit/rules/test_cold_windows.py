@@ -5,8 +5,8 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import GIB, HIDDEN
+from tracekit.rules.allocator import FragmentedMemory
 from tracekit.rules.engine import check
-from tracekit.rules.fragmentation import FragmentedMemory
 from tracekit.rules.host import LateLaunch
 from tracekit.rules.rule import Severity
 

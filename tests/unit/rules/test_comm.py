@@ -3,8 +3,7 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.parallelism import workload
-from tracekit.rules import communication_fixes
-from tracekit.rules.communication import ExposedCommunication
+from tracekit.rules.communication import ExposedCommunication, fix_for
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -149,8 +148,8 @@ def test_the_strategy_in_the_manifest_takes_precedence_over_spans():
 
 def test_on_gloo_the_fix_for_fsdp1_depends_on_the_overlap():
     communication = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
-    assert "overlaps none of it" in communication_fixes.fix_for(**communication, overlapped_ratio=0.0)
-    assert "overlaps none of it" not in communication_fixes.fix_for(**communication, overlapped_ratio=0.3)
+    assert "overlaps none of it" in fix_for(**communication, overlapped_ratio=0.0)
+    assert "overlaps none of it" not in fix_for(**communication, overlapped_ratio=0.3)
 
 
 def test_every_api_that_a_fix_names_exists_in_pytorch():

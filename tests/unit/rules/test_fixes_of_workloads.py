@@ -11,14 +11,14 @@ from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
-from tracekit.rules import collective_batching, communication_fixes
+from tracekit.rules import collective_batching, communication
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.engine import check
 from tracekit.rules.host import LateLaunch
-from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.memory_footprint import PeakOwner
 from tracekit.rules.memory_reuse import ChangingSizes
 from tracekit.rules.rule import Rule, Severity
+from tracekit.rules.slow_collectives import SlowLink
 
 OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
 
@@ -62,7 +62,7 @@ def test_launch_bound_inference_is_not_told_to_fuse_its_optimizer():
 
 
 def fix(**more):
-    return communication_fixes.fix_for(
+    return communication.fix_for(
         **{"strategy": None, "op": "all_reduce", "gloo": False, "overlapped_ratio": 0.3} | more
     )
 

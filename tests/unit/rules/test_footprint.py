@@ -14,10 +14,9 @@ from tests.support.rule_examples import (
     run_with_snapshots,
 )
 from tests.support.sample_snapshots import MIB, Simulation
-from tracekit.rules.allocator_calls import AllocatorRetry
+from tracekit.rules.allocator import AllocatorRetry, CrossStreamSlack, FragmentedMemory
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
-from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.memory_reuse import ChangingSizes
 

@@ -7,8 +7,7 @@ from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.parallelism import rank_places
 from tracekit.model import schema
 from tracekit.rules.engine import check
-from tracekit.rules.late_groups import LateGroup
-from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.rules.stragglers import LateGroup, Straggler, UnevenRanks
 
 STEPS = "".join(str(step) * 40 for step in range(3))
 EARLY, TARDY = "aa......", "aaaaa..."

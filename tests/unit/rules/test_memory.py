@@ -5,7 +5,7 @@ from tests.support import drawn_traces
 from tests.support.rule_examples import CHURNING, device_malloc_run, metrics, ops
 from tracekit.analysis.memory import steady_state
 from tracekit.model import schema
-from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.allocator import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.engine import check
 from tracekit.rules.memory_reuse import ReallocatedBuffers
 from tracekit.rules.rule import Severity

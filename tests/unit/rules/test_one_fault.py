@@ -6,8 +6,8 @@ import pytest
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import slow_link_run
 from tracekit.rules.engine import check
-from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.rule import Severity
+from tracekit.rules.slow_collectives import SlowLink
 
 BLOCKS = 36
 

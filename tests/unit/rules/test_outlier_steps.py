@@ -1,5 +1,7 @@
 """Outlier steps and cold windows on drawn timelines: one host stalls once, or all do."""
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -8,6 +10,7 @@ from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import stalled_run
 from tracekit.model import schema
 from tracekit.model.trace import Trace
+from tracekit.rules import outlier_steps
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
@@ -60,6 +63,13 @@ def test_a_stop_of_all_ranks_names_no_rank(wording):
 def test_the_cause_is_taken_from_the_calls_in_the_stall(doing, says):
     (found,) = judge(stalled_run("late", "", doing=doing))
     assert says in found.message
+
+
+def test_a_finding_keeps_its_stalls_whatever_its_subject_says():
+    run = stalled_run("", "late", "")
+    (finding,) = judge(run)
+    stalls = [outlier_steps.removal(run, found).stalls for found in (finding, replace(finding, subject="rank 1"))]
+    assert stalls[0] == stalls[1] != ()
 
 
 def test_what_only_the_profiler_does_is_information():

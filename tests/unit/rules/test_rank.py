@@ -11,10 +11,9 @@ from tracekit.analysis.parallelism import late_groups, stragglers
 from tracekit.model import schema
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
-from tracekit.rules.late_groups import LateGroup, OccasionalStraggler
-from tracekit.rules.link_bandwidth import SlowLink
 from tracekit.rules.rule import Severity
-from tracekit.rules.stragglers import Straggler, UnevenRanks
+from tracekit.rules.slow_collectives import SlowLink
+from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 
 CHARACTER_NS = drawn_hosts.UNIT_NS
 

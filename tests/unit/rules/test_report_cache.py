@@ -31,10 +31,9 @@ from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.replay.graph.nodes import HostSpan
 from tracekit.report import html
 from tracekit.report import json as report_json
-from tracekit.rules import engine, report_cache
+from tracekit.rules import engine, report_cache, report_entry
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.registry import RULES
-from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
@@ -52,7 +51,7 @@ def reports(tmp_path, monkeypatch):
 def few_rules(monkeypatch):
     """Check with a few rules: what is cached of a report depends on none of them."""
     rules = tuple(rule for rule in RULES if rule.code in ("COMM001", "COMM002", "DATA001", "IDLE001", "MEM001"))
-    for module in (engine, keys):
+    for module in (engine, report_cache):
         monkeypatch.setattr(module, "all_rules", lambda: rules)
 
 
@@ -300,9 +299,9 @@ def test_any_finding_is_restored_exactly(tmp_path_factory, findings, notes, mani
     report = Report(run, tuple(findings), tuple(notes), (Input("t", 5, "00"),), "1", rules=("COMM001",))
     path = tmp_path_factory.mktemp("entry") / "e"
     with path.open("wb") as file:
-        entry.write(report, file)
+        report_entry.write(report, file)
     with path.open("rb") as file:
-        _same(entry.read(file, lambda *_: lambda: trace)[0], report)
+        _same(report_entry.read(file, lambda *_: lambda: trace)[0], report)
 
 
 # Changes --------------------------------------------------------------------------------------------------------------
@@ -335,11 +334,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_files_change_the_key(run, change):
-    before = keys.run_key(str(run))
-    assert keys.run_key(str(run)) == before
+    before = report_cache.run_key(str(run))
+    assert report_cache.run_key(str(run)) == before
     time.sleep(0.01)  # timestamps of file systems have a resolution of milliseconds
     change(run)
-    assert keys.run_key(str(run)) not in (before, None)
+    assert report_cache.run_key(str(run)) not in (before, None)
 
 
 def test_a_report_cached_before_a_change_is_not_used_after_it(run):
@@ -354,7 +353,7 @@ def test_the_key_depends_on_how_the_path_is_written(run, monkeypatch):
     copy = shutil.copytree(run, run.with_name("copy"))
     monkeypatch.chdir(run.parent)
     names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
-    assert len({keys.run_key(name) for name in names}) == len(names)  # a report names files as the caller does
+    assert len({report_cache.run_key(name) for name in names}) == len(names)  # a report names files as the caller does
 
 
 def test_what_a_user_states_of_devices_is_in_the_run_and_changes_the_key(run):
@@ -372,26 +371,30 @@ def test_what_a_user_states_of_devices_is_in_the_run_and_changes_the_key(run):
 
 @pytest.mark.parametrize("what", ["threshold", "plugin", "code"])
 def test_other_rules_change_the_key(run, monkeypatch, tmp_path, what):
-    before = keys.run_key(str(run))
-    keys._code_hash.cache_clear()
+    before = report_cache.run_key(str(run))
+    report_cache._code_hash.cache_clear()
     if what == "threshold":
         fields = [("max_exposed_ratio", float, 0.9)]
         other = dataclasses.make_dataclass("ExposedCommunication", fields, bases=(ExposedCommunication,), frozen=True)
         other.__module__ = ExposedCommunication.__module__
-        rules = tuple(other if rule is ExposedCommunication else rule for rule in keys.RULES)
-        monkeypatch.setattr(keys, "all_rules", lambda: rules)
+        rules = tuple(other if rule is ExposedCommunication else rule for rule in report_cache.RULES)
+        monkeypatch.setattr(report_cache, "all_rules", lambda: rules)
     elif what == "plugin":
-        monkeypatch.setattr(keys, "all_rules", lambda: (*keys.RULES, _Plugin))
+        monkeypatch.setattr(report_cache, "all_rules", lambda: (*report_cache.RULES, _Plugin))
     else:
         shutil.copytree(
-            Path(keys.conventions.__file__).parents[1], tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
+            Path(report_cache.conventions.__file__).parents[1],
+            tmp_path / "tracekit",
+            ignore=shutil.ignore_patterns("*.pyc"),
         )
         with (tmp_path / "tracekit" / "rules" / "communication.py").open("a") as code:
             code.write("# changed\n")
-        monkeypatch.setattr(keys.conventions, "__file__", str(tmp_path / "tracekit" / "conventions" / "__init__.py"))
-    assert keys.run_key(str(run)) != before
+        monkeypatch.setattr(
+            report_cache.conventions, "__file__", str(tmp_path / "tracekit" / "conventions" / "__init__.py")
+        )
+    assert report_cache.run_key(str(run)) != before
     monkeypatch.undo()
-    keys._code_hash.cache_clear()
+    report_cache._code_hash.cache_clear()
 
 
 class _Plugin(ExposedCommunication):
@@ -473,7 +476,7 @@ def test_an_entry_contains_no_code(run, reports):
 
 
 def test_large_facts_are_not_cached_but_measured_again(run, monkeypatch):
-    monkeypatch.setattr(entry, "MAX_BYTES", 1)
+    monkeypatch.setattr(report_entry, "MAX_BYTES", 1)
     computed = report_cache.report(str(run), facts=FACTS)
     cached = report_cache.report(str(run), facts=FACTS)
     assert _is_cached(cached)
@@ -497,7 +500,7 @@ def test_a_report_with_an_unserializable_manifest_is_not_cached(run, reports):
 
 
 def test_missing_paths_and_folders_with_too_many_files_have_no_key(run, monkeypatch, tmp_path):
-    assert keys.run_key(str(tmp_path / "missing")) is None
+    assert report_cache.run_key(str(tmp_path / "missing")) is None
     monkeypatch.setattr(file_states, "MAX_FILES", 1)
-    assert keys.run_key(str(run)) is None
+    assert report_cache.run_key(str(run)) is None
     assert not _is_cached(report_cache.report(str(run)))

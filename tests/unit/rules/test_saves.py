@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import rule_examples
 from tests.support.rule_examples import EXAMPLES, save_run, writer_run
-from tracekit.rules import background_save, checkpoint_policy, save_stalls
+from tracekit.rules import checkpoint, checkpoint_policy, save_stalls
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
@@ -67,28 +67,26 @@ def test_counters_distinguish_waiting_for_the_gil_from_waiting_for_a_core():
     crowded = rule_examples.background_save_run(
         cpu_ns=900, run_delay_ns=1000
     )  # of 2 s, 0.1 s is neither running nor waiting for a core
-    both = (background_save.GilContention, background_save.CpuStarvation)
+    both = (checkpoint.GilContention, checkpoint.CpuStarvation)
     assert [[f.code for f in judge(run, *both)] for run in (locked, crowded)] == [["CKPT009"], ["CKPT010"]]
 
 
 def test_gil_and_run_delay_are_both_reported_where_both_delay_training():
     run = rule_examples.background_save_run(cpu_ns=600, run_delay_ns=1000)
-    found = {
-        finding.code: finding for finding in judge(run, background_save.GilContention, background_save.CpuStarvation)
-    }
+    found = {finding.code: finding for finding in judge(run, checkpoint.GilContention, checkpoint.CpuStarvation)}
     assert found["CKPT009"].confidence < found["CKPT010"].confidence
 
 
 def test_without_counters_the_confidence_in_the_gil_is_lower():
     without, counted = (
-        judge(run, background_save.GilContention)[0]
+        judge(run, checkpoint.GilContention)[0]
         for run in (rule_examples.background_save_run(), rule_examples.background_save_run(cpu_ns=1200, run_delay_ns=1))
     )
     assert without.confidence < counted.confidence
 
 
 def test_a_background_save_that_does_not_slow_steps_is_not_reported():
-    assert judge(rule_examples.background_save_run(after_ms=105), background_save.GilContention) == ()
+    assert judge(rule_examples.background_save_run(after_ms=105), checkpoint.GilContention) == ()
 
 
 def test_a_blocking_call_is_reported_with_its_longest_part(wording):
@@ -96,14 +94,14 @@ def test_a_blocking_call_is_reported_with_its_longest_part(wording):
         {"stage": 400, "total": 500, "complete": 900},
         columns={"complete": {"blocking": False}},
     )
-    (found,) = judge(run, background_save.BlockingBackgroundSave)
+    (found,) = judge(run, checkpoint.BlockingBackgroundSave)
     wording(found.message)
     assert found.impact == pytest.approx(0.2)
 
 
 def test_the_cost_of_waiting_for_an_upload_is_the_time_between_saves_beyond_the_steps():
     # Saves start every 3 s, with 20 steps of 100 ms between them.
-    (found,) = judge(rule_examples.repeated_background_saves(uploads_ms=2990), background_save.BlockingBackgroundSave)
+    (found,) = judge(rule_examples.repeated_background_saves(uploads_ms=2990), checkpoint.BlockingBackgroundSave)
     assert found.impact == pytest.approx(1 / 3)
 
 

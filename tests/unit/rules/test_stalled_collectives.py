@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import stalled_collectives
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import OutlierStep
 from tracekit.rules.rule import Severity
-from tracekit.rules.stalled_collectives import StalledCollective
+from tracekit.rules.slow_collectives import StalledCollective
 from tracekit.rules.stragglers import UnevenRanks
 
 EXCESS_NS = 58 * UNIT_NS

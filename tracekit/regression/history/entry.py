@@ -121,7 +121,10 @@ def history_entry(
         tool_version=str(document["tool_version"]),
         passed=None if failures is None else not failures,
         failures=tuple(failures or ()),
-        metrics=tuple(_metric_summary(metric, values) for metric, values in job_samples(side.samples).items()),
+        metrics=tuple(
+            MetricSummary(metric, float(np.median(values)), *median_interval(values), len(values))
+            for metric, values in job_samples(side.samples).items()
+        ),
         findings=tuple(_finding_summary(finding) for finding in document["findings"]),
     )
 
@@ -187,11 +190,6 @@ def known_commit(
     if text is None and in_checkout and sha and _NAME.fullmatch(sha):
         text = git.output(folder, "show", "--no-patch", "--format=%B", "--end-of-options", sha + "^{commit}", "--")
     return Commit(sha, text[:MAX_TEXT] if text else None, branch)
-
-
-def _metric_summary(metric: str, values: Values) -> MetricSummary:
-    low, high = median_interval(values)
-    return MetricSummary(metric, float(np.median(values)), low, high, len(values))
 
 
 def _finding_summary(document: Mapping[str, Any]) -> FindingSummary:

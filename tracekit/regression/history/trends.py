@@ -64,11 +64,7 @@ class Group:
 
 
 def groups(
-    history: History,
-    *,
-    metrics: Sequence[str] | None = None,
-    last: int | None = None,
-    branch: str | None = None,
+    history: History, *, metrics: Sequence[str] | None = None, last: int | None = None, branch: str | None = None
 ) -> tuple[Group, ...]:
     """Return the runs by fingerprint, that of the latest run first, with all metrics or those named.
 
@@ -95,10 +91,12 @@ def _group(history: History, fingerprint: str, runs: pl.DataFrame, metrics: Sequ
         table.join(keys, on="run", how="semi") for table in (history.metrics, history.findings, history.facts)
     )
     identity_facts = facts.filter(pl.col("is_identity") & (pl.col("run") == runs["run"][-1]))
-    present = set(measured["metric"])
-    values = {
-        metric.key: _values(measured, runs, metric.key) for metric in all_metrics().values() if metric.key in present
-    }
+    values: dict[str, Values] = {}
+    for key in all_metrics():
+        rows = measured.filter(pl.col("metric") == key).select("run", "median")
+        if rows.height:
+            by_run = keys.join(rows, on="run", how="left", maintain_order="left")
+            values[key] = by_run["median"].fill_null(float("nan")).to_numpy().astype(np.float64)
     medians = {key: float(np.nanmedian(series)) for key, series in values.items()}
     series = [
         _series(metric_of(key), medians_by_run, medians.get(metric_of(key).part_of or ""), runs, findings, facts)
@@ -113,12 +111,6 @@ def _group(history: History, fingerprint: str, runs: pl.DataFrame, metrics: Sequ
         findings,
         tuple(series),
     )
-
-
-def _values(measured: pl.DataFrame, runs: pl.DataFrame, metric: str) -> Values:
-    rows = measured.filter(pl.col("metric") == metric).select("run", "median")
-    joined = runs.select("run").join(rows, on="run", how="left", maintain_order="left")
-    return joined["median"].fill_null(float("nan")).to_numpy().astype(np.float64)
 
 
 def _series(

@@ -9,7 +9,7 @@ import json
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +41,7 @@ MAX_BYTES = 64 << 20
 UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """Errors for content of a manifest or a table that JSON or Arrow cannot represent."""
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
+_FACT, _PART = "fact{}.arrow", "part{}.parquet"
 _MAX_LINE_BYTES = 1 << 16
 
 MAX_STEPS = 60
@@ -90,7 +91,14 @@ def summarize(report: Report) -> Summary:
 
 def write(report: Report, file: BinaryIO) -> None:
     """Write a report, its summary, and the facts of its run."""
-    tables = dict(_packed_facts(report.run.measured_tables))
+    tables: dict[str, memoryview] = {}
+    left_bytes = MAX_BYTES
+    for name, table in sorted(report.run.measured_tables.items(), key=lambda item: int(item[1].estimated_size())):
+        packed = _pack(table)
+        left_bytes -= len(packed)
+        if left_bytes < 0:
+            break
+        tables[name] = packed
     content = {
         "path": report.run.path,
         "manifest": report.run.manifest,
@@ -110,21 +118,21 @@ def write(report: Report, file: BinaryIO) -> None:
         archive.writestr(_DATA_QUALITY, _pack(report.run.data_quality))
         for number, finding in enumerate(report.findings):
             archive.writestr(f"evidence{number}.arrow", _pack(finding.evidence))
-        for number, table in enumerate(tables.values()):
-            archive.writestr(_fact(number), table)
+        for number, packed in enumerate(tables.values()):
+            archive.writestr(_FACT.format(number), packed)
 
 
 def write_table(table: pl.DataFrame, file: BinaryIO) -> None:
     """Write an entry with a single table, which `read_fact` reads as number 0."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_fact(0), _pack(table))
+        archive.writestr(_FACT.format(0), _pack(table))
 
 
 def write_parts(parts: Sequence[Path], file: BinaryIO) -> None:
     """Write an entry with the Parquet files of a single table, which `read_parts` reads."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for number, part in enumerate(parts):
-            archive.write(part, _part(number))
+            archive.write(part, _PART.format(number))
 
 
 def read_parts(file: BinaryIO, new_part: Callable[[], Path]) -> tuple[Path, ...]:
@@ -133,7 +141,7 @@ def read_parts(file: BinaryIO, new_part: Callable[[], Path]) -> tuple[Path, ...]
     with zipfile.ZipFile(file) as archive:
         for number in range(len(archive.namelist())):
             path = new_part()
-            with archive.open(_part(number)) as packed, path.open("wb") as copy:
+            with archive.open(_PART.format(number)) as packed, path.open("wb") as copy:
                 shutil.copyfileobj(packed, copy)  # checks the checksum as it reads
             paths.append(path)
     return tuple(paths)
@@ -175,33 +183,13 @@ def read(file: BinaryIO, reader: Reader) -> tuple[Report, Mapping[str, int]]:
 def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
     """Return the table of one fact of an entry. Raises if the entry is damaged."""
     with zipfile.ZipFile(file) as archive:
-        return _table(archive, _fact(number))
-
-
-def _packed_facts(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, memoryview]]:
-    """Yield the facts as Arrow files, the smallest table first, as far as they are within the limit."""
-    left_bytes = MAX_BYTES
-    for name, table in sorted(measured.items(), key=lambda item: int(item[1].estimated_size())):
-        packed = _pack(table)
-        left_bytes -= len(packed)
-        if left_bytes < 0:
-            return
-        yield name, packed
-
-
-def _part(number: int) -> str:
-    return f"part{number}.parquet"
-
-
-def _fact(number: int) -> str:
-    return f"fact{number}.arrow"
+        return _table(archive, _FACT.format(number))
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:
-    fields = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
-    del fields["evidence"]
-    fields["removals"] = [_with_name(removal) for removal in finding.removals]
-    return fields | {"what_if": finding.what_if and _with_name(finding.what_if)}
+    removals = [_with_name(removal) for removal in finding.removals]
+    fields = vars(finding) | {"removals": removals, "what_if": finding.what_if and _with_name(finding.what_if)}
+    return {name: value for name, value in fields.items() if name != "evidence"}
 
 
 def _finding(fields: dict[str, Any], evidence: pl.DataFrame) -> Finding:

@@ -7,29 +7,38 @@ The dashboard uses this cache; the command line stores what it printed (`traceki
 states of the files that were read (size, times, and the real path of a link), on the code and on the rules.
 """
 
+import dataclasses
+import functools
 import hashlib
+import importlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from types import ModuleType
 
+import numpy as np
 import polars as pl
 
+from tracekit import conventions
+from tracekit.conventions import object_storage
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
-from tracekit.ingest import loader
+from tracekit.ingest import disk_cache, file_states, files, loader, readers
 from tracekit.ingest.disk_cache import DiskCache
-from tracekit.ingest.file_states import FileStates
+from tracekit.ingest.file_states import FileState, FileStates
+from tracekit.ingest.remote import RemoteFile
+from tracekit.model import plugins
 from tracekit.model.fact import Fact
 from tracekit.model.run import OnTrace, Run
 from tracekit.model.trace import Trace, TraceFact
-from tracekit.rules import engine
-from tracekit.rules.report_cache import entry, keys
-from tracekit.rules.report_cache.entry import Summary
+from tracekit.rules import engine, report_entry
+from tracekit.rules.registry import RULES, all_rules
+from tracekit.rules.report_entry import Summary
 from tracekit.rules.rule import Report
 
-__all__ = ["Summary", "get", "put", "report", "summary"]
 MIN_MEASURED_S = 0.2
 """A table that takes less is measured again: reading it would save little, and each is a file."""
 MAX_TABLE_BYTES = 128 << 20
@@ -51,7 +60,7 @@ def report(
     Its run has measured `facts` and `surveys`, and the facts of all rules; `devices` are as in `loader.load`,
     `on_crash` as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
     """
-    key = keys.run_key(path, devices=devices)
+    key = run_key(path, devices=devices)
     cached = get(key, path, devices) if key is not None else None
     if cached is not None:
         return cached
@@ -68,7 +77,7 @@ def report(
     for survey in surveys:
         run.table(survey)
     if (
-        not crashed and key is not None and keys.run_key(path, devices=devices) == key
+        not crashed and key is not None and run_key(path, devices=devices) == key
     ):  # else the run changed while it was read
         put(key, new_report)
         run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, _LazyRun(path, key, devices).is_unchanged))
@@ -80,15 +89,52 @@ def summary(path: str, state: FileStates | None = None, devices: Sequence[Device
 
     `state` is the state of its files, if the caller has it already.
     """
-    key = keys.run_key(path, state, devices)
-    return None if key is None else DiskCache.of_user("reports").get(key, entry.read_summary)
+    key = run_key(path, state, devices)
+    return None if key is None else DiskCache.of_user("reports").get(key, report_entry.read_summary)
+
+
+def run_states(path: str) -> FileStates | None:
+    """States of a run's files; None if there are no files, or too many.
+
+    For a URL the files are listed; None also if the server states no version of one.
+    """
+    if object_storage.is_url(path):
+        return remote_states(files.list_remote(path).files, path)
+    return file_states.of_run(path, readers.companion_suffixes())
+
+
+def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
+    """Return the states of the files of a run behind a URL; None if one has no version, or there are too many."""
+    read = [file for file in listed if files.is_read_by_tracekit(file.name)]
+    states = [
+        FileState(file.url.removeprefix(url.rstrip("/")).lstrip("/"), file.size_bytes or 0, 0, 0, version=file.version)
+        for file in read
+        if file.version is not None
+    ]
+    if len(states) < len(read) or not 0 < len(read) <= file_states.MAX_FILES:
+        return None
+    return FileStates(tuple(sorted(states, key=lambda state: state.path)))
+
+
+def run_key(path: str, known_states: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
+    """Return the key of a run's report; None if it cannot be cached.
+
+    `devices` are what a user states of devices. Raises InputError if a URL cannot be listed.
+    """
+    states = run_states(path) if known_states is None else known_states
+    if states is None:
+        return None
+    # The report's file names depend on how the run's path was written.
+    absolute = path if object_storage.is_url(path) else str(Path(path).absolute())
+    text = repr((_code_hash(), path, absolute, states.stamp, *devices))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report | None:
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
     run = _LazyRun(path, key, devices)
     reports = DiskCache.of_user("reports")
-    stored = reports.get(key, lambda file: entry.read(file, run.reader))
+    stored = reports.get(key, lambda file: report_entry.read(file, run.reader))
     if stored is None:
         return None
     report, numbers = stored
@@ -98,7 +144,7 @@ def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report |
 
 def put(key: str, report: Report) -> None:
     """Store a report; one that cannot be serialized is not stored."""
-    DiskCache.of_user("reports").put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
+    DiskCache.of_user("reports").put(key, partial(report_entry.write, report), unless=report_entry.UNSERIALIZABLE)
 
 
 class _LazyRun:
@@ -114,7 +160,7 @@ class _LazyRun:
 
     def is_unchanged(self) -> bool:
         """Return whether the files of the run are those that were checked."""
-        return keys.run_key(self._path, devices=self._devices) == self._key
+        return run_key(self._path, devices=self._devices) == self._key
 
     def _read(self, window: int, rank: int, path: str) -> Trace:
         with self._lock:
@@ -143,20 +189,22 @@ class _MeasuredTables:
     def get(self, name: str) -> pl.DataFrame | None:
         """Return the table of a name; None if it has to be measured."""
         if name in self._numbers:
-            table = self._reports.get(self._key, partial(entry.read_fact, self._numbers[name]))
+            table = self._reports.get(self._key, partial(report_entry.read_fact, self._numbers[name]))
             if table is not None:
                 return table
-        return self._later.get(self._key_of(name), partial(entry.read_fact, 0))
+        return self._later.get(self._key_of(name), partial(report_entry.read_fact, 0))
 
     def put(self, name: str, table: pl.DataFrame, measured_s: float) -> None:
         """Store a table that took long to measure, unless it is large or files of the run have changed."""
         is_worth_it = measured_s >= MIN_MEASURED_S and table.estimated_size() <= MAX_TABLE_BYTES
         if is_worth_it and self._is_unchanged():
-            self._later.put(self._key_of(name), partial(entry.write_table, table), unless=entry.UNSERIALIZABLE)
+            self._later.put(
+                self._key_of(name), partial(report_entry.write_table, table), unless=report_entry.UNSERIALIZABLE
+            )
 
     def get_parts(self, name: str, new_part: Callable[[], Path]) -> tuple[Path, ...]:
         """Return the table of a name as Parquet files at paths of `new_part`; none if it has to be measured."""
-        read = partial(entry.read_parts, new_part=new_part)
+        read = partial(report_entry.read_parts, new_part=new_part)
         return self._later.get(self._key_of(name + _PARTS), read) or ()
 
     def put_parts(self, name: str, parts: Sequence[Path]) -> None:
@@ -164,7 +212,28 @@ class _MeasuredTables:
         key = self._key_of(name + _PARTS)
         size_bytes = sum(part.stat().st_size for part in parts)
         if size_bytes <= MAX_TABLE_BYTES and not self._later.path(key).exists() and self._is_unchanged():
-            self._later.put(key, partial(entry.write_parts, parts))
+            self._later.put(key, partial(report_entry.write_parts, parts))
 
     def _key_of(self, name: str) -> str:
         return hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
+    package = Path(conventions.__file__).parents[1]
+    rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
+    added: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
+    added += [type(reader) for reader in readers.available() if reader not in readers.READERS]
+    added += [
+        importlib.import_module(point.module)
+        for group in ("tracekit.metrics", "tracekit.causes")
+        for point in plugins.entry_points(group=group)
+    ]
+    parts = {
+        "code": disk_cache.code_hash(package, ("**/*.py",)),
+        "libraries": [pl.__version__, np.__version__],
+        "rules": rules,
+        "plugins": sorted({disk_cache.plugin_hash(plugin) for plugin in added}),
+    }
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
