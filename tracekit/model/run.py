@@ -11,9 +11,9 @@ import polars as pl
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
 from tracekit.model.executor import Executor, Threads
-from tracekit.model.fact import Fact, Scope
+from tracekit.model.fact import Fact, Scope, run_fact
 from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.table_store import SavedTables, TableStore, full_name
+from tracekit.model.table_store import SavedTables, TableStore
 from tracekit.model.trace import Trace, TraceFact
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
@@ -63,7 +63,7 @@ class Run:
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
         self.manifest: Mapping[str, Any] = manifest or {}
         self._data_quality = RUN_DATA_QUALITY.conform(pl.DataFrame() if data_quality is None else data_quality)
-        self._align = align
+        self._align = align if isinstance(align, Fact) else run_fact(align or _zero_offsets)
         self._executor = executor or Threads()
         self._loaded = LoadedTraces(cache_bytes)
         self._tables = TableStore(fact_bytes)
@@ -93,7 +93,7 @@ class Run:
 
         Computed on first access. A run without `align` leaves every trace on its own clock: offset 0, residual null.
         """
-        return self._run_table(self._align or _zero_offsets)
+        return self.table(self._align)
 
     def trace(self, rank: int, window: int | None = None) -> Trace:
         """Return the trace of one rank, by default of its first window. Raises KeyError if there is none."""
@@ -121,25 +121,28 @@ class Run:
         fact of the run, such as its collectives across ranks, may name facts of traces that it `reads`: all of them are
         measured in one pass. A function that is not decorated is taken for one of a trace.
         """
-        if isinstance(fact, Fact) and fact.scope is Scope.RUN:
-            return self._run_table(fact, reads) if fact.is_cached else fact(self)
-        self.measure((cast("TraceFact", fact),))
-        return self._tables.get(fact)
+        if not isinstance(fact, Fact) or fact.scope is Scope.TRACE:
+            self.measure((cast("TraceFact", fact),))
+            return self._tables.get(fact)
+        table = self._tables.find(fact) if fact.is_cached else None
+        if table is None:
+            began_s = time.monotonic()
+            self.measure(reads)
+            table = fact.measure(self)  # not `fact(self)`: facts read facts, and a stack of them is for people to read
+            if fact.table:
+                table = fact.table.conform(table)
+            if fact.is_cached:
+                self._tables.keep(fact, table, time.monotonic() - began_s)
+        return table
 
-    def _run_table(self, measure: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
-        if measure not in self._tables:
-            self._tables.keep(measure, self.named_table(full_name(measure), measure, reads))
-        return self._tables.get(measure)
+    def named_table(self, name: str, make: RunFact) -> pl.DataFrame:
+        """Return the table of a name that the run's cache has saved, or else what `make` returns, which is saved.
 
-    def named_table(self, name: str | None, make: RunFact, reads: Sequence[TraceFact] = ()) -> pl.DataFrame:
-        """Return the table of a name from the run's cache of tables, or else what `make` returns, as in `table`.
-
-        The name states everything that the table depends on. Without a name, or a cache, it is made each time.
+        The name states everything that the table depends on. Without a cache, it is made each time.
         """
         table = self._tables.saved(name)
         if table is None:
             began_s = time.monotonic()
-            self.measure(reads)
             table = make(self)
             self._tables.save(name, table, time.monotonic() - began_s)
         return table

@@ -58,9 +58,6 @@ class TableStore:
         self.is_complete = True
         """Whether no trace was left out. If one was, nothing is saved: another process may be able to read it."""
 
-    def __contains__(self, fact: object) -> bool:
-        return fact in self._tables or fact in self._parts
-
     def get(self, fact: Measure) -> pl.DataFrame:
         """Table of a fact. Raises KeyError if it was not measured."""
         if fact in self._tables:
@@ -79,10 +76,18 @@ class TableStore:
             parquet_files.write(table, part, compression_level=1)
             self._parts[fact] = (part,)
 
-    def keep(self, fact: Measure, table: pl.DataFrame) -> None:
-        """Add the table of a fact of the run, which stays in memory: it is small and needed often."""
+    def find(self, fact: Measure) -> pl.DataFrame | None:
+        """Table of a fact of the run, which was measured or saved; None if it has to be measured."""
+        if fact not in self._tables and (table := self.saved(full_name(fact))) is not None:
+            self._tables[fact] = table
+            self._kept.add(fact)
+        return self._tables.get(fact)
+
+    def keep(self, fact: Measure, table: pl.DataFrame, measured_s: float) -> None:
+        """Add and save the table of a fact of the run, which stays in memory: it is small and needed often."""
         self._tables[fact] = table
         self._kept.add(fact)
+        self.save(full_name(fact), table, measured_s)
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
         """Table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
@@ -128,13 +133,14 @@ class TableStore:
 
     def take(self, fact: TraceFact) -> bool:
         """Whether the table of a fact is here, or was saved and is here now."""
-        if fact in self or (name := full_name(fact)) is None or self._saved is None:
-            return fact in self
+        is_measured = fact in self._tables or fact in self._parts
+        if is_measured or self._saved is None or (name := full_name(fact)) is None:
+            return is_measured
         if (table := self._saved.get(name)) is not None:
             self.put(fact, table)
         elif parts := self._saved.get_parts(name, self.new_part):
             self._parts[fact] = parts
-        return fact in self
+        return table is not None or bool(parts)
 
     def saved(self, name: str | None) -> pl.DataFrame | None:
         """Table that was saved under a name; None if it has to be measured."""

@@ -29,6 +29,7 @@ _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
+@run_fact
 def offsets(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: what to add to its times to get the run's clock.
 

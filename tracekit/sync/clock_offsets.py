@@ -227,20 +227,16 @@ def _precision(calls: RankCalls, instances: Instances, pairs: _Ints) -> tuple[fl
     return float((weight * sharpness).sum()), refined
 
 
-def _tolerance(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
-    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
-    sync = (pairs >= 0) & calls.synchronizing
-    difference = np.abs(instances.end_time[pairs[sync]] - calls.end[sync] - offset_ns)
-    return int(np.clip(10 * np.median(difference), 50_000, _FAR_NS)) if len(difference) else 50_000
-
-
 def _match_by_time(calls: RankCalls, instances: Instances, offset_ns: int) -> _Ints:
     """Return for each call the instance row of the same collective, -1 if there is none.
 
     First synchronizing calls with unambiguous ends; between those, calls in order, first those that ranks leave apart
     (broadcasts); then the nearest ends; then, in order again, calls whose size or type one side does not record.
     """
-    tolerance_ns = _tolerance(calls, instances, offset_ns)
+    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
+    sync = (pairs >= 0) & calls.synchronizing
+    difference = np.abs(instances.end_time[pairs[sync]] - calls.end[sync] - offset_ns)
+    tolerance_ns = int(np.clip(10 * np.median(difference), 50_000, _FAR_NS)) if len(difference) else 50_000
     pairs = _nearest(calls, instances, offset_ns, tolerance_ns, min_lead=_MIN_LEAD)
     pairs = _match_between(calls, instances, np.where(calls.synchronizing, pairs, UNKNOWN), otherwise=pairs)
     pairs = _match_by_order(calls, instances, offset_ns, pairs, calls.kind, instances.kind)

@@ -38,7 +38,7 @@ def groups(run: Run) -> pl.DataFrame:
     Of a group in several stages of a pipeline, those stages count that do not only wait for another stage of it. All
     ranks of a pipeline stage are no group: how long stages take is what PIPE002 judges.
     """
-    arrivals = run.table(judged_arrivals)
+    arrivals = run.table(rank_arrivals).filter("is_judged")
     waits = _waits(arrivals)
     # Sets of ranks after the longest pause between arrivals, those with most time first.
     count, place = pl.len().over(_KEY), pl.int_range(pl.len()).over(_KEY)
@@ -70,32 +70,29 @@ def groups(run: Run) -> pl.DataFrame:
 
 
 @run_fact
-def judged_arrivals(run: Run) -> pl.DataFrame:
-    """Return `all_arrivals` in steps without saves; where no steps are marked, in the window."""
-    marked = pl.col("step").is_not_null() | pl.col("step").is_null().all()
-    return steps_without_saves.without_saves(run, run.table(all_arrivals).filter(marked))
+def rank_arrivals(run: Run) -> pl.DataFrame:
+    """Arrivals of each rank at each collective: window, instance, step, rank, arrival_ns, residual_ns, and two flags.
 
-
-@run_fact
-def all_arrivals(run: Run) -> pl.DataFrame:
-    """Arrivals of each rank at each collective: window, instance, step, rank, arrival_ns, residual_ns.
-
-    Without collectives of several pipeline stages: in these the order of the stages decides who arrives last.
+    is_across_stages: collectives, and sends, between several pipeline stages, where the order of the stages decides who
+    arrives last. is_judged: of the others, those in steps without saves; where no steps are marked, in the window.
     """
+    stage_of = rank_places.stages(run)
     steps = run.table(collective_instances.instances).select(*_KEY, "step")
     waits = run.table(collective_instances.waits).select(*_KEY, "rank", "arrival_ns", "residual_ns")
-    across = run.table(across_stages)
-    within = waits.join(across, on=_KEY, how="anti") if across.height else waits
-    return within.join(steps, on=_KEY).sort(*_KEY, "arrival_ns", "rank")
-
-
-@run_fact
-def across_stages(run: Run) -> pl.DataFrame:
-    """Return the collectives, and sends, between ranks of several pipeline stages: columns window, instance."""
-    stage_of = rank_places.stages(run)
-    waits = run.table(collective_instances.waits).select(*_KEY, "rank")
     stage = pl.col("rank").replace_strict(stage_of, default=None, return_dtype=pl.Int64)
-    return waits.group_by(_KEY).agg(stage.n_unique().alias("stages")).filter(pl.col("stages") > 1).select(_KEY)
+    arrivals = waits.join(steps, on=_KEY).with_columns(is_across_stages=stage.n_unique().over(_KEY) > 1)
+    of_step = ["window", "step"]
+    within = arrivals.filter(~pl.col("is_across_stages")).select(of_step).unique()
+    marked = within.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
+    judged_steps = steps_without_saves.without_saves(run, marked).with_columns(is_judged=pl.lit(value=True))
+    is_judged = pl.col("is_judged").fill_null(value=False) & ~pl.col("is_across_stages")
+    joined = arrivals.join(judged_steps, on=of_step, how="left", nulls_equal=True)
+    return joined.with_columns(is_judged=is_judged).sort(*_KEY, "arrival_ns", "rank")
+
+
+def across_stages(run: Run) -> pl.DataFrame:
+    """Collectives, and sends, between ranks of several pipeline stages: columns window, instance."""
+    return run.table(rank_arrivals).filter("is_across_stages").select(_KEY).unique()
 
 
 def lead_ns(arrivals: pl.DataFrame, group: list[int]) -> int:

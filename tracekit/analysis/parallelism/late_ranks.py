@@ -67,12 +67,12 @@ def last_arrivals(run: Run) -> pl.DataFrame:
     """
     members = run.table(late_groups.groups)
     instances = run.table(collective_instances.instances)
-    last = instances.join(run.table(late_groups.across_stages), on=_KEY, how="anti")
+    last = instances.join(late_groups.across_stages(run), on=_KEY, how="anti")
     last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
     of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
         return of_group
-    arrivals = run.table(late_groups.all_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter(~pl.col("is_across_stages"))
     leads = late_groups.lead(arrivals, members["rank"].to_list()).select(*_KEY, leader=pl.lit(members["leader"][0]))
     return of_group.join(leads, on=_KEY, how="left").select(
         *_KEY, pl.coalesce("leader", "late_rank").alias("late_rank")
@@ -84,7 +84,7 @@ def latest(run: Run) -> tuple[int, ...]:
     members = run.table(late_groups.groups)
     if not members.is_empty():
         return tuple(members["rank"].to_list())
-    arrivals = run.table(late_groups.judged_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter("is_judged")
     leads = late_groups.leads_of_ranks(arrivals)
     best = max(leads, key=lambda rank: leads[rank], default=None)
     return (best,) if best is not None and leads[best] > 0 else ()
@@ -96,7 +96,7 @@ def launched_late_ratio(run: Run, members: tuple[int, ...]) -> float:
     A collective was launched late if it started sooner after its launch than half of the time for which the others
     waited: it was not queued behind other work. 0 where nobody waits.
     """
-    arrivals = run.table(late_groups.judged_arrivals)
+    arrivals = run.table(late_groups.rank_arrivals).filter("is_judged")
     late_calls = run.table(collective_instances.waits).filter(pl.col("rank").is_in(list(members)))
     queued = late_calls.select("window", "instance", "rank", "activity_id").join(
         run.table(queue_times), on=["window", "rank", "activity_id"], how="left"

@@ -161,7 +161,7 @@ def _waits_within_stages(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     In collectives of several stages the order of the stages decides who waits.
     """
     waits = run.table(stragglers.late_calls)
-    within = waits.join(run.table(late_groups.across_stages), on=["window", "instance"], how="anti")
+    within = waits.join(late_groups.across_stages(run), on=["window", "instance"], how="anti")
     of_rank = within.partition_by("window", "rank", as_dict=True)
     return {
         place: intervals.union(intervals.from_columns(calls["start_ns"], calls["wait_ns"]))

@@ -118,10 +118,10 @@ def transfer_rates(run: Run) -> dict[bool, float]:
 @run_fact
 def exposed_transfers_by_step(run: Run) -> pl.DataFrame:
     """Return `exposed_communication.exposed_by_step` with the sends and receives of a pipeline in waited_ns."""
+    calls = run.table(exposed_communication.exposed_transfers)
     steps = run.table(exposed_communication.exposed_by_step)
     if not pipeline_stages.is_pipelined(run):
         return steps
-    calls = run.table(exposed_communication.exposed_transfers)
     sends = _spans_of(calls.filter(_is_send()))
     other_spans = _spans_of(calls.filter(~_is_send()))
     exposed = exposed_communication.exposed_on_devices(run)

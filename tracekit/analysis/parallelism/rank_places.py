@@ -226,7 +226,13 @@ def mesh_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """
     if len(mesh.axes) != len(mesh.shape) or math.prod(mesh.shape) > MAX_RANKS:
         return {}
-    return {axis: _along(mesh.shape, index) for index, axis in enumerate(mesh.axes) if mesh.shape[index] > 1}
+    groups = {}
+    for index, (axis, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):
+        if size > 1:
+            stride = math.prod(mesh.shape[index + 1 :])
+            firsts = [rank for rank in range(math.prod(mesh.shape)) if rank // stride % size == 0]
+            groups[axis] = [[first + place * stride for place in range(size)] for first in firsts]
+    return groups
 
 
 def coordinates(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[int, dict[str, tuple[int, int]]]:
@@ -241,12 +247,6 @@ def coordinates(groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[int, dict
             for place, rank in enumerate(ranks):
                 places.setdefault(rank, {})[axis] = (number, place)
     return places
-
-
-def _along(shape: Sequence[int], index: int) -> list[list[int]]:
-    stride, size = math.prod(shape[index + 1 :]), shape[index]
-    firsts = [rank for rank in range(math.prod(shape)) if rank // stride % size == 0]
-    return [[first + place * stride for place in range(size)] for first in firsts]
 
 
 def stages_by_rank(manifest: Mapping[str, Any]) -> dict[int, int]:

@@ -46,10 +46,10 @@ def late_calls(run: Run) -> pl.DataFrame:
     lowest rank of a group that arrives late together), activity_id, start_ns and dur_ns (on the clock of the rank's
     trace), wait_ns; one row per rank and collective in which it waited, except for its own group.
     """
+    members = run.table(late_groups.groups).select("rank", own_group="leader")
     last = run.table(late_ranks.last_arrivals).drop_nulls("late_rank")
     starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
     waits = run.table(collective_instances.waits).filter(pl.col("wait_ns") > 0)
-    members = run.table(late_groups.groups).select("rank", own_group="leader")
     late = waits.join(last, on=["window", "instance"]).join(members, on="rank", how="left", maintain_order="left")
     for_others = late.filter(pl.col("own_group").ne_missing(pl.col("late_rank")))
     return for_others.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
@@ -119,7 +119,7 @@ def waiting_pieces(run: Run) -> pl.DataFrame:
     Without collectives of several pipeline stages, where the order of the stages decides who waits.
     """
     pieces = run.table(compute_gap_causes.waits_for_peers)
-    across = run.table(late_groups.across_stages)
+    across = late_groups.across_stages(run)
     if across.is_empty():
         return pieces
     waits = run.table(collective_instances.waits).join(across, on=["window", "instance"], how="semi")
