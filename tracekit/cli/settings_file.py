@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,20 @@ class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_int8_tflops: PositiveNumber | None = None
     memory_gb_per_s: PositiveNumber | None = None
     link_gb_per_s: PositiveNumber | None = None
+
+
+class NamedRule(Protocol):
+    """A rule, or its document."""
+
+    @property
+    def code(self) -> str:
+        """Return the code, such as COMM001."""
+
+    def name(self) -> str:
+        """Return the name in kebab case."""
+
+
+R = TypeVar("R", bound=NamedRule)
 
 
 def find_file(folder: Path) -> Path | None:
@@ -179,3 +193,52 @@ def suggestion(names: Iterable[str], word: str) -> str:
     if close:
         return f"did you mean {close[0]}?"
     return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit rules lists them all"
+
+
+def find_rule_of_finding(name: str, catalog: Sequence[R]) -> R:
+    """Return the rule of a code, a name or a finding's id. Raises ConfigError with the nearest match."""
+    code = name.partition("-")[0]
+    return find_rule(code if any(code == rule.code for rule in catalog) else name, catalog)
+
+
+def find_rule(pattern: str, catalog: Sequence[R], where: str = "") -> R:
+    """Return the rule of a code or a name. Raises ConfigError, which starts with `where`, with the nearest match."""
+    for rule in catalog:
+        if pattern in (rule.code, rule.name()):
+            return rule
+    start = f"{where}: " if where else ""
+    if family := [rule.code for rule in catalog if is_rule_named(pattern, rule)]:
+        raise ConfigError(f"{start}{pattern} is a family of rules: name one of {', '.join(family)}")
+    raise ConfigError(f"{start}no rule is called {pattern!r}: {suggestion(_names(catalog), pattern)}")
+
+
+def is_rule_named(pattern: str, rule: NamedRule) -> bool:
+    """Return whether a rule has this code, name or family."""
+    return pattern in (rule.code, rule.name(), _family(rule))
+
+
+def require_rule(pattern: str, catalog: Sequence[NamedRule], where: str) -> None:
+    """Raise ConfigError if no rule has this code, name or family, or the code of this finding id."""
+    patterns = {pattern, pattern.partition("-")[0]}
+    if not any(is_rule_named(name, rule) for name in patterns for rule in catalog):
+        raise ConfigError(f"{where}: {_unknown(pattern, catalog)}")
+
+
+def require_rules(patterns: Iterable[str], catalog: Sequence[NamedRule]) -> None:
+    """Raise ConfigError if a pattern is no code, name or family of a rule."""
+    for pattern in patterns:
+        if not any(is_rule_named(pattern, rule) for rule in catalog):
+            raise ConfigError(_unknown(pattern, catalog))
+
+
+def _unknown(pattern: str, catalog: Sequence[NamedRule]) -> str:
+    families = dict.fromkeys(map(_family, catalog))
+    return f"no rule is called {pattern!r}: {suggestion([*families, *_names(catalog)], pattern)}"
+
+
+def _family(rule: NamedRule) -> str:
+    return rule.code.rstrip("0123456789")
+
+
+def _names(catalog: Sequence[NamedRule]) -> list[str]:
+    return [text for rule in catalog for text in (rule.code, rule.name())]
