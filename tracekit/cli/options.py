@@ -113,7 +113,7 @@ class ExecutorOptions:
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
         if self.cluster or kind is ExecutorKind.DASK:
-            question.current().withdraw()
+            question.current.get().withdraw()
         return open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 

@@ -66,7 +66,7 @@ def emit(text: str, output: Path | None = None, *, has_commands: bool = False) -
             file.write(text.encode())
         return
     text = text if has_commands else _without_ci_commands(text)
-    question.current().prints(STDOUT, text)
+    question.current.get().prints(STDOUT, text)
     _write_stdout(text)
 
 
@@ -100,7 +100,7 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
 
     A device or pipe, such as /dev/null, is written itself, and of a symbolic link the file that it points to.
     """
-    question.current().withdraw()
+    question.current.get().withdraw()
     try:
         if output.exists() and not output.is_file() and not output.is_dir():
             with output.open("wb") as file:
@@ -116,7 +116,8 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
     except OSError as error:
-        raise _write_error(output, error) from None
+        reason = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
+        raise InputError(f"{output}: cannot be written: {reason}; name another file") from None
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ def notify(message: str) -> None:
     from tracekit.model import escaping
 
     line = _without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n")
-    question.current().prints(STDERR, line)
+    question.current.get().prints(STDERR, line)
     sys.stderr.write(line)
     sys.stderr.flush()
 
@@ -208,8 +209,3 @@ def _without_ci_commands(text: str) -> str:
     from tracekit.model import escaping
 
     return escaping.without_commands(text)
-
-
-def _write_error(output: Path, error: OSError) -> InputError:
-    reason = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
-    return InputError(f"{output}: cannot be written: {reason}; name another file")

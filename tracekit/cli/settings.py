@@ -95,11 +95,11 @@ def resolve(
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
     file = path or settings_file.find_file(Path.cwd())
     if file is not None:
-        question.current().reads(Input(Kind.FILE, str(file)))
+        question.current.get().reads(Input(Kind.FILE, str(file)))
     config = with_settings(read(file, catalog) if file else CheckSettings(), assignments, catalog)
     selected = tuple(name.strip() for names in select for name in names.split(",") if name.strip())
     if any(ignore.until for ignore in config.ignore):
-        question.current().reads(Input(Kind.DAY))
+        question.current.get().reads(Input(Kind.DAY))
     return replace(
         config,
         select=selected or config.select,
@@ -142,7 +142,9 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
 
 def configured_rules(config: CheckSettings, catalog: Catalog) -> tuple[Rule, ...]:
     """Return the selected rules with their thresholds set. Raises ConfigError where a selection matches no rule."""
-    settings_file.require_rules(config.select, catalog)
+    for pattern in config.select:
+        if not any(settings_file.is_rule_named(pattern, rule) for rule in catalog):
+            raise ConfigError(settings_file.unknown_rule(pattern, catalog))
     rules = [
         rule
         for rule in catalog

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,10 @@ from msgspec import Meta
 from tracekit.conventions import devices
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracekit.rules.documents import RuleDocument
+    from tracekit.rules.rule import Rule
 
 FILE = "tracekit.toml"
 PROJECT_FILE = "pyproject.toml"
@@ -39,18 +43,7 @@ class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_gb_per_s: PositiveNumber | None = None
 
 
-class NamedRule(Protocol):
-    """A rule, or its document."""
-
-    @property
-    def code(self) -> str:
-        """Return the code, such as COMM001."""
-
-    def name(self) -> str:
-        """Return the name in kebab case."""
-
-
-R = TypeVar("R", bound=NamedRule)
+R = TypeVar("R", bound="type[Rule] | RuleDocument")
 
 
 def find_file(folder: Path) -> Path | None:
@@ -177,7 +170,6 @@ def _message(problem: str, key: str, value: object, names: Sequence[str]) -> str
 
 
 def _value_at(value: Any, key: str) -> object:
-    """Return the value of a key such as ``ignore[0].until``."""
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", key):
         value = value[name or int(index)]
     return value
@@ -212,33 +204,27 @@ def find_rule(pattern: str, catalog: Sequence[R], where: str = "") -> R:
     raise ConfigError(f"{start}no rule is called {pattern!r}: {suggestion(_names(catalog), pattern)}")
 
 
-def is_rule_named(pattern: str, rule: NamedRule) -> bool:
+def is_rule_named(pattern: str, rule: "type[Rule] | RuleDocument") -> bool:
     """Return whether a rule has this code, name or family."""
     return pattern in (rule.code, rule.name(), _family(rule))
 
 
-def require_rule(pattern: str, catalog: Sequence[NamedRule], where: str) -> None:
+def require_rule(pattern: str, catalog: "Sequence[type[Rule] | RuleDocument]", where: str) -> None:
     """Raise ConfigError if no rule has this code, name or family, or the code of this finding id."""
     patterns = {pattern, pattern.partition("-")[0]}
     if not any(is_rule_named(name, rule) for name in patterns for rule in catalog):
-        raise ConfigError(f"{where}: {_unknown(pattern, catalog)}")
+        raise ConfigError(f"{where}: {unknown_rule(pattern, catalog)}")
 
 
-def require_rules(patterns: Iterable[str], catalog: Sequence[NamedRule]) -> None:
-    """Raise ConfigError if a pattern is no code, name or family of a rule."""
-    for pattern in patterns:
-        if not any(is_rule_named(pattern, rule) for rule in catalog):
-            raise ConfigError(_unknown(pattern, catalog))
-
-
-def _unknown(pattern: str, catalog: Sequence[NamedRule]) -> str:
+def unknown_rule(pattern: str, catalog: "Sequence[type[Rule] | RuleDocument]") -> str:
+    """Message that no rule has this code, name or family, with the nearest match."""
     families = dict.fromkeys(map(_family, catalog))
     return f"no rule is called {pattern!r}: {suggestion([*families, *_names(catalog)], pattern)}"
 
 
-def _family(rule: NamedRule) -> str:
+def _family(rule: "type[Rule] | RuleDocument") -> str:
     return rule.code.rstrip("0123456789")
 
 
-def _names(catalog: Sequence[NamedRule]) -> list[str]:
+def _names(catalog: "Sequence[type[Rule] | RuleDocument]") -> list[str]:
     return [text for rule in catalog for text in (rule.code, rule.name())]

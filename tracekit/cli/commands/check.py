@@ -143,7 +143,7 @@ class ReportOptions(OutputOptions):
             output.emit(written, file, has_commands=report_format is ReportFormat.GITHUB)
         if checkout is not None and checkout.is_listed:
             sources = Input(Kind.SOURCES, str(checkout.root), code_locations.SKIPPED_FOLDERS)
-            question.current().reads(sources)
+            question.current.get().reads(sources)
 
 
 @expand_options
@@ -182,7 +182,7 @@ def check(
     if history is not None:
         from tracekit.regression.history import store
 
-        question.current().withdraw()
+        question.current.get().withdraw()
         store.check(history)
 
     with executor.open([*paths, *repeats]) as opened:
