@@ -100,7 +100,8 @@ unit: $(VENV)/.test
 RUNS ?= 40
 JOBS ?= 2
 accuracy: $(VENV)/.test
-	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder -m accuracy $(TESTS)
+	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder \
+		-m 'accuracy or hypothesis' --examples-times 20 $(TESTS)
 	@$(BIN)/python -m benchmarks.labelled_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/labelled_runs.md
 	@$(BIN)/python -m benchmarks.hybrid_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/hybrid_runs.md
 	@$(BIN)/python -m benchmarks.critical_path --runs $(RUNS) --out docs/lab/critical_path_accuracy.md

@@ -16,13 +16,13 @@ Work = Callable[[str], object]
 
 
 def tracekit(*, cache: bool = False) -> Work:
-    from tracekit.analysis.time import breakdown, summary
+    from tracekit.analysis.time import breakdown
     from tracekit.ingest import loader
 
     def load_and_summarize(path: str) -> object:
         run = loader.load(path, cache=cache)
         run.measure((breakdown.by_rank, breakdown.by_step))
-        return summary.by_rank(run)
+        return breakdown.slowest_device_by_rank(run)
 
     return load_and_summarize
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import polars as pl
 
-from tracekit.executors import tasks
+from tracekit.executors import worker_pool
 from tracekit.ingest import loader
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.replay.graph import dependency_graph
@@ -70,7 +70,7 @@ def _measure(trace: Trace, facts: Sequence[TraceFact]) -> list[pl.DataFrame]:
 
 def _sizes(tables: Sequence[pl.DataFrame]) -> tuple[str, str]:
     """Return the size of tables in memory, and as a worker sends them, in MB."""
-    sent_bytes = sum(len(packed) for packed in tasks.pack(tables))
+    sent_bytes = sum(len(packed) for packed in worker_pool.pack(tables))
     return f"{sum(table.estimated_size() for table in tables) / _MB:.2f}", f"{sent_bytes / _MB:.2f}"
 
 

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from tests.support.wording import Wording
 from tracekit.conventions.gc_pause import gc_paused
 
 # There are more workers than cores: further threads that wait for a core, or spin on it, cost more than they give.
@@ -26,7 +27,7 @@ with pytest.MonkeyPatch.context() as only_here:  # commands that tests start hav
     polars.thread_pool_size()  # starts them
 
 # No deadline: the duration of an example depends on the load of the machine, not on the code.
-hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.load_profile("deterministic")
 # Hypothesis also draws constants of the modules that a process has imported, which depend on the tests before.
 providers._get_local_constants = lambda: providers._local_constants  # of no module
@@ -39,6 +40,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with the current output")
+    parser.addoption("--examples-times", type=int, default=1, help="try so many times the examples of each property")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,6 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    times = config.getoption("--examples-times")
+    for test in {getattr(item, "obj", None) for item in items if times > 1 and item.get_closest_marker("hypothesis")}:
+        given = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = hypothesis.settings(given, max_examples=times * given.max_examples)
     if hasattr(config, "workerinput"):
         from tests.support import xdist_scheduling
 
@@ -93,6 +99,25 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def wording(
+    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Wording]:
+    """Yield the function that compares messages with the golden file of the test's module."""
+    module = request.path.relative_to(Path(__file__).parent).with_suffix(".txt")
+    folders = tmp_path, tmp_path_factory.getbasetemp(), Path(__file__).parents[1]
+    messages = Wording(
+        GOLDEN / "wording" / module,
+        request.node.nodeid.partition("::")[2],
+        is_updated=request.config.getoption("--update-golden"),
+        names=dict(zip(map(str, folders), ("TMP", "SHARED", "REPOSITORY"), strict=True)),
+    )
+    failed = request.session.testsfailed
+    yield messages
+    if request.session.testsfailed == failed:  # else the test ended early
+        messages.end()
 
 
 @pytest.fixture(autouse=True, scope="session")

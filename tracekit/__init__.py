@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tracekit import conventions
 
 if TYPE_CHECKING:
-    from tracekit.library.report import check
+    from tracekit.library.answers import check
     from tracekit.library.run import Run, load
     from tracekit.model.trace import Trace
     from tracekit.rules.registry import RULES
@@ -22,7 +22,7 @@ __all__ = ["RULES", "Finding", "Rule", "Run", "Trace", "check", "load", "query"]
 
 _HOMES = {
     "load": "tracekit.library.run",
-    "check": "tracekit.library.report",
+    "check": "tracekit.library.answers",
     "query": "tracekit.sql.run_query",
     "Run": "tracekit.library.run",
     "Trace": "tracekit.model.trace",

@@ -22,7 +22,7 @@ from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report import headlines, shared_timeline
+from tracekit.report import headlines, shared_view
 from tracekit.report import timeline as tiles
 from tracekit.report.timeline_view import message
 from tracekit.report.timeline_view.embedding import Embedded
@@ -147,7 +147,7 @@ def _shared_part(
     """Function that makes the timeline of a shared page, as the address shows it."""
 
     def make(parameters: sharing.Parameters) -> Embedded:
-        return shared_timeline.embed_scene(
+        return shared_view.embed_scene(
             opened.scene,
             parameters,
             marks=marks,

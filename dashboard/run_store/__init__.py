@@ -22,7 +22,7 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import first_opening, tables
 from dashboard.run_store.first_opening import FirstOpening
 from dashboard.run_store.tables import Table
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.cli.watch.training_state import TrainingState
 from tracekit.conventions import object_storage
@@ -46,8 +46,8 @@ MAX_QUERIES = 4
 """SQL queries of all sessions at a time: each may use a processor and its memory limit."""
 MAX_SHARED_TABLE_BYTES = 32 << 20
 """Larger tables are read from the run each time, which may have them on disk."""
-_FACTS = (breakdown.by_step, breakdown.by_rank, summary.extent, *baseline.FACTS, *tables.FACTS)
-_RUN_FACTS = (samples.samples_across, summary.run_clock)
+_FACTS = (breakdown.by_step, breakdown.by_rank, breakdown.extent, *baseline.FACTS, *tables.FACTS)
+_RUN_FACTS = (samples.samples_across, breakdown.run_clock)
 _SEEN = "entries_seen"
 _NOT_MADE = object()
 _queries = threading.BoundedSemaphore(MAX_QUERIES)
@@ -79,7 +79,7 @@ class OpenRun(LoadedRun):
     @property
     def step_time_ns(self) -> float | None:
         """Return the median step time of the slowest rank; None where no trace marks steps."""
-        return self.result_of(summary.step_time_ns)
+        return self.result_of(breakdown.step_time_ns)
 
     def table(self, table: Table) -> pl.DataFrame:
         """Return a table of `run_store.tables`."""

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import polars as pl
 from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model.run import MeasuredTrace
 
 _T = TypeVar("_T")
@@ -70,10 +70,10 @@ class FirstOpening(Generic[_T]):
 
     @property
     def steps_by_rank(self) -> pl.DataFrame | None:
-        """Return the time breakdown of the ranks read so far, as `summary.steps_by_rank`; None while none was read."""
+        """Time breakdown of the ranks read so far, as `breakdown.steps_by_rank`; None while none was read."""
         steps = pl.concat(self._steps).drop_nulls("step") if self._steps else None
         if steps is not None and steps.height:
-            return summary.sums_of_steps(steps)
+            return breakdown.sums_of_steps(steps)
         return pl.concat(self._windows) if self._windows else None
 
     def run(self, work: Callable[[], _T]) -> None:

@@ -5,22 +5,14 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import saves, stalls, steps_without_saves
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
-from tracekit.analysis.compute import (
-    collective_contention,
-    compute_gap_causes,
-    concurrency,
-    contention,
-    device_counters,
-    efficiency,
-)
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention, device_counters, efficiency
 from tracekit.analysis.compute import kernels as kernel_totals
-from tracekit.analysis.host import call_trees, module_tree, ops
+from tracekit.analysis.host import call_trees, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
     expert_load,
-    expert_pairs,
     group_axes,
     pipeline_bubbles,
     pipeline_stages,
@@ -28,7 +20,7 @@ from tracekit.analysis.parallelism import (
     rank_timelines,
 )
 from tracekit.analysis.quality import contents, trace_quality
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model.intervals import Window
 from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import TraceFact
@@ -52,11 +44,11 @@ def _across(fact: RunFact, *facts: TraceFact) -> Table:
 
 
 BREAKDOWN_BY_STEP, BREAKDOWN_BY_RANK = _per_trace(breakdown.by_step), _per_trace(breakdown.by_rank)
-STEPS_BY_RANK = Table(summary.steps_by_rank)
+STEPS_BY_RANK = Table(breakdown.steps_by_rank)
 
-CLOCKS = _across(summary.by_clock)
+CLOCKS = _across(breakdown.by_clock)
 CLOCK_OFFSETS = Table(lambda run: run.offsets)
-RUN_CLOCK = _across(summary.run_clock, summary.extent)
+RUN_CLOCK = _across(breakdown.run_clock, breakdown.extent)
 SPREAD_BY_STEP = _across(rank_timelines.spread)
 RANK_STATES = _across(rank_timelines.states)
 WAIT_TIMES, AWAITED = _across(rank_timelines.wait_times), _across(rank_timelines.awaited_times)
@@ -77,8 +69,8 @@ GROUP_AXES = _across(group_axes.group_axes, *group_axes.FACTS)
 MESH_GROUPS = _across(rank_places.mesh_table)
 COMMUNICATION_BY_AXIS = _across(axis_communication.by_axis, *axis_communication.FACTS)
 EXPERT_LOAD = _across(expert_load.expert_load, *expert_load.FACTS)
-EXPERT_PAIRS = _across(expert_pairs.expert_pairs, *expert_load.FACTS)
-EXPERT_PAIR_TRANSFERS = _across(expert_pairs.by_pair, *expert_load.FACTS)
+EXPERT_PAIRS = _across(expert_load.expert_pairs, *expert_load.FACTS)
+EXPERT_PAIR_TRANSFERS = _across(expert_load.by_pair, *expert_load.FACTS)
 PIPELINE_BUBBLES = _across(pipeline_bubbles.pipeline_bubbles, *pipeline_bubbles.FACTS)
 PIPELINE_ACTIONS = _across(pipeline_stages.staged_actions, *pipeline_stages.FACTS)
 PIPELINE_GAPS = _across(pipeline_bubbles.idle_gaps, *pipeline_bubbles.FACTS)
@@ -93,7 +85,7 @@ CONTENTION_PAIRS = _across(
 CONTENTION_BY_PHASE = _across(collective_contention.contention_by_phase)
 MOST_DELAYED_CALLS = _across(collective_contention.costliest_calls)
 PREPARATION = _per_trace(contention.preparation)
-WORK_KINDS, RECORD_CONTENTION = concurrency.KINDS, contention.RECORD
+WORK_KINDS, RECORD_CONTENTION = contention.KINDS, contention.RECORD
 
 MISSING_DATA = _across(contents.missing, trace_quality.data_quality, *contents.FACTS)
 CONTENTS, QUALITY_ISSUES = _per_trace(contents.contents), _per_trace(trace_quality.data_quality)
@@ -108,15 +100,15 @@ SAVE_CRITICAL_PATH = _across(stalls.parts)
 
 KERNEL_KEYS, OPERATOR_KEYS, HOST_KINDS = kernel_totals.KEYS, ops.KEYS, ops.KINDS
 call_tree, CALL_TREE_KINDS = call_trees.call_tree, call_trees.KINDS
-by_module, MODULE_MEASURES = module_tree.by_module, tuple(module_tree.MEASURES)
-module_shares, OUTSIDE_MODULES = module_tree.tree, module_tree.OUTSIDE
+by_module, MODULE_MEASURES = ops.by_module, tuple(ops.MEASURES)
+module_shares, OUTSIDE_MODULES = ops.tree, ops.OUTSIDE
 mesh_coordinates, mesh_groups = rank_places.coordinates, rank_places.groups_of
 operators = ops.ops
 rooflines_by_call = ops.rooflines
 kernels = kernel_totals.with_launch_delays
 planning_inputs = saves.planning_inputs
 rank_totals = rank_timelines.totals
-representative_step = steps_without_saves.representative_step
+representative_step = save_stages.representative_step
 
 
 def step_span(run: Run, window: int, step: int | None) -> Window:

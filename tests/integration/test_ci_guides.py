@@ -19,6 +19,7 @@ WORKFLOWS["tutorial"] = doc_snippets.files()[".github/workflows/performance.yml"
 JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
 
 
+@pytest.mark.accuracy  # what the commands print of recorded builds is in test_ci_action.py
 def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()

@@ -399,11 +399,11 @@ def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int
 
 
 def answer_of(url: str, process: subprocess.Popen[bytes]) -> bytes:
-    """Return the first answer of a server; fail where its process ends or a minute passes."""
-    until_s = time.monotonic() + 60
+    """Return the first answer of a server; fail where its process ends or five minutes pass."""
+    until_s = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < until_s:
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return bytes(answer.read())
         except OSError:
             time.sleep(0.1)

@@ -95,6 +95,7 @@ def kernels(path):
     return sorted(found, key=lambda e: e["ts"])
 
 
+@pytest.mark.accuracy
 @needs_traces
 def test_sizes_in_kernel_names_equal_a_plain_python_count():
     run = recorded("nanogpt_h100_8ranks")

@@ -68,7 +68,7 @@ def test_a_command_imports_nothing_that_it_does_not_need(command, forbidden):
 
 def test_a_worker_process_imports_no_command():
     # It imports the script that started the command, then the module of its tasks.
-    script = "import json, sys; from tracekit.cli import main; import tracekit.executors.tasks; "
+    script = "import json, sys; from tracekit.cli import main; import tracekit.executors.worker_pool; "
     done = subprocess.run(
         [sys.executable, "-c", script + "print(json.dumps(sorted(sys.modules)))"],
         capture_output=True,
@@ -79,6 +79,7 @@ def test_a_worker_process_imports_no_command():
     assert not {"typer", "rich", "tracekit.cli.application"} & set(json.loads(done.stdout))
 
 
+@pytest.mark.accuracy  # on a busy machine the same work takes more CPU time
 def test_starting_takes_less_than_a_quarter_of_a_second():
     used_s = []
     for _ in range(5):

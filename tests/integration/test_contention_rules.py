@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
+from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, PREPARATION
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
 from tracekit.report import summary_tables

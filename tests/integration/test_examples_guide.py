@@ -51,6 +51,7 @@ def others(name: str) -> tracekit.Run:
     return tracekit.load(str(folder_of(name)))
 
 
+@pytest.mark.accuracy
 def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:
     run = others("nanogpt_h100_8ranks")
     rows = {
@@ -63,6 +64,7 @@ def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:
         assert [round((k.end - k.start) / 1e6, 2) for k in found] == expected
 
 
+@pytest.mark.accuracy
 def test_the_shortest_of_each_all_reduce_of_megatron_sum_to_the_transfer_on_every_rank() -> None:
     run = others("megatron_tp8_a100_8ranks")
     calls = [kernels(run, rank, "AllReduce") for rank in range(8)]

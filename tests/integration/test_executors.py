@@ -12,9 +12,11 @@ import pytest
 
 from tests.support import worker_facts
 from tests.support.cli_runner import ROOT, only_line, tracekit
+from tests.support.selection import others_in_accuracy
 from tests.support.worker_facts import broken, killing, process
+from tracekit import executors
 from tracekit.errors import ConfigError
-from tracekit.executors import defaults, open_executor
+from tracekit.executors import open_executor
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import loader
 from tracekit.model.run import Run
@@ -55,7 +57,7 @@ def drawn_run(executor, ranks=4):
     return Run("drawn", [Source(rank, 0, f"rank{rank}", 1, read[rank]) for rank in range(ranks)], executor=executor)
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("sample", others_in_accuracy(SAMPLES, SAMPLES[1:]))
 def test_all_tables_of_a_check_are_those_of_threads(executor, sample):
     folder = ROOT / "sample_traces" / sample
     runs = [loader.load(folder), loader.load(folder, executor=executor)]
@@ -77,8 +79,8 @@ def test_traces_are_measured_by_other_processes(executor):
 def test_a_server_measures_many_traces_in_processes_that_stop_after_the_pass(monkeypatch):
     run = drawn_run(ProcessesPerPass())
     assert run.table(process)["pid"].unique().to_list() == [os.getpid()]
-    monkeypatch.setattr(defaults, "PROCESSES_FROM", 4)
-    monkeypatch.setattr(defaults, "processors", lambda: 2)
+    monkeypatch.setattr(executors, "PROCESSES_FROM", 4)
+    monkeypatch.setattr(executors, "processors", lambda: 2)
     pids = drawn_run(ProcessesPerPass()).table(process)["pid"].unique().to_list()
     assert os.getpid() not in pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -180,9 +182,9 @@ def test_a_cluster_that_cannot_be_used_is_refused(options, message, monkeypatch)
         pass
 
 
-@pytest.mark.parametrize("command", ["check", "summary", "query"])
+@pytest.mark.parametrize("command", others_in_accuracy(["check", "summary", "query"], ["check"]))
 def test_commands_print_the_same_with_processes(command, tmp_path):
-    run = ROOT / "sample_traces" / "demo-yafsdp"
+    run = ROOT / "sample_traces" / "faults" / "healthy-fsdp2"
     more = ["SELECT rank, kind, sum(dur_ns) AS total FROM activities GROUP BY ALL ORDER BY ALL"] * (command == "query")
     printed = [
         tracekit(command, run, *more, "--format", "json", "--executor", kind, "--workers", 2)

@@ -10,7 +10,7 @@ import pytest
 
 import tracekit
 from tests.support.cli_runner import tracekit as tracekit_command
-from tracekit.analysis.parallelism import expert_load, expert_pairs, pipeline_balance
+from tracekit.analysis.parallelism import expert_load, pipeline_balance
 from tracekit.ingest.loader import load
 from tracekit.rules.model_parallel import OverloadedExperts
 
@@ -30,7 +30,7 @@ def sent_rows(rank: int) -> Counter[int]:
 
 
 def test_a_recorded_mixture_has_what_each_rank_sends_to_each():
-    pairs = load(SAMPLE, cache=False).table(expert_pairs.expert_pairs)
+    pairs = load(SAMPLE, cache=False).table(expert_load.expert_pairs)
     of_pair = pairs.group_by("rank", "peer").agg(pl.col("tokens", "bytes").sum()).sort("rank", "peer")
     row_bytes = 64 * 4  # width of the model, fp32
     expected = [
@@ -46,7 +46,7 @@ def test_a_recorded_mixture_has_what_each_rank_sends_to_each():
 
 def test_what_pairs_send_is_what_the_experts_get():
     run = load(SAMPLE, cache=False)
-    pairs, loads = run.table(expert_pairs.expert_pairs), run.table(expert_load.expert_load)
+    pairs, loads = run.table(expert_load.expert_pairs), run.table(expert_load.expert_load)
     received = pairs.group_by("step", rank="peer").agg(pl.col("bytes").sum()).sort("step", "rank")
     assert received.rows() == loads.group_by("step", "rank").agg(pl.col("load_bytes").sum()).sort("step", "rank").rows()
 
@@ -56,12 +56,12 @@ def test_a_hot_expert_shows_in_the_pairs_of_a_simulated_job(tmp_path):
     done = tracekit_command("simulate", *sizes, "--fault", "hot-expert:5:4", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     run = tracekit.load(tmp_path / "run", cache=False)
-    pairs = run.table(expert_pairs.expert_pairs)
+    pairs = run.table(expert_load.expert_pairs)
     assert pairs.height == 16
     # The experts of rank 2 are 4 and 5: they get 5 of 11 tokens.
     assert pairs.filter(pl.col("peer") == 2)["load_ratio"].to_list() == pytest.approx([4 * 5 / 11] * 4, rel=0.15)
     # All ranks of the simulator leave an all-to-all together: the pair that moves most is the slowest.
-    assert expert_pairs.by_pair(run)["peer"][0] == 2
+    assert expert_load.by_pair(run)["peer"][0] == 2
 
 
 def test_the_command_shows_tokens_by_expert_and_by_pair():
@@ -79,7 +79,7 @@ def test_the_command_shows_tokens_by_expert_and_by_pair():
 
 def test_a_run_without_experts_has_no_pairs():
     sample = SAMPLE.parents[1] / "demo-fsdp2"
-    assert load(sample, cache=False).table(expert_pairs.expert_pairs).is_empty()
+    assert load(sample, cache=False).table(expert_load.expert_pairs).is_empty()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import program_on_streams, run_with_snapshots
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.replay.allocator import memory_usage
 from tracekit.report import charts, figures, html
@@ -26,7 +26,7 @@ def _of_memory(run):
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
     run = tracekit.load(ROOT / "sample_traces" / sample)
-    row = summary.representative_step(run.table(breakdown.by_step))
+    row = breakdown.representative_step(run.table(breakdown.by_step))
     window = (row["start_ns"], row["start_ns"] + row["duration_ns"])
     figure = charts.timeline(run.trace(row["rank"]), window)
     tracks = figure.layout.yaxis.ticktext

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import shared_findings
+from tests.support.selection import others_in_accuracy
 from tracekit.errors import RuleError
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
@@ -37,7 +38,10 @@ OF_TRAINING = r"activation checkpointing|no_sync|optimizer|gradient|register_com
 TRAINS = rb"autograd::|Optimizer\.step|[Bb]ackward|_foreach_"
 
 
-@pytest.mark.parametrize("name", FOLDERS or ["nothing"])
+EVERYDAY = {"hta_cpu_gloo", "torchrec_v100_4ranks", "tracelens_mi300_resnet_ddp"}.intersection(FOLDERS)
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(FOLDERS, EVERYDAY) or ["nothing"])
 def test_fixes_name_no_feature_that_is_not_in_use(name):
     if name == "nothing":
         pytest.skip("needs ../shared/traces, which is not part of the project")

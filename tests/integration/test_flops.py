@@ -19,7 +19,8 @@ import tracekit
 from instrumented_trainers.model import Llama
 from instrumented_trainers.model_config import ModelConfig
 from tests.support.cli_runner import tracekit as command
-from tracekit.analysis.compute import efficiency, flops, unknown_work
+from tests.support.selection import others_in_accuracy
+from tracekit.analysis.compute import efficiency, flops
 from tracekit.analysis.time import breakdown
 from tracekit.model.trace import Trace
 
@@ -141,9 +142,9 @@ def test_operations_are_unknown_where_an_operator_has_no_formula(tmp_path):
     trace = recorded(lambda: cell(inputs)[0].sum(), tmp_path)
     assert flops.coverage(trace).select(pl.col("known_ns") / pl.col("compute_ns")).item() < 0.9
     assert efficiency.by_step(trace)["mfu_ratio"].to_list() == [None]
-    missing = unknown_work.unknown_work(trace).filter(pl.col("flops_unknown_ns") > 0)
+    missing = efficiency.unknown_work(trace).filter(pl.col("flops_unknown_ns") > 0)
     assert any("rnn" in name or "lstm" in name for name in missing["name"])
-    assert set(missing["reason"]) == {unknown_work.NO_FORMULA}
+    assert set(missing["reason"]) == {efficiency.NO_FORMULA}
 
 
 def others(name):
@@ -158,22 +159,22 @@ def test_a_step_of_resnet50_is_785_gflop_although_its_trace_has_no_strides():
     assert steps["flops_coverage_ratio"].min() > 0.999
 
 
-@pytest.mark.parametrize(
-    ("name", "ratio", "missing"),
-    [
-        ("tracelens_h100_memory_stacks", 1.0, None),
-        ("tracelens_mi300_resnet_ddp", 1.0, None),
-        ("megatron_tp8_a100_8ranks", 1.0, None),
-        ("nanogpt_h100_8ranks", 0.88, ("flash_attn_3::bwd", unknown_work.INSUFFICIENT)),
-        ("hta_dlrm_a100", 0.415, ("CompiledFunctionBackward", unknown_work.NO_FORMULA)),
-        ("torchrec_v100_4ranks", 0.391, ("aten::mm", unknown_work.NO_SHAPES)),
-    ],
-)
+KNOWN = [
+    ("tracelens_mi300_resnet_ddp", 1.0, None),
+    ("torchrec_v100_4ranks", 0.391, ("aten::mm", efficiency.NO_SHAPES)),
+    ("nanogpt_h100_8ranks", 0.88, ("flash_attn_3::bwd", efficiency.INSUFFICIENT)),
+    ("tracelens_h100_memory_stacks", 1.0, None),
+    ("megatron_tp8_a100_8ranks", 1.0, None),
+    ("hta_dlrm_a100", 0.415, ("CompiledFunctionBackward", efficiency.NO_FORMULA)),
+]
+
+
+@pytest.mark.parametrize(("name", "ratio", "missing"), others_in_accuracy(KNOWN, KNOWN[:3]))
 def test_operations_are_known_for_compute_of_others_or_what_is_missing_is_named(name, ratio, missing):
     trace = others(name)
     known, whole = flops.coverage(trace).select("known_ns", "compute_ns").sum().row(0)
     assert known / whole == pytest.approx(ratio, abs=0.005)
-    unknown = unknown_work.unknown_work(trace)
+    unknown = efficiency.unknown_work(trace)
     assert unknown["flops_unknown_ns"].sum() == whole - known
     assert unknown["compute_ratio"].sum() >= 1 - known / whole - 1e-9
     named = unknown.filter(pl.col("flops_unknown_ns") > 0).select("name", "reason").rows()
@@ -210,6 +211,7 @@ def test_utilization_of_a_tensor_parallel_rank_is_that_of_a_reckoning_by_hand():
     assert found["mfu_ratio"] == pytest.approx(total / (window_ns / 1e9) / 312e12, rel=1e-9)
 
 
+@pytest.mark.accuracy
 def test_utilization_of_a_data_parallel_rank_is_that_of_the_products_in_its_file():
     """nanoGPT on H100, from the raw JSON, at 989 TFLOP/s of bf16 and 1,979 of fp8, without its flash_attn_3.
 

@@ -17,9 +17,8 @@ from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.loader import load
 from tracekit.ingest.scrub import scrub
 from tracekit.model import units
-from tracekit.model.executor import Threads
 from tracekit.model.run import Run
-from tracekit.model.source import Source
+from tracekit.model.source import Source, Threads
 from tracekit.report import phrases
 from tracekit.rules.engine import check
 

@@ -10,7 +10,7 @@ import tracekit
 from tests.support import cli_runner
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.time import gaps
+from tracekit.analysis.time import launched_work
 from tracekit.rules.communication import PreparationGap
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.rule import Severity
@@ -59,8 +59,8 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
     run = tracekit.load(SAMPLES / name)
     for trace in run.traces():
         for found, pieces in (
-            (gaps.communication_gaps(trace), communication_gap_causes.gap_causes(trace)),
-            (gaps.compute_gaps(trace), compute_gap_causes.compute_gap_causes(trace)),
+            (launched_work.communication_gaps(trace), communication_gap_causes.gap_causes(trace)),
+            (launched_work.compute_gaps(trace), compute_gap_causes.compute_gap_causes(trace)),
         ):
             assert found.height
             assert pieces.group_by("gap", maintain_order=True).agg(pl.col("dur_ns").sum()).rows() == (

@@ -95,7 +95,7 @@ def _native(case: str, target: Path) -> Path:
 
 
 def test_a_first_call_on_nccl_that_the_host_is_in_closes_the_cycle_of_its_group(tmp_path: Path) -> None:
-    """The real dumps of opposite_groups with the call that `host_calls.add` writes of each rank."""
+    """The real dumps of opposite_groups with the call that `flight_recorder.add_host_calls` writes of each rank."""
     for path in sorted((ON_NCCL / "opposite_groups").glob("*.hang.json")):
         value = json.loads(path.read_text())
         rank = value["tracekit"]["rank"]

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from tests.integration import recorded
 from tests.integration.test_ci_action import ACTION
 from tests.support import cli_runner, composite_action, kineto_files
 from tests.support.python_path import PYTHON_PATH
+from tests.support.selection import others_in_accuracy
 
 SHADOWED = (
     "tracekit", "dashboard", "instrumented_trainers", "streamlit", "polars", "duckdb", "torch", "distributed",
@@ -100,19 +102,18 @@ def test_the_folder_is_hostile(hostile: Path):
     assert has_executed(hostile)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("check", "rank0.json", "--fail-on", "never"),
-        ("check", "rank0.json", "--fail-on", "never", "--executor", "processes"),
-        ("check", "rank0.json", "--fail-on", "never", "--executor", "dask", "--cluster", "local:1"),
-        ("query", "rank0.json", "SELECT count(*) FROM ops"),
-        ("export", "rank0.json", "--format", "html", "--view", "kernels", "--output", "page.html"),
-    ],
-    ids=lambda words: " ".join(words[:1] + words[-1:]),
-)
-def test_no_command_imports_from_the_current_folder(hostile: Path, words: tuple[str, ...]):
-    done = in_folder(hostile, *words)
+COMMANDS = {
+    "check": "check rank0.json --fail-on never",
+    "check by processes": "check rank0.json --fail-on never --executor processes",
+    "check by Dask": "check rank0.json --fail-on never --executor dask --cluster local:1",
+    "query": "query rank0.json 'SELECT count(*) FROM ops'",
+    "export": "export rank0.json --format html --view kernels --output page.html",
+}
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["check by processes", "check by Dask", "export"]))
+def test_no_command_imports_from_the_current_folder(hostile: Path, name: str):
+    done = in_folder(hostile, *shlex.split(COMMANDS[name]))
     assert done.returncode == 0, done.stderr
     assert not has_executed(hostile)
 
@@ -167,7 +168,9 @@ def test_what_the_recorder_starts_imports_nothing_from_the_current_folder(hostil
     assert not has_executed(hostile)
 
 
-@pytest.mark.parametrize("program", [("train.py",), ("-m", "train")], ids=" ".join)
+@pytest.mark.parametrize(
+    "program", [("train.py",), pytest.param(("-m", "train"), marks=pytest.mark.accuracy)], ids=" ".join
+)
 def test_a_recorded_training_imports_from_its_own_folder(tmp_path: Path, program: tuple[str, ...]):
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "helper.py").write_text("ANSWER = 42\n")

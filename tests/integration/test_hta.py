@@ -12,6 +12,7 @@ import pytest
 
 from tests.browser import recorded
 from tests.support.kineto_files import trace, write
+from tests.support.selection import others_in_accuracy
 from tracekit.errors import InputError, MissingExtraError
 from tracekit.ingest import loader
 
@@ -98,7 +99,12 @@ def _sample(tmp_path):
     return sorted((ROOT / "sample_traces" / "demo-yafsdp").glob("rank*.trace.json.gz"))
 
 
-@pytest.fixture(scope="module", params=[_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample])
+@pytest.fixture(
+    scope="module",
+    params=others_in_accuracy(
+        [_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample], [_made_by_hand, _sample]
+    ),
+)
 def pair(request, tmp_path_factory):
     """Return HTA's analysis of some files, and the one made of them loaded."""
     folder = tmp_path_factory.mktemp(request.param.__name__.strip("_"))

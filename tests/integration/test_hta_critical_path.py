@@ -13,6 +13,7 @@ pytest.importorskip("hta", reason="needs the extra [hta]")
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 pytestmark = [
+    pytest.mark.accuracy,  # what another project measures
     pytest.mark.filterwarnings("ignore::Warning"),
     pytest.mark.skipif(not TRACES.exists(), reason="the downloaded traces are not in ../shared"),
 ]

@@ -19,7 +19,7 @@ import pytest
 from tests.support.kineto_files import slice_, trace, write
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import kernels
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
@@ -60,8 +60,9 @@ def row(table: pl.DataFrame) -> dict[str, object]:
 
 
 def hta_has_it(shows_the_fault: Callable[[Path], bool]) -> Callable[[Path], None]:
-    """Make a test of a function that says whether HTA shows a fault."""
+    """Make a test of a function that says whether HTA shows a fault; only `make accuracy` runs it."""
 
+    @pytest.mark.accuracy
     @functools.wraps(shows_the_fault)
     def test(tmp_path: Path) -> None:
         pytest.importorskip("hta", reason="needs the extra [hta]")
@@ -279,9 +280,9 @@ ALONE = made(("gemm", 10, 5, 7), ("gemm", 20, 5, 7))
 
 def test_hta_fault_08_a_run_without_communication_has_none_of_it_and_no_nan(tmp_path):
     run = one(tmp_path, ALONE)
-    found = row(summary.by_rank(run))
+    found = row(breakdown.slowest_device_by_rank(run))
     assert (found["communication_ns"], found["overlapped_ns"], found["exposed_communication_ns"]) == (0, 0, 0)
-    for table in (summary.by_rank(run), summary.by_step(run), kernels.kernels(run)):
+    for table in (breakdown.slowest_device_by_rank(run), breakdown.slowest_device_by_step(run), kernels.kernels(run)):
         numbers = table.select(pl.selectors.float())
         assert not any(numbers[name].is_nan().any() for name in numbers.columns)
     assert "NaN" not in report_json.render(check(run), run)
@@ -317,7 +318,9 @@ def test_hta_fault_09_a_stream_that_waits_for_a_collective_shows_as_exposed_comm
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no traces of other projects next to this checkout")
-@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "hta_nccl_args_a100"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nanogpt_h100_8ranks", marks=pytest.mark.accuracy), "hta_nccl_args_a100"]
+)
 def test_hta_fault_09_on_recorded_runs_no_communication_hides_in_idle_time(name):
     run = load(TRACES / name)
     found = run.table(breakdown.by_rank)
@@ -386,7 +389,7 @@ def test_hta_fault_11_names_with_hip_sync_or_dma_in_them_are_compute(tmp_path):
     run = one(tmp_path, made(*((name, 10.0 + 10 * i, 5, 7) for i, name in enumerate(MISNAMED))))
     (read,) = run.traces()
     assert set(read.activities["kind"]) == {"compute"}
-    assert row(summary.by_rank(run))["compute_ns"] == 5_000 * len(MISNAMED)
+    assert row(breakdown.slowest_device_by_rank(run))["compute_ns"] == 5_000 * len(MISNAMED)
 
 
 @hta_has_it

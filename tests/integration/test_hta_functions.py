@@ -16,7 +16,7 @@ from hta.trace_analysis import TraceAnalysis
 import tracekit
 from tests.support import cli_runner
 from tracekit.analysis.compute import kernel_sequences, kernels
-from tracekit.analysis.host import launch_queues
+from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces" / "hta_nccl_args_a100"
@@ -63,7 +63,7 @@ def test_temporal_breakdown_and_overlap_are_those_of_the_summary(theirs, ours):
 
 
 def test_queue_lengths_are_those_of_the_summary_by_stream(theirs, ours):
-    own = launch_queues.by_stream(ours)
+    own = launch_delay.by_stream(ours)
     hta = theirs.get_queue_length_summary(ranks=[0])["queue_length"]
     assert {stream: (row["count"] // 2, row["max"]) for (_, stream), row in hta.iterrows()} == {
         stream: (launched, most) for stream, launched, most in own.select("stream", "launched", "queue_max").iter_rows()
@@ -209,7 +209,7 @@ def test_the_summary_by_stream_is_on_the_command_line(ours, file):
     assert "queue" in done.stdout
     rows = cli_runner.tracekit("query", file, "SELECT stream, queue_max FROM launch_queues ORDER BY 1")
     assert rows.returncode == 0, rows.stderr
-    assert launch_queues.by_stream(ours)["queue_max"].to_list() == [10, 1]
+    assert launch_delay.by_stream(ours)["queue_max"].to_list() == [10, 1]
 
 
 def test_sequences_are_on_the_command_line_and_in_sql(ours, file):

@@ -11,6 +11,7 @@ from instrumented_trainers.parallelism import ShardOptions
 from tests.integration import configured, hybrid
 from tests.integration.hybrid import CONFIG, Hybrid
 from tests.support import process_group
+from tests.support.selection import others_in_accuracy
 
 TOLERANCE = 1e-10
 TIED = dataclasses.replace(CONFIG, tied=True)
@@ -85,36 +86,75 @@ EIGHT = {"strategy": "zero1", "pp": 2, "micro_batches": 4, **_DIVIDED}
 WRONG = Hybrid(**SEQUENCE, strategy="fsdp2", divisor_error=1.0001)
 
 
+# Every day: each axis and each way of it once, and each strategy with an axis that divides its weights.
+EVERYDAY: dict[int, set[str]] = {
+    2: {
+        "tp, sequence and loss",
+        "tp, loss, tied",
+        "tp, sequence, recomputed reentrantly",
+        "tp, dropout",
+        "tp, sequence, experts with capacity",
+        "cp, selectively recomputed",
+        "cp, ring, recomputed",
+        "ep, capacity",
+    },
+    4: {
+        "tp x ddp",
+        "cp, ring of four x ddp",
+        "ep, capacity x ddp",
+        "tp, sequence and loss x zero1",
+        "ep x tp x fsdp2",
+        "cp x fsdp2",
+        "tp, sequence and loss x yafsdp",
+        "tp x cp x yafsdp",
+        "tp, from meta x yafsdp",
+        "tp, offloaded x yafsdp",
+    },
+}
+EVERYDAY_CONFIGURED = {"replicas x cp", "pp x tp, zero bubble", "pp x tp x yafsdp", "pp x ep, capacity"}
+
+
 @functools.cache
-def outcomes() -> dict[int, dict[str, process_group.Outcome]]:
-    cases = {2: ON_TWO, 4: {**ON_FOUR, "wrong": WRONG}}
+def outcomes(*, everyday: bool) -> dict[int, dict[str, process_group.Outcome]]:
+    """Train the cases of every day, or the others."""
     functions: dict[int, dict[str, Callable[[], float]]] = {
-        size: {name: functools.partial(hybrid.difference, case) for name, case in of_size.items()}
-        for size, of_size in cases.items()
+        size: {
+            name: functools.partial(hybrid.difference, case)
+            for name, case in of_size.items()
+            if everyday == (name in EVERYDAY[size])
+        }
+        for size, of_size in ((2, ON_TWO), (4, ON_FOUR))
     }
-    functions[4] |= {name: functools.partial(configured.difference, case) for name, case in CONFIGURED.items()}
+    functions[4] |= {
+        name: functools.partial(configured.difference, case)
+        for name, case in CONFIGURED.items()
+        if everyday == (name in EVERYDAY_CONFIGURED)
+    }
+    if everyday:
+        functions[4]["wrong"] = functools.partial(hybrid.difference, WRONG)
     return process_group.run_worlds(functions, timeout_s=480)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", others_in_accuracy(ON_TWO, EVERYDAY[2]))
 def test_two_ranks_train_as_one_process(name: str) -> None:
-    assert max(outcomes()[2][name].results()) < TOLERANCE
+    assert max(outcomes(everyday=name in EVERYDAY[2])[2][name].results()) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ON_FOUR)
+@pytest.mark.parametrize("name", others_in_accuracy(ON_FOUR, EVERYDAY[4]))
 def test_four_ranks_train_as_one_process(name: str) -> None:
-    assert max(outcomes()[4][name].results()) < TOLERANCE
+    assert max(outcomes(everyday=name in EVERYDAY[4])[4][name].results()) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", CONFIGURED)
+@pytest.mark.parametrize("name", others_in_accuracy(CONFIGURED, EVERYDAY_CONFIGURED))
 def test_trainings_by_options_are_as_one_process(name: str) -> None:
-    assert max(outcomes()[4][name].results()) < TOLERANCE
+    assert max(outcomes(everyday=name in EVERYDAY_CONFIGURED)[4][name].results()) < TOLERANCE
 
 
+@pytest.mark.accuracy
 def test_eight_ranks_of_three_axes_train_as_one_process() -> None:
     outcome = process_group.run_cases(8, {"pp x dp x tp": functools.partial(configured.difference, EIGHT)})
     assert max(outcome["pp x dp x tp"].results()) < TOLERANCE
 
 
 def test_a_wrong_scale_of_gradients_shows() -> None:
-    assert max(outcomes()[4]["wrong"].results()) > 1000 * TOLERANCE
+    assert max(outcomes(everyday=True)[4]["wrong"].results()) > 1000 * TOLERANCE

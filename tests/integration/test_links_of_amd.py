@@ -14,7 +14,10 @@ from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "merged_ddp_mi300_4ranks"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded traces are not in ../shared")
+pytestmark = [
+    pytest.mark.accuracy,  # a public recording in a merged file
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="the downloaded traces are not in ../shared"),
+]
 DEVICE = {"deviceProperties": [{"name": "AMD Instinct MI300X"}]}  # the merged file names no device
 
 

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
+from tests.support.selection import others_in_accuracy
 from tracekit.ingest.readers.kineto import reader
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,9 @@ class Both:
         self.activities = self.trace.activities.join(places, on="lane", maintain_order="left")
 
 
-@pytest.fixture(scope="module", params=[*SAMPLES, *OTHERS], ids=lambda path: path.parent.name)
+@pytest.fixture(
+    scope="module", params=[*SAMPLES, *others_in_accuracy(OTHERS, [GLOO, A100])], ids=lambda path: path.parent.name
+)
 def both(request):
     return pair(request.param)
 
@@ -156,7 +159,7 @@ def sizes_of(args):
     return OPS[args["Collective name"]], args["Process Group Name"], args["dtype"], *sizes, args["Group size"]
 
 
-@pytest.mark.parametrize("path", [NANOGPT, A100], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", others_in_accuracy([NANOGPT, A100], [A100]), ids=lambda path: path.parent.name)
 def test_collectives_say_what_their_kernels_arguments_say(path):
     both = pair(path)
     joined = both.trace.collectives.join(both.trace.activities, left_on="activity_id", right_on="id")
@@ -174,6 +177,7 @@ def test_collectives_say_what_their_kernels_arguments_say(path):
         assert found[s.start][0] in {"reduce_scatter": "ReduceScatter", "all_gather": "AllGather"} or s.start in said
 
 
+@pytest.mark.accuracy
 def test_kernels_all_named_generic_are_distinguished_by_their_arguments():
     path = SHARED / "merged_ddp_mi300_4ranks" / "merged_all_events.json.gz"
     if not path.is_file():
@@ -188,6 +192,7 @@ def test_kernels_all_named_generic_are_distinguished_by_their_arguments():
         assert trace.groups.select("group", "ranks").rows() == [("0", [0, 1, 2, 3])]
 
 
+@pytest.mark.accuracy
 def test_old_kernels_all_named_send_and_receive_are_distinguished_by_the_issuing_op():
     both = pair(SHARED / "hta_dlrm_a100" / "rank0.json.gz")
     calls = {s.args["correlation"]: s for s in both.plain.of("cuda_runtime") if s.args.get("correlation")}

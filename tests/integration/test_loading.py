@@ -51,6 +51,7 @@ def covered(spans):
     return total
 
 
+@pytest.mark.accuracy
 @needs_nanogpt
 def test_breakdown_of_a_gpu_run_equals_plain_python_to_the_nanosecond():
     run = load(NANOGPT)
@@ -181,6 +182,7 @@ def test_a_trace_without_steps_is_one_window(tmp_path):
     assert "no_steps" in run.table(trace_quality.data_quality)["kind"].to_list()
 
 
+@pytest.mark.accuracy
 @needs_nanogpt
 def test_overlap_agrees_with_hta_over_the_kernels_that_hta_keeps(tmp_path):
     hta = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")

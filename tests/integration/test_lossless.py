@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
+from tests.support.selection import others_in_accuracy
 from tracekit.ingest.loader import load
 from tracekit.ingest.readers.kineto import reader
 from tracekit.model import intervals
@@ -30,6 +31,7 @@ OTHERS = (
     "tracelens_h100_memory_stacks",
     "tracelens_mi300_resnet_ddp",
 )
+EVERYDAY = ("hta_cpu_gloo", "torchrec_v100_4ranks", "tracelens_mi300_resnet_ddp")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 ON_HOST = {
     *("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function", "overhead"),
@@ -38,7 +40,11 @@ ON_HOST = {
 NO_WORK = {"trace", "gpu_user_annotation", "cuda_sync"}
 
 
-@pytest.fixture(params=[*SAMPLES, *(SHARED / name for name in OTHERS)], ids=lambda path: path.name, scope="module")
+@pytest.fixture(
+    params=[*SAMPLES, *others_in_accuracy([SHARED / name for name in OTHERS], [SHARED / name for name in EVERYDAY])],
+    ids=lambda path: path.name,
+    scope="module",
+)
 def folder(request):
     if not request.param.is_dir():
         pytest.skip("the shared traces are not installed")

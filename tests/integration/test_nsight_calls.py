@@ -12,7 +12,7 @@ from tests.support.cli_runner import tracekit as command
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers.nsight import os_calls
+from tracekit.ingest.readers.nsight import mpi_calls
 from tracekit.rules.engine import check
 
 RECORDINGS = ROOT / "tests" / "recordings" / "nsight"
@@ -94,7 +94,7 @@ def test_calls_that_only_files_have_are_io_calls_without_file_and_bytes(exported
     ],
 )  # fmt: skip
 def test_which_calls_are_of_files_only(name, is_file):
-    assert (os_calls._FILE_CALL.match(name) is not None) == is_file
+    assert (mpi_calls._FILE_CALL.match(name) is not None) == is_file
 
 
 # What mpi.c sends: a message of 2,048 doubles, of which each rank has half where parts are exchanged.

@@ -10,6 +10,7 @@ from benchmarks import injected_faults, perturbed
 from tests.support import recorded_jobs, shared_findings
 from tracekit.rules.rule import Severity
 
+pytestmark = pytest.mark.accuracy  # recordings with injected faults: `make accuracy`
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 TORCHREC, MEGATRON = "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks"
 

@@ -11,9 +11,10 @@ import pytest
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import OpenRun, tables
 from dashboard.run_store import what_if as dashboard_what_if
+from tests.support.selection import others_in_accuracy
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.communication import exposed_communication
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import TracekitError
 from tracekit.ingest.loader import load
 from tracekit.model import escaping, units
@@ -31,6 +32,19 @@ from tracekit.rules.rule import Severity, is_data_quality
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("run.json"))
+# One of each kind: strategies; faults of one rank, the host, the disk and memory; pipelines, experts, GPUs.
+EVERYDAY = {
+    "demo-fsdp2",
+    "demo-yafsdp",
+    "faults/slow-rank",
+    "faults/dataloader",
+    "faults/slow-disk",
+    "faults/churn",
+    "parallelism/pipeline-1f1b",
+    "parallelism/moe-ep2",
+    "gpu/slow-rank",
+}
+SELECTED = others_in_accuracy(RUNS, EVERYDAY)
 _REPLAYED = re.compile(r"Potential saving by replay: (\S+ \S+) (?:per step|in the window)")
 _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(the rank's median by this measure\)")
 
@@ -77,7 +91,7 @@ def test_samples_are_found():
     assert len(RUNS) >= 15
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_step_time_is_the_median_over_steps_of_the_slowest_rank(name):
     opened = open_run(name)
     rows = [row for row in document(name)["summary"] if row["step"] is not None]
@@ -92,7 +106,7 @@ def test_step_time_is_the_median_over_steps_of_the_slowest_rank(name):
     assert html_fragments.headline_numbers(opened.run)["step time, median"][0] == median
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
     answers = replayed(name)
     if answers is None:
@@ -114,11 +128,11 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
         assert line["saved_ratio"] == pytest.approx(line["saved_ns"] / answers.step_ns)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
     opened = open_run(name)
-    by_rank = json.loads(render_json.render(summary_tables.document(summary.by_rank(opened.run))))
-    by_step = json.loads(render_json.render(summary_tables.document(summary.by_step(opened.run))))
+    by_rank = json.loads(render_json.render(summary_tables.document(breakdown.slowest_device_by_rank(opened.run))))
+    by_step = json.loads(render_json.render(summary_tables.document(breakdown.slowest_device_by_step(opened.run))))
     assert [row for row in document(name)["summary"] if row["step"] is None] == by_rank
     assert [row for row in document(name)["summary"] if row["step"] is not None] == by_step
     for table, rows in ((tables.BREAKDOWN_BY_RANK, by_rank), (tables.BREAKDOWN_BY_STEP, by_step)):
@@ -129,14 +143,14 @@ def test_breakdowns_are_the_same_in_summary_report_and_dashboard(name):
             assert {name: drawn[name] for name in row if name != "window"} == {
                 k: v for k, v in row.items() if k != "window"
             }
-    for row in summary.by_rank_in_steps(opened.run).to_dicts():
+    for row in breakdown.slowest_device_in_steps(opened.run).to_dicts():
         table = printed(name).split("Where the time goes")[1].splitlines()[2:]
         line = next(line for line in table if line.split()[:1] == [str(row["rank"])])
         assert units.duration(row["duration_ns"]) in line
         assert units.share(row["exposed_communication_ns"] / row["duration_ns"]) in line
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
     opened = open_run(name)
     rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])
@@ -144,11 +158,11 @@ def test_shares_of_the_report_are_those_of_all_ranks_and_steps(name):
     headline = html_fragments.headline_numbers(opened.run)
     assert headline["exposed communication"][0] == units.share(rows["exposed_communication_ns"].sum() / total_ns)
     assert headline["compute"][0] == units.share(rows["compute_ns"].sum() / total_ns)
-    listed = summary.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
+    listed = breakdown.exposed_communication_ratio(opened.run)  # in the dashboard's list of runs
     assert headline["exposed communication"][0] == units.share(listed)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_the_headline_of_communication_names_the_collective_with_most_transfer(name):
     opened = open_run(name)
     found = headlines.communication(opened.report, opened.run)
@@ -172,7 +186,7 @@ def test_checkpoints_state_the_median_of_the_saves_that_comparisons_state():
     assert "the lower median of 2 saves" in found.message
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
     rows = pl.DataFrame([row for row in document(name)["summary"] if row["step"] is not None])
     for metric in ("compute_ns", "communication_ns", "exposed_communication_ns", "idle_ns"):
@@ -181,7 +195,7 @@ def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
         assert {units.duration(value) for value in shown.values()} == {units.duration(worst)}, metric
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_findings_cost_the_same_in_text_json_html_and_dashboard(name):
     opened = open_run(name)
     said, bars = printed(name), html_fragments.potential_savings(opened.report.findings, opened.step_time_ns)
@@ -199,7 +213,7 @@ def test_findings_cost_the_same_in_text_json_html_and_dashboard(name):
             assert replay[1] == units.duration(found.cost_ns)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_the_costliest_finding_is_the_same_everywhere_and_no_upper_bound(name):
     opened = open_run(name)
     judged = [found for found in opened.report.findings if not is_data_quality(found.code)]
@@ -238,7 +252,7 @@ def test_an_upper_bound_is_shown_as_one():
     assert [name for name, is_bound in by_id.items() if is_bound] == [bound.id]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_findings_quote_the_duration_of_their_step(name):
     by_step = {(row["step"], row["rank"]): row for row in document(name)["summary"]}
     for found in open_run(name).report.findings:
@@ -246,7 +260,7 @@ def test_findings_quote_the_duration_of_their_step(name):
             assert duration == units.duration(by_step[int(step), int(rank)]["duration_ns"]), found.message
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SELECTED)
 def test_a_cause_costs_in_check_what_the_what_if_saves(name):
     # All samples were recorded on CPUs; runs on GPUs are simulated below.
     assert_same_costs(open_run(name).report, replayed(name))

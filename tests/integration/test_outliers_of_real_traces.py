@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import others_in_accuracy
 from tracekit.ingest.loader import load
 from tracekit.rules.outlier_steps import ColdStart, OutlierStep
 from tracekit.rules.rule import Severity
@@ -45,10 +46,13 @@ def test_the_first_allocations_of_the_torchrec_run_are_warm_up():
     assert "while the host allocates device memory" in found.message
 
 
-@pytest.mark.parametrize(
-    "name", ["megatron_tp8_a100_8ranks", "hta_ddp_v100_memory", "kineto_resnet_v100_memory", "hta_dlrm_a100",
-             "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "hta_event_sync", "hta_pair_of_128"],
+ALIKE = (
+    "megatron_tp8_a100_8ranks", "hta_ddp_v100_memory", "kineto_resnet_v100_memory", "hta_dlrm_a100",
+    "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "hta_event_sync", "hta_pair_of_128",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(ALIKE, ALIKE[4:]))
 def test_a_run_whose_steps_are_alike_has_no_outlier(name):
     run = load(folder_of(name))
     assert list(OutlierStep().check(run)) == list(ColdStart().check(run)) == []

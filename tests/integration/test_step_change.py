@@ -133,6 +133,7 @@ def test_a_saved_report_has_no_operators(tmp_path: Path) -> None:
 # A change put into a recording ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.accuracy
 @pytest.mark.parametrize("seed", [1, 5])
 def test_an_operator_that_was_slowed_down_in_a_recording_is_first(seed: int, tmp_path: Path) -> None:
     folder = TRACES / "torchrec_v100_4ranks"
@@ -170,6 +171,7 @@ def hta_counts(files: list[Path]) -> dict[str, tuple[float, float, float, float]
     return {str(name): tuple(row) for name, row in zip(table.index, table[columns].to_numpy().tolist(), strict=True)}
 
 
+@pytest.mark.accuracy
 def test_counts_and_durations_of_kernels_equal_those_of_hta(tmp_path: Path) -> None:
     files = [_mended(file, tmp_path) for file in sorted((TRACES / "nanogpt_h100_8ranks").glob("rank[04]-*"))]
     if not files:

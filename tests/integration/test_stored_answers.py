@@ -1,6 +1,7 @@
 """A stored answer is what the command would print, and is used only while nothing that it depends on has changed."""
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner
 from tests.support.cli_runner import in_a_process, on_a_terminal
+from tests.support.selection import others_in_accuracy
 from tracekit.cli import output, question
 from tracekit.cli.commands.check import ReportFormat
 from tracekit.ingest import loader
@@ -78,7 +80,12 @@ FORMATS = [("check", "--format", str(name)) for name in ReportFormat]
 TABLES = [("summary", "--by", by, "--format", kind) for by in ("rank", "step") for kind in ("text", "json")]
 
 
-@pytest.mark.parametrize("words", [*FORMATS, *TABLES], ids="-".join)
+# Text, JSON and HTML; the other formats are made of the same parts.
+EVERYDAY_WORDS = [*FORMATS[:3], *TABLES]
+OTHER_WORDS = [pytest.param(words, marks=pytest.mark.accuracy) for words in FORMATS[3:]]
+
+
+@pytest.mark.parametrize("words", [*EVERYDAY_WORDS, *OTHER_WORDS], ids="-".join)
 def test_a_stored_answer_equals_that_of_the_command(words, run, loads):
     command, *options = words
     fresh = cli_runner.tracekit(command, run, *options, "--no-cache")
@@ -142,12 +149,20 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "summary"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+# A summary takes a quarter of the time, and its answer depends on the same.
+EVERYDAY = {
+    *(("summary", change) for change in CHANGES),
+    *(("check", change) for change in ("a trace", "the manifest", "a settings file")),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "change"), others_in_accuracy(itertools.product(("check", "summary"), CHANGES), EVERYDAY)
+)
 def test_a_change_gives_a_fresh_answer(command, change, run, loads):
     ask(command, run, cwd=run)
     time.sleep(0.01)  # file systems keep times in units of milliseconds
-    change(run)
+    CHANGES[change](run)
     changed = ask(command, run, cwd=run)
     assert len(loads) == 2
     fresh = cli_runner.tracekit(command, run, "--no-cache", cwd=run)

@@ -1,4 +1,4 @@
-"""Every strategy trains the same model to the same losses: fp64, two to four ranks, up to 50 steps, 1e-12 relative."""
+"""Every strategy trains the same model to the same losses: fp64, 3 and 4 ranks, up to 16 steps, 1e-12 relative."""
 
 import dataclasses
 import functools
@@ -21,15 +21,14 @@ BF16_TOLERANCE = 1e-4
 BF16_STEPS = 10
 BF16_TOLERANCE_LATER = 1e-3
 
-# SGD shows errors in the scale of gradients that Adam hides. On two ranks dividing is exact, so it can show none.
-STEPS = {(2, "adamw"): 20, (3, "adamw"): 50, (3, "sgd"): 20}
+# SGD shows errors in the scale of gradients that Adam hides. On two ranks dividing is exact, so it could show none.
+STEPS = {(3, "adamw"): 16, (3, "sgd"): 11}  # batches come again every 5 steps, so the last may be the first
 REFERENCE = "ddp"
-ALL_CURVES = [(size, name, optimizer) for name in STRATEGIES if name != REFERENCE for size, optimizer in STEPS]
-CURVES = ALL_CURVES
+CURVES = [(size, name, optimizer) for name in STRATEGIES if name != REFERENCE for size, optimizer in STEPS]
 # FSDP1 is left out: its clipping raises in fp64.
 CLIPPED = ("zero1", "fsdp2", "yafsdp")
 BF16 = {
-    name: Training(name, "sgd", steps=20, dtype=torch.float32, options=ShardOptions(torch.bfloat16, torch.float32))
+    name: Training(name, "sgd", steps=16, dtype=torch.float32, options=ShardOptions(torch.bfloat16, torch.float32))
     for name in ("fsdp2", "yafsdp")
 }
 # What one strategy can do in several ways, on four ranks so that groups of ranks can be smaller than all.
@@ -67,12 +66,12 @@ WITH_EXPERTS = {
 
 @functools.cache
 def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
-    cases: dict[int, dict[str, Training]] = {2: {}, 3: {}, 4: {REFERENCE: Training(REFERENCE, steps=6), **WAYS}}
+    cases: dict[int, dict[str, Training]] = {3: {}, 4: {REFERENCE: Training(REFERENCE, steps=6), **WAYS}}
     for size, name, optimizer in CURVES:
         for each in (REFERENCE, name):
             cases[size][f"{each}, {optimizer}"] = Training(each, optimizer, steps=STEPS[size, optimizer])
     for name in (REFERENCE, *CLIPPED):
-        cases[3][f"{name}, clipped"] = Training(name, micro_batches=2, max_norm=0.5, steps=10)
+        cases[3][f"{name}, clipped"] = Training(name, micro_batches=2, max_norm=0.5, steps=6)
     cases[3] |= {f"{name}, bf16": case for name, case in BF16.items()}
     cases[3] |= {f"{name}, experts": case for name, case in WITH_EXPERTS.items()}
     return process_group.run_worlds(

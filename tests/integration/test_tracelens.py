@@ -15,7 +15,10 @@ import tracekit
 from tracekit.analysis.host import ops
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "tracelens_h100_memory_stacks"
-pytestmark = pytest.mark.skipif(not TRACE.is_dir(), reason="the downloaded traces are not in ../shared")
+pytestmark = [
+    pytest.mark.accuracy,  # what another project measures
+    pytest.mark.skipif(not TRACE.is_dir(), reason="the downloaded traces are not in ../shared"),
+]
 _MIB = 2**20
 # Columns GFLOPS, Data Moved (MB), Kernel Time (µs)_sum and TFLOPS/s_mean; "MB" are MiB.
 PRODUCTS = {

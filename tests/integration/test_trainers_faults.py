@@ -45,17 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
-    # What is compared by its time is trained in turns.
-    cases = {
-        name: case(micro("fsdp2", folder / name, **SETTINGS, fault=fault))
-        for name, fault in (
-            ("none", ()),
-            ("slow-rank", FAULT_OPTIONS[:1]),
-            ("again", ()),
-            ("slow-rank again", FAULT_OPTIONS[:1]),
-        )
-    }
-    for name, fault in zip(NAMES[1:], FAULT_OPTIONS[1:], strict=True):
+    cases = {"none": case(micro("fsdp2", folder / "none", **SETTINGS))}
+    for name, fault in zip(NAMES, FAULT_OPTIONS, strict=True):
         of_saves = {"profile_wait": 99} if FAULTS[name].needs_saves else {}
         cases[name] = case(micro("fsdp2", folder / name, **{**SETTINGS, **of_saves}, fault=(fault,)))
     cases["regressions"] = case(micro("fsdp2", folder / "regressions", **SETTINGS, fault=REGRESSED))
@@ -91,19 +82,13 @@ def test_losses_are_those_without_the_fault_and_the_truth_is_written_down(
 def test_a_slow_rank_computes_longer_and_all_wait_for_it(
     folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
-    for name in ("slow-rank", "slow-rank again", "none", "again"):
-        trained(outcomes, name)
+    trained(outcomes, "none"), trained(outcomes, "slow-rank")
     assert min(fault_signs.extra_compute_ms(folder / "slow-rank", 1)) >= 0.9 * SLOW_RANK_MS
     for run, rank in (("slow-rank", 0), ("none", 1)):
         assert fault_signs.extra_compute_ms(folder / run, rank) == [0.0] * ACTIVE
-    slow, healthy = ("slow-rank", "slow-rank again"), ("none", "again")
     for rank in (0, 1):
-        # Of the steps that neither start nor save nor write a trace, the shortest says most on a busy machine.
-        slow_ms, healthy_ms = (
-            min(ms for run in runs for ms in fault_signs.step_times_ms(folder / run, rank, PLAIN))
-            for runs in (slow, healthy)
-        )
-        assert slow_ms >= healthy_ms + SLOW_RANK_MS / 4
+        # No step ends before the slow rank's, however busy the machine is; without the fault they take half as long.
+        assert min(fault_signs.step_times_ms(folder / "slow-rank", rank, PLAIN)) >= 0.9 * SLOW_RANK_MS
 
 
 def test_late_launch_leaves_nothing_running_before_each_layer(
@@ -113,7 +98,6 @@ def test_late_launch_leaves_nothing_running_before_each_layer(
     late = list(fault_signs.quiet_before_layers_ms(folder / "late-launch"))
     assert len(late) == LAYERS * ACTIVE
     assert min(late) >= LATE_MS
-    assert min(fault_signs.quiet_before_layers_ms(folder / "none")) < LATE_MS / 2
 
 
 @pytest.mark.parametrize(
@@ -159,8 +143,6 @@ def test_a_slow_disk_writes_at_its_rate_on_its_rank(
     trained(outcomes, "slow-disk")
     size_bytes = (folder / "slow-disk" / "checkpoints" / "step-000003" / "__1_0.distcp").stat().st_size
     assert write_s("slow-disk", 1) >= 0.8 * size_bytes / RATE
-    assert write_s("slow-disk", 0) < 0.5 * size_bytes / RATE
-    assert write_s("none", 1) < 0.5 * size_bytes / RATE
     assert stage(folder / "slow-disk", 0, conventions.WAIT)["dur_ns"] >= 0.5e9 * size_bytes / RATE
 
 
@@ -170,7 +152,6 @@ def test_slow_fsync_syncs_as_late_as_it_says(folder: Path, outcomes: Mapping[str
         late, healthy = (stage(folder / name, rank, conventions.FSYNC) for name in ("slow-fsync", "none"))
         assert late["files"] == healthy["files"]
         assert late["dur_ns"] >= FSYNC_MS * 1e6 * late["files"]
-        assert healthy["dur_ns"] < FSYNC_MS * 1e6
 
 
 @pytest.mark.parametrize("name", ["small-tensors", "gil-save"])
@@ -194,10 +175,23 @@ def test_host_sync_reads_one_number_a_layer_on_the_host(
 
 def test_a_slow_dataloader_keeps_each_batch(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     trained(outcomes, "dataloader")
-    late, healthy = (fault_signs.waits_for_data_ms(folder / name) for name in ("dataloader", "none"))
+    late = fault_signs.waits_for_data_ms(folder / "dataloader")
     assert len(late) == ACTIVE
     assert min(late) >= DATA_MS
-    assert min(healthy) < DATA_MS / 2
+
+
+@pytest.mark.accuracy  # a busy machine is late as well
+def test_without_a_fault_nothing_is_late(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
+    healthy = folder / "none"
+    trained(outcomes, "none")
+    assert min(fault_signs.step_times_ms(healthy, 1, PLAIN)) < SLOW_RANK_MS / 2
+    assert min(fault_signs.quiet_before_layers_ms(healthy)) < LATE_MS / 2
+    assert min(fault_signs.waits_for_data_ms(healthy)) < DATA_MS / 2
+    trained(outcomes, "slow-disk")
+    assert stage(folder / "slow-disk", 0, conventions.WRITE)["dur_ns"] < 0.5e9
+    for rank in (0, 1):
+        assert stage(healthy, rank, conventions.WRITE)["dur_ns"] < 0.5e9
+        assert stage(healthy, rank, conventions.FSYNC)["dur_ns"] < FSYNC_MS * 1e6
 
 
 # The lock: one rank, so that its training thread waits for nothing else -----------------------------------------------
@@ -207,7 +201,7 @@ def train_under_watch(run: Path, fault: tuple[str, ...]) -> float:
     """Train and return, of the time that the save took, the share in which the training thread wanted Python's lock.
 
     What Linux says of the thread is the measure: it neither ran nor waited for a processor, and there is nothing else
-    that it could have waited for.
+    that it could have waited for. The time in which it waited for a processor is left out.
     """
     samples: list[tuple[int, int, int]] = []
     over = threading.Event()
@@ -230,7 +224,7 @@ def train_under_watch(run: Path, fault: tuple[str, ...]) -> float:
     begin_ns, end_ns = saves[0]["start_ns"], saves[0]["start_ns"] + saves[0]["dur_ns"]
     inside = [sample for sample in samples if begin_ns <= sample[0] <= end_ns]
     wall_ns, cpu_ns, delay_ns = (last - first for first, last in zip(inside[0], inside[-1], strict=True))
-    return (wall_ns - cpu_ns - delay_ns) / wall_ns
+    return (wall_ns - cpu_ns - delay_ns) / (wall_ns - delay_ns)
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's account of a thread's time")

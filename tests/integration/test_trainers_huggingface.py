@@ -20,12 +20,14 @@ from instrumented_trainers.text.tokenizer import FileTokenizer
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.support import process_group
+from tests.support.selection import OutcomesOnDemand, others_in_accuracy
 from tracekit import conventions
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [huggingface]")
 pytest.importorskip("tokenizers", reason="needs the extra [tokenizers]")
 
 TOLERANCE = 1e-5
+EVERYDAY = ("fsdp2", "yafsdp")
 LENGTH = 32
 PLAIN: dict[str, Any] = {
     "hidden_size": 64,
@@ -122,7 +124,7 @@ def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
         name: case(micro(name, folder / name, **{**settings, "init_from": folder / "theirs"})) for name in STRATEGIES
     }
     cases["trained"] = case(micro("yafsdp", folder / "trained", **{**settings, "train_tokenizer": 400}))
-    return process_group.run_cases(2, cases, timeout_s=300)
+    return OutcomesOnDemand(2, cases, {*EVERYDAY, "trained"})
 
 
 def loss_in_transformers(exported: Path, tokens: torch.Tensor) -> float:
@@ -139,7 +141,7 @@ def last_evaluation(run: Path) -> float:
     return float(trainings.rows(run, 0, conventions.METRICS_SUFFIX)[-1]["eval_loss"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", others_in_accuracy(STRATEGIES, EVERYDAY))
 def test_an_exported_checkpoint_has_the_loss_of_the_trainings_evaluation(
     strategy: str, folder: Path, outcomes: Mapping[str, process_group.Outcome], tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
     process = start("--strategy", "fsdp2", "--out", str(tmp_path), *ENDLESS, *window)
     read_until(process, "step    3 of")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     (name,) = checkpoints(tmp_path)
     steps = seal.read(tmp_path / "checkpoints" / name).step
@@ -50,12 +50,12 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
-    process = start("--strategy", "ddp", "--out", str(tmp_path), *ENDLESS, "--timeout-s", "4")
+    process = start("--strategy", "ddp", "--out", str(tmp_path), *ENDLESS, "--timeout-s", "10")
     read_until(process, "step    1 of")
     os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert err == "instrumented_trainers: rank 1 did not respond within 4 s, while the other ranks waited\n"
+    assert err == "instrumented_trainers: rank 1 did not respond within 10 s, while the other ranks waited\n"
     assert ranks_of(process.pid) == []
 
 
@@ -123,7 +123,7 @@ def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_i
     recorded.wait_until(lambda: shard.exists() or process.poll() is not None)
     assert process.poll() is None
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     whole = tmp_path / "checkpoints" / "step-000002"
     assert (process.returncode, err.splitlines()[-1]) == (
         1,
@@ -157,6 +157,6 @@ def test_a_rank_that_is_done_does_not_take_the_interpreter_down() -> None:
         "print('all done')\n"
         "launch.leave(3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 3, done.stderr
     assert done.stdout.split("\n") == ["all done", "as Python does", ""]

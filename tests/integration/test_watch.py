@@ -23,7 +23,7 @@ from tracekit.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "sample_traces" / "demo-fsdp2"
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 # Writes the log of a rank as the recorder does: under a partial name, in pieces, renamed at the end. In the middle it
 # waits until the test has read that much.

@@ -199,7 +199,7 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
     assert os.fsync is fsync
     lines = log / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
     # A future wakes its waiters before it runs its callbacks.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while recorded and lines.exists() and lines.read_text().count('"complete"') < SAVES_IN_BACKGROUND.get(name, 0):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -259,20 +259,34 @@ def test_what_failed_leaves_no_total(outcomes: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
+def test_the_stages_of_each_worker_are_parts_of_its_total(outcomes: Any, name: str) -> None:
+    totals = totals_and_parts(outcomes[name][0])
+    assert all(totals)
+    assert all(parts_ns <= total_ns for of_rank in totals for total_ns, parts_ns in of_rank)
+
+
+@pytest.mark.accuracy  # a busy machine may pause a worker between two stages
+@pytest.mark.parametrize("name", GOOD)
 def test_the_stages_of_each_worker_sum_to_its_total(outcomes: Any, name: str) -> None:
-    for rank in outcomes[name][0]:
+    totals = totals_and_parts(outcomes[name][0])
+    assert all(parts_ns >= 0.97 * total_ns for of_rank in totals for total_ns, parts_ns in of_rank)
+
+
+def totals_and_parts(ranks: list[dict[str, Any]]) -> list[list[tuple[int, int]]]:
+    """Return by rank, of each worker that has one, the total and the sum of its stages in ns."""
+    found: list[list[tuple[int, int]]] = []
+    for rank in ranks:
         by_worker: dict[tuple[Any, ...], Lines] = {}
         for line in rank["lines"]:
             key = ("checkpoint", "operation", "process", "thread")
             by_worker.setdefault(tuple(line[k] for k in key), []).append(line)
-        totals = 0
+        found.append([])
         for lines in by_worker.values():
             stages = {line["stage"]: line["dur_ns"] for line in lines}
             stages.pop(conventions.COMPLETE, None)
             if total_ns := stages.pop(conventions.TOTAL, 0):
-                totals += 1
-                assert 0.97 * total_ns <= sum(stages.values()) <= total_ns, lines
-        assert totals
+                found[-1].append((total_ns, sum(stages.values())))
+    return found
 
 
 @pytest.mark.parametrize("name", ["sync", "sync by old arguments"])

@@ -9,6 +9,7 @@ import pytest
 
 import tracekit
 from tests.support import cli_runner, shared_findings
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
@@ -54,6 +55,7 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
     assert off(tracekit.load(SAMPLES / name)) < REPRODUCED
 
 
+@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
 @pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
 def test_public_runs_without_recorded_waits_are_reproduced(name):
@@ -67,6 +69,7 @@ def test_without_host_time_or_communication_a_step_still_computes(name):
     assert_still_computes(tracekit.load(SAMPLES / name))
 
 
+@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
 @pytest.mark.parametrize("name", ["tracelens_h100_memory_stacks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"])
 def test_public_runs_without_host_time_or_communication_still_compute(name):
@@ -81,6 +84,7 @@ def assert_still_computes(of):
         assert found.unavailable_reason or found.step_ns - found.saved_ns > 0.97 * computed, cause
 
 
+@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
 @pytest.mark.parametrize("name", ["torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
 def test_findings_are_priced_where_work_was_queued_before_the_window(name):
@@ -129,17 +133,17 @@ def without_waits(loaded):
     return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=alignment.offsets)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fault", "cause"),
-    [
-        ("fsdp1", "late-launch", "late-launch"),
-        ("fsdp1", "", "give-way"),
-        ("fsdp2", "host-sync", "blocking-sync"),
-        ("fsdp2", "no-prefetch", "late-gathers"),
-        ("yafsdp", "slow-rank", "straggler"),
-        ("yafsdp", "small-collectives:8", "small-collectives"),
-    ],
-)
+CAUSES = [
+    ("fsdp1", "late-launch", "late-launch"),
+    ("fsdp1", "", "give-way"),
+    ("fsdp2", "host-sync", "blocking-sync"),
+    ("fsdp2", "no-prefetch", "late-gathers"),
+    ("yafsdp", "slow-rank", "straggler"),
+    ("yafsdp", "small-collectives:8", "small-collectives"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "fault", "cause"), others_in_accuracy(CAUSES, [CAUSES[1], CAUSES[2], CAUSES[4]]))
 def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fault, cause, simulated):
     folder = simulated(strategy, fault)
     name = fault.split(":")[0] or "give-way"
@@ -149,14 +153,14 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
     assert savings.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "both", "causes"),
-    [
-        ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
-        ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
-        ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
-    ],
-)
+PAIRS = [
+    ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
+    ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
+    ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "both", "causes"), others_in_accuracy(PAIRS, PAIRS[:1]))
 def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
     faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))
     found = savings.combined_saving(faulty, causes)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import shared_findings
+from tests.support.selection import others_in_accuracy
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
@@ -75,18 +76,18 @@ def window_of_megatron(unmarked):
     return judged(unmarked(shared("megatron_tp8_a100_8ranks")))
 
 
-@pytest.mark.parametrize(
-    ("name", "codes"),
-    [
-        ("torchrec_v100_4ranks", {"HOST001", "RANK001", "MEM001", "COMM001"}),
-        ("hta_dlrm_a100", {"COMM001"}),
-        ("hta_cpu_gloo", {"COMM001"}),
-        ("nanogpt_h100_8ranks", {"HOST001", "RANK001"}),
-        ("kineto_resnet_v100_memory", {"HOST001"}),
-    ],
-)
-def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, codes, unmarked):
-    folder = shared(name)
+JUDGED = {
+    "torchrec_v100_4ranks": {"HOST001", "RANK001", "MEM001", "COMM001"},
+    "hta_dlrm_a100": {"COMM001"},
+    "hta_cpu_gloo": {"COMM001"},
+    "nanogpt_h100_8ranks": {"HOST001", "RANK001"},
+    "kineto_resnet_v100_memory": {"HOST001"},
+}
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(JUDGED, {"hta_cpu_gloo", "torchrec_v100_4ranks"}))
+def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_found(name, unmarked):
+    folder, codes = shared(name), JUDGED[name]
     in_steps, in_iterations = judged_as_recorded(folder), judged(unmarked(folder))
     assert codes <= in_steps.keys()
     assert codes <= in_iterations.keys()
@@ -100,6 +101,7 @@ def test_a_recording_of_others_has_the_same_findings_in_iterations_that_are_foun
         assert not re.search(r"\bsteps?\b", found.message)
 
 
+@pytest.mark.accuracy
 def test_a_recording_of_one_step_has_the_same_findings_in_its_window(window_of_megatron):
     in_step, in_window = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron
     for code in ("HOST001", "RANK003"):
@@ -111,13 +113,13 @@ def test_a_recording_of_one_step_has_the_same_findings_in_its_window(window_of_m
         assert "None" not in found.message
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torchrec_v100_4ranks", "hta_dlrm_a100", "hta_cpu_gloo", "nanogpt_h100_8ranks", "hta_pair_of_128",
-        "kineto_resnet_v100_memory", "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "megatron_tp8_a100_8ranks",
-    ],
+AGREEING = (
+    "torchrec_v100_4ranks", "hta_dlrm_a100", "hta_cpu_gloo", "nanogpt_h100_8ranks", "hta_pair_of_128",
+    "kineto_resnet_v100_memory", "hta_nccl_args_a100", "tracelens_mi300_resnet_ddp", "megatron_tp8_a100_8ranks",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(AGREEING, {"hta_cpu_gloo", "torchrec_v100_4ranks"}))
 def test_iterations_that_are_found_agree_with_the_marks_that_were_removed(name, unmarked):
     folder = shared(name)
     for expected, found in zip(load(folder).traces(), unmarked(folder).traces(), strict=True):
@@ -143,7 +145,10 @@ def check_agreement(marked, found):
     assert (on_host <= 4 * tolerance_ns).all()
 
 
-@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"])
+WITH_STEPS = ("nanogpt_h100_8ranks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory")
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(WITH_STEPS, {"torchrec_v100_4ranks"}))
 def test_nothing_repeats_in_one_step(name, tmp_path):
     folder = shared(name)
     run = load(folder)
@@ -163,6 +168,7 @@ def between(start_ns, end_ns, header, event):
     return start_ns <= at_ns < end_ns
 
 
+@pytest.mark.accuracy
 def test_a_replay_prices_a_window(window_of_megatron):
     # Both have one step, so the window is the step; it begins with the mark or with the first op.
     in_step, in_window = judged_as_recorded(shared("megatron_tp8_a100_8ranks")), window_of_megatron

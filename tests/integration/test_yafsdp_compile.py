@@ -14,6 +14,7 @@ from instrumented_trainers.parallelism.yafsdp import YaFSDPModule, fully_shard
 from tests.integration import yafsdp_attacks
 from tests.integration.yafsdp_attacks import DEPTH, Attack, Layer, Model, shard_layers
 from tests.support import process_group
+from tests.support.selection import others_in_accuracy
 
 WORLD_SIZES, TOLERANCE, BACKEND = (2, 3), 1e-12, "aot_eager"
 
@@ -100,26 +101,31 @@ def outcome(name: str) -> Any:
     return difference, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-CASES: dict[str, Callable[[], Any]] = {name: functools.partial(outcome, name) for name in ATTACKS}
+# Every day, on three ranks: the ways to compile, and what changes the compiled graph most.
+EVERYDAY = {*WAYS, "the model called compiled", "frozen layers", "checkpointed blocks"}
 
 
 @functools.cache
-def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
-    return process_group.run_worlds(dict.fromkeys(WORLD_SIZES, CASES), timeout_s=480)
+def outcomes(world_size: int, *, everyday: bool) -> dict[str, process_group.Outcome]:
+    names = [name for name in ATTACKS if everyday == (name in EVERYDAY)]
+    return process_group.run_cases(
+        world_size, {name: functools.partial(outcome, name) for name in names}, timeout_s=480
+    )
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", others_in_accuracy(ATTACKS, EVERYDAY))
+@pytest.mark.parametrize("world_size", others_in_accuracy(WORLD_SIZES, {3}))
 def test_compiled_units_train_as_one_process_does(world_size: int, name: str) -> None:
-    for difference, graphs, breaks in all_outcomes()[world_size][name].results():
+    for difference, graphs, breaks in outcomes(world_size, everyday=name in EVERYDAY)[name].results():
         assert isinstance(difference, float), difference
         assert difference < TOLERANCE
         assert graphs > 0
         assert breaks == 0
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", others_in_accuracy(WORLD_SIZES, {3}))
 def test_equal_blocks_share_one_graph(world_size: int) -> None:
     assert DEPTH > 1
     for name in (*WAYS, "the model called compiled"):
-        assert [graphs for _, graphs, _ in all_outcomes()[world_size][name].results()] == [1] * world_size
+        results = outcomes(world_size, everyday=True)[name].results()
+        assert [graphs for _, graphs, _ in results] == [1] * world_size

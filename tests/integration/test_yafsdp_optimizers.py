@@ -19,7 +19,7 @@ from tests.integration.matrix_optimizers import Lamb, Shampoo, Soap
 from tests.integration.yafsdp_attacks import Model, _largest, batch, shard_layers
 from tests.support import process_group
 
-WORLD_SIZES, STEPS, TOLERANCE, FP32_TOLERANCE = (2, 3), 5, 1e-10, 1e-3
+WORLD_SIZE, STEPS, TOLERANCE, FP32_TOLERANCE = 3, 5, 1e-10, 1e-3
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -131,41 +131,36 @@ def full_state(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def cases(size: int) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp(f"on{size}")
-        return {
-            f"{what} {name}": functools.partial(do, name)
-            for name in KINDS
-            for what, do in (("parity", parity), ("state", owned_state), ("full", full_state))
-        } | {f"resume {name}": functools.partial(resume, name, str(folder / name)) for name in RESUMED}
-
-    return process_group.run_worlds({size: cases(size) for size in WORLD_SIZES})
+    folder = tmp_path_factory.mktemp("saved")
+    cases: dict[str, Any] = {
+        f"{what} {name}": functools.partial(do, name)
+        for name in KINDS
+        for what, do in (("parity", parity), ("state", owned_state), ("full", full_state))
+    }
+    resumed = {f"resume {name}": functools.partial(resume, name, str(folder / name)) for name in RESUMED}
+    return process_group.run_cases(WORLD_SIZE, cases | resumed)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_steps_as_one_process_does(outcomes: Any, world_size: int, name: str) -> None:
-    assert max(outcomes[world_size][f"parity {name}"].results()) < TOLERANCE
-    assert max(outcomes[world_size][f"full {name}"].results()) < TOLERANCE
+def test_steps_as_one_process_does(outcomes: Any, name: str) -> None:
+    assert max(outcomes[f"parity {name}"].results()) < TOLERANCE
+    assert max(outcomes[f"full {name}"].results()) < TOLERANCE
 
 
 @pytest.mark.skipif(importlib.util.find_spec("heavyball") is None, reason="heavyball is not installed")
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_soap_of_heavyball_steps_as_on_one_process(world_size: int) -> None:
-    found = process_group.run(world_size, parity_of_heavyball)
+def test_soap_of_heavyball_steps_as_on_one_process() -> None:
+    found = process_group.run(WORLD_SIZE, parity_of_heavyball)
     assert max(found) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_loaded_optimizer_goes_on(outcomes: Any, world_size: int, name: str) -> None:
-    assert max(outcomes[world_size][f"resume {name}"].results()) < TOLERANCE
+def test_a_loaded_optimizer_goes_on(outcomes: Any, name: str) -> None:
+    assert max(outcomes[f"resume {name}"].results()) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_state_is_divided_among_ranks(outcomes: Any, world_size: int, name: str) -> None:
-    found = outcomes[world_size][f"state {name}"].results()
+def test_state_is_divided_among_ranks(outcomes: Any, name: str) -> None:
+    found = outcomes[f"state {name}"].results()
     assert sum(own for own, _ in found) == found[0][1]
     assert max(own for own, _ in found) < 0.7 * found[0][1]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import PATHS, Toy
 from tests.support import process_group
+from tests.support.selection import others_in_accuracy
 
 WORLD_SIZES = (1, 2, 3, 4)
 TOLERANCE = 1e-12
@@ -27,7 +29,7 @@ def freeze(toy: Toy) -> None:
     toy.embedding.requires_grad_(False)
 
 
-ALL_CASES = {path: Case(path) for path in PATHS} | {
+CASES = {path: Case(path) for path in PATHS} | {
     "one unit for all": Case(units="root"),
     "no parameters in the root": Case(units="all"),
     "units inside units": Case(units="nested"),
@@ -64,13 +66,13 @@ ALL_CASES = {path: Case(path) for path in PATHS} | {
     "offloaded, replicated shards": Case(offload=True, replicas=2, clear_every=2),
     "offloaded, from the meta device": Case(offload=True, meta=True, optimizer="adamw"),
 }
-CASES = ALL_CASES
 
 
 BF16 = {
     "computed in bf16, summed in fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     "computed and summed in bf16": MixedPrecisionPolicy(torch.bfloat16),
 }
+CONTROL = "divisor off by a thousandth"
 
 
 # On three ranks, where rounding hides nothing, a third step shows what the order of the second predicts. The others
@@ -80,20 +82,50 @@ CHANGING_PATHS = ("conditional", "shuffled", "spare on one rank")
 # Four ranks add replicas of shards, and more ranks to differ in what they use; other cases divide as on two.
 ON_FOUR = {"plain", *CHANGING_PATHS, *(name for name, case in CASES.items() if case.replicas > 1)}
 RUNS = [(size, name) for size in WORLD_SIZES for name in CASES if size < 4 or name in ON_FOUR]
+# Every day: each idea once, on three ranks; on the others what depends on how many there are.
+LIKE_ANOTHER = {
+    "reentrant checkpoint of 1",
+    "reentrant checkpoint of 4",
+    "non-reentrant checkpoint of 1",
+    "non-reentrant checkpoint of 2",
+    "non-reentrant checkpoint of the first two",
+    "norms gathered once, reused, micro-batches",
+    "three micro-batches, checkpointed",
+    "backward twice, checkpointed",
+    "clipping that does not bite",
+    "evaluation in between, conditional",
+    "three buffers, conditional",
+    "offloaded, from the meta device",
+}
+EVERYDAY = {
+    *((1, name) for name in ("plain", "offloaded")),
+    *((2, name) for name in ("plain", "conditional", "replicated shards")),
+    *((3, name) for name in CASES if name not in LIKE_ANOTHER and CASES[name].replicas == 1),
+    *((4, name) for name in ON_FOUR if CASES[name].replicas > 1 or name == "spare on one rank"),
+}
+EVERYDAY_BF16 = {(3, name) for name in BF16}
+EVERYDAY_CONTROL = {3}
 
 
 @functools.cache
-def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
-    cases = CASES | {name: Case(dtype=torch.float32, policy=policy) for name, policy in BF16.items()}
-    cases["divisor off by a thousandth"] = Case(divisor_error=1.001)
+def all_outcomes(*, everyday: bool) -> dict[int, dict[str, process_group.Outcome]]:
+    """Train the cases of every day, or the others."""
+    bf16 = {name: Case(dtype=torch.float32, policy=policy) for name, policy in BF16.items()}
+    cases: dict[int, dict[str, Case]] = {size: {} for size in WORLD_SIZES}
+    for size, name in RUNS:
+        if everyday == ((size, name) in EVERYDAY):
+            cases[size][name] = CASES[name]
+    for size in WORLD_SIZES:
+        if everyday == (size in EVERYDAY_CONTROL):
+            cases[size] |= {CONTROL: Case(divisor_error=1.001)}
+        cases[size] |= {name: case for name, case in bf16.items() if everyday == ((size, name) in EVERYDAY_BF16)}
     return process_group.run_worlds(
         {
             size: {
                 name: functools.partial(parity.compare, dataclasses.replace(case, steps=steps(case, size)))
-                for name, case in cases.items()
-                if size < 4 or name in ON_FOUR or name not in CASES
+                for name, case in of_size.items()
             }
-            for size in WORLD_SIZES
+            for size, of_size in cases.items()
         },
         timeout_s=480,
     )
@@ -103,26 +135,27 @@ def steps(case: Case, world_size: int) -> int:
     return case.steps if case.path in CHANGING_PATHS else STEPS[world_size]
 
 
-def outcomes(world_size: int) -> dict[str, process_group.Outcome]:
-    return all_outcomes()[world_size]
+def differences(world_size: int, name: str, *, everyday: bool) -> list[parity.Difference]:
+    return all_outcomes(everyday=everyday)[world_size][name].results()
 
 
-@pytest.mark.parametrize(("world_size", "name"), RUNS)
+@pytest.mark.parametrize(("world_size", "name"), others_in_accuracy(RUNS, EVERYDAY))
 def test_equals_one_process(world_size: int, name: str) -> None:
-    for difference in outcomes(world_size)[name].results():
+    for difference in differences(world_size, name, everyday=(world_size, name) in EVERYDAY):
         assert difference.largest < TOLERANCE, difference
 
 
-@pytest.mark.parametrize("name", BF16)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("world_size", "name"), others_in_accuracy(itertools.product(WORLD_SIZES, BF16), EVERYDAY_BF16)
+)
 def test_is_as_near_to_one_process_as_bf16_allows(world_size: int, name: str) -> None:
-    for difference in outcomes(world_size)[name].results():
+    for difference in differences(world_size, name, everyday=(world_size, name) in EVERYDAY_BF16):
         assert difference.loss < BF16_LOSS_TOLERANCE, difference
         assert difference.gradient < BF16_GRADIENT_TOLERANCE, difference
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", others_in_accuracy(WORLD_SIZES, EVERYDAY_CONTROL))
 def test_a_divisor_off_by_a_thousandth_is_seen(world_size: int) -> None:
-    for difference in outcomes(world_size)["divisor off by a thousandth"].results():
+    for difference in differences(world_size, CONTROL, everyday=world_size in EVERYDAY_CONTROL):
         assert difference.gradient > TOLERANCE
         assert difference.parameter > TOLERANCE

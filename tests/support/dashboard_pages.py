@@ -14,7 +14,7 @@ scanner.scan_component_manifests = functools.cache(scanner.scan_component_manife
 TIMEOUT_S = 240
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """Return a folder of recorded.write_runs."""
     folder = tmp_path_factory.mktemp("runs")

@@ -13,7 +13,7 @@ RANKS = 4
 _DEADLINE_S = 400.0
 
 
-def run(case: str, folder: Path, *, timeout_s: float = 2.0, program: list[str] | None = None) -> Path:
+def run(case: str, folder: Path, *, timeout_s: float = 6.0, program: list[str] | None = None) -> Path:
     """Return the folder with the dumps of the ranks of a case, all of which have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     command = program or [sys.executable, str(CASES)]

@@ -60,7 +60,7 @@ def run(
     world_size: int,
     function: Callable[[], Any],
     *,
-    timeout_s: float = 120,
+    timeout_s: float = 480,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function` on every rank and return what it returned, by rank. Raises RankError if a rank failed.
@@ -74,8 +74,8 @@ def run_cases(
     world_size: int,
     cases: Mapping[str, Callable[[], Any]],
     *,
-    timeout_s: float = 240,
-    case_timeout_s: float = 60,
+    timeout_s: float = 480,
+    case_timeout_s: float = 480,
     environment: Mapping[str, str] | None = None,
     cuda: bool = False,
 ) -> dict[str, Outcome]:
@@ -93,8 +93,8 @@ def run_cases(
 def run_worlds(
     cases: Mapping[int, Mapping[str, Callable[[], Any]]],
     *,
-    timeout_s: float = 240,
-    case_timeout_s: float = 60,
+    timeout_s: float = 480,
+    case_timeout_s: float = 480,
     environment: Mapping[str, str] | None = None,
     cuda: bool = False,
     imported: str = "tests.support.imported_by_ranks",

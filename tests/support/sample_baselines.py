@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.model.run import Run
 from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, KnownFinding, Recording
 from tracekit.regression.samples import SAMPLE_COLUMNS
@@ -41,7 +41,7 @@ def of_samples(
     work: Sequence[tuple[str, str | None, str, float]] = (),
 ) -> Recording:
     """Return a recording of these samples, whose columns are SAMPLE_COLUMNS."""
-    work_table = pl.DataFrame(list(work), schema=unit_work.WORK_COLUMNS, orient="row")
+    work_table = pl.DataFrame(list(work), schema=step_charges.WORK_COLUMNS, orient="row")
     return Recording(name, None, samples, pl.DataFrame(schema=UNIT_COLUMNS), work_table, tuple(findings))
 
 

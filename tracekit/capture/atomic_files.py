@@ -1,10 +1,11 @@
-"""Files that appear under their final name only when they are complete, and folders that one training claims."""
+"""Files of a run: complete when they get their final name, in a folder that one training claims, merged from parts."""
 
 import contextlib
 import errno
 import gzip
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -18,6 +19,10 @@ _appending = threading.Lock()
 _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent more bytes
 _MAX_FOLDERS = 1000
 _PATIENCE_S = 2.0
+
+_UNCOMPRESSED = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
+# A partial file was never completed and does not belong to the run, but a log is valid up to its last line.
+_RUN_FILES = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
 
 
 @contextlib.contextmanager
@@ -80,7 +85,7 @@ def uncompressed_name(rank: int, window: int) -> str:
 
 
 def claim_folder(out: Path, training: str) -> Path:
-    """Return the folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
+    """Folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
 
     A folder is free if it is empty or does not exist. It is then marked as this training's: ranks on other nodes find
     it, and other trainings skip it. Raises OSError where none can be written.
@@ -100,7 +105,7 @@ def claim_folder(out: Path, training: str) -> Path:
 
 
 def folder_owner(folder: Path) -> str | None:
-    """Return the name of the training that claimed a folder; None if none did."""
+    """Name of the training that claimed a folder; None if none did."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -112,6 +117,45 @@ def folder_owner(folder: Path) -> str | None:
         time.sleep(0.01)
 
 
+def merge_parts(run: Path, parts: list[Path]) -> int:
+    """Move the files of the same run that lie in `parts` into `run`; return how many were moved.
+
+    Uncompressed traces are compressed. Raises ValueError where a part belongs to another training or contains a file
+    that exists in the run already, OSError where one cannot be read or moved. All checks precede the first move.
+    """
+    moves: dict[Path, Path] = {}
+    names = {name for name in (folder_owner(run), *map(folder_owner, parts)) if name is not None}
+    if len(names) > 1:
+        raise ValueError(f"{run} and its parts belong to different trainings: nothing was moved")
+    for part in parts:
+        if not part.is_dir():
+            raise ValueError(f"{part}: no such folder; check the path")
+        files = [path for path in sorted(part.rglob("*")) if path.is_file() and _RUN_FILES.match(path.name)]
+        if not files:
+            raise ValueError(f"{part}: contains no file of a run (rank….pt.trace.json.gz, run.json); nothing was moved")
+        for path in files:
+            target = run / _path_in_run(path.relative_to(part))
+            existing = moves.get(target, target)
+            if existing.exists() and path.name not in (conventions.MANIFEST_FILE, conventions.CLAIM_FILE):
+                raise ValueError(f"{path} and {existing} are the same file of the run: remove one; nothing was moved")
+            if not existing.exists():
+                moves[target] = path
+    run.mkdir(parents=True, exist_ok=True)
+    for target, path in moves.items():
+        _move(path, target)
+    return len(moves)
+
+
+def move_traces(scratch: Path, run: Path, rank: int) -> list[Path]:
+    """Move a rank's uncompressed traces from `scratch` into `run`, and return their new paths."""
+    moved = []
+    for path in sorted(scratch.glob(conventions.rank_file(rank, ".window*.json"))):
+        target = run / _path_in_run(Path(path.name))
+        compress(path, target)
+        moved.append(target)
+    return moved
+
+
 def _try_create(mark: Path, training: str) -> bool:
     try:
         with mark.open("x", encoding="utf-8") as file:
@@ -119,3 +163,22 @@ def _try_create(mark: Path, training: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _path_in_run(path: Path) -> Path:
+    match = _UNCOMPRESSED.fullmatch(path.name)
+    if match is None:
+        return path
+    rank, window = int(match[1]), int(match[2])
+    name = conventions.rank_file(rank, conventions.TRACE_SUFFIX)
+    return Path(conventions.window_folder(window), name) if window else Path(name)
+
+
+def _move(path: Path, target: Path) -> None:
+    if _UNCOMPRESSED.fullmatch(path.name):
+        compress(path, target)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(target) as partial:
+        shutil.copyfile(path, partial)
+    path.unlink()

@@ -25,7 +25,6 @@ from tracekit.capture.step_inference import StepCounter
 from tracekit.conventions import object_storage
 
 if TYPE_CHECKING:
-    from tracekit.capture.metrics import PendingScalar
     from tracekit.capture.recorder import Recorder
     from tracekit.capture.uploader import RunUpload
 
@@ -119,17 +118,17 @@ class AutoRecorder:
     # Called by recorded saves and loads -------------------------------------------------------------------------------
 
     def folder(self) -> Path | None:
-        """Return the run's folder; None where nothing is recorded: without an optimizer yet, or on other ranks."""
+        """Run's folder; None where nothing is recorded: without an optimizer yet, or on other ranks."""
         if self._on and threading.get_ident() == self._loop_thread:
             self._safe(self._begin)()  # a load comes before the first step
         return self._recorder.folder if self._recorder is not None else None
 
     def rank(self) -> int:
-        """Return the rank that is recorded."""
+        """Rank that is recorded."""
         return self._recorder.rank if self._recorder is not None else rank_info.this_rank()
 
     def step(self) -> int | None:
-        """Return the optimizer steps done; None before the recording begins."""
+        """Optimizer steps done; None before the recording begins."""
         return self._recorder.steps_done if self._recorder is not None else None
 
     # Called from the script's wrapped functions -----------------------------------------------------------------------
@@ -222,7 +221,11 @@ class AutoRecorder:
             return
         metrics: dict[str, Any] = {}
         if self._losses:
-            metrics["loss"] = _sum(self._losses)
+            from tracekit.capture.metrics import PendingScalar
+
+            # The tensors that backward was called on; their sum is copied from the device.
+            losses = [loss.reshape(()) for loss in self._losses]
+            metrics["loss"] = PendingScalar(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         if self._skipped:
             metrics["skipped"] = 1
         self._losses, self._skipped = [], False
@@ -285,7 +288,6 @@ class AutoRecorder:
                     Path(self._settings.scratch).rmdir()
 
     def _write_status(self, *, ended: bool) -> None:
-        """Report this rank's recording to the launcher."""
         recorder = self._recorder
         assert recorder is not None
         self._write_note(
@@ -330,7 +332,7 @@ class AutoRecorder:
 
 
 def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
-    """Return the run's folder, or its upload to a URL from a folder that the ranks on this node share."""
+    """Run's folder, or its upload to a URL from a folder that the ranks on this node share."""
     training = training_name(settings)
     if not object_storage.is_url(settings.out):
         return atomic_files.claim_folder(Path(settings.out), training)
@@ -340,7 +342,7 @@ def _claim_run(settings: launch_settings.Settings) -> "Path | RunUpload":
 
 
 def training_name(settings: launch_settings.Settings) -> str:
-    """Return a name that all ranks of this training share and no other training has.
+    """Name that all ranks of this training share and no other training has.
 
     The ranks agree through the process group's store, without waiting for one another.
     """
@@ -354,13 +356,6 @@ def training_name(settings: launch_settings.Settings) -> str:
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
             return settings.launch
     return new_name
-
-
-def _sum(losses: list[Any]) -> "PendingScalar":
-    """Return the sum of one step's losses, the tensors that backward was called on, as it is copied from the device."""
-    from tracekit.capture.metrics import PendingScalar
-
-    return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())
 
 
 def _wrap(

@@ -145,7 +145,6 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _describe_run(args: Any, model: Any) -> dict[str, Any]:
-    """Describe the run as the Trainer knows it."""
     strategy = _strategy()
     described: dict[str, Any] = {"name": type(model).__name__}
     if strategy in (None, "ddp"):  # under other strategies a rank has parts of the parameters, or none

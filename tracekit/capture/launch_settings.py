@@ -41,12 +41,12 @@ class Settings:
     """Dump stacks and flight recorders of ranks whose collectives make no progress for so long; None: do not watch."""
 
     def recorder_options(self) -> dict[str, Any]:
-        """Return the fields that are options of `Recorder`."""
+        """Fields that are options of `Recorder`."""
         excluded = ("out", "launch", "notes", "ranks", "tokens_per_step", "hang_timeout_s")
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def as_variable(self) -> str:
-        """Return the value of the environment variable."""
+        """Value of the environment variable."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
 

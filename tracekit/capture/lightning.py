@@ -186,7 +186,6 @@ def _tokens_in(batch: Any) -> int | None:
 
 
 def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
-    """Describe the run as the Trainer knows it."""
     name = type(trainer.strategy).__name__
     known_name = ALIASES[name].name if name in ALIASES else name
     strategy = None if name == _SINGLE_DEVICE else known_name

@@ -88,10 +88,11 @@ class ManifestFile:
 
 
 def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
-    """Return the manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
+    """Manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
 
     `provided` holds what only the training knows (strategy, mesh, model, arguments, …); it overrides what is detected.
     """
+    nccl = torch.cuda.nccl.version() if device == "cuda" else None
     fields = {
         "schema": conventions.RUN_SCHEMA,
         "created_ns": time.time_ns(),
@@ -100,7 +101,12 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "mesh": None,
         "model": None,
         "arguments": None,
-        "versions": _versions(device),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(str(part) for part in nccl) if nccl else None,
+        },
         "device": device,
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "host": socket.gethostname(),
@@ -127,7 +133,17 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {str(key): redact(item, str(key)) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-        return _redact_words(value)
+        clean: list[Any] = []
+        secret_next = False
+        for word in value:
+            flag = _FLAG.match(word) if isinstance(word, str) else None
+            if secret_next and not (flag and word.startswith("--")):
+                clean.append(REDACTED)
+                secret_next = False
+            else:
+                clean.append(redact(word))
+                secret_next = bool(flag and is_secret_name(flag.group("name")))
+        return clean
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _redact_text(str(value))
@@ -144,23 +160,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def _commit(commit: object) -> dict[str, Any]:
-    """Return the commit of the working directory, and whether tracked files differ from it; null where unknown."""
+    """Commit of the working directory, and whether tracked files differ from it; null where unknown."""
     if commit is not None:
         return {"commit": commit} if git.is_sha(commit) else {}
     folder = Path.cwd()
     sha = git.head(folder, _GIT_TIMEOUT_S) if git.is_checkout(folder) else None
     changed = None if sha is None else git.has_changes(folder, _GIT_TIMEOUT_S)
     return {"commit": sha, "uncommitted_changes": changed}
-
-
-def _versions(device: str) -> dict[str, str | None]:
-    nccl = torch.cuda.nccl.version() if device == "cuda" else None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(str(part) for part in nccl) if nccl else None,
-    }
 
 
 def _processor() -> str:
@@ -172,30 +178,12 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _redact_words(words: Sequence[Any]) -> list[Any]:
-    clean: list[Any] = []
-    secret_next = False
-    for word in words:
-        flag = _FLAG.match(word) if isinstance(word, str) else None
-        if secret_next and not (flag and word.startswith("--")):
-            clean.append(REDACTED)
-            secret_next = False
-        else:
-            clean.append(redact(word))
-            secret_next = bool(flag and is_secret_name(flag.group("name")))
-    return clean
-
-
 def _redact_text(text: str) -> str:
     text = _URL_LOGIN.sub(rf"\g<scheme>{REDACTED}@", text)
-    return _SECRET_VALUES.sub(REDACTED, _redact_assignments(text))
-
-
-def _redact_assignments(text: str) -> str:
     parts, done = [], 0
     for match in _NAME.finditer(text):
         value = _VALUE.match(text, match.end())
         if value and match.start() >= done and is_secret_name(match.group("name")):
             parts += [text[done : match.end()], REDACTED]
             done = value.end()
-    return "".join((*parts, text[done:]))
+    return _SECRET_VALUES.sub(REDACTED, "".join((*parts, text[done:])))

@@ -27,13 +27,13 @@ class Pending:
         return self._event is None or bool(self._event.query())
 
     def value(self) -> float:
-        """Return the number; wait for the event if the device has not reached it."""
+        """Number; wait for the event if the device has not reached it."""
         if self._event is not None:
             self._event.synchronize()
         return self._read()
 
     def map(self, function: Callable[[float], float]) -> "Pending":
-        """Return a function of the number, which can be read when the number can."""
+        """Function of the number, which can be read when the number can."""
         return Pending(self._event, lambda: function(self._read()))
 
 
@@ -63,7 +63,8 @@ class MetricsLog:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-        earlier = _lines_before(first_step, path)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if first_step and path.exists() else []
+        earlier = [line for line in lines if json.loads(line)["step"] < first_step]
         self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)
         self._file.flush()
@@ -73,7 +74,10 @@ class MetricsLog:
 
     def collect(self) -> None:
         """Collect earlier rows whose numbers are available. Functions among these may wait for the device."""
-        while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
+        while self._pending:
+            is_ready = all(value.ready for value in self._pending[0].values() if isinstance(value, Pending))
+            if not is_ready and len(self._pending) <= _MOST_PENDING:
+                return
             self._collect_oldest()
 
     def add(self, row: Mapping[str, Number]) -> None:
@@ -107,7 +111,7 @@ class MetricsLog:
 
 
 def allocator_counters() -> dict[str, int]:
-    """Return the counters of the CUDA caching allocator of this process's device; none without CUDA."""
+    """Counters of the CUDA caching allocator of this process's device; none without CUDA."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     counters = torch.cuda.memory_stats_as_nested_dict()
@@ -117,7 +121,6 @@ def allocator_counters() -> dict[str, int]:
 
 
 _PEAKS = {conventions.ALLOCATED_METRIC: "allocated", conventions.RESERVED_METRIC: "reserved"}
-
 
 _COUNTERS = {
     conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
@@ -149,7 +152,7 @@ class StepTimer:
         self._began = None
 
     def end(self) -> Pending | None:
-        """Return the time of the step that ends now; None if it is unknown."""
+        """Time of the step that ends now; None if it is unknown."""
         if self._began is None:
             return None
         began_ns, began = self._began
@@ -159,15 +162,11 @@ class StepTimer:
             pending = Pending(None, lambda: took_ns)
         else:
             pending = Pending(ended, lambda: max(1, round(began.elapsed_time(ended) * 1e6)))
-        self._note(pending)
-        self.latest_ns = self.latest_ns or took_ns
-        return pending
-
-    def _note(self, time_ns: Pending) -> None:
-        """Note a step's time, and read the earlier ones that are known by now."""
-        self._measured.append(time_ns)
+        self._measured.append(pending)
         while self._measured and self._measured[0].ready:
             self.latest_ns = int(self._measured.popleft().value())
+        self.latest_ns = self.latest_ns or took_ns
+        return pending
 
     def _event(self) -> torch.cuda.Event | None:
         """Record an event; None on the CPU, before the training uses the GPU, and where the GPU has failed."""
@@ -181,18 +180,7 @@ class StepTimer:
         return event
 
 
-def _is_ready(row: Mapping[str, Number]) -> bool:
-    return all(value.ready for value in row.values() if isinstance(value, Pending))
-
-
 def _number(value: Number) -> float | None:
     if isinstance(value, Pending):
         return value.value()
     return value() if callable(value) else value
-
-
-def _lines_before(step: int, path: Path) -> list[str]:
-    if step == 0 or not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if json.loads(line)["step"] < step]

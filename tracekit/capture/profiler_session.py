@@ -149,7 +149,6 @@ class _ForeignProfiler:
 
 _foreign = _ForeignProfiler()
 
-
 _own = threading.local()
 
 
@@ -241,7 +240,7 @@ class ModuleSpans:
                     span.__exit__(None, None, None)
 
     def _name_modules(self, module: torch.nn.Module, calls: "Calls") -> str:
-        """Return the span's name for a module that was not seen before, and remember those of all modules in it.
+        """Name the span of a module that was not seen before, and those of all modules in it.
 
         A module that is not part of the one that calls it, such as a shared loss, gets a path in the caller's. Of a
         module inside a wrapper the name is empty: the span is the wrapper's.
@@ -292,16 +291,11 @@ def _refuse_second_profiler() -> None:
 def _pass_on(out: int, terminal: int) -> None:
     with open(out, "rb") as lines, open(terminal, "wb", buffering=0) as target:
         for line in lines:
-            if not _is_noise(line):
+            if not (line.startswith(b"USDT:") or any(remark in line for remark in _NOISE)):
                 target.write(line)
 
 
-def _is_noise(line: bytes) -> bool:
-    return line.startswith(b"USDT:") or any(remark in line for remark in _NOISE)
-
-
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module of the training inside torch's wrappers."""
     for name in ("module", *_WRAPPING) if isinstance(module, _PARALLEL) else _WRAPPING:
         inner = module._modules.get(name)
         if inner is not None:
@@ -310,7 +304,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _parts(root: torch.nn.Module, path: str) -> list[str]:
-    """Return the names on a path below the root without those of wrappers."""
+    """Names on a path below the root without those of wrappers."""
     names = path.split(".") if path else []
     if names and names[0] == "module" and isinstance(root, _PARALLEL):
         names = names[1:]

@@ -13,14 +13,14 @@ _WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 
 
 def this_rank() -> int:
-    """Return the rank of this process: of its process group, else by the launcher's environment, else 0."""
+    """Rank of this process: of its process group, else by the launcher's environment, else 0."""
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     return _from_environment(_RANKS, 0)
 
 
 def this_world_size() -> int:
-    """Return the number of ranks of the job: by its process group, else by the launcher's environment, else 1."""
+    """Number of ranks of the job: by its process group, else by the launcher's environment, else 1."""
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return _from_environment(_WORLD_SIZES, 1)
@@ -36,7 +36,7 @@ class DeviceIdentity:
 
 
 def training_device() -> int:
-    """Return the index of the device on which this process has reserved most memory; the current one if none has.
+    """Index of the device on which this process has reserved most memory; the current one if none has.
 
     A script may train on a device that it never made the current one.
     """
@@ -49,7 +49,7 @@ def training_device() -> int:
 
 
 def identity(properties: Any, *, is_amd: bool) -> DeviceIdentity:
-    """Return the identity that ``torch.cuda.get_device_properties`` states.
+    """Identity that ``torch.cuda.get_device_properties`` states.
 
     Neither a device's index nor CUDA_VISIBLE_DEVICES identifies it: the management library has another order.
     """
@@ -60,7 +60,7 @@ def identity(properties: Any, *, is_amd: bool) -> DeviceIdentity:
 
 
 def this_device() -> DeviceIdentity:
-    """Return the identity of the GPU that this process trains on. Raises RuntimeError if it trains on none."""
+    """Identity of the GPU that this process trains on. Raises RuntimeError if it trains on none."""
     if not torch.cuda.is_initialized():
         raise RuntimeError("this process uses no GPU")
     properties = torch.cuda.get_device_properties(training_device())

@@ -134,11 +134,17 @@ class Recorder:
 
     @property
     def steps_done(self) -> int:
-        """Return the optimizer steps done, those before this recording included."""
+        """Optimizer steps done, those before this recording included."""
         return self._step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
-        _leave_to_parent_after_fork(self)
+        reference = weakref.ref(self)
+
+        def leave_to_parent() -> None:
+            if (recorder := reference()) is not None:
+                recorder._leave_to_parent()
+
+        os.register_at_fork(after_in_child=leave_to_parent)
         with self._guard("the run folder cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._leads:
@@ -239,7 +245,9 @@ class Recorder:
         self._profiler.end(self._step)
         self._step += 1
         if not last:
-            self._poll_requests()
+            if self._requests is not None and self._profiler.idle:
+                with self._guard("a requested window is not recorded"):
+                    self._requests.poll(self._step, self._timer.latest_ns)
             self._profiler.begin(self._step)
         self._begin_step()
 
@@ -265,11 +273,6 @@ class Recorder:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
 
-    def _poll_requests(self) -> None:
-        if self._requests is not None and self._profiler.idle:
-            with self._guard("a requested window is not recorded"):
-                self._requests.poll(self._step, self._timer.latest_ns)
-
     def _on_written(self, window: Window, steps: int) -> None:
         """Remove old windows beyond the disk budget, and list the rest in the manifest; or upload the window."""
         if self._manifest is not None:
@@ -278,18 +281,14 @@ class Recorder:
             self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
         if self._upload is not None:
             with self._guard(f"window {window.number} is not uploaded yet"):
-                self._upload.submit(self._files_of(window))
-
-    def _files_of(self, window: Window) -> list[Path]:
-        """Return the paths of this rank's files of a window, of its logs and, if it leads, of the manifest."""
-        folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
-        traces = [
-            conventions.rank_file(self.rank, s) for s in (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
-        ]
-        logs = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
-        run_files = [conventions.rank_file(self.rank, suffix) for suffix in logs]
-        run_files += [conventions.MANIFEST_FILE] if self._leads else []
-        return [*(folder / name for name in traces), *(self.folder / name for name in run_files)]
+                # This rank's files of the window, of its logs and, if it leads, of the manifest.
+                folder = self.folder / conventions.window_folder(window.number) if window.number else self.folder
+                suffixes = (conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX, conventions.CHECKPOINT_LOG_SUFFIX)
+                run_files = [conventions.rank_file(self.rank, suffix) for suffix in suffixes]
+                run_files += [conventions.MANIFEST_FILE] if self._leads else []
+                suffixes = (conventions.TRACE_SUFFIX, conventions.MEMORY_SNAPSHOT_SUFFIX)
+                traces = [folder / conventions.rank_file(self.rank, suffix) for suffix in suffixes]
+                self._upload.submit([*traces, *(self.folder / name for name in run_files)])
 
     @contextlib.contextmanager
     def _timed_data_wait(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -319,19 +318,8 @@ class Recorder:
         self._profiler.leave_to_parent()
 
 
-def _leave_to_parent_after_fork(recorder: Recorder) -> None:
-    """Call `recorder._leave_to_parent` in each process that is forked from this one, as long as the recorder exists."""
-    reference = weakref.ref(recorder)
-
-    def leave() -> None:
-        if (live := reference()) is not None:
-            live._leave_to_parent()
-
-    os.register_at_fork(after_in_child=leave)
-
-
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:
-    """Return the window schedule of a run, and the length of a requested window."""
+    """Window schedule of a run, and the length of a requested window."""
     first, end = parse_steps(steps or DEFAULT_STEPS) if not isinstance(steps, tuple) else steps
     if steps is None:
         return WindowSchedule(None), end - first

@@ -63,7 +63,13 @@ class Uploader:
 
     def finish(self) -> bool:
         """Upload the rest; report what could not be uploaded, and return whether that is nothing."""
-        files = self._own_files()
+        # This rank's complete files, and its logs also while they are written.
+        start = conventions.rank_file(self._rank, ".")
+        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
+        files = [path for path in files if _RUN_FILE.match(path.name)]
+        files = [path for path in files if self._is_log(path) or not path.name.endswith(conventions.PARTIAL_SUFFIX)]
+        manifest = self._folder / conventions.MANIFEST_FILE
+        files += [manifest] if self._leads and manifest.is_file() else []
         error = self._upload_all(files)
         for path in set(files) - set(self._waiting):
             path.unlink(missing_ok=True)  # logs and the manifest, which stay until now
@@ -73,7 +79,8 @@ class Uploader:
                 f"{self._folder}: copy them to {object_storage.shown(self._target or self._url)}"
             )
             return False
-        self._remove_staging_folder()
+        if not any(_RUN_FILE.match(path.name) for path in self._folder.rglob("*") if path.is_file()):
+            shutil.rmtree(self._folder, ignore_errors=True)  # no other rank has files there
         return True
 
     def _upload_all(self, paths: "list[Path]") -> "OSError | None":
@@ -98,15 +105,16 @@ class Uploader:
         if not path.is_file():  # a log has got its final name, or the file is uploaded
             return
         if self._is_log(path):
-            content = _complete_lines(path)
-            object_storage.call_with_retries(target, lambda: _put_bytes(target, content))
+            content = path.read_bytes()
+            content = content[: content.rfind(b"\n") + 1]  # up to the end of the last complete line
+            object_storage.call_with_retries(target, lambda: _put(target, content))
         else:
-            object_storage.call_with_retries(target, lambda: _put_file(target, path))
+            object_storage.call_with_retries(target, lambda: _put(target, path))
             if path.name != conventions.MANIFEST_FILE:
                 path.unlink(missing_ok=True)
 
     def _run_url(self) -> str:
-        """Return the URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
+        """URL of the run: with a training's name, the first of URL, URL-2, … that is free or its own."""
         if self._target is None:
             self._target = self._url if self._training is None else self._claim_url(self._training)
             if self._training is not None:  # the launcher waits for it
@@ -127,26 +135,12 @@ class Uploader:
                 return url
         raise StorageError(f"{self._url} to {self._url}-{_MAX_FOLDERS - 1} are all in use", kind=object_storage.OTHER)
 
-    def _own_files(self) -> "list[Path]":
-        """Return this rank's files: complete ones, and logs also while they are written."""
-        start = conventions.rank_file(self._rank, ".")
-        files = [path for path in sorted(self._folder.rglob("rank*")) if path.name.startswith(start) and path.is_file()]
-        files = [path for path in files if _RUN_FILE.match(path.name)]
-        files = [p for p in files if self._is_log(p) or not p.name.endswith(conventions.PARTIAL_SUFFIX)]
-        manifest = self._folder / conventions.MANIFEST_FILE
-        return [*files, manifest] if self._leads and manifest.is_file() else files
-
     def _is_log(self, path: Path) -> bool:
         return path.name.removesuffix(conventions.PARTIAL_SUFFIX).endswith(_LOGS)
 
-    def _remove_staging_folder(self) -> None:
-        """Remove the folder unless files of other ranks are there."""
-        if not any(_RUN_FILE.match(path.name) for path in self._folder.rglob("*") if path.is_file()):
-            shutil.rmtree(self._folder, ignore_errors=True)
-
 
 def target_file(folder: Path) -> Path:
-    """Return the file next to a staging folder that states the URL of its run."""
+    """File next to a staging folder that states the URL of its run."""
     return folder.with_name(f"{folder.name}.url")
 
 
@@ -191,7 +185,7 @@ class RunUpload:
 
     @classmethod
     def to(cls, url: str, scratch: "str | os.PathLike[str] | None") -> "RunUpload":
-        """Return the upload of a run to a URL, with a new staging folder in `scratch` or the system's folder."""
+        """Upload of a run to a URL, with a new staging folder in `scratch` or the system's folder."""
         parent = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
         return cls(url, parent / f"tracekit-upload-{uuid.uuid4().hex[:12]}")
 
@@ -200,17 +194,22 @@ class RunUpload:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         words = [str(self.folder), self.url, "--rank", str(rank), "--parent", str(os.getpid())]
         words += ["--training", self._training] if self._training is not None else []
+        # This process's environment, without recording the uploading process.
+        inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
         self._process = subprocess.Popen(  # noqa: S603 a module of our own
             python_child.module_command("tracekit.capture.uploader", *words, *(["--leads"] if leads else [])),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # the training's
-            env=_environment(),
+            env=python_child.environment(inherited),
             start_new_session=True,  # Ctrl-C ends the training, and then what it recorded is uploaded
         )
 
     def require_room(self) -> None:
         """Raise RuntimeError if uploads are so far behind that another window has no room in the staging folder."""
-        waiting_bytes = sum(size for path, size in _sizes(self.folder) if path.name.startswith("rank"))
+        waiting_bytes = 0
+        for path in self.folder.rglob("rank*"):
+            with contextlib.suppress(OSError):  # uploaded meanwhile
+                waiting_bytes += path.stat().st_size if path.is_file() else 0
         if waiting_bytes > self.max_bytes:
             raise RuntimeError(
                 f"uploads to {self.url} are {waiting_bytes >> 20:,} MiB behind, more than the disk budget of "
@@ -219,7 +218,9 @@ class RunUpload:
 
     def submit(self, paths: Iterable[Path]) -> None:
         """Upload those of the files that exist, soon. Raises OSError if the uploading process is gone."""
-        self._send("".join(json.dumps({"file": str(path)}) + "\n" for path in paths if path.exists()))
+        if self._process is None or self._process.poll() is not None:
+            raise BrokenPipeError(f"the process that uploads ended; files are in {self.folder}")
+        _write(self._process, "".join(json.dumps({"file": str(path)}) + "\n" for path in paths if path.exists()))
 
     def finish(self, environment: Mapping[str, str] = os.environ) -> None:
         """Upload the rest, and wait for it up to a limit. Raises TimeoutError if that is not enough."""
@@ -236,11 +237,6 @@ class RunUpload:
                 f"after {wait_s:g} s the upload to {self.url} continues in process {process.pid}; "
                 f"files that are not uploaded are in {self.folder}"
             ) from None
-
-    def _send(self, lines: str) -> None:
-        if self._process is None or self._process.poll() is not None:
-            raise BrokenPipeError(f"the process that uploads ended; files are in {self.folder}")
-        _write(self._process, lines)
 
 
 def _serve(uploader: Uploader, work: "queue.Queue[Path | None]") -> None:
@@ -288,46 +284,26 @@ def _create(url: str, content: bytes) -> None:
         system.pipe_file(path, content, mode="create")
 
 
-def _put_bytes(url: str, content: bytes) -> None:
+def _put(url: str, content: "bytes | Path") -> None:
     system, path = _writable(url)
-    system.pipe_file(path, content)
-
-
-def _put_file(url: str, source: Path) -> None:
-    system, path = _writable(url)
-    system.put_file(str(source), path)
+    if isinstance(content, Path):
+        system.put_file(str(content), path)
+    else:
+        system.pipe_file(path, content)
 
 
 def _writable(url: str) -> "tuple[Any, str]":
-    """Return the file system of a URL and the path in it, its folder made where the file system has folders."""
+    """File system of a URL and the path in it, its folder made where the file system has folders."""
     system, path = object_storage.connect(url)
     if object_storage.protocol(url) not in _OBJECT_STORES:  # these would make a bucket
         system.makedirs(path.rpartition("/")[0], exist_ok=True)
     return system, path
 
 
-def _complete_lines(path: Path) -> bytes:
-    """Return a log up to the end of its last complete line."""
-    content = path.read_bytes()
-    return content[: content.rfind(b"\n") + 1]
-
-
 def _write(process: "subprocess.Popen[bytes]", text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text.encode())
     process.stdin.flush()
-
-
-def _environment() -> "dict[str, str]":
-    """Return the environment of the uploading process: this one's, without recording it."""
-    inherited = {name: value for name, value in os.environ.items() if name != conventions.RECORD_VARIABLE}
-    return python_child.environment(inherited)
-
-
-def _sizes(folder: Path) -> "Iterable[tuple[Path, int]]":
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # uploaded meanwhile
-            yield path, path.stat().st_size if path.is_file() else 0
 
 
 if __name__ == "__main__":

@@ -120,7 +120,11 @@ class WindowProfiler:
                 torch.cuda.synchronize()  # what was queued before runs before the window, which has no launch of it
             if self._options.snapshot:
                 with self._guard("there is no memory snapshot"):
-                    _begin_snapshot(self._options.device)
+                    if self._options.device != "cuda":
+                        raise RuntimeError(
+                            "memory snapshots need the CUDA allocator, but this training runs on the CPU"
+                        )
+                    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
             self._session.start()
         if self._session.started:
             self._session.mark(step)
@@ -231,15 +235,7 @@ def prune(run: Path, budget_bytes: int) -> list[int]:
     return removed
 
 
-def _begin_snapshot(device: str) -> None:
-    """Start the allocator's history. Raises RuntimeError where there is no CUDA allocator."""
-    if device != "cuda":
-        raise RuntimeError("memory snapshots need the CUDA allocator, but this training runs on the CPU")
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
-
-
 def _end_snapshot(path: Path) -> None:
-    """Write the allocator's history, and stop it."""
     try:
         with atomic_files.atomic_write(path) as partial:
             torch.cuda.memory._dump_snapshot(str(partial))
@@ -264,7 +260,7 @@ def _window_folders(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _size_bytes(folders: list[Path]) -> int:
-    """Return the bytes of the files in folders, not of those in folders within."""
+    """Bytes of the files in folders, not of those in folders within."""
     total = 0
     for folder in folders:
         for path in folder.iterdir():

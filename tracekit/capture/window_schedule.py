@@ -50,12 +50,15 @@ class WindowSchedule:
         self._requested: list[tuple[int, int]] = []
 
     def upcoming(self, step: int) -> Window | None:
-        """Return the window that contains `step`, else the next one; None if there are no more."""
+        """Window that contains `step`, else the next one; None if there are no more."""
         spans = [span for span in (self._regular(step), *self._requested) if span is not None and span[1] > step]
         if not spans:
             return None
         first, end = min(spans)
-        return Window(self._number(first), first, end)
+        before = sum(other < first for other, _ in self._requested)
+        if self._first is not None and first > self._first:
+            before += 1 if self._every is None else -(-(first - self._first) // self._every)
+        return Window(before, first, end)
 
     def request(self, first: int, end: int) -> bool:
         """Add a window, unless it would overlap another; return whether it was added."""
@@ -65,7 +68,7 @@ class WindowSchedule:
         return True
 
     def first_free_step(self, first: int, length: int, *, margin: int = 0) -> int:
-        """Return the first step from `first` on at which a window of `length` fits, `apart` steps from its neighbours.
+        """First step from `first` on at which a window of `length` fits, `apart` steps from its neighbours.
 
         Raises ValueError where the regular windows leave no room.
         """
@@ -82,7 +85,7 @@ class WindowSchedule:
             first = max(blocking_ends) + margin
 
     def _regular(self, step: int) -> tuple[int, int] | None:
-        """Return the periodic window that contains `step`, or the next one."""
+        """Periodic window that contains `step`, or the next one."""
         if self._first is None:
             return None
         repeats = 0
@@ -92,15 +95,9 @@ class WindowSchedule:
         return (first, first + self._length) if first + self._length > step else None
 
     def _neighbors(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the windows that a span may touch."""
+        """Windows that a span may touch."""
         regular = [self._regular(max(0, first)), self._regular(max(0, end))]
         return [*(span for span in regular if span is not None), *self._requested]
-
-    def _number(self, first: int) -> int:
-        before = 0
-        if self._first is not None and first > self._first:
-            before = 1 if self._every is None else -(-(first - self._first) // self._every)
-        return before + sum(other < first for other, _ in self._requested)
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -172,7 +169,7 @@ class WindowRequests:
 
 
 def _requested_length(touched: Path) -> int | None:
-    """Return the number of steps that the touched file requests: ``{"steps": 3}``; None for an empty file."""
+    """Number of steps that the touched file requests: ``{"steps": 3}``; None for an empty file."""
     try:
         request = json.loads(touched.read_text(encoding="utf-8"))
         steps = request["steps"]

@@ -16,8 +16,8 @@ from typer.models import ArgumentInfo
 from tracekit.cli import output, question, run_loading
 
 if TYPE_CHECKING:
-    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.report.document import Document
 
@@ -104,17 +104,17 @@ class ExecutorOptions:
 
         Call it before Polars is imported: it also sets the number of Polars' threads.
         """
-        from tracekit.executors import defaults, open_executor
+        from tracekit import executors
 
-        defaults.limit_polars_threads(paths)
+        executors.limit_polars_threads(paths)
         kind, workers = self.executor, self.workers
         if kind is None:
-            processes = None if self.cluster else defaults.process_count(paths)
+            processes = None if self.cluster else executors.process_count(paths)
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
         if self.cluster or kind is ExecutorKind.DASK:
             question.current.get().withdraw()
-        return open_executor(kind.value, workers=workers, cluster=self.cluster)
+        return executors.open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

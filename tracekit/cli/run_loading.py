@@ -11,8 +11,8 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.conventions.devices import DeviceOverride
-    from tracekit.model.executor import Executor
     from tracekit.model.run import Run
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples

@@ -40,13 +40,13 @@ def split_link(link: str) -> tuple[str, str]:
 
 
 def _timeline(source: "RunOptions", query: str) -> bytes:
-    from tracekit.report import shared_timeline, shared_view
+    from tracekit.report import shared_view
     from tracekit.rules import engine
 
     run = source.open()
     with output.progress() as bar:
         report = engine.check(run, on_progress=bar.trace_callback(len(run.sources)))
-    return shared_view.render(shared_timeline.view(report, run, dict(parse_qsl(query)))).encode()
+    return shared_view.render(shared_view.timeline_view(report, run, dict(parse_qsl(query)))).encode()
 
 
 def _page(run: str, address: str, query: str) -> bytes:

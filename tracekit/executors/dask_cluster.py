@@ -15,7 +15,7 @@ from typing import Any
 from tracekit import conventions
 from tracekit.conventions import python_child
 from tracekit.errors import ConfigError, MissingExtraError
-from tracekit.executors import processors, tasks
+from tracekit.executors import processors, worker_pool
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
@@ -58,7 +58,7 @@ class DaskCluster(WorkerPool):
 
     def submit(self, source: Source, facts: Sequence[TraceFact], share: int) -> TaskFuture:
         """Submit the task of a source to the scheduler."""
-        future: TaskFuture = self._client.submit(tasks.measure, source, facts, share, pure=False)
+        future: TaskFuture = self._client.submit(worker_pool.measure, source, facts, share, pure=False)
         return future
 
     def restart(self) -> None:

@@ -8,10 +8,9 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import starmap
 
 from tracekit.conventions import object_storage, python_child
-from tracekit.executors import defaults, processors, tasks, worker_start
+from tracekit.executors import compressed_bytes, process_count_of, processors, worker_pool, worker_start
 from tracekit.executors.worker_pool import TaskFuture, WorkerPool
-from tracekit.model.executor import Measured, Threads
-from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.source import LoadedTraces, Measured, Source, Threads
 from tracekit.model.trace import TraceFact
 
 
@@ -35,7 +34,7 @@ class Processes(WorkerPool):
                     initializer=worker_start.prepare,
                     initargs=(max(processors() // self.workers, 1),),
                 )
-            return self._pool.submit(tasks.measure, source, facts, share)
+            return self._pool.submit(worker_pool.measure, source, facts, share)
 
     def restart(self) -> None:
         """Stop the processes: if one is lost, the pool has stopped the others. The next task starts new ones."""
@@ -60,7 +59,7 @@ class ProcessesPerPass:
     ) -> Iterator[Measured]:
         """Yield the facts of each source, in the order of `sources`."""
         files = {source.path: source.size_bytes for source in sources}
-        workers = defaults.process_count_of(list(starmap(defaults.compressed_bytes, files.items())))
+        workers = process_count_of(list(starmap(compressed_bytes, files.items())))
         if workers is None or any(map(object_storage.is_url, files)):
             yield from Threads().measure(sources, facts, loaded)
             return

@@ -8,13 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import headers, readers, run_separation, trace_files
+from tracekit.ingest import headers, readers, trace_files
 from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.headers import Header
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
-from tracekit.ingest.run_separation import HOUR_NS
-from tracekit.ingest.trace_files import QualityIssue, TraceFile, word_rank
+from tracekit.ingest.trace_files import HOUR_NS, QualityIssue, TraceFile, word_rank
 
 _NUMBER = re.compile(r"(?:^|[_-])(\d{1,18})(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
@@ -56,7 +55,7 @@ def identify(
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
     ranked = _with_ranks(traces, issues)
-    run = run_separation.latest_run(ranked, issues)
+    run = trace_files.latest_run(ranked, issues)
     if len(run) < len(ranked):  # ranks that were assumed from the order of all files
         issues[:] = [issue for issue in issues if issue.kind != "rank_guessed"]
         run = _with_ranks(run, issues)
@@ -113,7 +112,6 @@ def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
 
 
 def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
-    """Return an issue for each problem of the archives that the files were unpacked from."""
     opened = dict.fromkeys(file.archived.archive for file in files if file.archived is not None)
     return [
         QualityIssue("damaged_archive", problem, a.path, affected_ratio=1.0) for a in opened for problem in a.problems
@@ -124,8 +122,6 @@ def _archive_issues(files: Sequence[File]) -> list[QualityIssue]:
 
 
 def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Header | BadTraceError]]:
-    """Yield each file with its header, or with what is wrong with it."""
-
     def header(file: File) -> Header | BadTraceError:
         try:
             return headers.read(file, cache=cache)

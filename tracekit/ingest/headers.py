@@ -50,7 +50,6 @@ def _of_local(path: str, name: str, *, is_complete: bool = True) -> Header:
 
 
 def _read_remote(file: File, origin: RemoteFile, *, cache: bool) -> Header | str:
-    """Return the header of a remote file, or what is wrong with it."""
     with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
         copy = Path(folder, file.name)
         try:

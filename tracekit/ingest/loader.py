@@ -12,17 +12,15 @@ from tracekit import conventions
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
-from tracekit.ingest.files import File, RunFiles, RunLocation
+from tracekit.ingest.files import ArchivedTrace, File, RemoteTrace, RunFiles, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
-from tracekit.ingest.trace_origins import ArchivedTrace, RemoteTrace
 from tracekit.model import environment, schema
-from tracekit.model.executor import Executor
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import RUN_DATA_QUALITY, Run
-from tracekit.model.source import Source
+from tracekit.model.source import Executor, Source
 from tracekit.model.trace import Trace
 from tracekit.sync import alignment
 

@@ -6,9 +6,11 @@ interpreter; so the memory and the time of this process are limited by what it h
 end. It imports nothing of tracekit, so it starts quickly.
 
 Protocol: stdin is the pickle, the argument what it should contain. With exit code 0, stdout is the answer; with REFUSED
-or WRONG_FORM, it is the reason.
+or WRONG_FORM, it is the reason. With the argument MANY, stdin has one pickle after the other, each behind a line with
+its kind and size; a fork for each answers, so that none spoils the next, and stdout has exit code, size and answer.
 """
 
+import contextlib
 import gc
 import io
 import json
@@ -19,9 +21,9 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
-PLAIN, SNAPSHOT, METADATA = "plain", "snapshot", "metadata"
+PLAIN, SNAPSHOT, METADATA, MANY = "plain", "snapshot", "metadata", "many"
 REFUSED, WRONG_FORM = 3, 4
 MISSING = -(1 << 63)
 """Stands in a column for an absent value."""
@@ -47,11 +49,22 @@ class RefusedError(Exception):
 
 
 def main() -> None:
-    """Answer for one pickle. Ends the process at once: freeing millions of objects takes as long as making them."""
+    """Answer for the pickle of stdin, or for each of many."""
+    if sys.argv[1] != MANY:
+        _answer_one(sys.argv[1])
+    while request := sys.stdin.buffer.readline():
+        kind, size = request.decode().split()
+        code, answer = _answer_in_fork(kind, bytearray(sys.stdin.buffer.read(int(size))))
+        sys.stdout.buffer.write(f"{code} {len(answer)}\n".encode() + answer)
+        sys.stdout.buffer.flush()
+
+
+def _answer_one(kind: str) -> NoReturn:
+    """Answer for the pickle of stdin and end the process: freeing millions of objects takes as long as making them."""
     gc.disable()
     source = MeteredInput()
     try:
-        code, answer = 0, [*_answer(sys.argv[1], source)]
+        code, answer = 0, [*_answer(kind, source)]
     except Exception as error:  # noqa: BLE001 whatever a damaged pickle makes the unpickler raise
         source.limit(1 << 30)  # enough to say so
         code, answer = _explain(error)
@@ -59,6 +72,28 @@ def main() -> None:
         sys.stdout.buffer.write(part)
     sys.stdout.buffer.flush()
     os._exit(code)
+
+
+def _answer_in_fork(kind: str, data: bytearray) -> tuple[int, bytes]:
+    """Return the exit code and the answer of a fork of this process, in which the pickle and its limits stay."""
+    (pickled, data_in), (answer_out, answered) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.dup2(pickled, 0)
+            os.dup2(answered, 1)
+            os.closerange(3, answered + 1)
+            data.clear()  # it counts against the limit of the memory
+            _answer_one(kind)
+        finally:
+            os._exit(1)
+    os.close(pickled)
+    os.close(answered)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(data_in, "wb") as pipe:  # a fork that refuses reads no more
+        pipe.write(data)
+    with os.fdopen(answer_out, "rb") as pipe:
+        answer = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), answer
 
 
 class WrongFormError(Exception):

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import subprocess
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol, Self, cast
 
 from tracekit.conventions import python_child
 from tracekit.ingest import pickle_child
@@ -28,17 +28,39 @@ class WrongFormError(PickleError):
     """A pickle of plain data that is not what it should be. The message is the reason."""
 
 
+class ManyPickles:
+    """A child process that reads many small pickles, each as if it had a process of its own. A context manager."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.__exit__(None, None, None)
+            self._child = None
+
+    def read(self, kind: str, data: bytes) -> tuple[bytes, memoryview]:
+        """The JSON and the columns of a pickle of this kind. Raises PickleError."""
+        if self._child is None:
+            self._child = _start(pickle_child.MANY)
+        requests, answers = cast("BinaryIO", self._child.stdin), cast("BinaryIO", self._child.stdout)
+        try:
+            requests.write(f"{kind} {len(data)}\n".encode() + data)
+            requests.flush()
+            code, size = map(int, answers.readline().split())
+        except (BrokenPipeError, ValueError):  # something ended the child: the next pickle gets another
+            self._child.kill()
+            code, size, self._child = -signal.SIGKILL, 0, None
+        return _content(code, answers.read(size))
+
+
 def read(kind: str, source: ByteSource) -> tuple[bytes, memoryview]:
     """The JSON and the columns of a pickle of this kind, such as `pickle_child.SNAPSHOT`. Raises PickleError."""
-    child = subprocess.Popen(  # noqa: S603 our own file
-        python_child.script_command(_PROGRAM, kind),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=python_child.bare_environment(),
-    )
-    with child:
+    with _start(kind) as child:
         try:
             # The child answers when it has read everything, or refuses it: then it reads no more.
             with contextlib.suppress(BrokenPipeError), cast("BinaryIO", child.stdin) as pipe:
@@ -48,8 +70,24 @@ def read(kind: str, source: ByteSource) -> tuple[bytes, memoryview]:
         except BaseException:
             child.kill()
             raise
-    if child.returncode:
-        raise _failure(child.returncode, answer.decode("utf-8", "replace"))
+    return _content(child.returncode, answer)
+
+
+def _start(kind: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(  # noqa: S603 our own file
+        python_child.script_command(_PROGRAM, kind),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env=python_child.bare_environment(),
+    )
+
+
+def _content(code: int, answer: bytes) -> tuple[bytes, memoryview]:
+    """JSON and columns of the answer of a child that ended with this exit code. Raises PickleError."""
+    if code:
+        raise _failure(code, answer.decode("utf-8", "replace"))
     end = answer.index(b"\n") + 1
     return answer[:end], memoryview(answer)[end:]
 

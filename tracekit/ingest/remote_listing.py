@@ -38,7 +38,17 @@ def list_files(url: str, *, max_depth: int, is_wanted: Callable[[str], bool], is
     not exist or cannot be listed.
     """
     try:
-        return _list_files(url, _Walk(max_depth, is_wanted, is_left_out))
+        walk = _Walk(max_depth, is_wanted, is_left_out)
+        system, path = object_storage.connect(url)
+        glob = (_WEB_GLOB if _is_web(url) else _GLOB).search(path)
+        if glob:
+            return _glob(system, url, path, walk)
+        if (single := _single(system, url, path, walk)) is not None:
+            return Listing((single,), is_single=True)
+        files, folders = _walk(system, url.rstrip("/"), path, walk)
+        if not files:
+            raise StorageError(f"{object_storage.shown(url)}: {_why_none(url)}", kind=object_storage.MISSING)
+        return Listing(tuple(files), False, frozenset(folders))
     except StorageError as error:
         raise InputError(str(error)) from error
 
@@ -101,26 +111,13 @@ class _Walk:
     is_left_out: Names
 
 
-def _list_files(url: str, walk: _Walk) -> Listing:
-    system, path = object_storage.connect(url)
-    glob = (_WEB_GLOB if _is_web(url) else _GLOB).search(path)
-    if glob:
-        return _glob(system, url, path, walk)
-    if (single := _single(system, url, path, walk)) is not None:
-        return Listing((single,), is_single=True)
-    files, folders = _walk(system, url.rstrip("/"), path, walk)
-    if not files:
-        raise StorageError(f"{object_storage.shown(url)}: {_why_none(url)}", kind=object_storage.MISSING)
-    return Listing(tuple(files), False, frozenset(folders))
-
-
 def _glob(system: Any, url: str, path: str, walk: _Walk) -> Listing:
     """Return the files that a glob matches, and those in the folders that it matches."""
     from fsspec.utils import glob_translate
 
     root = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
     pattern = re.compile(glob_translate(path))
-    files, _ = _walk(system, _url_of(system, root, url), root, walk)
+    files, _ = _walk(system, root if _is_web(url) else str(system.unstrip_protocol(root)), root, walk)
     places = {file: object_storage.connect(file.url)[1] for file in files}
     matching = [f for f, place in places.items() if any(pattern.match(part) for part in _parts(place, root))]
     if not matching:
@@ -139,7 +136,7 @@ def _parts(place: str, root: str) -> list[str]:
 
 
 def _single(system: Any, url: str, path: str, walk: _Walk) -> RemoteFile | None:
-    """Return the file at a URL; None if a folder is there, or nothing."""
+    """File at a URL; None if a folder is there, or nothing."""
     if path.endswith("/") or (_is_web(url) and url.endswith("/")):
         return None
     try:
@@ -200,7 +197,6 @@ def _with_details(file: RemoteFile) -> RemoteFile | None:
 
 
 def _neighbours(folder: str) -> list[RemoteFile]:
-    """Return the files of a folder; none if it cannot be listed."""
     try:
         system, path = object_storage.connect(folder)
         entries = _entries(system, folder, path)
@@ -223,11 +219,6 @@ def _name(entry: dict[str, Any]) -> str:
 
 def _place(name: str, url: str) -> str:
     return f"{name.rstrip('/')}/" if _is_web(url) else name
-
-
-def _url_of(system: Any, path: str, like: str) -> str:
-    """Return the URL of a path, written as the URL `like` is."""
-    return path if _is_web(like) else str(system.unstrip_protocol(path))
 
 
 def _is_web(url: str) -> bool:

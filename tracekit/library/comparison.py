@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.library.answer import Answer
+from tracekit.library.answers import Answer
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing
@@ -38,7 +38,7 @@ class Comparison(Answer):
         """The verdict, what differs between the runs, and a row per metric."""
         table = html_fragments.cells(comparison.cells(self.compared))
         verdict = html_fragments.comparison_verdict(self.compared, None)
-        return "".join([verdict, *_paragraphs(self.compared.differences), table])
+        return "".join([verdict, *[escaping.fragment("caption", note) for note in self.compared.differences], table])
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
         """HTML, Markdown, JSON, CSV and text."""
@@ -115,7 +115,3 @@ def compare_steps(
         raise InputError(f"{unknown[0]}: runs are compared by {', '.join(explaining.KEYS)}")
     before, after = (explaining.RunSteps.of(run) for run in (reference, candidate))
     return StepComparison(explaining.step_change(before, after, keys, allow_different=allow_different))
-
-
-def _paragraphs(notes: tuple[str, ...]) -> list[str]:
-    return [escaping.fragment("caption", note) for note in notes]

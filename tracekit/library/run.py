@@ -1,7 +1,7 @@
 """Run: all traces of one job, with every answer about it as a method."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,20 +12,19 @@ from tracekit.errors import InputError, did_you_mean
 from tracekit.ingest import loader
 from tracekit.ingest.files import RunLocation
 from tracekit.ingest.loader import Progress
-from tracekit.library.tables import Tables
+from tracekit.model import escaping
 from tracekit.model import run as model
-from tracekit.model.executor import Executor
 from tracekit.model.fact import Fact
+from tracekit.model.source import Executor
 from tracekit.model.trace import TraceFact
 from tracekit.rules.rule import Rule
+from tracekit.sql import table_documents
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from tracekit.library.answers import Report, Timeline, WhatIf
     from tracekit.library.comparison import Comparison, StepComparison
-    from tracekit.library.report import Report
-    from tracekit.library.timeline import Timeline
-    from tracekit.library.what_if import WhatIf
 
 
 class Run(model.Run):
@@ -73,13 +72,13 @@ class Run(model.Run):
 
     def check(self, rules: Iterable[Rule] | None = None) -> "Report":
         """Findings by severity and cost, by all rules with their default thresholds, or by `rules`."""
-        from tracekit.library import report
+        from tracekit.library import answers
 
         if rules is not None:
-            return report.check(self, rules)
+            return answers.check(self, rules)
         judged = self._report()
         if judged is None:
-            judged = report.check(self)
+            judged = answers.check(self)
             self._report = weakref.ref(judged)
         return judged
 
@@ -103,7 +102,7 @@ class Run(model.Run):
 
     def what_if(self, *causes: str, gpu_hour_price: float | None = None) -> "WhatIf":
         """Saving per step without each of `causes`, by replay; by default of all that save anything."""
-        from tracekit.library.what_if import WhatIf
+        from tracekit.library.answers import WhatIf
         from tracekit.replay.graph import what_if
 
         return WhatIf(self.name, what_if.answer(self, causes, gpu_hour_price=gpu_hour_price))
@@ -120,9 +119,44 @@ class Run(model.Run):
 
         A notebook stores the timeline that a cell shows: with less than `max_bytes`, short slices are merged.
         """
-        from tracekit.library.timeline import Timeline
+        from tracekit.library.answers import Timeline
 
         return Timeline(self.check(), max_bytes)
+
+
+class Tables:
+    """Tables of docs/schema.md: ``run.tables.steps`` and ``run.tables["steps"]`` are ``run.table("steps")``."""
+
+    def __init__(self, table: Callable[[str], pl.DataFrame]) -> None:
+        """Serve the tables of a run, each by `table` when it is requested."""
+        self._table = table
+
+    def __getitem__(self, name: str) -> pl.DataFrame:
+        return self._table(name)
+
+    def __getattr__(self, name: str) -> pl.DataFrame:
+        if name.startswith("_") or name not in list(self):  # IPython asks for names such as _repr_mimebundle_
+            raise AttributeError(f"no table {name}; the tables are {', '.join(self)}")
+        return self._table(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (document.name for document in table_documents.all_documents())
+
+    def __len__(self) -> int:
+        return len(table_documents.all_documents())
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tables: {', '.join(self)}>"
+
+    def _repr_html_(self) -> str:
+        documents = table_documents.all_documents()
+        return escaping.html_table(("table", "one row per"), [(table.name, table.grain) for table in documents])
 
 
 def _require_run(run: Run | None) -> Run:

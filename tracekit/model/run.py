@@ -10,10 +10,9 @@ import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.model import escaping, schema, units
-from tracekit.model.executor import Executor, Threads
 from tracekit.model.fact import Fact, Scope, run_fact
-from tracekit.model.source import LoadedTraces, Source
-from tracekit.model.table_store import SavedTables, TableStore
+from tracekit.model.source import Executor, LoadedTraces, Source, Threads
+from tracekit.model.table_store import Collector, SavedTables, TableStore
 from tracekit.model.trace import Trace, TraceFact
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
@@ -104,7 +103,7 @@ class Run:
 
     def read(self, source: Source) -> Trace:
         """Return the trace of a source without caching it, for a caller that needs large traces one at a time."""
-        return self._loaded.get(source) or source.read()
+        return self._loaded.traces.get(source) or source.read()
 
     def traces(self) -> Iterator[Trace]:
         """Yield every trace, by window and rank, one at a time."""
@@ -157,7 +156,7 @@ class Run:
         if not missing:
             return
         began_s = time.monotonic()
-        collector = self._tables.collector(missing)
+        collector = Collector(self._tables, missing)
         sources = self.sources
         for measured in self._executor.measure(sources, missing, self._loaded):
             source = measured.source
@@ -177,7 +176,7 @@ class Run:
     def parts(self, fact: TraceFact) -> tuple[Path, ...]:
         """Return the Parquet files that together have the table of a fact; none if the table is in memory."""
         self.measure((fact,))
-        return self._tables.parts(fact)
+        return self._tables.parts.get(fact, ())
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:

@@ -1,23 +1,25 @@
 """TableStore: the tables of a run in memory, as Parquet files where they need too much of it, and saved on disk."""
 
+import os
+import re
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import polars as pl
 
-from tracekit.model import parquet_files
 from tracekit.model.trace import TraceFact
+
+_CODE = re.compile(r"\(os error (\d+)\)")
 
 Measure: TypeAlias = Callable[[Any], pl.DataFrame]
 """A fact of a trace or of a run."""
 Place = tuple[int, int]
 """Window and rank of a trace."""
-
 
 _MAX_FRAMES = 32
 """So many tables become one: a small table takes 100 times the memory of its rows."""
@@ -51,7 +53,8 @@ class TableStore:
         self._max_bytes = max_bytes
         self._tables: dict[Measure, pl.DataFrame] = {}
         self._kept: set[Measure] = set()
-        self._parts: dict[TraceFact, tuple[Path, ...]] = {}
+        self.parts: dict[TraceFact, tuple[Path, ...]] = {}
+        """Parquet files of the facts whose tables are not in memory."""
         self._read: weakref.WeakValueDictionary[TraceFact, pl.DataFrame] = weakref.WeakValueDictionary()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._saved: SavedTables | None = None
@@ -69,12 +72,12 @@ class TableStore:
 
     def put(self, fact: TraceFact, table: pl.DataFrame) -> None:
         """Add the table of a fact; it becomes a Parquet file if it does not fit in memory with the others."""
-        if table.estimated_size() <= self._free_bytes():
+        if table.estimated_size() <= self.free_bytes:
             self._tables[fact] = table
         else:
             part = self.new_part()
-            parquet_files.write(table, part, compression_level=1)
-            self._parts[fact] = (part,)
+            write_parquet(table, part, compression_level=1)
+            self.parts[fact] = (part,)
 
     def find(self, fact: Measure) -> pl.DataFrame | None:
         """Table of a fact of the run, which was measured or saved; None if it has to be measured."""
@@ -93,11 +96,7 @@ class TableStore:
         """Table of a fact to select from, without reading it whole. Raises KeyError if not measured."""
         if fact in self._tables:
             return self._tables[fact].lazy()
-        return pl.scan_parquet(list(self._parts[fact]), glob=False)
-
-    def parts(self, fact: TraceFact) -> tuple[Path, ...]:
-        """Parquet files of a fact; none if its table is in memory."""
-        return self._parts.get(fact, ())
+        return pl.scan_parquet(list(self.parts[fact]), glob=False)
 
     def in_memory(self) -> dict[str, pl.DataFrame]:
         """Tables that are in memory, by full name of the fact, where it has one."""
@@ -106,17 +105,15 @@ class TableStore:
     def of_rows(self, rows: pl.Expr) -> "TableStore":
         """Some rows of the tables of facts of traces, in a store of its own."""
         store = TableStore(self._max_bytes)
-        for fact in (*(fact for fact in self._tables if fact not in self._kept), *self._parts):
+        for fact in (*(fact for fact in self._tables if fact not in self._kept), *self.parts):
             store.put(fact, self.scan(fact).filter(rows).collect())
         return store
 
-    def collector(self, facts: Sequence[TraceFact]) -> "Collector":
-        """Collector that takes the tables of these facts trace by trace."""
-        return Collector(self, facts, max(self._free_bytes(), 0))
-
-    def _free_bytes(self) -> int:
+    @property
+    def free_bytes(self) -> int:
+        """Memory that tables of facts of traces may still take."""
         tables = (table for fact, table in self._tables.items() if fact not in self._kept)
-        return self._max_bytes - sum(int(table.estimated_size()) for table in tables)
+        return max(self._max_bytes - sum(int(table.estimated_size()) for table in tables), 0)
 
     def new_part(self) -> Path:
         """Path of a new Parquet file, which is removed with these tables."""
@@ -129,17 +126,18 @@ class TableStore:
     def use(self, saved: SavedTables) -> None:
         """Take tables from `saved`, and save there those that it does not have; those in Parquet files now."""
         self._saved = saved
-        self._save_parts(self._parts)
+        for fact in self.parts:
+            self._save_parts(fact)
 
     def take(self, fact: TraceFact) -> bool:
         """Whether the table of a fact is here, or was saved and is here now."""
-        is_measured = fact in self._tables or fact in self._parts
+        is_measured = fact in self._tables or fact in self.parts
         if is_measured or self._saved is None or (name := full_name(fact)) is None:
             return is_measured
         if (table := self._saved.get(name)) is not None:
             self.put(fact, table)
         elif parts := self._saved.get_parts(name, self.new_part):
-            self._parts[fact] = parts
+            self.parts[fact] = parts
         return table is not None or bool(parts)
 
     def saved(self, name: str | None) -> pl.DataFrame | None:
@@ -151,20 +149,18 @@ class TableStore:
         if name is not None and self._saved is not None and self.is_complete:
             self._saved.put(name, table, measured_s)
 
-    def add(self, measured: Mapping[TraceFact, pl.DataFrame | Sequence[Path]], measured_s: float) -> None:
-        """Add and save tables, or the Parquet files of tables, that together took `measured_s` to measure."""
-        for fact, table in measured.items():
-            if isinstance(table, pl.DataFrame):
-                self._tables[fact] = table
-                self.save(full_name(fact), table, measured_s)
-            else:
-                self._parts[fact] = tuple(table)
-                self._save_parts([fact])
+    def add(self, fact: TraceFact, table: pl.DataFrame | Sequence[Path], measured_s: float) -> None:
+        """Add and save a table, or its Parquet files, that took `measured_s` to measure."""
+        if isinstance(table, pl.DataFrame):
+            self._tables[fact] = table
+            self.save(full_name(fact), table, measured_s)
+        else:
+            self.parts[fact] = tuple(table)
+            self._save_parts(fact)
 
-    def _save_parts(self, facts: Iterable[TraceFact]) -> None:
-        for fact in facts:
-            if (name := full_name(fact)) is not None and self._saved is not None and self.is_complete:
-                self._saved.put_parts(name, self._parts[fact])
+    def _save_parts(self, fact: TraceFact) -> None:
+        if (name := full_name(fact)) is not None and self._saved is not None and self.is_complete:
+            self._saved.put_parts(name, self.parts[fact])
 
 
 def full_name(fact: Measure) -> str | None:
@@ -174,12 +170,26 @@ def full_name(fact: Measure) -> str | None:
     return f"{module}.{name}" if is_reached else None
 
 
+def write_parquet(table: pl.DataFrame, path: Path, *, compression_level: int | None = None) -> None:
+    """Write a table. Raises OSError where the file cannot be written, such as on a full disk.
+
+    Polars raises its own ComputeError there.
+    """
+    try:
+        table.write_parquet(path, compression="zstd", compression_level=compression_level)
+    except pl.exceptions.ComputeError as error:
+        code = _CODE.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+
+
 class Collector:
     """Takes the tables of several facts, trace by trace."""
 
-    def __init__(self, into: TableStore, facts: Sequence[TraceFact], max_bytes: int) -> None:
-        """Collect the tables of `facts`; more than `max_bytes` of them are written to files."""
-        self._into, self._max_bytes = into, max_bytes
+    def __init__(self, into: TableStore, facts: Sequence[TraceFact]) -> None:
+        """Collect the tables of `facts`; what does not fit in the memory of the store is written to files."""
+        self._into, self._max_bytes = into, into.free_bytes
         self._pending: dict[TraceFact, _Pending] = {fact: _Pending() for fact in facts}
         self._parts: dict[TraceFact, list[Path]] = {}
 
@@ -194,14 +204,16 @@ class Collector:
         """Pass the complete tables on, which took `measured_s` to measure."""
         for fact in self._parts:
             self._write(fact)
-        tables = {fact: pending.table() for fact, pending in self._pending.items() if pending.places}
-        self._into.add({**self._parts, **tables}, measured_s)
+            self._into.add(fact, self._parts[fact], measured_s)
+        for fact, pending in self._pending.items():
+            if pending.places:
+                self._into.add(fact, pending.table(), measured_s)
 
     def _write(self, fact: TraceFact) -> None:
         pending, self._pending[fact] = self._pending[fact], _Pending()
         if pending.places:
             part = self._into.new_part()
-            parquet_files.write(pending.table(), part, compression_level=1)
+            write_parquet(pending.table(), part, compression_level=1)
             self._parts.setdefault(fact, []).append(part)
 
 
@@ -218,7 +230,8 @@ class _Pending:
         self.places.append(place)
         self._heights.append(table.height)
         if table.height or not self._frames:  # one empty table is enough for the columns
-            self._frames.append(_without_place(table))
+            place_columns = {"window", "rank"}.intersection(table.columns)
+            self._frames.append(table.drop(place_columns) if place_columns else table)
         self.size_bytes += int(table.estimated_size())
         if len(self._frames) >= _MAX_FRAMES:
             self._frames = [pl.concat(self._frames, rechunk=True)]
@@ -230,8 +243,3 @@ class _Pending:
             for name, values in zip(("window", "rank"), zip(*self.places, strict=True), strict=True)
         )
         return pl.DataFrame([window, rank, *pl.concat(self._frames, rechunk=True).get_columns()])
-
-
-def _without_place(frame: pl.DataFrame) -> pl.DataFrame:
-    place = {"window", "rank"}.intersection(frame.columns)
-    return frame.drop(place) if place else frame

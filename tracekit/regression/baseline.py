@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import polars as pl
 
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError, NotComparableError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -20,15 +20,15 @@ from tracekit.rules.rule import Finding, Report, Severity
 SCHEMA = "tracekit.baseline/1"
 FACTS: tuple[TraceFact, ...] = (
     samples,
-    unit_work.unit_samples,
-    unit_work.work,
-    unit_work.save_work,
+    step_charges.unit_samples,
+    step_charges.work,
+    step_charges.save_work,
     *comparability.WORK_FACTS,
 )
 """What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
 MAX_RECORDINGS = 10
 
-UNIT_COLUMNS = {"rank": pl.Int64, **unit_work.UNIT_COLUMNS}
+UNIT_COLUMNS = {"rank": pl.Int64, **step_charges.UNIT_COLUMNS}
 
 _MOST_WORK = 60
 _ARGUMENTS = (
@@ -82,7 +82,7 @@ class Recording:
         """Return a run as a recording, with the findings of its report."""
         findings = tuple(KnownFinding.of(finding) for finding in report.findings) if report else ()
         # Typical work of a rank, the mean over ranks, as much of each kind as has any weight.
-        both = pl.concat([run.table(unit_work.work), run.table(unit_work.save_work)])
+        both = pl.concat([run.table(step_charges.work), run.table(step_charges.save_work)])
         place = ["kind", "phase", "name"]
         by_rank = both.group_by("rank", *place).agg(pl.col("amount").mean())
         mean = by_rank.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
@@ -91,8 +91,8 @@ class Recording:
             run.name,
             Manifest.of(run.manifest).created_ns,
             run_samples(run),
-            run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
-            ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*unit_work.WORK_COLUMNS),
+            run.table(step_charges.unit_samples).select(*UNIT_COLUMNS),
+            ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*step_charges.WORK_COLUMNS),
             findings,
             comparability.work_shares(run),
         )

@@ -18,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.errors import ConfigError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -29,7 +29,7 @@ from tracekit.regression.samples import Values, job_samples, samples, samples_ac
 from tracekit.regression.significance import MIN_SAMPLES, student_t, variance_of_median
 from tracekit.regression.thresholds import Limit
 
-FACTS: tuple[TraceFact, ...] = (samples, unit_work.unit_samples)
+FACTS: tuple[TraceFact, ...] = (samples, step_charges.unit_samples)
 """What budgets are compared with, except for what several ranks measure together."""
 
 _STRICT, _WHERE, _RANK, _UNIT = "strict", "where", "rank", "unit"
@@ -116,7 +116,7 @@ def _local_limits(table: object, key: str) -> list[Limit]:
         unit = table[_UNIT]
         if not isinstance(unit, str) or not unit:
             raise ConfigError(f'{key}: unit: expected a pattern such as "layers.*", not {unit!r}')
-        return _limits(limits, f"{key}: ", [metric_of(name) for name in unit_work.UNIT_METRICS], units=unit)
+        return _limits(limits, f"{key}: ", [metric_of(name) for name in step_charges.UNIT_METRICS], units=unit)
     per_rank = [metric for metric in metrics.all_metrics().values() if metric.has_rank_values]
     return _limits(limits, f"{key}: ", per_rank, ranks=_ranks(table[_RANK], key))
 
@@ -208,7 +208,7 @@ def _of_samples(metric: Metric, rows: pl.DataFrame, location: str) -> Iterator[_
 
 
 def _of_units(run: Run, budget: Limit) -> Iterator[_Measurement]:
-    unit_rows = run.table(unit_work.unit_samples).filter(pl.col("metric") == budget.metric)
+    unit_rows = run.table(step_charges.unit_samples).filter(pl.col("metric") == budget.metric)
     worst = unit_rows.group_by("unit", "window", "step").agg(pl.col("value").max()).sort("unit", "window", "step")
     for (unit,), rows in worst.group_by("unit", maintain_order=True):
         if isinstance(unit, str) and budget.applies_to_unit(unit):

@@ -11,7 +11,7 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.compute import device_counters, efficiency, flops
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown, gaps
+from tracekit.analysis.time import breakdown, launched_work
 from tracekit.conventions import device_metrics
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
@@ -141,7 +141,7 @@ def part_samples(trace: Trace) -> pl.DataFrame:
 
     Columns step, metric, value; the metric is the part, such as ``part/device/gap/aten::mm``.
     """
-    rows = gaps.step_parts(trace)
+    rows = launched_work.step_parts(trace)
     typical_ns = breakdown.by_step(trace)["duration_ns"].median()
     place = pl.when(pl.col("device").is_null()).then(pl.lit(HOST_PARTS)).otherwise(pl.lit(DEVICE_PARTS))
     metric = pl.concat_str(place, "part", pl.lit("/"), pl.col("name").str.head(_MAX_PART_NAME)).alias("metric")

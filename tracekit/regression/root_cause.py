@@ -1,6 +1,6 @@
 """Why metrics regressed: which work grew, as opposed to a machine on which everything takes longer.
 
-Work by name (`unit_work.work`) of the run is compared with that of the baseline. A busy machine stretches all of it
+Work by name (`step_charges.work`) of the run is compared with that of the baseline. A busy machine stretches all of it
 alike, so what counts is how much more a name grew than the rest: its excess over the factor that half of the work, by
 time, stays below. Counters (bytes sent, bytes allocated) do not depend on the machine and take precedence over times.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.model import units
 from tracekit.regression.baseline import Recording
 from tracekit.regression.metrics import all_metrics, metric_of
@@ -94,9 +94,9 @@ def _of_steps(
     computed = _grown(before, after, _COMPUTES)
     moving = [grown for grown in computed if _MOVES.search(grown.name)]
     other = [grown for grown in computed if not _MOVES.search(grown.name)]
-    allocated, sent = _grown(before, after, (unit_work.ALLOCATED,)), _grown(before, after, (unit_work.SENT,))
+    allocated, sent = _grown(before, after, (step_charges.ALLOCATED,)), _grown(before, after, (step_charges.SENT,))
     moving_ns, other_ns = (sum(grown.excess for grown in works) for works in (moving, other))
-    counted = _grown(before, after, (unit_work.FLOPS,)) if _FLOPS in failed else []
+    counted = _grown(before, after, (step_charges.FLOPS,)) if _FLOPS in failed else []
     is_memory = bool(allocated and remembering)
     scored: list[tuple[bool, float, Cause]] = []
     if communicating:
@@ -126,7 +126,7 @@ def _checkpointing(
     failed: Sequence[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
 ) -> Cause:
     parts = [_change_text(changes[metric]) for metric in failed]
-    stages = [grown for grown in _grown(before, after, (unit_work.SAVE,)) if grown.name != "wait"]
+    stages = [grown for grown in _grown(before, after, (step_charges.SAVE,)) if grown.name != "wait"]
     if stages:
         parts.append(f"most of the additional time is in {stages[0].place} (+{units.duration(stages[0].excess)})")
     return Cause(CHECKPOINTING, _sentence(parts), tuple(failed))

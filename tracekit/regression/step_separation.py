@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time.gaps import GAP
+from tracekit.analysis.time.launched_work import GAP
 from tracekit.model import escaping, units
 from tracekit.regression import significance
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX

@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 from msgspec import Meta, Struct
 
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.regression.baseline import (
@@ -188,7 +188,7 @@ def _recording(recording: Recording) -> str:
     units = [_json(item) for item in _series(recording.units, ["metric", "unit"], steps)]
     work = [
         _json(_Work(kind, phase, name, _round(amount)))
-        for kind, phase, name, amount in recording.work.select(*unit_work.WORK_COLUMNS).iter_rows()
+        for kind, phase, name, amount in recording.work.select(*step_charges.WORK_COLUMNS).iter_rows()
     ]
     findings = [
         _json(_Finding(f.id, f.code, f.severity.label, f.impact, f.cost_ns, f.cost_bytes, f.subject))
@@ -247,7 +247,7 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
         saved.created_ns,
         _read_series(saved.series, saved.steps, f"{where}.series", is_unit=False),
         _read_series(saved.units, saved.steps, f"{where}.units", is_unit=True),
-        pl.DataFrame(work, schema=unit_work.WORK_COLUMNS, orient="row"),
+        pl.DataFrame(work, schema=step_charges.WORK_COLUMNS, orient="row"),
         tuple(
             KnownFinding(f.id, f.code, _SEVERITIES[f.severity], f.impact, f.cost_ns, f.cost_bytes, f.subject)
             for f in saved.findings

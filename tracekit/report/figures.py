@@ -11,10 +11,11 @@ from typing import TypeAlias
 import plotly.graph_objects as go
 import polars as pl
 
-from tracekit.analysis.checkpoint import saves, steps_without_saves
+from tracekit.analysis.checkpoint import saves
+from tracekit.analysis.checkpoint.save_stages import representative_step
 from tracekit.analysis.communication import exposed_communication, group_bandwidth
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, kernels
-from tracekit.analysis.host import module_tree, ops
+from tracekit.analysis.host import ops
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.parallelism import (
     axis_communication,
@@ -105,7 +106,7 @@ def steps(run: Run) -> RunFigure | None:
 def timeline(run: Run, findings: Sequence[Finding] = ()) -> RunFigure | None:
     """A step of median duration on the slowest rank: phases, work on the device, host."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
-    row = steps_without_saves.representative_step(run, by_step if by_step.height else by_rank)
+    row = representative_step(run, by_step if by_step.height else by_rank)
     if not row:
         return None
     rank, window, start_ns, duration_ns = (
@@ -169,11 +170,11 @@ def longest_kernels(run: Run) -> RunFigure | None:
 
 def modules(run: Run) -> RunFigure | None:
     """Device time of each module of the model, with the modules inside it."""
-    table = module_tree.by_module(run)
+    table = ops.by_module(run)
     if not table["module"].count():
         return None
     caption = "Each module is as wide as its compute time with the modules inside it, backward included."
-    return RunFigure("Modules", caption, charts.icicle(module_tree.tree(table, "compute_ns"), "compute time"))
+    return RunFigure("Modules", caption, charts.icicle(ops.tree(table, "compute_ns"), "compute time"))
 
 
 def roofline(run: Run) -> RunFigure | None:

@@ -10,7 +10,7 @@ from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, rank_timelines
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.replay.allocator.memory_usage import MemoryUsage
@@ -72,7 +72,7 @@ def ranks(report: Report, run: Run) -> Headline:
         return Headline(*_first_sentence(worst.message), worst.severity.label)
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
-    waits, step_ns = run.table(rank_timelines.awaited_times), summary.step_time_ns(run)
+    waits, step_ns = run.table(rank_timelines.awaited_times), breakdown.step_time_ns(run)
     if step_ns is not None:  # as on the page, which draws steps
         waits = waits.drop_nulls("step")
     if waits.is_empty():
@@ -82,7 +82,7 @@ def ranks(report: Report, run: Run) -> Headline:
         return _about(f"No rank waits for another for longer than the clock error, {_duration(residual_ns)}", findings)
     by_rank = waits.group_by("rank").agg(pl.col("awaited_ns", "all_waits_ns").sum())
     late = by_rank.sort("all_waits_ns", "rank", descending=[True, False]).row(0, named=True)
-    steps = max(summary.step_times(run).height, 1)
+    steps = max(breakdown.step_times(run).height, 1)
     each_ns = late["awaited_ns"] / steps
     share = f" ({units.share(each_ns / step_ns)} of it)" if step_ns else ""
     per = "per step" if step_ns else "in the window"
@@ -177,7 +177,7 @@ def modules(
 ) -> Headline | None:
     """Return the module that takes most of a measure itself, without the modules inside it.
 
-    `table` is that of `module_tree.by_module`, `measure` one of its columns, `name` what it is called, and `text`
+    `table` is that of `ops.by_module`, `measure` one of its columns, `name` what it is called, and `text`
     writes its values.
     """
     of_modules, total = table.drop_nulls("module"), float(table[measure].sum())
@@ -369,7 +369,7 @@ def _largest(rows: pl.DataFrame, name: str) -> tuple[str | None, int]:
 
 
 def _noun(run: Run) -> str:
-    if summary.step_time_ns(run) is None:
+    if breakdown.step_time_ns(run) is None:
         return "window"
     return "iteration" if phrases.step_note(run) else "step"
 

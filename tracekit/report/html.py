@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
@@ -139,7 +139,7 @@ def _mean_steps(names: Sequence[str], runs: Sequence[Run]) -> Mapping[str, RunFi
 
 def _section(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
     """Values of one run for the macro `report` and page.html.j2, without figures."""
-    clock = summary.run_clock(run) if report.findings else schema.empty(summary.RUN_CLOCK)
+    clock = breakdown.run_clock(run) if report.findings else schema.empty(breakdown.RUN_CLOCK)
     inputs = [(file.path, units.size(file.size_bytes), file.sha256) for file in report.inputs]
     return {
         "name": run.name,

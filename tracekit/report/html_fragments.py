@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, units
 from tracekit.model.run import Run
 from tracekit.regression.comparison import Comparison
@@ -62,7 +62,7 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
     total = totals.row(0, named=True)
     if not total["duration_ns"]:
         return {}
-    step_ns = summary.step_time_ns(run)
+    step_ns = breakdown.step_time_ns(run)
     texts = (
         {"time traced, longest rank": (units.duration(table.select(pl.col("duration_ns").max()).item()), "")}
         if step_ns is None

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
@@ -130,8 +130,8 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
 
 def summary_rows(run: Run) -> list[dict[str, Any]]:
     """Return the breakdown's rows: one per rank and step, then one per rank with step null."""
-    by_step = summary.by_step(run).drop_nulls("step")
-    return [*by_step.to_dicts(), *summary.by_rank(run).to_dicts()]
+    by_step = breakdown.slowest_device_by_step(run).drop_nulls("step")
+    return [*by_step.to_dicts(), *breakdown.slowest_device_by_rank(run).to_dicts()]
 
 
 def schema() -> str:

@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.analysis.memory import peak_change
+from tracekit.analysis.memory.usage import change_by_category, change_by_owner
 from tracekit.model import units
 from tracekit.replay.allocator.facts.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.memory_usage import MemoryUsage, ReservedMemory
@@ -68,8 +68,8 @@ def _values(usage: MemoryUsage) -> dict[str, object]:
 
 
 def _change(usage: MemoryUsage, against: MemoryUsage) -> tuple[pl.DataFrame, pl.DataFrame]:
-    by_category = peak_change.by_category(usage.categories, against.categories)
-    return by_category, peak_change.by_owner(usage.live_at_peak, against.live_at_peak)
+    by_category = change_by_category(usage.categories, against.categories)
+    return by_category, change_by_owner(usage.live_at_peak, against.live_at_peak)
 
 
 def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 
 MAX_DRAWN = 64
@@ -21,7 +21,7 @@ def shares(run: Run) -> pl.DataFrame:
     comm hidden_ratio, the share of communication that compute hides (null without communication).
     """
     duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
-    return summary.by_rank_in_steps(run).select(
+    return breakdown.slowest_device_in_steps(run).select(
         "rank",
         pl.col("duration_ns").alias("time_ns"),
         (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 
@@ -46,15 +46,15 @@ def marked_steps(run: Run, window: int | None = None) -> MarkedSteps:
 
     Measures the breakdown of all traces if that was not done before.
     """
-    run.measure(steps_without_saves.FACTS)
+    run.measure(save_stages.FACTS)
     marked = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
     if window is not None:
         marked = marked.filter(window=window)
-    typical = steps_without_saves.representative_step(run, marked)
+    typical = save_stages.representative_step(run, marked)
     if typical is None:
         return MarkedSteps(window or 0, marked)
     typical_window = int(typical["window"] or 0)
-    table = summary.slowest_device(marked.filter(window=typical_window)).sort("rank", "step")
+    table = breakdown.slowest_device(marked.filter(window=typical_window)).sort("rank", "step")
     return MarkedSteps(typical_window, table, typical["rank"], typical["step"])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
@@ -142,7 +142,7 @@ def metric_cells(gate: CheckResult, compared: Comparison) -> Cells:
 def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:
     """A report without its verdict."""
     sections: list[Section] = [_breakdown(run)]
-    clock = summary.run_clock(run) if findings else schema.empty(summary.RUN_CLOCK)
+    clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
     for finding in findings:
         severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
         name = phrases.rule_name(finding.code), Emphasis.STRONG
@@ -163,8 +163,8 @@ def _breakdown(run: Run) -> Section:
     ranks = rank_rows.shares(run)
     if ranks.is_empty():
         return [faint("The traces contain no activities.")]
-    step_ns = summary.step_time_ns(run)
-    steps = units.ranges(summary.by_step(run)["step"].drop_nulls().to_list())
+    step_ns = breakdown.step_time_ns(run)
+    steps = units.ranges(breakdown.slowest_device_by_step(run)["step"].drop_nulls().to_list())
     about = f"  median step {units.duration(step_ns or 0)}, steps {steps}"
     if step_ns is None:
         about = "  no steps in the traces"

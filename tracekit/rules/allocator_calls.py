@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.memory import steady_state
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
@@ -55,7 +55,7 @@ class SteadyDeviceAllocation(Rule):
 
     code: ClassVar[str] = "MEM001"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        steady_state.device_calls, steady_state.stalls, workload.marks, *steps_without_saves.FACTS,
+        steady_state.device_calls, steady_state.stalls, workload.marks, *save_stages.FACTS,
     )  # fmt: skip
     min_stall_ratio: float = 0.01
     min_host_ratio: float = 0.05
@@ -64,7 +64,7 @@ class SteadyDeviceAllocation(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the median step of the rank that stalls most."""
         stalls = run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0)
-        steps = self._steady(steps_without_saves.without_saves(run, stalls))
+        steps = self._steady(save_stages.without_saves(run, stalls))
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
         worst = quoted_step.worst(steps, "stall_ratio")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, latency
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
@@ -56,7 +56,7 @@ class SmallCollectives(Rule):
 
     code: ClassVar[str] = "COMM002"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, workload.strategy_marks,
+        *latency.FACTS, collective_matching.calls, *save_stages.FACTS, workload.strategy_marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
     min_count: int = 4
@@ -65,7 +65,7 @@ class SmallCollectives(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         small = self._lost(run)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, small, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, small, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         step_calls = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
@@ -189,7 +189,7 @@ class ReducedEveryMicroBatch(Rule):
     code: ClassVar[str] = "COMM003"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         backward_passes.gradient_reductions,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
         workload.strategy_marks,
     )
     min_lost_ratio: float = 0.01
@@ -197,7 +197,7 @@ class ReducedEveryMicroBatch(Rule):
     def blind_spot(self, run: Run) -> str | None:
         """Return why micro-batches cannot be distinguished from steps where no steps are marked."""
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions))
-        losses = steps_without_saves.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
+        losses = save_stages.losses(run, repeated, "exposed_ns").filter(pl.col("step").is_null())
         if quoted_step.worst_loss(losses, self.min_lost_ratio) is None:
             return None
         return (
@@ -210,7 +210,7 @@ class ReducedEveryMicroBatch(Rule):
         if workload.run_strategy(run) == YAFSDP:
             return
         repeated = _repeated_reductions(run.table(backward_passes.gradient_reductions).drop_nulls("step"))
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, repeated, "exposed_ns"), self.min_lost_ratio)
         if loss is None:
             return
         step_rows = loss.rows(repeated)

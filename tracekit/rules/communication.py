@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
 from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.parallelism import (
@@ -20,8 +20,7 @@ from tracekit.analysis.parallelism import (
     workload,
 )
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.process_groups import DP
-from tracekit.conventions.strategies import DP_REPLICATE, DP_SHARD, TP
+from tracekit.conventions.strategies import DP, DP_REPLICATE, DP_SHARD, TP
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -71,7 +70,7 @@ class ExposedCommunication(Rule):
 
     code: ClassVar[str] = "COMM001"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
         exposed_communication.exposed_calls,
         breakdown.spans,
         exposed_communication.save_collectives,
@@ -92,7 +91,7 @@ class ExposedCommunication(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run that saves in every step cannot be judged."""
-        if steps_without_saves.steps(run).is_empty() and run.table(breakdown.by_step).height:
+        if save_stages.steps(run).is_empty() and run.table(breakdown.by_step).height:
             return (
                 "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
             )
@@ -165,14 +164,14 @@ class PreparationGap(Rule):
 
     code: ClassVar[str] = "COMM004"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *steps_without_saves.FACTS,
+        compute_gap_causes.chains, contention.device_count, workload.strategy_marks, *save_stages.FACTS,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         chains = _preparation_chains(run)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, chains, "lost_ns"), self.min_lost_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, chains, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         preparation_ns = int(loss.rows(chains)["preparation_ns"].sum())
@@ -210,14 +209,14 @@ def _preparation_chains(run: Run) -> pl.DataFrame:
 def _exposed_steps(run: Run) -> pl.DataFrame:
     """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
-    return steps_without_saves.without_saves(
+    return save_stages.without_saves(
         run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
 def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
-    steps = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
+    steps = save_stages.steps(run).select("window", "rank", "step", "device").unique()
     return (
         run.table(pipeline_communication.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import avoidable_time, product_kernels
 from tracekit.analysis.parallelism import workload
 from tracekit.model import units
@@ -52,7 +52,7 @@ class MisalignedProducts(Rule):
     """
 
     code: ClassVar[str] = "COMP001"
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *save_stages.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
     min_time_ratio: float = 0.1
@@ -60,7 +60,7 @@ class MisalignedProducts(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
         rows = run.table(product_kernels.misaligned_kernels)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             yield from self._without_price(run, rows)
             return
@@ -79,7 +79,7 @@ class MisalignedProducts(Rule):
         )
 
     def _without_price(self, run: Run, rows: pl.DataFrame) -> Iterator[Finding]:
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "dur_ns"), self.min_time_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "dur_ns"), self.min_time_ratio)
         if loss is None or loss.rows(rows)["saved_ns"].null_count() * 2 < loss.rows(rows).height:
             return
         kernel = largest_first(loss.rows(rows), "dur_ns", "start_ns")["name"][0]
@@ -121,14 +121,14 @@ class IdleTensorCores(Rule):
     """
 
     code: ClassVar[str] = "COMP002"
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *save_stages.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(product_kernels.without_tensor_cores)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         calls = loss.rows(rows)
@@ -170,14 +170,14 @@ class UnfusedOptimizer(Rule):
     """
 
     code: ClassVar[str] = "COMP003"
-    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *save_stages.FACTS)
     info_saved_ratio: float = 0.01
     max_saved_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(avoidable_time.unfused_optimizer_kernels)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         kernels = loss.rows(rows)
@@ -222,7 +222,7 @@ class UnfusedKernels(Rule):
     code: ClassVar[str] = "COMP004"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         avoidable_time.elementwise_chains,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
         workload.marks,
     )
     info_saved_ratio: float = 0.02
@@ -231,7 +231,7 @@ class UnfusedKernels(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(avoidable_time.elementwise_chains)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         kernels = loss.rows(rows)
@@ -279,14 +279,14 @@ class PartialWaves(Rule):
     """
 
     code: ClassVar[str] = "COMP005"
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *save_stages.FACTS)
     info_saved_ratio: float = 0.02
     max_saved_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds the threshold."""
         rows = run.table(product_kernels.partial_waves)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, rows, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, rows, "saved_ns"), self.info_saved_ratio)
         if loss is None:
             return
         calls = loss.rows(rows)

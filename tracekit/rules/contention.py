@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.compute import collective_contention, concurrency, contention
+from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
@@ -188,7 +188,7 @@ _EVIDENCE_COLUMNS = (
 )
 
 
-_DURING_COLLECTIVES = (pl.col("kind") == concurrency.COMPUTE) & (pl.col("concurrent_kind") == concurrency.COMMUNICATION)
+_DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 
 def _compute(run: Run) -> pl.DataFrame:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import clock_drops
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import device_counters
 from tracekit.analysis.time import device_stalls
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -73,7 +73,7 @@ class DeviceStall(Rule):
     code: ClassVar[str] = "STREAM005"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         *device_stalls.FACTS,
-        *steps_without_saves.FACTS,
+        *save_stages.FACTS,
     )
     min_stall_ratio: float = 0.01
     min_unexplained_ratio: float = 0.05
@@ -144,21 +144,21 @@ class ClockDrop(Rule):
 
     code: ClassVar[str] = "STEP003"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        clock_drops.clock_drops,
-        clock_drops.slowed_kernels,
-        clock_drops.recorded_clocks,
-        *steps_without_saves.FACTS,
+        device_counters.clock_drops,
+        device_counters.slowed_kernels,
+        device_counters.recorded_clocks,
+        *save_stages.FACTS,
     )
     min_cost_ratio: float = 0.01
     warning_cost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks whose clock drops."""
-        drops = run.table(clock_drops.clock_drops)
+        drops = run.table(device_counters.clock_drops)
         if drops.is_empty():
             return
-        slowed = run.table(clock_drops.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
-        losses = steps_without_saves.losses(run, slowed, "excess_ns")
+        slowed = run.table(device_counters.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
+        losses = save_stages.losses(run, slowed, "excess_ns")
         sums = losses.group_by(_DEVICE).agg(
             pl.col("lost_ns", "duration_ns").sum(),
             pl.len().alias("steps"),
@@ -205,7 +205,7 @@ class _RecordedClock(NamedTuple):
 
 def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | None:
     """Return the loss of the device that loses most; None if it loses a smaller share."""
-    steps = steps_without_saves.losses(run, stalls, "dur_ns")
+    steps = save_stages.losses(run, stalls, "dur_ns")
     device = ["rank", "device"]
     sums = steps.group_by(device).agg(pl.col("lost_ns", "duration_ns").sum())
     ratio = (pl.col("lost_ns") / pl.col("duration_ns")).alias("ratio")
@@ -268,7 +268,7 @@ def _median(stalls: pl.DataFrame) -> int:
 def _recorded_clock(run: Run, drop: dict[str, Any]) -> _RecordedClock:
     """The GPU's clock around a drop, as its counters recorded it."""
     is_own = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(drop[name], pl.Int64)) for name in _DEVICE)
-    rows = run.table(clock_drops.recorded_clocks).filter(is_own)
+    rows = run.table(device_counters.recorded_clocks).filter(is_own)
     if rows.is_empty():
         return _RecordedClock(None, "")
     before_mhz, since_mhz, reasons = rows.select("before_mhz", "since_mhz", "reasons").row(0)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
@@ -23,7 +23,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[TraceFact, ...] = (
     launch_delay.host_gaps,
-    *steps_without_saves.FACTS,
+    *save_stages.FACTS,
     contention.device_count,
     workload.marks,
 )
@@ -76,7 +76,7 @@ class LateLaunch(Rule):
         on_device = _on_device(run)
         late = run.scan(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE)).collect()
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, late, "dur_ns"), self.min_late_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, late, "dur_ns"), self.min_late_ratio)
         if loss is None:
             return
         # Without steps, a place that recurs on the host of a CPU run may be a coincidence.
@@ -119,7 +119,7 @@ class LateLaunch(Rule):
         a window need not have it. Where no steps are marked: pauses before the same compute that occur several times in
         the window.
         """
-        steps = steps_without_saves.steps(run)
+        steps = save_stages.steps(run)
         counts = steps.group_by(DEVICE).agg(pl.len().alias("steps"), pl.col("step").max().alias("last_step"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
         pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
@@ -176,7 +176,7 @@ class BlockingSync(Rule):
             .filter(pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE]))
             .collect()
         )
-        loss = quoted_step.worst_loss(steps_without_saves.losses(run, late, "dur_ns"), self.min_idle_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, late, "dur_ns"), self.min_idle_ratio)
         if loss is None:
             return
         yield loss.finding(
@@ -192,7 +192,7 @@ class BlockingSync(Rule):
 
     def _reads(self, run: Run) -> Iterator[Finding]:
         reads = run.table(launch_delay.device_reads)
-        steps = steps_without_saves.steps(run)
+        steps = save_stages.steps(run)
         counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
         counted = steps.join(counts, on=["window", "rank", "step"], how="left", nulls_equal=True).with_columns(
             pl.col("reads").fill_null(0)
@@ -312,7 +312,7 @@ def _fewer_launches(run: Run) -> Iterator[str]:
 def _all_but_last(run: Run, late: pl.DataFrame) -> pl.DataFrame:
     """Return the loss of each step but the last, in whose window no data is loaded."""
     last = pl.col("step").eq_missing(pl.col("step").max().over(DEVICE)) & (pl.len().over(DEVICE) > 1)
-    return steps_without_saves.losses(run, late, "dur_ns").filter(~last)
+    return save_stages.losses(run, late, "dur_ns").filter(~last)
 
 
 def _on_device(run: Run) -> bool:

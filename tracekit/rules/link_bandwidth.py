@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import pipeline_actions
 from tracekit.analysis.time import breakdown
@@ -63,7 +63,7 @@ class SlowLink(Rule):
 
     code: ClassVar[str] = "RANK002"
     facts: ClassVar[tuple[TraceFact, ...]] = (
-        *group_bandwidth.FACTS, *steps_without_saves.FACTS, pipeline_actions.pipeline_actions,
+        *group_bandwidth.FACTS, *save_stages.FACTS, pipeline_actions.pipeline_actions,
     )  # fmt: skip
     min_slowdown: float = 1.5
     min_steps_ratio: float = 0.75
@@ -86,9 +86,7 @@ class SlowLink(Rule):
 
     def _durations(self, run: Run) -> pl.DataFrame:
         """Return the steps of each group with steady transfer times, with the step's duration."""
-        durations = (
-            steps_without_saves.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
-        )
+        durations = save_stages.steps(run).group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
         steady = run.table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return durations.join(steady, on="window")
 

@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
-from tracekit.analysis.compute import recomputation
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.memory import allocations, steady_state
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import backward_passes, breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
@@ -179,13 +178,13 @@ class NeedlessRecomputation(Rule):
     """
 
     code: ClassVar[str] = "MEM002"
-    facts: ClassVar[tuple[TraceFact, ...]] = (recomputation.regions, allocations.peaks, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (backward_passes.regions, allocations.peaks, *save_stages.FACTS)
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why recomputation that is seen cannot be judged."""
-        if run.table(recomputation.regions).is_empty() or self._free_bytes(run) is not None:
+        if run.table(backward_passes.regions).is_empty() or self._free_bytes(run) is not None:
             return None
         return (
             "layers recompute their activations, but the trace does not contain the free memory; record with "
@@ -195,11 +194,11 @@ class NeedlessRecomputation(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the layers that fit in memory save enough in the worst device's median step."""
         free_bytes = self._free_bytes(run)
-        parts = run.table(recomputation.regions)
+        parts = run.table(backward_passes.regions)
         if free_bytes is None or parts.is_empty():
             return
         affordable = _affordable(parts, free_bytes)
-        steps = steps_without_saves.losses(run, affordable, "compute_ns")
+        steps = save_stages.losses(run, affordable, "compute_ns")
         loss = quoted_step.worst_loss(steps, self.min_saved_ratio)
         if loss is None:
             return
@@ -215,14 +214,14 @@ class NeedlessRecomputation(Rule):
             f"Checkpoint only {layers - count} of the {layers} parts (torch.utils.checkpoint on the first layers, or a "
             "check_fn for apply_activation_checkpointing), or save costly outputs with "
             "create_selective_checkpoint_contexts.",
-            confidence=0.8 if step_parts["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
+            confidence=0.8 if step_parts["evidence"][0] == backward_passes.CHECKPOINT_NODE else 0.6,
             what_if=WhatIf(RECOMPUTATION, is_partial=True),
             evidence=step_parts.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 
     def _free_bytes(self, run: Run) -> int | None:
         """Return the free memory of the fullest device; None if no trace contains it."""
-        regions = run.table(recomputation.regions).filter(pl.col("activation_bytes") > 0)
+        regions = run.table(backward_passes.regions).filter(pl.col("activation_bytes") > 0)
         peaks = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
         if peaks.is_empty() or regions.is_empty():
             return None

@@ -1,7 +1,7 @@
 """The step that a finding quotes: a rank's median step by what the rule measures.
 
 It is a real step, whose numbers can be looked up in the trace. It need not be the representative step of the run
-(`steps_without_saves.representative_step`), which pages show first.
+(`save_stages.representative_step`), which pages show first.
 """
 
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ class StepLoss:
 def worst_loss(steps: pl.DataFrame, min_lost_ratio: float) -> StepLoss | None:
     """Return the loss of the worst device; None if its median step loses less than `min_lost_ratio`.
 
-    `steps` is a table of `by_step` or `steps_without_saves.losses`.
+    `steps` is a table of `by_step` or `save_stages.losses`.
     """
     row = worst(steps, "lost_ratio")
     if row is None or row["lost_ratio"] < min_lost_ratio:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import contention
 from tracekit.analysis.host import launch_delay
@@ -263,7 +263,7 @@ class ExposedCopy(Rule):
     """
 
     code: ClassVar[str] = "HOST004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *steps_without_saves.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *save_stages.FACTS)
     info_exposed_ratio: float = 0.02
     max_exposed_ratio: float = 0.05
     slow_bytes_per_ns: float = 2.0
@@ -273,7 +273,7 @@ class ExposedCopy(Rule):
         exposed = run.table(launch_delay.exposed_copies)
         lost = exposed.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
         steps = quoted_step.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))
-        loss = quoted_step.worst_loss(steps_without_saves.without_saves(run, steps), self.info_exposed_ratio)
+        loss = quoted_step.worst_loss(save_stages.without_saves(run, steps), self.info_exposed_ratio)
         if loss is None:
             return
         rows = loss.rows(exposed)

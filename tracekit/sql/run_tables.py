@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.compute import device_counters, kernel_sequences, unknown_work
-from tracekit.analysis.host import launch_queues, module_tree
+from tracekit.analysis.compute import device_counters, efficiency, kernel_sequences
+from tracekit.analysis.host import launch_delay, ops
 from tracekit.analysis.parallelism import (
     axis_communication,
-    expert_pairs,
+    expert_load,
     group_axes,
     pipeline_actions,
     pipeline_bubbles,
-    ring_overlap,
 )
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -35,16 +34,16 @@ FACTS: tuple[PublishedFact, ...] = (
     collective_instances.waits,
     alignment.run_data_quality,
     pipeline_actions.pipeline_actions,
-    module_tree.modules,
-    launch_queues.launch_queues,
+    ops.modules,
+    launch_delay.launch_queues,
     kernel_sequences.kernel_sequences,
-    unknown_work.unknown_work,
+    efficiency.unknown_work,
     device_counters.device_counters,
     pipeline_bubbles.pipeline_bubbles,
     group_axes.group_axes,
     axis_communication.axis_communication,
-    expert_pairs.expert_pairs,
-    ring_overlap.ring_overlap,
+    expert_load.expert_pairs,
+    axis_communication.ring_overlap,
     critical_path.critical_paths,
     *snapshot_facts.TABLES,
 )

@@ -87,22 +87,12 @@ def validate(connection: duckdb.DuckDBPyConnection, sql: str, table_names: Seque
 
     Raises RefusedError or duckdb.Error if it is no SELECT or names an unknown table or column.
     """
-    statement = _only_statement(sql)
-    read_tables = _named_tables(statement, table_names)
-    connection.execute("EXPLAIN " + statement)
-    return statement, read_tables
-
-
-def _only_statement(sql: str) -> str:
     statements = duckdb.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         kinds = ", ".join(str(parsed.type).rsplit(".", 1)[-1] for parsed in statements) or "nothing"
         hint = ": list the values of a PIVOT, ON … IN (…)" if "MULTI" in kinds else ""
         raise RefusedError(f"{kinds} given; a query must be one SELECT{hint}")
-    return statements[0].query.strip().rstrip(";")
-
-
-def _named_tables(statement: str, table_names: Sequence[str]) -> list[str]:
+    statement = statements[0].query.strip().rstrip(";")
     # A table name inside a string counts too: that costs time but changes no result.
     nodes = list(_nodes(_parse(statement)))
     cte_names = {entry["key"].lower() for node in nodes if isinstance(node, dict) for entry in _ctes(node)}
@@ -112,7 +102,9 @@ def _named_tables(statement: str, table_names: Sequence[str]) -> list[str]:
             texts.add(node.lower())
         else:
             _check(node, {*table_names, *cte_names}, table_names)
-    return [name for name in table_names if name in texts]
+    read_tables = [name for name in table_names if name in texts]
+    connection.execute("EXPLAIN " + statement)
+    return statement, read_tables
 
 
 def _check(node: dict[str, Any], readable: set[str], table_names: Sequence[str]) -> None:

@@ -47,8 +47,8 @@ class ClockGroups:
             self._link(rank, other, offset_ns)
 
     def _link(self, rank: int, other: int, offset_ns: int) -> None:
-        moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
-        for member in self._members(moved):
+        shift = offset_ns - self.offset_ns[rank]
+        for member in self._members(self.part[rank]):
             self.part[member] = self.part[other]
             self.offset_ns[member] += shift
 
@@ -95,24 +95,7 @@ def links(pairs: pl.DataFrame) -> list[Link]:
     send belongs to the receive of the same number in its step; steps in which the numbers or sizes differ are left out.
     Bounds that contradict each other give no link.
     """
-    quickest = {(row["sender"], row["receiver"]): row for row in _quickest(pairs).iter_rows(named=True)}
-    clock_links = []
-    for (rank, other), forth in quickest.items():
-        back = quickest.get((other, rank))
-        if rank > other or back is None or min(forth["messages"], back["messages"]) < MIN_MESSAGES:
-            continue
-        distance_ns = forth["delay_ns"] + back["delay_ns"]
-        if distance_ns >= 0:
-            offset_ns = (forth["delay_ns"] - back["delay_ns"]) // 2
-            clock_links.append(Link(rank, other, offset_ns, -(-distance_ns // 2)))
-    return sorted(clock_links, key=lambda link: (link.error_ns, link.rank, link.other))
-
-
-def _quickest(pairs: pl.DataFrame) -> pl.DataFrame:
-    """Return the messages and the least delay of each direction. Columns sender, receiver, messages, delay_ns.
-
-    A delay is from the start of the send to the end of the receive, each on its own clock.
-    """
+    # The delay of a message is from the start of the send to the end of the receive, each on its own clock.
     ends = pl.col("members").str.split_exact(">", 1).struct.rename_fields(["sender", "receiver"]).struct
     messages = (
         pairs.sort("start_ns")
@@ -124,11 +107,19 @@ def _quickest(pairs: pl.DataFrame) -> pl.DataFrame:
     receives = messages.filter(pl.col("rank") == pl.col("receiver")).select(*columns, "end_ns")
     both = sends.join(receives, on=_MESSAGE, nulls_equal=True)
     agrees = (pl.col("sent") == pl.col("sent_right")) & pl.col("bytes").eq(pl.col("bytes_right")).fill_null(value=True)
-    return (
+    delays = (
         both.filter(agrees.all().over("sender", "receiver", "step"), pl.col("sender") != pl.col("receiver"))
         .group_by("sender", "receiver", maintain_order=True)
-        .agg(
-            pl.len().cast(pl.Int64).alias("messages"),
-            (pl.col("end_ns") - pl.col("start_ns")).min().alias("delay_ns"),
-        )
+        .agg(pl.len().alias("messages"), (pl.col("end_ns") - pl.col("start_ns")).min().alias("delay_ns"))
     )
+    quickest = {(row["sender"], row["receiver"]): row for row in delays.iter_rows(named=True)}
+    clock_links = []
+    for (rank, other), forth in quickest.items():
+        back = quickest.get((other, rank))
+        if rank > other or back is None or min(forth["messages"], back["messages"]) < MIN_MESSAGES:
+            continue
+        distance_ns = forth["delay_ns"] + back["delay_ns"]
+        if distance_ns >= 0:
+            offset_ns = (forth["delay_ns"] - back["delay_ns"]) // 2
+            clock_links.append(Link(rank, other, offset_ns, -(-distance_ns // 2)))
+    return sorted(clock_links, key=lambda link: (link.error_ns, link.rank, link.other))

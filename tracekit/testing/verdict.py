@@ -55,7 +55,13 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
     """
     try:
         run = recording.run
-        gate = _check(run, budget, settings_from)
+        catalog = all_rules()
+        file = settings_file.find_file(settings_from)
+        settled = settings.read(file, catalog) if file else settings.CheckSettings()
+        facts: tuple[TraceFact, ...] = (samples, *checks.facts(budget.budgets, with_baseline=False))
+        report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
+        report = settings.apply_ignores(report, settled.ignore, catalog)
+        gate = checks.judge(report, budget.fail_on, budgets=budget.budgets)
     except TracekitError as error:
         return BudgetVerdict(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
     measured = {metric: float(np.median(values)) for metric, values in job_samples(run.table(samples)).items()}
@@ -64,16 +70,6 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
     outcome = _outcome(gate)
     failed = gate.failures or _unmeasured_budgets(gate)
     return BudgetVerdict(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
-
-
-def _check(run: Run, budget: TraceBudget, folder: Path) -> CheckResult:
-    catalog = all_rules()
-    file = settings_file.find_file(folder)
-    settled = settings.read(file, catalog) if file else settings.CheckSettings()
-    facts: tuple[TraceFact, ...] = (samples, *checks.facts(budget.budgets, with_baseline=False))
-    report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
-    report = settings.apply_ignores(report, settled.ignore, catalog)
-    return checks.judge(report, budget.fail_on, budgets=budget.budgets)
 
 
 def _failure(gate: CheckResult, run: Run, folder: Path) -> str:

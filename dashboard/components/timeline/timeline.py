@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dashboard import components
-from tracekit.report.timeline_view import assets
+from tracekit.report.timeline_view import embedding
 
-_mount = components.mount("timeline", html=assets.html(), css=assets.css(), js=assets.script())
+_mount = components.mount("timeline", html=embedding.html(), css=embedding.css(), js=embedding.script())
 
 
 def _nothing() -> None:

@@ -81,12 +81,12 @@ def test_host_time_is_the_self_time_below_the_kind_of_thread():
     assert by_stack(tree, "total_ns")["rank 0",] == 9
 
 
-def test_what_is_not_there_is_said():
-    with pytest.raises(ConfigError, match="'gpu' is not a kind of time"):
+def test_what_is_not_there_is_said(wording):
+    with wording.raises(ConfigError):
         call_trees.call_tree(drawn(), "gpu")
-    with pytest.raises(InputError, match="no trace of rank 5"):
+    with wording.raises(InputError):
         call_trees.call_tree(drawn(), ranks=[5])
-    with pytest.raises(InputError, match="no work of the device in step 3"):
+    with wording.raises(InputError):
         call_trees.call_tree(drawn(), step=3)
 
 

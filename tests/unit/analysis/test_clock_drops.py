@@ -9,7 +9,7 @@ import pytest
 import tracekit
 from benchmarks import injected_faults, perturbation_graph
 from tests.support import drawn_traces
-from tracekit.analysis.compute.clock_drops import clock_drops, slowed_kernels
+from tracekit.analysis.compute.device_counters import clock_drops, slowed_kernels
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
 from tracekit.rules.device_slowdowns import ClockDrop

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from tests.support import drawn_hosts, drawn_traces
 from tests.unit.analysis.test_gaps import random_traces, tiles
 from tracekit.analysis.compute.compute_gap_causes import chains, compute_gap_causes, sums_across
-from tracekit.analysis.time.gaps import compute_gaps
+from tracekit.analysis.time.launched_work import compute_gaps
 
 
 def test_compute_that_waits_for_a_collective():

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tests.support import drawn_traces as drawn
-from tracekit.analysis.parallelism import expert_load, expert_pairs
+from tracekit.analysis.parallelism import expert_load
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -73,7 +73,7 @@ def test_the_load_of_experts_counts_tokens():
 
 
 def test_the_matrix_has_the_tokens_of_each_pair():
-    pairs = run().table(expert_pairs.expert_pairs)
+    pairs = run().table(expert_load.expert_pairs)
     expected = [(rank, peer, ROWS[rank][peer]) for rank in range(3) for peer in range(3)]
     assert pairs.select("rank", "peer", "tokens").rows() == expected
     assert pairs["bytes"].to_list() == [100 * tokens for *_, tokens in expected]
@@ -82,7 +82,7 @@ def test_the_matrix_has_the_tokens_of_each_pair():
 
 def test_a_transfer_ends_when_the_first_of_two_ranks_leaves():
     drawn_run = run()
-    pairs = drawn_run.table(expert_pairs.expert_pairs)
+    pairs = drawn_run.table(expert_load.expert_pairs)
     expected_us = {(0, 1): 2 + 1, (0, 2): 2 + 1, (1, 2): 6 + 5}
     # In x rank 0 leaves 2 after the last arrival, in y 1; ranks 1 and 2 leave 6 and 5 after it.
     assert {
@@ -90,6 +90,6 @@ def test_a_transfer_ends_when_the_first_of_two_ranks_leaves():
         for rank, peer, transfer_ns in pairs.select("rank", "peer", "transfer_ns").drop_nulls().rows()
         if rank < peer
     } == expected_us
-    slowest = expert_pairs.by_pair(drawn_run).row(0, named=True)
+    slowest = expert_load.by_pair(drawn_run).row(0, named=True)
     assert (slowest["rank"], slowest["peer"], slowest["transfer_ns"]) == (2, 1, 11 * MICROSECOND_NS)
     assert slowest["bytes_per_s"] == 2 * 800 / 11e-6

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import CAUSES, gap_causes
 from tracekit.analysis.time import breakdown
-from tracekit.analysis.time.gaps import communication_gaps, compute_gaps, step_parts
+from tracekit.analysis.time.launched_work import communication_gaps, compute_gaps, step_parts
 
 
 def spans(gaps):

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support import drawn_kernels, drawn_traces
 from tests.support.drawn_kernels import H100, Kernel
-from tracekit.analysis.compute import efficiency, flops, unknown_work
+from tracekit.analysis.compute import efficiency, flops
 from tracekit.conventions import devices
 
 _MAPS = "CUtensorMap_st, CUtensorMap_st, CUtensorMap_st"
@@ -112,11 +112,11 @@ def test_whole_problems_count_and_the_rest_is_listed_with_what_the_name_lacks():
     step = efficiency.by_step(trace).row(0, named=True)
     assert (step["flops"], step["flops_coverage_ratio"]) == (done, 0.25)
     assert step["mfu_ratio"] == pytest.approx(done / 1979e12 / 400e-6)
-    unknown = unknown_work.by_operator(drawn_traces.run(trace))
+    unknown = efficiency.by_operator(drawn_traces.run(trace))
     assert dict(unknown.select("name", "reason").rows()) == {
         DENSE: "the kernel's name lacks M",
         "nvjet_tss_256x128_64x4_1x2_h_bz_coopA_TNT": flops.TILE_ONLY,
-        "some_kernel": unknown_work.NO_OPERATOR,
+        "some_kernel": efficiency.NO_OPERATOR,
     }
 
 
@@ -130,7 +130,7 @@ def test_an_extension_without_a_formula_is_listed_with_what_its_kernel_lacks():
     trace = drawn_kernels.trace(
         Kernel("sgl_kernel::fp8_gemm", 100, [[8, 7168]], name=BY_1D2D), Kernel("sgl_kernel::other", 50, name=WHOLE)
     )
-    (row,) = unknown_work.by_operator(drawn_traces.run(trace)).to_dicts()
+    (row,) = efficiency.by_operator(drawn_traces.run(trace)).to_dicts()
     assert (row["name"], row["reason"]) == ("sgl_kernel::fp8_gemm", "the kernel's name lacks M")
     assert set(flops.flops(trace)["name"]) == {WHOLE}
 
@@ -138,5 +138,5 @@ def test_an_extension_without_a_formula_is_listed_with_what_its_kernel_lacks():
 def test_without_time_no_operator_has_a_share_of_the_compute():
     trace = drawn_kernels.trace(Kernel("sgl_kernel::fp8_gemm", 100, [[8, 7168]], name=BY_1D2D))
     still = trace.replace(activities=trace.activities.with_columns(dur_ns=pl.lit(0, pl.Int64)))
-    for rows in (unknown_work.unknown_work(still), unknown_work.by_operator(drawn_traces.run(still))):
+    for rows in (efficiency.unknown_work(still), efficiency.by_operator(drawn_traces.run(still))):
         assert rows["compute_ratio"].to_list() == [None]

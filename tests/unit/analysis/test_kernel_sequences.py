@@ -48,12 +48,12 @@ def test_sequences_of_ranks_are_summed_and_counted_per_step():
     assert "a_kernel → b_kernel" in shown
 
 
-def test_calls_of_operators_have_the_sequences_that_they_launch():
+def test_calls_of_operators_have_the_sequences_that_they_launch(wording):
     run = drawn_kernels.run(A, B, C, around="forward")
     (row,) = kernel_sequences.by_call(run, "forw").to_dicts()
     assert (row["op"], row["count"], row["total_ns"]) == ("forward", 2, 18_000)
     assert row["kernels"] == ["a_kernel", "b_kernel", "c_kernel"]
-    with pytest.raises(ConfigError, match="no operator whose name contains it"):
+    with wording.raises(ConfigError):
         kernel_sequences.by_call(run, "aten::a")
 
 

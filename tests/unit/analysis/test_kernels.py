@@ -160,8 +160,8 @@ def test_kernels_are_grouped_by_op_shapes_stream_and_rank():
 
 
 @pytest.mark.parametrize("by", [("nmae",), (), ("name", "thread")])
-def test_an_unknown_key_is_rejected_and_the_known_ones_are_listed(by):
-    with pytest.raises(ConfigError, match="expected some of name, op, shapes"):
+def test_an_unknown_key_is_rejected_and_the_known_ones_are_listed(by, wording):
+    with wording.raises(ConfigError):
         kernels.kernels(drawn_traces.run(drawn_traces.trace("compute a")), by=by)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracekit.analysis.host import launch_queues
+from tracekit.analysis.host import launch_delay
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 
@@ -37,7 +37,7 @@ def launched(rows: list[tuple[int, int, int]], dur_ns: int = 5) -> Trace:
 def test_a_queue_grows_with_launches_and_shrinks_with_starts():
     # calls    a b c                starts   . . . . A . B . . C      queued 1 2 3 3 2 2 1 1 1 0
     trace = launched([(0, 1, 4), (1, 1, 5), (2, 1, 7)])
-    (row,) = launch_queues.launch_queues(trace).to_dicts()
+    (row,) = launch_delay.launch_queues(trace).to_dicts()
     assert (row["stream"], row["activities"], row["launched"], row["queue_max"]) == (7, 3, 3, 3)
     assert row["queue_mean"] == pytest.approx((1 + 2 + 3 + 3 + 2 + 2 + 1 + 1 + 1) / 9)
     assert (row["queue_p50"], row["empty_ns"], row["full_ns"]) == (2, 0, 0)
@@ -48,7 +48,7 @@ def test_a_queue_grows_with_launches_and_shrinks_with_starts():
 @settings(deadline=None)
 @given(LAUNCHES)
 def test_queues_equal_a_count_per_nanosecond(rows: list[tuple[int, int, int]]):
-    (row,) = launch_queues.launch_queues(launched(rows)).to_dicts()
+    (row,) = launch_delay.launch_queues(launched(rows)).to_dicts()
     calls, starts = np.array([call for call, _, _ in rows]), np.array([call + later for call, _, later in rows])
     times = np.arange(calls.min(), max(calls.max(), starts.max()))
     queued = np.array([(calls <= at).sum() - (starts <= at).sum() for at in times])
@@ -60,12 +60,12 @@ def test_queues_equal_a_count_per_nanosecond(rows: list[tuple[int, int, int]]):
 def test_a_full_queue_and_work_without_a_launch_are_counted():
     trace = launched([(0, 0, 10 + at) for at in range(1100)], dur_ns=20_000)
     unlinked = trace.activities.with_columns(pl.when(id=0).then("launch_id").alias("launch_id"))
-    (row,) = launch_queues.launch_queues(trace).to_dicts()
+    (row,) = launch_delay.launch_queues(trace).to_dicts()
     assert (row["queue_max"], row["full_ns"], row["short_ratio"]) == (1100, 10 + (1100 - 1024), 0.0)
-    (row,) = launch_queues.launch_queues(trace.replace(activities=unlinked)).to_dicts()
+    (row,) = launch_delay.launch_queues(trace.replace(activities=unlinked)).to_dicts()
     assert (row["activities"], row["launched"], row["queue_max"]) == (1100, 1, 1)
 
 
 def test_a_cpu_run_has_no_queues():
     on_cpu = launched([(0, 1, 4)]).replace(lanes=schema.LANES.empty())
-    assert launch_queues.launch_queues(on_cpu).is_empty()
+    assert launch_delay.launch_queues(on_cpu).is_empty()

@@ -10,7 +10,7 @@ from tests.support import cli_runner, drawn_traces, kineto_files
 from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import call_paths, product_kernels
 from tracekit.analysis.host import call_trees
-from tracekit.analysis.time import launches
+from tracekit.analysis.time import launched_work
 from tracekit.model import intervals, sweep_line
 
 WORK = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(0, 6)), max_size=25)
@@ -45,10 +45,10 @@ def test_the_latest_start_elsewhere_is_of_an_earlier_row_of_another_lane(work):
 def test_the_neighbours_of_a_kernel_are_on_its_lane(work):
     lane, spans = arrays(work)
     plain = spans[:, 0].astype(np.uint64)
-    together = launches._in_context(plain, pl.DataFrame({"lane": lane}))
+    together = launched_work._in_context(plain, pl.DataFrame({"lane": lane}))
     for own in np.unique(lane):
         rows = np.flatnonzero(lane == own)
-        alone = launches._in_context(plain[rows], pl.DataFrame({"lane": lane[rows]}))
+        alone = launched_work._in_context(plain[rows], pl.DataFrame({"lane": lane[rows]}))
         assert (together[rows] == alone).all()
 
 

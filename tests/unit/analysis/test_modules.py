@@ -8,7 +8,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces, operator_traces
 from tracekit.analysis.compute import call_paths, flops, kernels
-from tracekit.analysis.host import module_tree, ops
+from tracekit.analysis.host import ops
 from tracekit.analysis.memory import allocations
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -105,7 +105,7 @@ def test_kernels_and_ops_are_grouped_by_module():
 
 
 def test_a_module_has_its_own_time_and_that_of_the_modules_inside_it():
-    rows = {row["module"]: row for row in module_tree.modules(with_frames()).iter_rows(named=True)}
+    rows = {row["module"]: row for row in ops.modules(with_frames()).iter_rows(named=True)}
     assert {name: (row["parent"], row["depth"], row["calls"]) for name, row in rows.items()} == {
         "Model_0": (None, 0, 1),
         "Model_0.Block_0": ("Model_0", 1, 2),
@@ -124,13 +124,13 @@ def test_a_module_has_its_own_time_and_that_of_the_modules_inside_it():
 
 def test_a_container_that_is_never_called_is_a_module_too():
     trace = operator_traces.trace([("nn.Module: Model.layers.0", [("aten::mm", 50)])])
-    rows = module_tree.modules(trace).select("module", "calls", "compute_ns", "total_compute_ns").rows()
+    rows = ops.modules(trace).select("module", "calls", "compute_ns", "total_compute_ns").rows()
     assert rows == [("Model", 0, 0, 50), ("Model.layers", 0, 0, 50), ("Model.layers.0", 1, 50, 50), (None, None, 0, 0)]
 
 
 def conserved(run: Run) -> pl.DataFrame:
     """Return the modules of a run, whose measures have to sum to those of its traces."""
-    found = run.table(module_tree.modules)
+    found = run.table(ops.modules)
     for rank in run.ranks:
         trace, own = run.trace(rank), found.filter(pl.col("rank") == rank)
         durations = dict(trace.activities.group_by("kind").agg(pl.col("dur_ns").sum()).iter_rows())
@@ -143,7 +143,7 @@ def conserved(run: Run) -> pl.DataFrame:
         allocated = trace.allocations.filter(allocations.of_training(trace), pl.col("delta_bytes") > 0)
         assert own["allocated_bytes"].sum() == allocated["delta_bytes"].sum()
         outermost = own.filter((pl.col("depth") == 0) | pl.col("module").is_null())
-        for name in module_tree.MEASURES:
+        for name in ops.MEASURES:
             assert outermost[f"total_{name}"].sum() == own[name].sum(), name
     total_ns = kernels.kernels(run)["total_ns"].sum()
     assert kernels.kernels(run, ("module",))["total_ns"].sum() == total_ns
@@ -173,9 +173,9 @@ def test_totals_of_recorded_stacks_are_conserved(name: str, root: str, least_ins
 
 def test_modules_of_all_ranks_are_a_tree_of_one_measure():
     run = drawn_traces.run(with_frames(), with_frames().replace(rank=1))
-    table = module_tree.by_module(run)
-    tree = module_tree.tree(table, "compute_ns")
-    alone = dict(module_tree.modules(with_frames()).select("module", "total_compute_ns").iter_rows())
+    table = ops.by_module(run)
+    tree = ops.tree(table, "compute_ns")
+    alone = dict(ops.modules(with_frames()).select("module", "total_compute_ns").iter_rows())
     names = dict(tree.select("node", "name").iter_rows())
     inside = {
         name: (names.get(parent), total)
@@ -186,6 +186,6 @@ def test_modules_of_all_ranks_are_a_tree_of_one_measure():
         "Block_0": ("Model_0", 2 * alone["Model_0.Block_0"]),
         "Linear_0": ("Block_0", 2 * alone["Model_0.Block_0.Linear_0"]),
         "Linear_1": ("Model_0", 2 * alone["Model_0.Linear_1"]),
-        module_tree.OUTSIDE: (None, 2 * alone[None]),
+        ops.OUTSIDE: (None, 2 * alone[None]),
     }
     assert tree["self_ns"].sum() == tree.filter(parent=-1)["total_ns"].sum()

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tests.support import drawn_traces as drawn
-from tracekit.analysis.parallelism import axis_communication, group_axes, ring_overlap
+from tracekit.analysis.parallelism import axis_communication, group_axes
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -61,7 +61,7 @@ def run(description: str | None = "mesh_cp", **manifest: object) -> Run:
 
 
 def test_hidden_is_what_the_rank_computes_meanwhile():
-    rows = run().table(ring_overlap.ring_overlap)
+    rows = run().table(axis_communication.ring_overlap)
     assert rows.select(
         "rank", "calls", "bytes", "communication_ns", "hidden_ns", "exposed_communication_ns"
     ).rows() == [
@@ -73,12 +73,12 @@ def test_hidden_is_what_the_rank_computes_meanwhile():
 
 def test_waiting_for_the_peer_is_apart_from_the_transfer():
     # Rank 0 begins at 1, rank 1 at 3: of the 2 between, rank 0 computes in 1.
-    assert run().table(ring_overlap.ring_overlap)["waited_ns"].to_list() == [ROUNDS, 0]
+    assert run().table(axis_communication.ring_overlap)["waited_ns"].to_list() == [ROUNDS, 0]
 
 
 def test_the_sums_are_those_of_the_axis():
     drawn_run = run()
-    rows = drawn_run.table(ring_overlap.ring_overlap)
+    rows = drawn_run.table(axis_communication.ring_overlap)
     of_axis = axis_communication.by_axis(drawn_run).filter(axis="cp").sort("rank")
     both = ["communication_ns", "exposed_communication_ns", "bytes"]
     assert rows.select(both).rows() == of_axis.select(both).rows()
@@ -92,4 +92,4 @@ def test_sends_between_ranks_of_a_context_group_of_the_manifest_are_not_of_a_pip
 
 
 def test_a_run_without_a_ring_has_no_rows():
-    assert run("mesh_pp").table(ring_overlap.ring_overlap).is_empty()
+    assert run("mesh_pp").table(axis_communication.ring_overlap).is_empty()

@@ -7,7 +7,7 @@ from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import rank_timelines
-from tracekit.analysis.time import gaps
+from tracekit.analysis.time import launched_work
 from tracekit.report import charts, figures
 
 UNIT = drawn_hosts.UNIT_NS
@@ -23,7 +23,7 @@ def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
         sums = run.table(compute_gap_causes.stalls_by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
         totals = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
-            idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
+            idle, quiet = launched_work.compute_gaps(trace), launched_work.communication_gaps(trace)
             assert totals[trace.rank, compute_gap_causes.COMPUTE] == idle["dur_ns"].sum() > 0
             assert totals.get((trace.rank, compute_gap_causes.COMMUNICATION), 0) == quiet["dur_ns"].sum()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support import drawn_traces
 from tracekit.analysis.compute import flops as arithmetic
-from tracekit.analysis.compute import unit_work
+from tracekit.analysis.compute import step_charges
 from tracekit.model import schema
 from tracekit.model.trace import Trace
 from tracekit.regression.samples import samples
@@ -58,7 +58,7 @@ def masked(activities: list[Activity], kind: str, unit: str | None = None, step:
 @given(ACTIVITIES)
 @settings(max_examples=60, deadline=None)
 def test_unit_times_equal_a_mask_per_nanosecond(activities: list[Activity]) -> None:
-    found = {(u, s, m): v for u, s, m, v in unit_work.unit_samples(trace(activities)).iter_rows()}
+    found = {(u, s, m): v for u, s, m, v in step_charges.unit_samples(trace(activities)).iter_rows()}
     computing = masked(activities, "compute")
     expected = {}
     for unit in UNITS:
@@ -79,7 +79,7 @@ def test_typical_work_is_the_median_over_all_steps() -> None:
         step     000111222333
         compute  aabaababcaaa
     """)
-    found = {name: amount for _, _, name, amount in unit_work.work(run).iter_rows()}
+    found = {name: amount for _, _, name, amount in step_charges.work(run).iter_rows()}
     assert found == {"a": 2.0, "b": 1.0}
 
 

@@ -11,7 +11,11 @@ from benchmarks.perturbation_graph import Job, Rank
 from tests.support import recorded_jobs
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
-FOLDERS = ("nanogpt_h100_8ranks", "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "merged_ddp_mi300_4ranks")
+FOLDERS = (
+    "torchrec_v100_4ranks",
+    "megatron_tp8_a100_8ranks",
+    *(pytest.param(name, marks=pytest.mark.accuracy) for name in ("nanogpt_h100_8ranks", "merged_ddp_mi300_4ranks")),
+)
 
 
 def event(category, name, at, dur, tid=1, **args):
@@ -325,7 +329,7 @@ def test_a_call_that_loads_code_launches_its_kernel_at_its_end():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
-@pytest.mark.parametrize("folder", ["megatron_tp8_a100_8ranks", "merged_ddp_mi300_4ranks"])
+@pytest.mark.parametrize("folder", [FOLDERS[1], FOLDERS[3]])
 def test_kernels_of_recordings_start_when_the_graph_says_that_they_can(folder):
     job = recorded_jobs.job(SHARED / folder)
     kernels = [(rank, each) for rank in job.ranks for each in rank.kernels if not each.is_collective]

@@ -37,7 +37,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.001)

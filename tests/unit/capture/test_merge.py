@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tracekit.capture import atomic_files
 from tracekit.capture.atomic_files import claim_folder
-from tracekit.capture.launcher import command, merge
+from tracekit.capture.launcher import command
 
 
 def part(folder: Path, rank: int, training: str = "one") -> Path:
@@ -21,7 +22,7 @@ def part(folder: Path, rank: int, training: str = "one") -> Path:
 
 def test_parts_from_nodes_become_one_run(tmp_path: Path) -> None:
     parts = [part(tmp_path / f"node{rank}", rank) for rank in (0, 1)]
-    assert merge.merge_parts(tmp_path / "run", parts) == 8
+    assert atomic_files.merge_parts(tmp_path / "run", parts) == 8
     found = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.gz"))
     assert found == [
         "rank00000.pt.trace.json.gz",
@@ -37,7 +38,7 @@ def test_an_uncompressed_trace_is_merged_too(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "rank00003.window002.json").write_text(json.dumps({"traceEvents": []}))
     (tmp_path / "scratch" / "rank00003.window003.json.partial").write_text('{"traceEv')
-    assert merge.merge_parts(tmp_path / "run", [tmp_path / "scratch"]) == 1
+    assert atomic_files.merge_parts(tmp_path / "run", [tmp_path / "scratch"]) == 1
     with gzip.open(tmp_path / "run" / "window002" / "rank00003.pt.trace.json.gz", "rt") as trace:
         assert json.load(trace) == {"traceEvents": []}
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["rank00003.window003.json.partial"]

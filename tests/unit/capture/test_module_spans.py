@@ -17,7 +17,7 @@ from torch.nn.modules import module as module_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tracekit.analysis.compute import call_paths  # noqa: E402
-from tracekit.analysis.host import module_tree  # noqa: E402
+from tracekit.analysis.host import ops  # noqa: E402
 from tracekit.capture.recorder import Recorder  # noqa: E402
 from tracekit.model.trace import Trace  # noqa: E402
 
@@ -84,7 +84,7 @@ def test_each_module_has_a_span_per_call_and_its_work_belongs_to_it(tmp_path: Pa
     counts = dict(products.group_by("module").len().iter_rows())
     # A forward product and two gradients a step; the first layer's input needs none.
     assert counts == {"Model.layers.0.inner": 4, "Model.layers.1.inner": 6, "Model.head": 6}
-    rows = {row["module"]: row for row in module_tree.modules(trace).iter_rows(named=True)}
+    rows = {row["module"]: row for row in ops.modules(trace).iter_rows(named=True)}
     assert rows["Model.layers"]["calls"] == 0
     assert rows["Model"]["total_flops"] == sum(row["flops"] for row in rows.values()) > 0
     assert rows[None]["host_ns"] > 0

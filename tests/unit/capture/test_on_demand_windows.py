@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wording import Wording
 from tracekit import conventions
 from tracekit.capture import window_schedule
 from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule
@@ -57,12 +58,14 @@ def test_a_second_request_waits_for_the_first(tmp_path: Path) -> None:
     assert windows.upcoming(14) == Window(1, 23, 28)
 
 
-def test_a_rank_that_reads_a_request_too_late_reports_it_and_numbers_windows_alike(tmp_path: Path) -> None:
+def test_a_rank_that_reads_a_request_too_late_reports_it_and_numbers_windows_alike(
+    tmp_path: Path, wording: Wording
+) -> None:
     leading, late = WindowSchedule(None), WindowSchedule(None)
     late_looking = requests(tmp_path, late, leads=False)
     (tmp_path / conventions.NOW_FILE).touch()
     requests(tmp_path, leading, leads=True).poll(0, STEP_NS)
-    with pytest.raises(ValueError, match="steps 9:14 were requested, but step 12 is too late to record them"):
+    with wording.raises(ValueError):
         late_looking.poll(12, STEP_NS)
     assert late.request(100, 105)
     assert late.upcoming(50) == Window(1, 100, 105)
@@ -92,5 +95,5 @@ def test_ranks_poll_about_once_a_second(tmp_path: Path, monkeypatch: pytest.Monk
     began_s = time.monotonic()
     while windows.upcoming(0) is None:
         looking.poll(0, STEP_NS)
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 120
     assert time.monotonic() - began_s > 0.9

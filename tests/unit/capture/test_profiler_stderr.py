@@ -22,7 +22,7 @@ def test_a_child_process_started_meanwhile_keeps_its_stderr(capfd: pytest.Captur
         child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
     child.communicate()
     assert child.returncode == 0
-    seen, deadline = capfd.readouterr().err, time.monotonic() + 30
+    seen, deadline = capfd.readouterr().err, time.monotonic() + 120
     while "from the child" not in seen and time.monotonic() < deadline:
         seen += capfd.readouterr().err
     assert seen == "from the child\n"

@@ -7,10 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tracekit import executors
 from tracekit.cli.options import ExecutorKind, ExecutorOptions, expand_options
-from tracekit.executors import defaults
 from tracekit.executors.processes import Processes
-from tracekit.model.executor import Threads
+from tracekit.model.source import Threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def test_the_command_can_be_called_from_python():
 
 @pytest.mark.parametrize(("files", "executor"), [(31, Threads), (32, Processes)])
 def test_many_local_traces_are_measured_by_processes_unless_the_user_chooses(tmp_path, monkeypatch, files, executor):
-    monkeypatch.setattr(defaults, "processors", lambda: 4)
+    monkeypatch.setattr(executors, "processors", lambda: 4)
     for number in range(files):
         (tmp_path / f"rank{number:05}.pt.trace.json.gz").touch()
     with ExecutorOptions().open([str(tmp_path)]) as opened:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support import drawn_traces
+from tests.support.wording import Wording
 from tracekit.cli import settings as config
 from tracekit.cli import settings_file
 from tracekit.cli.settings import CheckSettings, Ignore
@@ -187,8 +188,8 @@ def test_an_error_is_one_line_that_starts_with_the_file(tmp_path: Path, text: st
     assert "\n" not in message
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
+def test_a_missing_file_is_named(tmp_path: Path, wording: Wording) -> None:
+    with wording.raises(ConfigError):
         config.read(tmp_path / "absent.toml", CATALOG)
 
 
@@ -252,8 +253,8 @@ def test_rules_are_selected_by_code_name_and_family(select: tuple[str, ...], cod
     assert [rule.code for rule in config.configured_rules(CheckSettings(select=select), CATALOG)] == codes
 
 
-def test_a_selection_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean cold-cache"):
+def test_a_selection_that_matches_nothing_is_refused(wording: Wording) -> None:
+    with wording.raises(ConfigError):
         config.configured_rules(CheckSettings(select=("cold-cash",)), CATALOG)
 
 
@@ -273,7 +274,7 @@ def test_an_ignore_expires_after_its_last_day() -> None:
     assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 2)) is None
 
 
-def test_ignored_findings_are_removed_and_noted() -> None:
+def test_ignored_findings_are_removed_and_noted(wording: Wording) -> None:
     slow = Finding("BOOT001", Severity.ERROR, "slow", "start faster", impact=0.5)
     cold = Finding("BOOT002", Severity.INFO, "cold", "warm it")
     report = Report(run=drawn_traces.run(), findings=(slow, cold), notes=("n",), inputs=(), tool_version="0")
@@ -283,11 +284,7 @@ def test_ignored_findings_are_removed_and_noted() -> None:
 
     assert filtered.findings == (cold,)
     assert [(one.finding, one.reason, one.until) for one in filtered.ignored] == [(slow, "known", date(2027, 1, 31))]
-    assert filtered.notes == (
-        "n",
-        "BOOT001 is ignored until 2027-01-31: known",
-        "The ignore of BOOT002 (so it is) expired on 2025-01-01 and has no effect.",
-    )
+    wording(*filtered.notes)
 
 
 @pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
@@ -295,6 +292,6 @@ def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
     assert settings_file.find_rule_of_finding(name, CATALOG) is SlowStart
 
 
-def test_a_rule_that_is_not_there_is_not_found() -> None:
-    with pytest.raises(ConfigError, match="did you mean slow-start"):
+def test_a_rule_that_is_not_there_is_not_found(wording: Wording) -> None:
+    with wording.raises(ConfigError):
         settings_file.find_rule_of_finding("slow-strat", CATALOG)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tracekit.conventions import process_groups
+from tracekit.conventions import strategies
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ from tracekit.conventions import process_groups
     ],
 )
 def test_a_description_names_the_axis(description, axis):
-    assert process_groups.axis_of_description(description) == axis
+    assert strategies.axis_of_description(description) == axis

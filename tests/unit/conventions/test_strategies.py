@@ -3,6 +3,7 @@
 import pytest
 
 from instrumented_trainers import parallelism
+from tests.support.wording import Wording
 from tracekit.analysis.parallelism import workload
 from tracekit.conventions.strategies import (
     ALIASES,
@@ -86,10 +87,10 @@ def test_an_all_reduce_passes_a_ring_twice() -> None:
     assert ring_hops(ALL_REDUCE, 8) == 2 * ring_hops(ALL_GATHER, 8) == 14
 
 
-def test_the_world_is_as_large_as_its_axes_together() -> None:
+def test_the_world_is_as_large_as_its_axes_together(wording: Wording) -> None:
     assert Layout(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6).world_size == 720
     assert Layout(dp_shard=4, ep=2).world_size == 4
-    with pytest.raises(ValueError, match="ep = 3 does not divide"):
+    with wording.raises(ValueError):
         Layout(dp_shard=4, ep=3)
     with pytest.raises(ValueError, match="tp = 0"):
         Layout(tp=0)

@@ -12,9 +12,10 @@ from dashboard.run_entry import RunEntry
 from dashboard.run_store import first_opening
 from dashboard.run_store.first_opening import FirstOpening
 from tests.support.kineto_files import trace, write
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest import loader
+from tracekit.rules import cost_attribution
 
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
 ENTRY = RunEntry("demo", str(SAMPLE), files=2, size_bytes=3 << 20)
@@ -45,7 +46,7 @@ def test_the_breakdown_of_the_ranks_read_so_far_is_that_of_the_run():
     opening = FirstOpening()
     assert opening.steps_by_rank is None
     opening.on_progress(progress[0])
-    expected = summary.steps_by_rank(run)
+    expected = breakdown.steps_by_rank(run)
     assert opening.steps_by_rank.equals(expected.filter(expected["rank"] == 0))
     opening.on_progress(progress[1])
     assert opening.steps_by_rank.sort("rank").equals(expected)
@@ -93,7 +94,7 @@ def test_sessions_share_the_opening_that_is_under_way():
 
     def work():
         threads.append(threading.current_thread())
-        assert may_end.wait(60)
+        assert may_end.wait(120)
         return "open"
 
     opening = first_opening.start("key", work)
@@ -103,7 +104,7 @@ def test_sessions_share_the_opening_that_is_under_way():
     assert not opening.has_ended(0)
     may_end.set()
     assert opening.result() == "open"
-    threads[0].join(60)
+    threads[0].join(120)
     assert len(threads) == 1
     assert first_opening.under_way("key") is None
 
@@ -134,13 +135,25 @@ def test_a_page_shows_no_progress_once_the_run_is_open(monkeypatch, tmp_path):
         run = opening.open_run(entry)
         st.session_state["opened"] = run is not None and len(run.report.findings)
 
-    drawn = []
-    show = page_opening._progress
-    monkeypatch.setattr(page_opening, "_progress", lambda *of: drawn.append(show(*of)) or drawn[-1])
+    drawn, is_compared = [], threading.Event()
+    show, attribute_costs = page_opening._progress, cost_attribution.attribute_costs
+
+    def progress(*of):
+        drawn.append(show(*of))
+        if drawn[-1] == "2 of 2 traces read; comparing the ranks and judging the run":
+            is_compared.set()
+        return drawn[-1]
+
+    def attribute_after_that(report):
+        assert is_compared.wait(300)
+        return attribute_costs(report)
+
+    monkeypatch.setattr(page_opening, "_progress", progress)
+    monkeypatch.setattr(cost_attribution, "attribute_costs", attribute_after_that)
     app = AppTest.from_function(script, args=(str(SAMPLE),), default_timeout=300).run()
     assert not app.exception
     assert app.session_state["opened"]
-    assert "2 of 2 traces read; comparing the ranks and judging the run" in drawn
+    assert is_compared.is_set()
     assert not app.get("progress")
     assert not app.get("plotly_chart")
     drawn.clear()

@@ -168,12 +168,12 @@ def outside(tmp_path, a_run):
 
 
 @pytest.mark.parametrize("name", ["rank00001.pt.trace.json.gz", "rank00000.metrics.jsonl", "run.json", "window001"])
-def test_a_run_with_a_link_that_leads_out_is_refused_and_says_which(runs, outside, name):
+def test_a_run_with_a_link_that_leads_out_is_refused_and_says_which(runs, outside, name, wording):
     target = outside if name == "window001" else outside / "rank00001.pt.trace.json.gz"
     (runs / "a" / name).unlink(missing_ok=True)
     (runs / "a" / name).symlink_to(target)
     (entry,) = run_catalog.list_runs([str(runs)]).entries
-    assert f"{name} is a link" in entry.problem
+    wording(entry.problem)
     assert str(outside) not in entry.problem
     with pytest.raises(InputError, match="is a link"):
         run_store.check(replace(entry, problem=""))
@@ -189,12 +189,12 @@ def test_a_folder_that_leads_out_is_not_followed_and_one_inside_is(runs, outside
     assert _names(runs) == ["a", "in"]
 
 
-def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside):
+def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside, wording):
     (entry,) = run_catalog.list_runs([str(runs)]).entries
     trace = runs / "a" / "rank00000.pt.trace.json.gz"
     trace.unlink()
     trace.symlink_to(outside / trace.name)
-    with pytest.raises(InputError, match="is a link to a path outside of those the dashboard was opened on"):
+    with wording.raises(InputError):
         run_store.check(entry)
 
 
@@ -219,7 +219,7 @@ def _without_rights():
             os.seteuid(0)
 
 
-def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run):
+def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run, wording):
     runs, closed = open_folder / "runs", open_folder / "closed"
     shutil.copytree(a_run, runs / "good")
     shutil.copytree(a_run, closed / "run")
@@ -233,7 +233,7 @@ def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run)
         with _without_rights():
             assert _names(runs) == ["good"]
             (entry,) = run_catalog.list_runs([str(closed / "run")]).entries
-            assert "no such file, or no such folder that can be read" in entry.problem
+            wording(entry.problem)
             assert run_catalog.history_file([str(closed / "run")]) is None
     finally:
         closed.chmod(0o700)
@@ -350,17 +350,17 @@ def test_an_uploaded_file_gets_a_name_that_can_only_be_a_trace(given, expected):
 
 
 @pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.pickle.gz", "x.json/..", ""])
-def test_what_is_no_trace_by_its_name_is_refused(name):
-    with pytest.raises(InputError, match="not that of a trace"):
+def test_what_is_no_trace_by_its_name_is_refused(name, wording):
+    with wording.raises(InputError):
         uploads.safe_name(name)
 
 
-def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
+def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path, wording):
     member = gzip.compress(b" " * (64 << 20), 9)
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [') + member * (1 + uploads.MAX_UNPACKED_BYTES // (64 << 20)))
     assert bomb.stat().st_size < 5 << 20
-    with pytest.raises(InputError, match="decompresses to more than 256 MiB"):
+    with wording.raises(InputError):
         uploads.refuse_decompression_bomb(bomb, 256 << 20)
     bomb.write_bytes(member)
     uploads.refuse_decompression_bomb(bomb)
@@ -380,11 +380,11 @@ def test_a_column_that_a_query_names_is_no_formula():
     assert downloads.as_csv(rows.clear()).count("\n") == 1
 
 
-def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, capsys):
+def test_the_command_listens_to_this_machine_only_by_default(monkeypatch, runs, capsys, wording):
     started = []
     monkeypatch.setattr(os, "execve", lambda _, words, environment: started.append(words))
     serve([str(runs)], browser=False)
-    assert capsys.readouterr().err == "tracekit: The dashboard is at http://127.0.0.1:8501 (Ctrl-C ends it).\n"
+    wording(capsys.readouterr().err)
     serve([str(runs)], browser=False, host="0.0.0.0")
     warned = capsys.readouterr().err
     assert "without a password" in warned

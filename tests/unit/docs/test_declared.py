@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def imported(folder: str) -> set[str]:
     """Return the distributions that a package's sources import, whenever they do."""
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -34,6 +35,15 @@ def imported(folder: str) -> set[str]:
         {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - OUR_OWN - OF_THE_INTERPRETER
     )
     return {DISTRIBUTIONS.get(root, root) for root in roots}
+
+
+def statements(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements of a block and of those inside it; expressions import nothing, and are most of the nodes."""
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(block, name, ())
+        for statement in inner if isinstance(inner, list) else ():
+            yield statement
+            yield from statements(statement)
 
 
 def declared(*extras: str) -> set[str]:

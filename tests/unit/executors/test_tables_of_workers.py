@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from tracekit.executors import tasks
+from tracekit.executors import worker_pool
 from tracekit.model.source import Source
 from tracekit.model.trace import Trace
 
@@ -28,15 +28,15 @@ TABLES = {
 def test_a_table_arrives_as_it_was_measured(name):
     table = TABLES[name]
     for _ in range(2):
-        (arrived,) = tasks.as_measured(SOURCE, tasks.pack([table])).tables
+        (arrived,) = worker_pool.as_measured(SOURCE, worker_pool.pack([table])).tables
         assert arrived.schema == table.schema
         assert arrived.equals(table)
 
 
 @pytest.mark.parametrize("name", ["empty", "small"])
 def test_what_one_trace_does_to_its_table_does_not_reach_another(name):
-    stream = tasks.pack([TABLES[name]])
-    (changed,) = tasks.as_measured(SOURCE, stream).tables
+    stream = worker_pool.pack([TABLES[name]])
+    (changed,) = worker_pool.as_measured(SOURCE, stream).tables
     changed.insert_column(0, pl.Series("more", [1] * changed.height))
-    (other,) = tasks.as_measured(SOURCE, stream).tables
+    (other,) = worker_pool.as_measured(SOURCE, stream).tables
     assert other.columns == [*COLUMNS]

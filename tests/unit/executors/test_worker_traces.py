@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from tracekit.errors import BadTraceError
-from tracekit.executors import tasks
+from tracekit.executors import worker_pool
 from tracekit.model.source import Source
 from tracekit.model.trace import LazyTrace, Trace
 
@@ -21,9 +21,9 @@ def source(read, rank=0):
 
 @pytest.fixture
 def loaded():
-    tasks._loaded.clear()
-    yield tasks._loaded
-    tasks._loaded.clear()
+    worker_pool._loaded.traces.clear()
+    yield worker_pool._loaded
+    worker_pool._loaded.traces.clear()
 
 
 @pytest.mark.parametrize(("share", "times_read"), [(1, 1), (64, 1), (65, 2)])
@@ -31,15 +31,15 @@ def test_a_trace_is_read_again_only_if_the_share_of_the_worker_does_not_fit(load
     read = []
     of = source(read)
     for _ in range(2):
-        assert isinstance(tasks.measure(of, [lambda trace: trace.steps], share), list)
+        assert isinstance(worker_pool.measure(of, [lambda trace: trace.steps], share), list)
     assert len(read) == times_read
-    assert len(loaded) == 2 - times_read
+    assert len(loaded.traces) == 2 - times_read
 
 
 def test_a_trace_that_cannot_be_read_is_not_kept(loaded):
     def broken():
         raise BadTraceError("rank0: cut")
 
-    outcome = tasks.measure(Source(0, 0, "rank0", 1, broken), [lambda trace: trace.steps], 1)
+    outcome = worker_pool.measure(Source(0, 0, "rank0", 1, broken), [lambda trace: trace.steps], 1)
     assert str(outcome) == "rank0: cut"
-    assert len(loaded) == 0
+    assert len(loaded.traces) == 0

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from instrumented_trainers.checkpoints import seal
 from tests.support.cli_runner import ROOT, environment, only_line, tracekit
+from tests.support.wording import Wording
 from tracekit.ingest import checkpoint_files, pickle_child, pickles
 from tracekit.ingest.pickles import PickleError
 
@@ -107,14 +108,14 @@ def test_a_shard_that_is_cut_or_gone_is_named_with_its_rank(step: Path) -> None:
     assert (problem.rank, problem.file, problem.what) == (0, "__0_0.distcp", "is missing")
 
 
-def test_a_save_that_did_not_complete_is_damaged(step: Path, saved: Path) -> None:
+def test_a_save_that_did_not_complete_is_damaged(step: Path, saved: Path, wording: Wording) -> None:
     sealed(step.parent / "step-000001", saved / "dcp")
-    assert only_problem(step).what.endswith("the save did not end, or is under way")  # no seal
+    wording(only_problem(step).what)
     (step / ".metadata").unlink()
     whole, cut = checkpoint_files.verify(step.parent)
     assert whole.status == checkpoint_files.WHOLE
     assert {problem.file for problem in cut.problems} == {".metadata", seal.SEAL_FILE}
-    assert cut.remedy.endswith(f"go on from {step.parent / 'step-000001'}, which is whole")
+    wording(cut.remedy)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +148,10 @@ class _Runs:
         return os.system, (self.command,)
 
 
-def test_metadata_that_would_run_code_is_refused(step: Path) -> None:
+def test_metadata_that_would_run_code_is_refused(step: Path, wording: Wording) -> None:
     (step / ".metadata").write_bytes(pickle.dumps({"storage_data": _Runs(f"touch {step}/ran")}))
     problem = only_problem(step)
-    assert "would import posix.system" in problem.what
-    assert "do not load it" in problem.what
+    wording(problem.what)
     assert not (step / "ran").exists()
 
 
@@ -161,10 +161,10 @@ def test_deeply_nested_metadata_does_not_crash_the_process() -> None:
         pickles.read(pickle_child.METADATA, io.BytesIO(nested))
 
 
-def test_metadata_cannot_refer_to_files_outside_its_folder(step: Path) -> None:
+def test_metadata_cannot_refer_to_files_outside_its_folder(step: Path, wording: Wording) -> None:
     data = (step / ".metadata").read_bytes()
     (step / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../secret"))
-    assert "lies outside of the checkpoint" in only_problem(step).what
+    wording(only_problem(step).what)
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,7 +187,7 @@ def test_a_file_of_torch_save_is_verified_by_its_checksums(saved: Path, tmp_path
     assert only_problem(file).what.startswith("is damaged")
 
 
-def test_a_file_of_torch_save_without_checksums_is_reported_as_unverified(tmp_path: Path) -> None:
+def test_a_file_of_torch_save_without_checksums_is_reported_as_unverified(tmp_path: Path, wording: Wording) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(NUMBERS, tmp_path / "model.pt")
@@ -195,10 +195,10 @@ def test_a_file_of_torch_save_without_checksums_is_reported_as_unverified(tmp_pa
         torch.serialization.set_crc32_options(True)
     (each,) = checkpoint_files.verify(tmp_path)
     assert (each.status, each.checked_bytes) == (checkpoint_files.WHOLE, 0)
-    assert each.notes == ("model.pt holds no checksums: its bytes were not verified",)
+    wording(*each.notes)
 
 
-def test_safetensors_are_compared_with_header_and_index(tmp_path: Path) -> None:
+def test_safetensors_are_compared_with_header_and_index(tmp_path: Path, wording: Wording) -> None:
     one = safetensors(tmp_path / "m" / "model-1.safetensors", a=40, b=24)
     safetensors(tmp_path / "m" / "model-2.safetensors", c=8)
     places = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
@@ -209,11 +209,11 @@ def test_safetensors_are_compared_with_header_and_index(tmp_path: Path) -> None:
     os.truncate(one, size - 5)
     assert only_problem(tmp_path / "m").what == f"has {size - 5:,} bytes, {size:,} by its header: it was cut"
     one.unlink()
-    assert only_problem(tmp_path / "m").what == f"is missing: {index.name} looks there for 2 tensors"
+    wording(only_problem(tmp_path / "m").what)
     safetensors(one, a=40)
-    assert only_problem(tmp_path / "m").what.startswith("lacks b and 0 more tensors")
+    wording(only_problem(tmp_path / "m").what)
     os.truncate(one, 4)
-    assert "cut in its header" in only_problem(tmp_path / "m").what
+    wording(only_problem(tmp_path / "m").what)
 
 
 def test_the_command_says_what_is_wrong_where_and_what_to_do(saved: Path, tmp_path: Path) -> None:

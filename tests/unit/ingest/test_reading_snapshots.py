@@ -198,12 +198,12 @@ def test_the_exploits_here_are_real(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_pickle_that_runs_a_command_is_refused_by_name_and_runs_nothing(protocol, tmp_path):
+def test_a_pickle_that_runs_a_command_is_refused_by_name_and_runs_nothing(protocol, tmp_path, wording):
     touched = tmp_path / "touched"
     hidden = simulated()
     hidden["segments"][0]["blocks"][0]["frames"] = [frame("a"), Runs(f"touch {touched}")]
     for data in (Runs(f"touch {touched}"), hidden):
-        with pytest.raises(BadTraceError, match=r"would import (posix|nt)\.system and could run code.*refused"):
+        with wording.raises(BadTraceError):
             read(pickle.dumps(data, protocol), tmp_path)
     assert not touched.exists()
 
@@ -258,9 +258,9 @@ def test_text_that_no_encoding_can_represent_is_read_with_a_question_mark(tmp_pa
     assert read(pickle.dumps(document([], history)), tmp_path).frames["name"].to_list() == ["bad ? name"]
 
 
-def test_a_list_of_events_cannot_be_that_of_many_devices(tmp_path):
+def test_a_list_of_events_cannot_be_that_of_many_devices(tmp_path, wording):
     history = [event("alloc", 512, 512)] * 1000
-    with pytest.raises(BadTraceError, match="several devices with one list of events"):
+    with wording.raises(BadTraceError):
         read(pickle.dumps(document([], *[history] * 1000)), tmp_path)
 
 
@@ -326,7 +326,7 @@ def test_no_bomb_makes_the_child_take_more_than_its_limit(tmp_path):
 
 def test_a_snapshot_truncated_anywhere_is_refused_with_its_name(tmp_path):
     whole = pickle.dumps(simulated())
-    for end in range(0, len(whole) - 1, 7):
+    for end in range(0, len(whole) - 1, 37):
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
             reader.read(_file(tmp_path, whole[:end]))
 
@@ -338,7 +338,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
         sample_snapshots.as_libtorch(simulated()),
     ]
     refused = []
-    for _ in range(400):
+    for _ in range(80):  # `make fuzz` damages more, with fresh seeds
         data = bytearray(rng.choice(whole))
         for _ in range(rng.randrange(1, 4)):
             place, other = (
@@ -350,7 +350,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
             reader.read(_file(tmp_path, bytes(data)))
         except BadTraceError as error:
             refused.append(str(error))
-    assert 100 < len(refused) < 400
+    assert 20 < len(refused) < 80
     assert not any("\n" in data for data in refused)
 
 
@@ -367,9 +367,9 @@ def test_a_segment_with_a_container_that_contains_itself_is_refused_and_crashes_
         reader.read(_file(tmp_path, pickle.dumps(whole)))
 
 
-def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path):
+def test_a_pickle_that_is_not_a_snapshot_is_refused(tmp_path, wording):
     for data in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
-        with pytest.raises(BadTraceError, match=r"a\.pickle: not a CUDA memory snapshot"):
+        with wording.raises(BadTraceError):
             reader.read(_file(tmp_path, pickle.dumps(data)))
 
 

@@ -314,12 +314,12 @@ def test_an_entry_that_disappears_while_its_trace_is_in_use_is_read_again(folder
     assert counted.reads == 3
 
 
-def test_a_file_that_changed_is_not_mixed_with_its_cached_trace(folder, run):
+def test_a_file_that_changed_is_not_mixed_with_its_cached_trace(folder, run, wording):
     loader.load(run)
     cached = loader.load(run).trace(0)
     _touch(run)
     _entries(folder)[0].unlink()
-    with pytest.raises(BadTraceError, match="changed while it was being analysed; run the command again"):
+    with wording.raises(BadTraceError):
         cached.ops  # noqa: B018
 
 
@@ -607,7 +607,7 @@ def test_old_temporary_files_are_removed(folder):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def _wait_for(happened, process, timeout_s=60):
+def _wait_for(happened, process, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from instrumented_trainers.experts import MixtureOfExperts, balancing_loss, drop_ratio
 from instrumented_trainers.model import Llama
 from instrumented_trainers.model_config import PRESETS, ModelConfig
+from tests.support.wording import Wording
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE = 8, 12, 5, 2
 
@@ -140,6 +141,6 @@ def test_mixtral_has_as_many_parameters_as_published() -> None:
     assert config.active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
 
 
-def test_more_active_experts_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="of 3 experts 4 cannot be active"):
+def test_more_active_experts_than_there_are_is_an_error(wording: Wording) -> None:
+    with wording.raises(ValueError):
         ModelConfig(64, 2, 4, 2, 96, 128, experts=3, active_experts=4)

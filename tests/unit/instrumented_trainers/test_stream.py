@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from instrumented_trainers.config import InvalidConfigError
 from instrumented_trainers.text.stream import StreamedBatches
 from instrumented_trainers.text.tokenizer import BETWEEN_DOCUMENTS, ByteTokenizer
+from tests.support.wording import Wording
 
 LENGTH, BATCH = 8, 2
 
@@ -90,9 +91,9 @@ def test_a_restored_stream_continues_exactly(files: list[Path], steps: int, rank
             assert left.equal(right)
 
 
-def test_fewer_documents_than_ranks_are_refused(tmp_path: Path) -> None:
+def test_fewer_documents_than_ranks_are_refused(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abcdefghijklmnopqrstuvwxyz"}\n')
     stream([path], rank=0, world_size=2).batch_at(0)
-    with pytest.raises(InvalidConfigError, match="fewer documents than the 2 ranks, so that rank 1 has none"):
+    with wording.raises(InvalidConfigError):
         stream([path], rank=1, world_size=2).batch_at(0)

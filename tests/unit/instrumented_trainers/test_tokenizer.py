@@ -10,6 +10,7 @@ from instrumented_trainers.sizes import model_config
 from instrumented_trainers.text import tokenizer
 from instrumented_trainers.text.batches import standard_library
 from instrumented_trainers.text.tokenizer import ByteTokenizer, FileTokenizer
+from tests.support.wording import Wording
 
 TEXTS = [path.read_bytes() for path in standard_library()[:12]]
 
@@ -46,14 +47,14 @@ def test_the_models_vocabulary_holds_the_tokens(trained: Path) -> None:
     assert model_config(TrainingConfig("ddp", Path("x"), train_tokenizer=1000, model="7b")).vocabulary == 32_000
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(trained: Path, tmp_path: Path, wording: Wording) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"a": 1}')
     with pytest.raises(InvalidConfigError, match="cannot be read"):
         FileTokenizer(other, None)
-    with pytest.raises(InvalidConfigError, match=r"no tokenizer.json of the library"):
+    with wording.raises(InvalidConfigError):
         tokenizer.vocabulary(other)
-    with pytest.raises(InvalidConfigError, match="'<nothing>' is no token; name one with --separator"):
+    with wording.raises(InvalidConfigError):
         FileTokenizer(trained, "<nothing>")
 
 

@@ -11,7 +11,8 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tracekit.errors import InputError
-from tracekit.library import report
+from tracekit.library import answers as library_answers
+from tracekit.library.answers import COLUMNS, Answer
 from tracekit.library.run import Run
 from tracekit.replay.graph import what_if
 from tracekit.report import comparison, figures, step_change
@@ -29,7 +30,7 @@ def run() -> Run:
 
 
 @pytest.fixture(scope="module")
-def answers(run: Run) -> dict[str, report.Answer]:
+def answers(run: Run) -> dict[str, Answer]:
     other = SAMPLES / "demo-fsdp2"
     return {
         "report": run.check(),
@@ -41,7 +42,7 @@ def answers(run: Run) -> dict[str, report.Answer]:
 
 
 @pytest.mark.parametrize("name", ["report", "comparison", "by operator", "what if", "timeline"])
-def test_an_answer_is_shown_and_saved_in_each_of_its_formats(answers, name, tmp_path):
+def test_an_answer_is_shown_and_saved_in_each_of_its_formats(answers, name, tmp_path, wording):
     answer = answers[name]
     assert "demo-yafsdp" in repr(answer)
     assert len(repr(answer)) < 100
@@ -49,7 +50,7 @@ def test_an_answer_is_shown_and_saved_in_each_of_its_formats(answers, name, tmp_
     for suffix in answer.formats():
         saved = answer.save(tmp_path / f"answer{suffix}")
         assert saved.stat().st_size > 500, suffix
-    with pytest.raises(InputError, match=r"unknown format \.pdf; use \.html"):
+    with wording.raises(InputError):
         answer.save(tmp_path / "answer.pdf")
     with pytest.raises(InputError, match="cannot be written"):
         answer.save(tmp_path / "nowhere" / "answer.html")
@@ -74,12 +75,12 @@ def test_findings_are_a_typed_table_also_without_any(run):
     assert table["ranks"].to_list() == [list(finding.ranks) for finding in run.check().findings]
     empty = run.check(rules=[]).to_frame()
     assert empty.is_empty()
-    assert dict(empty.schema) == dict(table.schema) == dict(report.COLUMNS)
+    assert dict(empty.schema) == dict(table.schema) == dict(COLUMNS)
 
 
 def test_names_of_findings_are_text_in_a_notebook(run):
     finding = Finding("COMM001", Severity.ERROR, "<script>alert(1)</script>", "<b>fix</b>")
-    shown = report.Report(run, (finding,), ("<i>note</i>",), (), "1")._repr_html_()
+    shown = library_answers.Report(run, (finding,), ("<i>note</i>",), (), "1")._repr_html_()
     assert not any(tag in shown for tag in ("<script", "<b>fix", "<i>note"))
 
 
@@ -95,15 +96,15 @@ def test_a_comparison_is_that_of_the_command_with_the_other_run_as_reference(run
     assert html.escape(step_change.headline(changed.changed)) in changed._repr_html_()
 
 
-def test_a_run_is_compared_with_a_run_a_path_and_a_saved_report(run, tmp_path):
+def test_a_run_is_compared_with_a_run_a_path_and_a_saved_report(run, tmp_path, wording):
     other = tracekit.load(SAMPLES / "demo-fsdp2")
     saved = other.check().save(tmp_path / "main.json")
     by_run, by_path, by_report = (run.compare(side) for side in (other, str(SAMPLES / "demo-fsdp2"), saved))
     assert by_run.to_frame().equals(by_path.to_frame())
     assert by_report.to_frame()["reference"].to_list() == pytest.approx(by_run.to_frame()["reference"].to_list())
-    with pytest.raises(InputError, match="needs the traces of both runs"):
+    with wording.raises(InputError):
         run.compare(saved, by="kernel")
-    with pytest.raises(InputError, match="nothing: runs are compared by"):
+    with wording.raises(InputError):
         run.compare(other, by="nothing")
 
 
@@ -132,13 +133,13 @@ def test_a_figure_is_drawn_by_name(run, name):
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_DATA))
-def test_a_figure_without_data_says_so(run, name):
-    with pytest.raises(InputError, match=f"demo-yafsdp: nothing to draw in the figure {name}: the run has no such"):
+def test_a_figure_without_data_says_so(run, name, wording):
+    with wording.raises(InputError):
         run.plot(name)
 
 
-def test_a_wrong_figure_lists_similar_ones_and_all(run):
-    with pytest.raises(InputError, match=r"^brekdown: no such figure, did you mean breakdown\?; the figures are "):
+def test_a_wrong_figure_lists_similar_ones_and_all(run, wording):
+    with wording.raises(InputError):
         run.plot("brekdown")
 
 

@@ -4,9 +4,8 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
-from tracekit.model.executor import Threads
 from tracekit.model.run import Run
-from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.source import LoadedTraces, Source, Threads
 from tracekit.model.trace import LazyTrace, Trace
 
 STEPS = schema.STEPS.empty()
@@ -63,4 +62,4 @@ def test_a_pass_over_traces_retains_them_only_if_all_fit_in_memory(cache_bytes, 
     sources = [Source(rank, 0, f"rank{rank}", 1, lambda: _lazy([], deferred_bytes=1000)) for rank in (0, 1)]
     loaded = LoadedTraces(cache_bytes)
     list(Threads(1).measure(sources, [lambda trace: trace.steps], loaded))
-    assert len(loaded) == remaining
+    assert len(loaded.traces) == remaining

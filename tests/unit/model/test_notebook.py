@@ -17,7 +17,7 @@ def test_a_run_shows_its_traces_without_reading_them():
     assert "<b>run" not in html.replace("<b>&lt;", "")
     assert "drawn-rank15" in html
     assert "and 4 more" in html
-    assert not len(run._loaded)
+    assert not len(run._loaded.traces)
 
 
 def test_a_finding_shows_message_fix_and_evidence_as_text():

@@ -2,13 +2,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracekit.model import recurring_runs
+from tracekit.model import repetitions
 
 TOKENS = st.integers(1, 5).flatmap(lambda kinds: st.lists(st.integers(0, kinds - 1), max_size=25))
 
 
 def found(tokens: list[int], parts: list[int], longest: int) -> list[tuple[int, list[int]]]:
-    runs = recurring_runs.find(np.array(tokens, np.int64), np.array(parts, np.int64), longest=longest)
+    runs = repetitions.recurring_runs(np.array(tokens, np.int64), np.array(parts, np.int64), longest=longest)
     return [(run.length, run.starts.tolist()) for run in runs]
 
 
@@ -65,4 +65,4 @@ def test_runs_are_those_found_by_trying_all(tokens: list[int], part: int, longes
 
 def test_at_most_so_many_runs_are_chosen():
     tokens = np.tile(np.arange(40), 2)
-    assert len(recurring_runs.find(tokens, np.zeros(80, np.int64), longest=2, max_runs=3)) == 3
+    assert len(repetitions.recurring_runs(tokens, np.zeros(80, np.int64), longest=2, max_runs=3)) == 3

@@ -91,4 +91,4 @@ def test_a_long_name_takes_little_time(part):
     began_s = time.process_time()
     short("void f<" + part * 100_000)
     short("_ZN3abc" + part * 100_000)
-    assert time.process_time() - began_s < 1
+    assert time.process_time() - began_s < 1  # usually 5 ms

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
-from tracekit.model.executor import Measured
 from tracekit.model.run import Run
-from tracekit.model.source import Source
-from tracekit.model.table_store import TableStore
+from tracekit.model.source import Measured, Source
+from tracekit.model.table_store import Collector, TableStore
 
 
 def names(trace):
@@ -42,7 +41,7 @@ TABLES = st.lists(
 
 def collected(measured, max_bytes):
     tables = TableStore(max_bytes)
-    collector = tables.collector(list(SCHEMAS))
+    collector = Collector(tables, list(SCHEMAS))
     for rank, of_trace in enumerate(measured):
         collector.add((0, rank), [pl.DataFrame(rows, SCHEMAS[fact], orient="row") for fact, rows in of_trace])
     collector.finish(0.0)
@@ -62,12 +61,12 @@ def test_parts_in_files_are_the_tables_in_memory(measured, max_bytes):
         assert within.get(fact).rows() == expected
         assert outside.get(fact).equals(within.get(fact))
         assert outside.scan(fact).select("rank").collect().equals(within.get(fact).select("rank"))
-    assert max_bytes or not any(within.parts(fact) for fact in SCHEMAS)
+    assert max_bytes or not any(within.parts.get(fact) for fact in SCHEMAS)
 
 
 def test_files_are_removed_with_the_tables():
     tables = collected([((names, [("a", 0, None, None)]), (times, [(1, 0.5)]))], 0)
-    files = [*tables.parts(names), *tables.parts(times)]
+    files = [*tables.parts[names], *tables.parts[times]]
     assert len(files) == 2
     assert all(path.exists() for path in files)
     del tables

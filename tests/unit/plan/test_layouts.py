@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_runner import tracekit
+from tests.support.wording import Wording
 from tracekit.errors import ConfigError, InputError
 from tracekit.plan import hardware, layouts, memory, models
 from tracekit.plan.checkpoint import Layout
@@ -104,10 +105,10 @@ def test_more_bandwidth_less_bubble_and_less_recomputation_are_faster() -> None:
     assert seconds(Mesh(8, 1, 8)) < seconds(Mesh(8, 1, 8), SELECTIVE) < seconds(Mesh(8, 1, 8), "full")
 
 
-def test_what_cannot_fit_is_an_error_in_one_line() -> None:
+def test_what_cannot_fit_is_an_error_in_one_line(wording: Wording) -> None:
     done = tracekit("plan", "layout", "--model", "405b", "--gpus", 8)
     assert done.returncode == 2
-    assert "no layout of 405b fits on 8 GPUs of 80 GiB" in done.stderr
+    wording(done.stderr)
     assert done.stderr.count("\n") == 1
 
 
@@ -211,14 +212,14 @@ def test_other_files_are_refused_by_what_is_wrong(text: str, words: str, tmp_pat
     assert words in str(raised.value)
 
 
-def test_a_missing_file_and_an_impossible_job_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_impossible_job_are_refused(tmp_path: Path, wording: Wording) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         models.read(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="must be 1 or more"):
+    with wording.raises(ConfigError):
         Job.of(models.find("1b"), hardware.find("a100-80"), gpus=0)
 
 
-def test_models_with_experts_cannot_be_simulated(tmp_path: Path) -> None:
+def test_models_with_experts_cannot_be_simulated(tmp_path: Path, wording: Wording) -> None:
     done = tracekit("simulate", "--model", "8x7b", "--gpus", 8, "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert "8x7b cannot be simulated" in done.stderr
+    wording(done.stderr)

@@ -10,7 +10,7 @@ from tracekit.regression.metrics import COUNT, Scope, compared_metrics
 from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.regression.thresholds import Verdict
 
-PAIRS = 120
+PAIRS = 30
 MANIFEST = {"device": "cpu", "world_size": 2, "model": {"layers": 2}}
 SPREADS = (0.0, 0.01, 0.05, 0.2, 0.5)
 SHIFTS = (1.0, 1.0, 1.02, 1.1, 1.5, 0.8)

@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 
 from tests.support import sample_baselines, sample_report
-from tracekit.analysis.compute import unit_work
+from tests.support.wording import Wording
+from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError, NotComparableError
 from tracekit.regression import baseline as baselines
 from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, Recording
@@ -92,22 +93,24 @@ def test_a_run_of_another_training_is_refused_and_the_error_names_the_field(
     assert any(field in note for note in baselines.differences(base, other, allow_different=True))
 
 
-def test_a_field_that_one_side_lacks_only_adds_a_note() -> None:
+def test_a_field_that_one_side_lacks_only_adds_a_note(wording: Wording) -> None:
     run = sample_report.run()
     base = baselines.of_reports([(sample_report.report(run), run)])
     (note,) = baselines.differences(base, sample_report.run(versions={"torch": "2.13.0"}))
-    assert "versions.torch differs: not known in the baseline" in note
+    wording(note)
 
 
-def test_the_same_recording_twice_is_refused() -> None:
+def test_the_same_recording_twice_is_refused(wording: Wording) -> None:
     run = sample_report.run()
-    with pytest.raises(InputError, match="is the same recording as another"):
+    with wording.raises(InputError):
         baselines.of_reports([(sample_report.report(run), run)] * 2)
 
 
-def test_the_same_recording_is_recognized_without_a_manifest_and_after_it_was_saved(tmp_path: Path) -> None:
+def test_the_same_recording_is_recognized_without_a_manifest_and_after_it_was_saved(
+    tmp_path: Path, wording: Wording
+) -> None:
     run = sample_report.run(created_ns=None)
-    with pytest.raises(InputError, match="is the same recording as another"):
+    with wording.raises(InputError):
         baselines.of_reports([(sample_report.report(run), run)] * 2)
     base = baselines.of_reports([(sample_report.report(run), run)])
     (tmp_path / "b.json").write_text(saved.render(base))
@@ -130,14 +133,19 @@ def large(ranks: int, steps: int, units: int) -> Baseline:
     )
     samples = rows.join(pl.DataFrame({"window": 0, "metric": metrics}), how="cross")
     names = pl.DataFrame({"unit": ["", *(f"layers.{n}" for n in range(units - 1))]})
-    of_units = rows.join(names, how="cross").join(pl.DataFrame({"metric": list(unit_work.UNIT_METRICS)}), how="cross")
+    of_units = rows.join(names, how="cross").join(
+        pl.DataFrame({"metric": list(step_charges.UNIT_METRICS)}), how="cross"
+    )
     recording = Recording(
         "run",
         1,
         samples.with_columns(value=pl.Series(random.lognormal(18, 2, samples.height))).select(*SAMPLE_COLUMNS),
         of_units.with_columns(value=pl.Series(random.lognormal(16, 1, of_units.height))).select(*UNIT_COLUMNS),
-        pl.DataFrame([("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)], schema=unit_work.WORK_COLUMNS,
-                     orient="row"),
+        pl.DataFrame(
+            [("compute", "forward", f"aten::op{n}", 1e6) for n in range(120)],
+            schema=step_charges.WORK_COLUMNS,
+            orient="row",
+        ),
         tuple(sample_baselines.known(f"COMM001-{n:08x}") for n in range(20)),
     )  # fmt: skip
     return Baseline("main", sample_baselines.FINGERPRINT, (recording,))
@@ -194,10 +202,10 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path) -> None:
         saved.read(path)
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "b.json"
     path.write_bytes(saved.render(drawn()).encode().replace(b"today", b"\xff\xfe", 1))
-    with pytest.raises(InputError, match="not a complete baseline"):
+    with wording.raises(InputError):
         saved.read(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import drawn_traces
 from tests.support.rule_examples import ops
+from tests.support.wording import Wording
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.ingest.loader import load
 from tracekit.model.run import Run
@@ -93,10 +94,10 @@ def picture(compute: str, communication: str) -> str:
         ({"model": {"name": "tiny", "layers": 3}}, "model.layers differs: 2 in a, 3 in b"),
     ],
 )
-def test_a_different_field_that_must_agree_is_named(different: dict[str, object], field: str) -> None:
+def test_a_different_field_that_must_agree_is_named(different: dict[str, object], field: str, wording: Wording) -> None:
     with pytest.raises(NotComparableError) as caught:
         compare(side("a"), side("b", **different))
-    assert str(caught.value) == f"{field}; pass --allow-different to compare anyway"
+    wording(caught.value)
     assert field in compare(side("a"), side("b", **different), allow_different=True).notes
 
 
@@ -104,27 +105,20 @@ def test_the_strategy_may_differ() -> None:
     assert compare(side("a"), side("b", strategy="yafsdp")).notes == ()
 
 
-def test_a_different_field_that_may_differ_adds_a_note() -> None:
+def test_a_different_field_that_may_differ_adds_a_note(wording: Wording) -> None:
     comparison = compare(side("a", arguments={"batch": 4}), side("b", arguments={"batch": 8, "seed": 1}))
-    assert comparison.notes == (
-        "arguments.batch differs: 4 in a, 8 in b",
-        "arguments.seed differs: not known in a, 1 in b",
-    )
+    wording(*comparison.notes)
 
 
-def test_groups_of_fields_that_one_run_does_not_state_are_one_note() -> None:
+def test_groups_of_fields_that_one_run_does_not_state_are_one_note(wording: Wording) -> None:
     comparison = compare(side("a", arguments={"batch": 4, "seed": 1}, mesh={"pp": 2}), side("b"))
-    assert comparison.notes == ("arguments, mesh: not known in b",)
+    wording(*comparison.notes)
 
 
-def test_a_run_without_a_manifest_is_compared_with_a_note() -> None:
+def test_a_run_without_a_manifest_is_compared_with_a_note(wording: Wording) -> None:
     a = side("a")
     comparison = compare(a, RunSamples("b", {}, a.samples))
-    assert comparison.notes == (
-        "model: not known in b",
-        "device differs: cpu in a, not known in b",
-        "world_size differs: 2 in a, not known in b",
-    )
+    wording(*comparison.notes)
 
 
 def test_only_common_ranks_are_compared() -> None:
@@ -133,15 +127,15 @@ def test_only_common_ranks_are_compared() -> None:
     assert comparison.notes == comparison.rank_notes == ("a has ranks 0–2, 5, b 1–2: only ranks 1–2 are compared",)
 
 
-def test_without_a_common_rank_there_is_no_comparison() -> None:
-    with pytest.raises(NotComparableError, match="no rank in common"):
+def test_without_a_common_rank_there_is_no_comparison(wording: Wording) -> None:
+    with wording.raises(NotComparableError):
         compare(side("a", ranks=(0,)), side("b", ranks=(1,)))
     assert compare(side("a", ranks=(0,)), side("b", ranks=(1,)), allow_different=True).changes
 
 
-def test_without_a_common_metric_there_is_no_comparison() -> None:
+def test_without_a_common_metric_there_is_no_comparison(wording: Wording) -> None:
     a = side("a")
-    with pytest.raises(NotComparableError, match="no metric in common"):
+    with wording.raises(NotComparableError):
         compare(a, RunSamples("b", MANIFEST, a.samples.clear()), allow_different=True)
 
 
@@ -221,14 +215,11 @@ def device(name: str) -> dict[str, object]:
     return {"deviceProperties": [{"name": name}], "cuda_runtime_version": 12060}
 
 
-def test_devices_and_versions_of_the_headers_that_differ_are_stated_first() -> None:
+def test_devices_and_versions_of_the_headers_that_differ_are_stated_first(wording: Wording) -> None:
     sides = [RunSamples.of(of_header(name, **device(name))) for name in ("A100", "V100")]
     sides[1] = dataclasses.replace(sides[1], environment=sides[1].environment | {"cuda_runtime_version": "12080"})
     comparison = compare(*sides)
-    assert comparison.differences == (
-        "device differs: A100 in A100, V100 in V100",
-        "cuda_runtime_version differs: 12060 in A100, 12080 in V100",
-    )
+    wording(*comparison.differences)
     assert comparison.notes[:2] == comparison.differences
     shown = render_text.render(report.document(comparison), width=100)
     assert shown.index("device differs") < shown.index("step time")
@@ -321,13 +312,13 @@ def with_clock(name: str, clocks_mhz: tuple[float, float], *, idle: bool = False
     return RunSamples.of(drawn_traces.run(*traces, path=f"runs/{name}", **MANIFEST))
 
 
-def test_the_clock_of_the_slowest_gpu_is_compared() -> None:
+def test_the_clock_of_the_slowest_gpu_is_compared(wording: Wording) -> None:
     compared = compare(with_clock("a", (1755, 1750)), with_clock("b", (1750, 1404)))
     change = next(change for change in compared.changes if change.metric == "sm_clock_mhz")
     assert (change.reference, change.candidate) == pytest.approx((1750, 1404))
     assert change.verdict is Verdict.WORSE
     (note,) = [note for note in compared.notes if "SM clock" in note]
-    assert "1,750 MHz in a, 1,404 MHz in b; kernels that it limits take 1.25 times as long in b as in a" in note
+    wording(note)
 
 
 @pytest.mark.parametrize("after", [with_clock("b", (1750, 1745)), with_clock("b", (1755, 1750), idle=True)])

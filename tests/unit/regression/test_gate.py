@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from tests.support import sample_baselines, sample_report
+from tests.support.wording import Wording
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
@@ -127,9 +128,9 @@ def test_a_run_compared_with_itself_passes() -> None:
     assert gate.baseline == "main (5 recordings)"
 
 
-def test_a_run_of_another_training_is_refused_unless_allowed() -> None:
+def test_a_run_of_another_training_is_refused_unless_allowed(wording: Wording) -> None:
     run = sample_report.run(world_size=4)
-    with pytest.raises(NotComparableError, match="world_size differs: 2 in the baseline main, 4 in today"):
+    with wording.raises(NotComparableError):
         checks.judge(sample_baselines.report(run), ERROR, baseline=of_run())
     gate = checks.judge(sample_baselines.report(run), ERROR, baseline=of_run(), allow_different=True)
     assert gate.comparison is not None
@@ -161,18 +162,18 @@ def test_a_significantly_worse_metric_is_reported() -> None:
     assert compared(before, before | {"sent_bytes": 2e6}) == ("sent_bytes",)
 
 
-def test_only_common_ranks_are_compared_with_a_note() -> None:
+def test_only_common_ranks_are_compared_with_a_note(wording: Wording) -> None:
     base = sample_baselines.baseline(sample_baselines.recording({"step_time_ns": [10.0] * 6}, ranks=(0, 1, 2)))
     found = checks.compare(
         base,
         [sample_baselines.recording({"step_time_ns": [10.0] * 6}, ranks=(1, 2))],
     )
-    assert found.notes == ("main has ranks 0–2, main 1–2: only ranks 1–2 are compared",)
+    wording(*found.notes)
 
 
-def test_without_a_common_metric_there_is_no_verdict() -> None:
+def test_without_a_common_metric_there_is_no_verdict(wording: Wording) -> None:
     base = sample_baselines.baseline(sample_baselines.recording({"step_time_ns": [10.0] * 6}))
-    with pytest.raises(NotComparableError, match="no metric in common"):
+    with wording.raises(NotComparableError):
         checks.compare(base, [sample_baselines.recording({"sent_bytes": [10.0] * 6})])
 
 
@@ -256,16 +257,16 @@ def test_slower_saves_are_checkpointing_and_name_the_stage() -> None:
     assert causes(after, {("save", "serialize"): 120e6}) == ["checkpointing"]
 
 
-def test_a_cause_names_the_work_and_its_phase() -> None:
+def test_a_cause_names_the_work_and_its_phase(wording: Wording) -> None:
     base = [sample_baselines.recording({"flops": [1e9] * 6}, work=[("flops", "forward", "aten::mm", 1e9)])]
     after = sample_baselines.recording({"flops": [1.5e9] * 6}, work=[("flops", "forward", "aten::mm", 1.5e9)])
     found = checks.compare(sample_baselines.baseline(*base), [after])
     (cause,) = root_cause.causes(found.changes, {c.metric: c for c in found.changes}, base, [after])
-    assert cause.message == "A step computes 1.5 GFLOP, 500 MFLOP more, most of it in aten::mm in forward (+50.0%)."
+    wording(cause.message)
     assert cause.metrics == ("flops",)
 
 
-def test_slower_communication_names_the_unit_in_which_it_is_exposed() -> None:
+def test_slower_communication_names_the_unit_in_which_it_is_exposed(wording: Wording) -> None:
     def side(exposed_ns: float) -> Recording:
         made = sample_baselines.recording({"transfer_ns": [10e6 + exposed_ns] * 6}, work=WORK)
         rows = [(0, unit, step, "exposed_communication_ns", value)
@@ -276,18 +277,18 @@ def test_slower_communication_names_the_unit_in_which_it_is_exposed() -> None:
     before, after = side(1e6), side(9e6)
     found = checks.compare(sample_baselines.baseline(before), [after])
     (cause,) = root_cause.causes(found.changes, {c.metric: c for c in found.changes}, [before], [after])
-    assert "of the units, most in layers.1 (+8 ms)" in cause.message
+    wording(cause.message)
 
 
 # Renewing ------------------------------------------------------------------------------------------------------------
 
 
-def test_regressions_must_be_accepted_by_name() -> None:
+def test_regressions_must_be_accepted_by_name(wording: Wording) -> None:
     gate = judged(sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001"), before=of_run())
     assert checks.not_accepted(gate, []) == ("COMM001", "MEM001")
     assert checks.not_accepted(gate, ["COMM001"]) == ("MEM001",)
     assert checks.not_accepted(gate, ["COMM001", "MEM001"]) == ()
-    with pytest.raises(ConfigError, match="CKPT001: it is neither new nor worse"):
+    with wording.raises(ConfigError):
         checks.not_accepted(gate, ["CKPT001"])
 
 

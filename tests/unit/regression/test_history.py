@@ -105,19 +105,19 @@ def test_concurrent_writers_and_readers_lose_nothing(tmp_path):
         writer.stdin.close()
     with ThreadPoolExecutor(4) as pool:  # threads of this process too
         list(pool.map(lambda number: store.add(path, entries([simulated_history.report(number)])), range(40, 44)))
-    assert [writer.wait(timeout=60) for writer in theirs] == [0, 0]
+    assert [writer.wait(timeout=120) for writer in theirs] == [0, 0]
     runs = store.read(path).runs
     assert sorted(runs["name"]) == [f"run-{number:02d}" for number in (*range(4), *range(40, 44))]
 
 
-def test_a_link_to_a_history_has_the_same_lock(tmp_path):
+def test_a_link_to_a_history_has_the_same_lock(tmp_path, wording):
     path, link = tmp_path / "here" / "history.duckdb", tmp_path / "there" / "linked.duckdb"
     store.add(path, entries([simulated_history.report(0)]))
     link.parent.mkdir()
     link.symlink_to(path)
     writer = os.open(path.parent, os.O_RDONLY)
     fcntl.flock(writer, fcntl.LOCK_EX)
-    with pytest.raises(InputError, match="another process has been writing to it"):
+    with wording.raises(InputError):
         store.add(link, entries([simulated_history.report(1)]), timeout_s=0.2)
     os.close(writer)
     assert store.add(link, entries([simulated_history.report(1)])) == store.AddedRuns(new=1)
@@ -125,7 +125,7 @@ def test_a_link_to_a_history_has_the_same_lock(tmp_path):
     assert store.read(path).runs.height == 2
 
 
-def test_a_killed_writer_changes_nothing_and_leaves_no_lock(tmp_path):
+def test_a_killed_writer_changes_nothing_and_leaves_no_lock(tmp_path, wording):
     path = tmp_path / "history.duckdb"
     store.add(path, entries([simulated_history.report(0)]))
     script = (
@@ -138,7 +138,7 @@ def test_a_killed_writer_changes_nothing_and_leaves_no_lock(tmp_path):
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert writer.stdout.readline() == "in\n"
-    with pytest.raises(InputError, match="another process has been writing to it"):
+    with wording.raises(InputError):
         store.add(path, entries([simulated_history.report(1)]), timeout_s=0.2)
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
@@ -199,8 +199,8 @@ def test_an_invalid_history_is_refused_and_not_changed(tmp_path, make):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_folder_and_an_unwritable_path_are_refused(tmp_path):
-    with pytest.raises(InputError, match="is not a file"):
+def test_a_folder_and_an_unwritable_path_are_refused(tmp_path, wording):
+    with wording.raises(InputError):
         store.add(tmp_path, [])
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
@@ -259,14 +259,13 @@ def test_a_metric_that_some_runs_lack_keeps_its_indexes(tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_text_fits_and_lists_every_metric_and_change(slower, width):
+def test_the_text_fits_and_lists_every_metric_and_change(slower, width, wording):
     text = render_text.render(history_report.document(trends.groups(store.read(slower))), width=width)
     assert max(map(len, text.splitlines())) <= width
-    assert "fsdp2 · model tiny · 2 ranks · Simulated GPU · simulated" in text
+    wording(text)
     assert "worse +2" in text or width == 60
     assert text.count("between 11abababab..12abababab") == 1
-    assert "new findings COMM001 exposed-communication" in text
-    assert "versions.torch 2.12.0 → 2.13.0" in text
+    wording(text)
 
 
 def test_names_from_a_history_cannot_control_a_terminal(tmp_path):
@@ -325,13 +324,13 @@ def test_the_commit_comes_from_ci_else_from_git(tmp_path):
     assert entry.known_commit({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
 
 
-def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
+def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path, wording):
     db = tmp_path / "ci" / "history.duckdb"
     files = [simulated_history.write(tmp_path, document) for document in simulated_history.slower_from(8, 14)]
     ci = {"GITHUB_SHA": "ab" * 20, "GITHUB_REF_NAME": "main"}
     done = tracekit("history", "add", *files, "--db", db, **ci)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"tracekit: {db}: 14 runs added\n"
+    wording(done.stderr)
     assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 unchanged\n")
     again = ("history", "add", files[0], "--db", db)
     assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 unchanged\n")

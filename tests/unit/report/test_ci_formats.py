@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from tests.browser import recorded
 from tests.support import cli_runner, sample_gates, sample_report
 from tests.support.sample_gates import HOSTILE
+from tests.support.wording import Wording
 from tracekit.errors import ConfigError
 from tracekit.ingest import loader
 from tracekit.model import escaping
@@ -228,7 +229,9 @@ def _unescaped(text: str, more: dict[str, str]) -> str:
     return text
 
 
-def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(checkout: Checkout) -> None:
+def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(
+    checkout: Checkout, wording: Wording
+) -> None:
     first, *lines = github.render([sample_gates.with_baseline()], checkout).splitlines()
     assert first == "tracekit: today: Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     shown = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
@@ -241,8 +244,7 @@ def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(check
         ("notice", "tracekit: budget tokens"),
     ]
     message = _read(lines[0])[2]
-    assert message.startswith("20.0% of step time is communication that no compute hides: 2 ms of 10 ms a step")
-    assert "It was 10.0% of step time in the baseline." in message
+    wording(message)
     assert {properties["file"] for _, properties, _ in map(_read, lines)} == {"train.py"}
 
 
@@ -427,8 +429,8 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
 
 
 @pytest.mark.parametrize("key", ["", "a b", "-->", "a--b", "<", "k" * 101, "ä"])
-def test_a_comment_has_a_name_that_hides(key: str) -> None:
-    with pytest.raises(ConfigError, match="cannot name a comment"):
+def test_a_comment_has_a_name_that_hides(key: str, wording: Wording) -> None:
+    with wording.raises(ConfigError):
         comment.marker(key)
 
 

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracekit
-from tests.support import drawn_traces, perfetto_reader
+from tests.support import drawn_traces, perfetto_reader, shared_findings
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
-from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -51,7 +50,7 @@ def recorded(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture(scope="module")
 def recorded_findings(recorded) -> tuple[Finding, ...]:
-    return engine.check(recorded).findings
+    return shared_findings.findings(Path(recorded.path))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(record
 SPANS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(SPANS, SPANS)
 def test_slices_that_overlap_in_any_way_all_come_back(host, device):
     activities = pl.DataFrame(device, schema=["name", "start_ns", "dur_ns"], orient="row").with_row_index("id")
@@ -287,12 +286,12 @@ def test_one_step_holds_what_touches_its_time_and_what_it_launched_whole():
     ]
 
 
-def test_ranks_are_chosen_and_missing_ones_are_reported():
+def test_ranks_are_chosen_and_missing_ones_are_reported(wording):
     run = drawn_traces.run(*(drawn_traces.trace("step 0\ncompute a", rank=rank) for rank in range(4)))
     assert list(exported(run, ranks=(1, 3)).processes.values()) == ["rank 1", "rank 3"]
-    with pytest.raises(InputError, match=r"--ranks 7: no trace of that rank"):
+    with wording.raises(InputError):
         written(run, ranks=(1, 7))
-    with pytest.raises(InputError, match=r"--step 5: no such step; the traces have 0"):
+    with wording.raises(InputError):
         written(run, step=5)
 
 

@@ -23,23 +23,23 @@ def _issue(ratio, severity=Severity.WARNING):
     return Finding("DATA001", severity, "126 of 128 ranks have no trace.", "", evidence=evidence)
 
 
-def test_a_straggler_is_named_with_the_numbers_of_its_finding():
+def test_a_straggler_is_named_with_the_numbers_of_its_finding(wording):
     run = rule_examples.straggler_run(0, 3)
     report = engine.check(run)
     (straggler,) = [found for found in report.findings if found.code == "RANK001"]
     shown = headlines.ranks(report, run)
     assert straggler.message.startswith(shown.text)
-    assert shown.text.startswith("Rank 1 is a straggler: the other ranks lose")
+    wording(shown.text)
     assert shown.status == straggler.severity.label
 
 
-def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest():
+def test_without_a_finding_the_ranks_page_names_the_rank_that_is_waited_for_longest(wording):
     run = rule_examples.straggler_run(0, 3)
     shown = headlines.ranks(_report(run), run)
-    assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (37.5% of it)"
+    wording(shown.text)
 
 
-def test_waits_outside_of_the_marked_steps_are_not_part_of_a_step():
+def test_waits_outside_of_the_marked_steps_are_not_part_of_a_step(wording):
     run = rule_examples.straggler_run(0, 3)
     traces = {trace.rank: trace for trace in run.traces()}
     marked = [
@@ -50,17 +50,16 @@ def test_waits_outside_of_the_marked_steps_are_not_part_of_a_step():
     ]
     shortened = Run(run.path, marked, align=lambda _: run.offsets)
     shown = headlines.ranks(_report(shortened), shortened)
-    assert shown.text == "Others wait longest for rank 1: one rank waits up to 600 µs per step (37.5% of it)"
+    wording(shown.text)
 
 
-def test_communication_names_the_rank_that_most_of_it_waits_for():
+def test_communication_names_the_rank_that_most_of_it_waits_for(wording):
     run = rule_examples.straggler_run(0, 4)
     shown = headlines.communication(_report(run), run)
-    assert "exposed communication" in shown.text
-    assert "mostly waiting for rank 1 in the all-reduce" in shown.text
+    wording(shown.text)
 
 
-def test_a_run_without_a_finding_is_good_unless_most_of_its_data_is_doubtful():
+def test_a_run_without_a_finding_is_good_unless_most_of_its_data_is_doubtful(wording):
     run = Run("/runs/demo", [])
     assert headlines.verdict(_report(run), run) == headlines.Headline(
         "No problems found", "No rule fired", "good", is_verdict=True
@@ -68,19 +67,19 @@ def test_a_run_without_a_finding_is_good_unless_most_of_its_data_is_doubtful():
     small = headlines.verdict(_report(run, _issue(0.02)), run)
     assert (small.text, small.status) == ("No problems found", "good")
     most = headlines.verdict(_report(run, _issue(0.98)), run)
-    assert most.text == "Cannot judge this run: 126 of 128 ranks have no trace."
+    wording(most.text)
     assert most.status == "error"
     unusable = headlines.verdict(_report(run, _issue(0.0, Severity.ERROR)), run)
     assert unusable.status == "error"
 
 
-def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful():
+def test_a_problem_that_was_found_is_the_verdict_although_data_is_doubtful(wording):
     run = Run("/runs/demo", [])
     found = Finding("HOST001", Severity.WARNING, "The step is launch-bound.", "", impact=0.2)
     report = _report(run, _issue(0.98), found)
     assert phrases.cannot_judge(report) is None
-    assert headlines.verdict(report, run).text == "The step is launch-bound."
-    assert headlines.data_quality(report, run).text.startswith("The data is doubtful: 126 of 128")
+    wording(headlines.verdict(report, run).text)
+    wording(headlines.data_quality(report, run).text)
 
 
 @pytest.mark.parametrize("make", [headlines.memory, headlines.checkpoints])
@@ -89,13 +88,11 @@ def test_without_its_data_a_page_has_no_headline(make):
     assert make(_report(run), run) is None
 
 
-def test_each_view_of_the_kernels_has_its_own_answer():
+def test_each_view_of_the_kernels_has_its_own_answer(wording):
     report = _report(Run("/runs/demo", []))
     modules = pl.DataFrame({"module": ["a", "a.b", None], "compute_ns": [1_000_000, 3_000_000, 4_000_000]})
     shown = headlines.modules(report, modules, "compute_ns", "compute time", units.duration)
-    assert shown.text == (
-        "Compute time: module a.b has the largest self time, 3 ms (37.5%) on all ranks; 50.0% is outside modules"
-    )
+    wording(shown.text)
     tree = pl.DataFrame(
         {
             "node": [0, 1, 2, 3],
@@ -105,7 +102,7 @@ def test_each_view_of_the_kernels_has_its_own_answer():
         }
     )
     shown = headlines.call_stacks(report, tree, "host")
-    assert shown.text == "aten::mm takes 75.0% of the host time: 3 ms on all ranks, mostly below aten::linear"
+    wording(shown.text)
     calls = pl.DataFrame(
         {
             "name": ["aten::add", "aten::mm"],
@@ -116,7 +113,7 @@ def test_each_view_of_the_kernels_has_its_own_answer():
         }
     )
     shown = headlines.roofline(report, calls)
-    assert shown.text.startswith("Furthest from the roofline: aten::mm takes 2 ms of 3 ms longer than the device needs")
+    wording(shown.text)
     assert shown.about == "Input shapes: [[8, 8]]"
 
 

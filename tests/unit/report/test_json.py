@@ -14,8 +14,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.cli.commands.check import ReportFormat, ReportOptions
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.model.executor import Measured, Threads
-from tracekit.model.source import LoadedTraces, Source
+from tracekit.model.source import LoadedTraces, Measured, Source, Threads
 from tracekit.model.trace import TraceFact
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.regression.samples import samples

@@ -4,7 +4,7 @@ import polars as pl
 
 from tests.support import drawn_traces
 from tests.support.simulated_runs import MS, Job
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.report import phrases
 from tracekit.sync import collective_matching
@@ -22,7 +22,7 @@ def test_calls_of_one_collective_end_at_the_same_displayed_time() -> None:
     calls = run.table(collective_matching.matched_calls).drop_nulls("instance")
     ends = calls.with_columns(start_ns="end_ns")
     assert spread_ns(ends).min() >= MS  # type: ignore[operator]
-    shown = spread_ns(phrases.from_run_start(ends, summary.run_clock(run)))
+    shown = spread_ns(phrases.from_run_start(ends, breakdown.run_clock(run)))
     assert len(shown) == 8
     assert shown.max() <= 2 * run.offsets["residual_ns"].max() + 10_000  # type: ignore[operator]
 
@@ -35,15 +35,15 @@ def spread_ns(calls: pl.DataFrame) -> pl.Series:
 
 def test_the_first_event_of_the_run_is_at_zero_and_none_before() -> None:
     run = simulated()
-    starts = run.table(summary.extent).select("window", "rank", start_ns="first_ns")
-    assert phrases.from_run_start(starts, summary.run_clock(run))["start_ns"].min() == 0
+    starts = run.table(breakdown.extent).select("window", "rank", start_ns="first_ns")
+    assert phrases.from_run_start(starts, breakdown.run_clock(run))["start_ns"].min() == 0
 
 
 def test_a_trace_that_was_not_aligned_counts_from_its_own_beginning() -> None:
     job = Job({"a": [0], "b": [1]}).steps(4, [("a", "all_gather", 4096), ("b", "all_gather", 4096)])
     run = drawn_traces.run(*(job.trace(rank, behind_ns=BEHIND[rank]) for rank in job.ranks))
-    starts = run.table(summary.extent).select("window", "rank", start_ns="first_ns")
-    assert phrases.from_run_start(starts, summary.run_clock(run))["start_ns"].to_list() == [0, 0]
+    starts = run.table(breakdown.extent).select("window", "rank", start_ns="first_ns")
+    assert phrases.from_run_start(starts, breakdown.run_clock(run))["start_ns"].to_list() == [0, 0]
 
 
 def test_all_times_of_a_row_are_on_one_clock_and_durations_stay() -> None:
@@ -51,7 +51,7 @@ def test_all_times_of_a_row_are_on_one_clock_and_durations_stay() -> None:
     calls = run.table(collective_matching.matched_calls).with_columns(
         ready_ns=pl.col("start_ns") - 5, dur_ns=pl.col("end_ns") - pl.col("start_ns")
     )
-    shown = phrases.from_run_start(calls, summary.run_clock(run))
+    shown = phrases.from_run_start(calls, breakdown.run_clock(run))
     assert shown.select((pl.col("start_ns") - pl.col("ready_ns") == 5).all()).item()
     assert shown.select((pl.col("end_ns") - pl.col("start_ns") == pl.col("dur_ns")).all()).item()
     assert shown["dur_ns"].equals(calls["dur_ns"])
@@ -59,5 +59,5 @@ def test_all_times_of_a_row_are_on_one_clock_and_durations_stay() -> None:
 
 def test_a_time_of_an_unknown_rank_has_no_place() -> None:
     rows = pl.DataFrame({"rank": [None, 9, 0], "start_ns": [1, 2, 3]}, schema={"rank": pl.Int64, "start_ns": pl.Int64})
-    shown = phrases.from_run_start(rows, summary.run_clock(simulated()))
+    shown = phrases.from_run_start(rows, breakdown.run_clock(simulated()))
     assert shown["start_ns"].is_null().to_list() == [True, True, False]

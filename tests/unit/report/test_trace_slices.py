@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import drawn_traces
-from tracekit.analysis.time import breakdown, summary
+from tracekit.analysis.time import breakdown
 from tracekit.model import schema
 from tracekit.report.charts import trace_slices
 
@@ -95,13 +95,13 @@ def test_thinning_keeps_long_slices_unmerged_among_thousands_of_short_ones():
 def test_the_representative_step_is_the_slowest_ranks_step_nearest_its_median():
     slow = drawn_traces.trace("step     0000111111222\ncompute  aaaabbbbbbccc", rank=1)
     fast = drawn_traces.trace("step     012\ncompute  abc", rank=0)
-    row = summary.representative_step(drawn_traces.run(fast, slow).table(breakdown.by_step))
+    row = breakdown.representative_step(drawn_traces.run(fast, slow).table(breakdown.by_step))
     assert (row["rank"], row["step"], row["duration_ns"]) == (1, 0, 4)
 
 
 def test_there_is_no_representative_step_where_there_are_no_steps():
     assert (
-        summary.representative_step(drawn_traces.run(drawn_traces.trace("compute  aa")).table(breakdown.by_step))
+        breakdown.representative_step(drawn_traces.run(drawn_traces.trace("compute  aa")).table(breakdown.by_step))
         is None
     )
 

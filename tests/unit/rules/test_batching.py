@@ -33,14 +33,12 @@ def test_collectives_launched_without_compute_between_them_are_one_burst():
     assert found["burst_exposed_ns"].to_list() == [4 * CHARACTER_NS] * 4 + [CHARACTER_NS] * 3
 
 
-def test_batching_saves_latency_and_at_most_the_exposed_time():
+def test_batching_saves_latency_and_at_most_the_exposed_time(wording):
     # Eight collectives of 50 µs on 8 ranks: 7 hops of 5 µs are assumed for each. Seven collectives are saved.
     (found,) = small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")
     assert found.cost_ns == 7 * 35_000
     assert found.impact == 7 * 35_000 / (16 * CHARACTER_NS)
-    assert "8 small collectives, such as all-gather" in found.message
-    assert "assumed" in found.message
-    assert "Batching them into 1 saves that time." in found.message
+    wording(found.message)
     (hidden,) = small("step 0000000000000000\ncompute aaaaaaaaaa..bbbb\ncomm ....xyxyxyxy....")
     assert hidden.cost_ns == 2 * CHARACTER_NS
 
@@ -84,10 +82,10 @@ def buckets(size_bytes):
     return drawn_traces.run(*traces, strategy="ddp")
 
 
-def test_equal_undersized_buckets_are_found_without_sizes_to_compare():
+def test_equal_undersized_buckets_are_found_without_sizes_to_compare(wording):
     # 64 KiB need 33 µs at 2 GB/s, and take 200 µs: 84 µs for each of two hops are latency.
     (found,) = check(buckets(1 << 16), [SmallCollectives()]).findings
-    assert "8 small collectives, such as all-reduce of 64 KiB" in found.message
+    wording(found.message)
     assert "bucket_cap_mb" in found.fix
     assert found.cost_ns == pytest.approx(7 * (200_000 - (1 << 16) / 2), rel=0.01)
 
@@ -132,11 +130,10 @@ def test_reductions_belong_to_their_backward_pass():
     ]
 
 
-def test_a_reduction_that_the_last_pass_repeats_is_a_loss():
+def test_a_reduction_that_the_last_pass_repeats_is_a_loss(wording):
     (found,) = check(rule_examples.micro_batch_run(TWO_PASSES), [ReducedEveryMicroBatch()]).findings
     assert (found.cost_ns, found.impact) == (2 * CHARACTER_NS, 0.1)
-    assert "each of 2 backward passes" in found.message
-    assert "the last pass repeats 1 earlier reductions" in found.message
+    wording(found.message)
     assert found.evidence["backward"].to_list() == [0]
 
 

@@ -19,26 +19,23 @@ def judged(run, **thresholds):
     return check(run, [ExposedCopy(**thresholds)]).findings
 
 
-def test_an_exposed_copy_costs_its_time_without_compute():
+def test_an_exposed_copy_costs_its_time_without_compute(wording):
     # Of 20 characters of 50 µs, 8 are a copy without compute.
     (found,) = judged(copying_run())
     assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.4, 8 * drawn_hosts.UNIT_NS)
-    assert "400 µs of 1 ms (40.0%) in step 0 of rank 0 (the rank's median by this measure), in 1 copy." in found.message
-    assert (
-        "(host to device) by an unknown op (400 µs each, pageable memory, 1 MiB in total at 2.6 GB/s)" in found.message
-    )
+    wording(found.message)
     assert "pin_memory=True" in found.fix
     assert found.evidence["direction"].to_list() == ["host to device"] * 2
 
 
-def test_a_slow_link_is_called_slow():
+def test_a_slow_link_is_called_slow(wording):
     (found,) = judged(copying_run(), slow_bytes_per_ns=3.0)
-    assert "far below the bandwidth of any PCIe link" in found.message
+    wording(found.message)
 
 
-def test_a_copy_to_the_host_gets_a_fix_for_that():
+def test_a_copy_to_the_host_gets_a_fix_for_that(wording):
     (found,) = judged(copying_run(name="Memcpy DtoH (Device -> Pinned)"))
-    assert found.fix.startswith("Keep values on the device")
+    wording(found.fix)
     assert "Pageable" not in found.fix
 
 
@@ -72,11 +69,10 @@ def test_a_run_on_the_cpu_has_no_copies():
     assert judged(load(Path(__file__).parents[3] / "sample_traces" / "faults" / "healthy-ddp")) == ()
 
 
-def test_recorded_stacks_name_the_line_that_copies():
+def test_recorded_stacks_name_the_line_that_copies(wording):
     folder = OTHERS / "tracelens_h100_memory_stacks"
     if not folder.is_dir():
         pytest.skip("needs ../shared/traces/tracelens_h100_memory_stacks, which is not part of the project")
     (found,) = judged(load(folder), info_exposed_ratio=0.01)
     assert found.severity == Severity.INFO
-    assert "12.9 ms of that is 55 copies (device to host) by aten::to at" in found.message
-    assert "transformers/pipelines/base.py(1173): _ensure_tensor_on_device" in found.message
+    wording(found.message)

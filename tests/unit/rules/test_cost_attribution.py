@@ -13,6 +13,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces, rule_examples
+from tests.support.wording import Wording
 from tests.unit.simulate.jobs import job, written
 from tracekit import rules
 from tracekit.replay.graph import savings
@@ -61,7 +62,7 @@ def test_another_recording_of_the_job_says_what_the_same_removal_saves_there(tmp
     assert cost_attribution.saved_by(healthy, found.removals) < 0.05 * found.cost_ns
 
 
-def test_only_activations_that_fit_in_memory_are_saved(tmp_path: Path) -> None:
+def test_only_activations_that_fit_in_memory_are_saved(tmp_path: Path, wording: Wording) -> None:
     run, _ = simulated(tmp_path, "needless-recomputation")
     regions = run.table(NeedlessRecomputation.facts[0])
     (every,) = cost_attribution.attribute_costs(uncosted_report(run, NeedlessRecomputation())).findings
@@ -72,7 +73,7 @@ def test_only_activations_that_fit_in_memory_are_saved(tmp_path: Path) -> None:
     (half,) = cost_attribution.attribute_costs(
         uncosted_report(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))
     ).findings
-    assert "could store the activations of 2" in half.message
+    wording(half.message)
     assert 0 < half.cost_ns < 0.7 * every.cost_ns
 
 

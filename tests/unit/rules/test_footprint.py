@@ -28,11 +28,10 @@ def judge(run, rule):
     return check(run, [rule]).findings
 
 
-def test_a_leak_is_reported_with_its_slope_from_the_threshold_on():
+def test_a_leak_is_reported_with_its_slope_from_the_threshold_on(wording):
     (found,) = judge(leaking_run(1 << 20), GrowingMemory())
     assert found.cost_bytes == 1 << 20
-    assert "grows by 1 MiB per step (99% confidence interval 1 MiB to 1 MiB)" in found.message
-    assert "from 1 GiB after step 0 to 1.01 GiB after step 7" in found.message
+    wording(found.message)
     assert judge(leaking_run(1 << 20), GrowingMemory(min_bytes=(1 << 20) + 1)) == ()
 
 
@@ -50,9 +49,9 @@ def test_temporary_memory_is_not_a_leak_unless_growth_exceeds_it():
     assert judge(slow, GrowingMemory()) == ()
 
 
-def test_headroom_is_the_device_memory_that_was_never_reserved():
+def test_headroom_is_the_device_memory_that_was_never_reserved(wording):
     (found,) = judge(allocated_run(GIB, reserved_bytes=96 * GIB), LittleHeadroom())
-    assert found.message == "Only 4 GiB (4.0%) of the 100 GiB of device 0 were never reserved on rank 0."
+    wording(found.message)
     assert judge(allocated_run(GIB, reserved_bytes=96 * GIB), LittleHeadroom(min_headroom_ratio=0.04)) == ()
 
 
@@ -67,18 +66,18 @@ def test_unused_reserved_memory_is_measured_at_the_peak():
     )  # above the ratio, below the size
 
 
-def test_the_owner_of_the_peak_is_named_with_an_alternative():
+def test_the_owner_of_the_peak_is_named_with_an_alternative(wording):
     (found,) = judge(allocated_run(GIB), PeakOwner())
-    assert found.message == "aten::_softmax allocated 1 GiB (100.0%) of the 1 GiB peak of rank 0, in 1 block."
+    wording(found.message)
     assert "scaled_dot_product_attention" in found.fix
 
 
 # Changing sizes ------------------------------------------------------------------------------------------------------
-def test_new_sizes_are_counted_in_the_representative_step_after_warm_up():
+def test_new_sizes_are_counted_in_the_representative_step_after_warm_up(wording):
     run = block_sizes_run(*({GIB + step * 2 * MIB: 1, GIB: 3} for step in range(4)))
     (found,) = judge(run, ChangingSizes())
     assert found.cost_bytes == GIB + 4 * MIB
-    assert "1 GiB in 1 blocks have sizes that no earlier step allocated, in step 2 of rank" in found.message
+    wording(found.message)
     assert found.evidence["bytes"].to_list() == [GIB + 4 * MIB]
     assert found.steps == (1, 2, 3)
     assert judge(run, ChangingSizes(min_new_size_ratio=0.6)) == ()
@@ -90,10 +89,10 @@ def test_new_sizes_are_counted_in_the_representative_step_after_warm_up():
 
 
 # Fragmentation -------------------------------------------------------------------------------------------------------
-def test_growth_is_fragmentation_only_if_enough_memory_is_reserved_and_free():
+def test_growth_is_fragmentation_only_if_enough_memory_is_reserved_and_free(wording):
     (found,) = judge(block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 7 * GIB)), FragmentedMemory())
     assert (found.cost_bytes, found.steps) == (3 * GIB, (1, 2))
-    assert "2 requests reserved another 3 GiB although at least as much was reserved and free" in found.message
+    wording(found.message)
     assert found.evidence["idle_bytes"].to_list() == [4 * GIB, 3 * GIB]  # the larger growth first
     assert judge(block_sizes_run(*[{6 * GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)), FragmentedMemory()) == ()
     grows = block_sizes_run(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB + 32 * MIB, 4 * GIB + 32 * MIB))
@@ -110,31 +109,30 @@ def fragmented_program() -> Simulation:
     return program
 
 
-def test_a_snapshot_shows_free_blocks_smaller_than_the_largest_request():
+def test_a_snapshot_shows_free_blocks_smaller_than_the_largest_request(wording):
     (found,) = judge(run_with_snapshots(fragmented_program()), FragmentedMemory())
     assert found.subject == "snapshot"
-    assert "the largest request needs 18 MiB" in found.message
+    wording(found.message)
     assert found.cost_bytes > 20 * 9 * MIB
     assert judge(run_with_snapshots(fragmented_program()), FragmentedMemory(min_free_ratio=0.9)) == ()
 
 
-def test_a_snapshot_shows_memory_that_only_other_streams_can_use():
+def test_a_snapshot_shows_memory_that_only_other_streams_can_use(wording):
     program = program_on_streams((0, 900), (7, 300))
     program.free(program.malloc(200 * MIB), later=True)
     (found,) = judge(run_with_snapshots(program), CrossStreamSlack())
     assert found.cost_bytes == 500 * MIB
-    assert "300 MiB are free in the pools of side streams and 200 MiB wait for another stream" in found.message
-    assert "on 2 streams" in found.message
+    wording(found.message)
     assert judge(run_with_snapshots(program), CrossStreamSlack(min_idle_bytes=501 * MIB)) == ()
 
 
-def test_without_a_log_retries_come_from_a_snapshot():
+def test_without_a_log_retries_come_from_a_snapshot(wording):
     program = Simulation(capacity_bytes=100 * MIB)
     program.free(program.malloc(60 * MIB))
     program.malloc(80 * MIB)
     (found,) = judge(run_with_snapshots(program_on_streams((0, 4)), program), AllocatorRetry())
     assert found.ranks == (1,)
-    assert "flushed): 1 in the 5 events" in found.message
+    wording(found.message)
 
 
 def test_an_unreadable_snapshot_is_an_issue_and_the_others_are_judged():
@@ -147,11 +145,11 @@ def test_an_unreadable_snapshot_is_an_issue_and_the_others_are_judged():
     assert slack.ranks == (1,)
 
 
-def test_a_broken_link_to_a_snapshot_is_an_issue_and_the_others_are_judged():
+def test_a_broken_link_to_a_snapshot_is_an_issue_and_the_others_are_judged(wording):
     run = run_with_snapshots(program_on_streams((0, 900), (7, 500)))
     (Path(run.path) / "rank00001.memory.pickle").symlink_to("gone")
     (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
-    assert "rank00001.memory.pickle: cannot be read: No such file" in found.message
+    wording(found.message.replace(run.path, "RUN"))
     (slack,) = judge(run, CrossStreamSlack())
     assert slack.ranks == (0,)
 

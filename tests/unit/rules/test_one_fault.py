@@ -71,13 +71,13 @@ def judged(run):
 
 
 @pytest.mark.parametrize("late_by", [1, 2, 3])
-def test_a_sync_on_all_ranks_does_not_also_make_a_straggler_of_one(late_by):
+def test_a_sync_on_all_ranks_does_not_also_make_a_straggler_of_one(late_by, wording):
     found = judged(ranks_run(synchronizing(late_by)))
     assert found["HOST002"].severity is Severity.WARNING
     assert found["HOST002"].ranks == (0, 1, 2)
-    assert "Rank 1 is a straggler" in found["RANK001"].message  # that is what was measured
+    wording(found["RANK001"].message)
     assert found["RANK001"].severity is Severity.INFO
-    assert "by replay after HOST002" in found["RANK001"].message
+    wording(found["RANK001"].message)
 
 
 def test_the_same_waits_for_slow_kernels_make_a_straggler():
@@ -86,13 +86,13 @@ def test_the_same_waits_for_slow_kernels_make_a_straggler():
     assert "HOST002" not in found
 
 
-def test_a_slow_group_of_which_a_rank_has_no_trace_may_wait_for_that_rank():
+def test_a_slow_group_of_which_a_rank_has_no_trace_may_wait_for_that_rank(wording):
     # Group 1 is slower than groups 0 and 2, as with a slow link. Without rank 3, rank 2 may only wait for that rank.
     whole, rules = slow_link_run(3, 6, 3), [SlowLink(min_bandwidth_bytes_per_s=0)]
     others = drawn_traces.run(*(trace for trace in whole.traces() if trace.rank != 3))
     (found,), (doubtful,) = check(whole, rules).findings, check(others, rules).findings
     assert "without a trace" not in found.message
-    assert "Or ranks without a trace arrive late" in doubtful.message
+    wording(doubtful.message)
     assert doubtful.confidence < found.confidence
 
 

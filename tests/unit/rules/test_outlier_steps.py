@@ -25,22 +25,19 @@ def subjects(run):
     return {found.subject for found in judge(run, DoubtfulTrace)}
 
 
-def test_a_pause_of_one_rank_names_step_rank_and_cost():
+def test_a_pause_of_one_rank_names_step_rank_and_cost(wording):
     # step     0         1                      2
     # compute  aA.. aA.. b......B bbbb (rank 1: b, 40 of nothing, B)
     (found,) = judge(stalled_run("", "late", ""))
     assert (found.severity, found.ranks, found.steps) == (Severity.WARNING, (1,), (1,))
     assert found.cost_ns == STALL_NS // 3
-    assert "Step 1 takes 2 ms longer than the others (2 ms)" in found.message
-    assert "the host of rank 1 stalls for 1.95 ms, while it is in Python or not scheduled" in found.message
-    assert "once in 3 profiled steps, so it may be rare" in found.message
+    wording(found.message)
 
 
-def test_a_stop_of_all_ranks_names_no_rank():
+def test_a_stop_of_all_ranks_names_no_rank(wording):
     (found,) = judge(stalled_run("late", "late", "late"))
     assert found.ranks == ()
-    assert "the host of every rank stalls" in found.message
-    assert "as in a save, an evaluation or logging without a span" in found.message
+    wording(found.message)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +72,11 @@ def test_a_stall_in_a_save_is_not_an_outlier():
     assert judge(stalled_run("late", "late", doing=(("dcp.save", "annotation", 0, 39),))) == ()
 
 
-def test_a_first_use_in_the_first_step_is_warm_up_and_no_outlier():
+def test_a_first_use_in_the_first_step_is_warm_up_and_no_outlier(wording):
     run = stalled_run("late", "late", doing=(("cudaMalloc", "runtime", 0, 39),), step=0)
     (found,) = judge(run, ColdStart)
     assert (found.severity, found.cost_ns, found.steps) == (Severity.INFO, 0, (0,))
-    assert "The first profiled step (0) is warm-up" in found.message
+    wording(found.message)
     assert judge(run) == ()
 
 

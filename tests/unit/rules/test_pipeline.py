@@ -54,10 +54,10 @@ def test_stages_of_which_one_has_no_time_of_its_own_are_not_compared(monkeypatch
     assert judge(pipeline_examples.uneven(), "PIPE002") == ()
 
 
-def test_the_slow_stage_is_named_with_the_layers_to_move():
+def test_the_slow_stage_is_named_with_the_layers_to_move(wording):
     (found,) = judge(pipeline_examples.uneven(), "PIPE002")
     assert found.ranks == (1,)
-    assert found.fix == "Move layer 2 to stage 0: layers per stage 3, 3 instead of 2, 4."
+    wording(found.fix)
     # With 3 ns per forward and 3 layers a stage the pipeline takes 18 instead of 21.
     assert found.cost_ns == 3000
 
@@ -106,12 +106,12 @@ def test_the_longest_stage_of_an_overloaded_rank_is_named():
     assert balance.slowest == 1  # although stage 2 of its rank gives the layer
 
 
-def test_slow_layers_are_reported_where_no_layer_can_be_moved():
+def test_slow_layers_are_reported_where_no_layer_can_be_moved(wording):
     small_head = {"vocabulary": 1, "width": 1, "layers": 2, "parameters": 2002}
     one_each = drawn_pipelines.run(pipeline_examples.UNEVEN, pipeline={"stage_layers": [[0], [1]]}, model=small_head)
     (found,) = judge(one_each, "PIPE002")
     assert "2.00 times as long" in found.message
-    assert "No whole layer can be moved" in found.fix
+    wording(found.fix)
 
 
 def test_twice_the_micro_batches_save_half_of_the_bubble_of_the_schedule():
@@ -120,9 +120,9 @@ def test_twice_the_micro_batches_save_half_of_the_bubble_of_the_schedule():
     assert "4 micro-batches" in found.message
 
 
-def test_a_schedule_with_small_bubbles_does_not_hide_few_micro_batches():
+def test_a_schedule_with_small_bubbles_does_not_hide_few_micro_batches(wording):
     (found,) = judge(drawn_pipelines.run(pipeline_examples.FEW_ZERO_BUBBLE), "PIPE003")
-    assert "2 micro-batches are few for 2 pipeline ranks" in found.message
+    wording(found.message)
     assert judge(pipeline_examples.even(), "PIPE003") == ()  # three micro-batches for two ranks
 
 
@@ -143,10 +143,10 @@ def test_a_tensor_parallel_group_across_nodes_is_one_finding():
     assert (found.code, found.cost_ns) == ("TP001", 6400)
 
 
-def test_exposed_tensor_parallel_time_is_stated_per_layer():
+def test_exposed_tensor_parallel_time_is_stated_per_layer(wording):
     (found,) = judge(pipeline_examples.tensor_parallel(pipeline_examples.EXPOSED_TP))
     assert (found.code, found.cost_ns) == ("TP002", 8000)
-    assert "8 µs for each of 1 passes of a micro-batch through a layer" in found.message
+    wording(found.message)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_rule_does_not_report_its_example_without_the_fault(rule):
 def test_all_facts_that_a_rule_reads_are_declared(rule):
     run = EXAMPLES[rule.code].fires()
     run.measure(rule.facts)
-    run._loaded.clear()
+    run._loaded.traces.clear()
     run.sources = tuple(dataclasses.replace(source, read=fail_to_read) for source in run.sources)
     assert run.table(rule.facts[0]).height >= 0
     assert list(with_thresholds(rule).check(run))
@@ -109,7 +109,7 @@ def is_well_formed(finding: Finding) -> None:
 cells = st.lists(st.sampled_from("ab.x"), min_size=12, max_size=12).map("".join)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=3))
 def test_findings_on_any_timeline_are_well_formed(ranks):
     traces = [
@@ -126,7 +126,7 @@ def test_findings_on_any_timeline_are_well_formed(ranks):
         assert set(finding.ranks) <= set(range(len(ranks)))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3), st.integers(0, 3))
 def test_a_run_with_overlapped_communication_has_no_findings(lengths, overlapped):
     # Steps of similar lengths without idle time, with a collective that compute overlaps.

@@ -33,6 +33,7 @@ from tracekit.report import html
 from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
+from tracekit.rules.registry import RULES
 from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
@@ -48,7 +49,15 @@ def reports(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path):
+def few_rules(monkeypatch):
+    """Check with a few rules: what is cached of a report depends on none of them."""
+    rules = tuple(rule for rule in RULES if rule.code in ("COMM001", "COMM002", "DATA001", "IDLE001", "MEM001"))
+    for module in (engine, keys):
+        monkeypatch.setattr(module, "all_rules", lambda: rules)
+
+
+@pytest.fixture
+def run(tmp_path, few_rules):
     folder = tmp_path / "run"
     recorded.write_run(folder, kernel="gemm")
     return folder
@@ -402,7 +411,7 @@ def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
     assert disk_cache.plugin_hash(plugin.Rule) != before
 
 
-def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run):
+def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run, wording):
     report_cache.report(str(run))
     cached = report_cache.report(str(run))
     time.sleep(0.01)
@@ -412,7 +421,7 @@ def test_traces_of_a_changed_run_are_not_combined_with_its_cached_report(run):
         lambda: cached.run.table(_names),
         lambda: list(cached.run.traces()),
     ):
-        with pytest.raises(InputError, match="changed since it was checked; open it again"):
+        with wording.raises(InputError):
             read_again()
     assert cached.run.ranks == (0, 1)  # the run is shared: no rank is marked as unreadable
     assert cached.run.data_quality.is_empty()

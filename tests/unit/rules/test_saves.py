@@ -44,9 +44,9 @@ def test_without_step_times_the_severity_is_information():
     assert (found.severity, found.impact) == (Severity.INFO, 0.0)
 
 
-def test_the_message_states_the_write_rate():
+def test_the_message_states_the_write_rate(wording):
     run = save_run({"write": 400, "total": 500}, columns={"write": {"bytes": 4 * 10**6}})
-    assert "rank 0 writes 3.81 MiB at 10 MB/s" in judge(run, save_stalls.SlowStorage)[0].message
+    wording(judge(run, save_stalls.SlowStorage)[0].message)
 
 
 def test_the_straggling_writer_is_named_and_first_in_the_evidence():
@@ -56,10 +56,10 @@ def test_the_straggling_writer_is_named_and_first_in_the_evidence():
     assert found.evidence.select("rank", "stage").row(0) == (1, "write")
 
 
-def test_many_small_tensors_are_recognized_by_the_bytes_that_are_not_tensor_data():
+def test_many_small_tensors_are_recognized_by_the_bytes_that_are_not_tensor_data(wording):
     columns = {"stage": {"bytes": 40}, "write": {"bytes": 100}}
     run = save_run({"stage": 5, "serialize": 400, "write": 50, "total": 500}, columns=columns)
-    assert "60.0% of the bytes of rank 0 are not tensor data" in judge(run, save_stalls.SerializedSave)[0].message
+    wording(judge(run, save_stalls.SerializedSave)[0].message)
 
 
 def test_counters_distinguish_waiting_for_the_gil_from_waiting_for_a_core():
@@ -91,14 +91,13 @@ def test_a_background_save_that_does_not_slow_steps_is_not_reported():
     assert judge(rule_examples.background_save_run(after_ms=105), background_save.GilContention) == ()
 
 
-def test_a_blocking_call_is_reported_with_its_longest_part():
+def test_a_blocking_call_is_reported_with_its_longest_part(wording):
     run = save_run(
         {"stage": 400, "total": 500, "complete": 900},
         columns={"complete": {"blocking": False}},
     )
     (found,) = judge(run, background_save.BlockingBackgroundSave)
-    assert "blocks training for 500 ms (step-2, complete after 900 ms)" in found.message
-    assert "device-to-host, 400 ms" in found.message
+    wording(found.message)
     assert found.impact == pytest.approx(0.2)
 
 
@@ -140,6 +139,6 @@ def test_checkpoints_of_the_instrumented_trainers_are_verified():
     assert judge(run, checkpoint_policy.UnverifiedShards) == ()
 
 
-def test_bytes_that_more_than_one_rank_writes_to_a_file_are_counted_without_the_first():
+def test_bytes_that_more_than_one_rank_writes_to_a_file_are_counted_without_the_first(wording):
     (found,) = judge(EXAMPLES["CKPT017"].fires(), checkpoint_policy.SeveralWriters)
-    assert "2 ranks write the same file (step-2 (step 2)): 8 B of 16 B are written more than once." in found.message
+    wording(found.message)

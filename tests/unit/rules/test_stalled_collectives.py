@@ -24,17 +24,14 @@ def judge(run, *rules):
     return check(run, rules or [StalledCollective()]).findings
 
 
-def test_a_single_long_collective_names_step_group_and_cost():
+def test_a_single_long_collective_names_step_group_and_cost(wording):
     # step     0    1 …  4                5
     # compute  aa..      aa               aa
     # comm       xx        xxxx…xxxx        xx    60 instead of 2, on both ranks
     (found,) = judge(all_reduce_run(*STALLED))
     assert (found.severity, found.ranks, found.steps, found.subject) == (Severity.WARNING, (0, 1), (4,), "")
     assert found.cost_ns == EXCESS_NS // 7
-    assert "Step 4 takes 2.9 ms longer than the others (250 µs)" in found.message
-    assert "one all-reduce of 1 KiB of the group 0 takes 3 ms instead of 100 µs" in found.message
-    assert "the traces do not show which" in found.message
-    assert "once in 7 profiled steps" in found.message
+    wording(found.message)
     row = found.evidence.row(0, named=True)
     assert (row["step"], row["transfer_ns"], row["usual_ns"]) == (4, 60 * UNIT_NS, 2 * UNIT_NS)
 
@@ -47,19 +44,19 @@ def test_a_collective_that_waits_for_a_late_rank_does_not_stall():
     assert late.table(stalled_collectives.stalled_calls).is_empty()
 
 
-def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late():
+def test_without_the_trace_of_a_member_it_is_unknown_whether_a_rank_came_late(wording):
     (found,) = judge(all_reduce_run(*STALLED, ranks=(0,)))
     assert (found.severity, found.subject, found.confidence) == (Severity.WARNING, "untraced ranks", 0.5)
-    assert "it is unknown whether a rank arrived late" in found.message
+    wording(found.message)
     assert found.cost_ns == EXCESS_NS // 7
 
 
-def test_a_rank_whose_host_does_nothing_while_others_go_on_is_named():
+def test_a_rank_whose_host_does_nothing_while_others_go_on_is_named(wording):
     busy = tuple((f"op{at}", "cpu_op", at, at + 4) for at in range(22, 82, 5))
     (found,) = judge(all_reduce_run(*STALLED, doing={0: busy}))
     assert (found.ranks, found.subject) == ((1,), "ranks 1")
-    assert "Meanwhile the host of rank 1 does nothing: its process was stopped or got no CPU time" in found.message
-    assert "rank 1 at that time" in found.fix
+    wording(found.message)
+    wording(found.fix)
     (both,) = judge(all_reduce_run(*STALLED, doing={0: busy, 1: busy}))
     assert both.subject == ""
 
@@ -90,7 +87,9 @@ def test_a_host_that_stalls_is_one_fault(tmp_path: Path):
     assert [(each.code, each.ranks, each.steps) for each in findings] == [("STEP001", (1,), (4,))]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "yafsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(other, marks=pytest.mark.accuracy) for other in ("ddp", "yafsdp"))]
+)
 def test_the_price_of_a_simulated_stall_is_what_truth_says(strategy: str, tmp_path: Path):
     known = written(job(strategy, steps=8, gpus=4, ranks_written=4), tmp_path, "stalled-collective").known_faults[0]
     report = check(tracekit.load(str(tmp_path), cache=False))

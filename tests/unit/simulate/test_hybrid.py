@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tracekit
+from tests.support.wording import Wording
 from tests.unit.simulate.jobs import pipelined, written
 from tracekit.analysis.parallelism import pipeline_bubbles
 from tracekit.conventions.strategies import ALL_REDUCE, RING_PASSES
@@ -175,11 +176,11 @@ def _splits(job: Job, rank: int) -> Iterator[tuple[tuple[int, ...], tuple[int, .
             yield kernel.collective.splits
 
 
-def test_a_layer_is_moved_from_the_stage_that_has_most() -> None:
+def test_a_layer_is_moved_from_the_stage_that_has_most(wording: Wording) -> None:
     layout = laid_out(gpus=4, model=models.find("llama2-7b", layers=10), pp=4)
     assert layout.stage_layers == (3, 3, 2, 2)
     assert move_layers(layout, stage=2, layers=1).stage_layers == (3, 2, 3, 2)
-    with pytest.raises(ValueError, match="no stage has a layer to give"):
+    with wording.raises(ValueError):
         move_layers(layout, stage=2, layers=9)
 
 
@@ -239,14 +240,16 @@ def test_an_impossible_layout_is_refused(changes: dict[str, int], message: str) 
         pipelined(**changes)  # type: ignore[arg-type]
 
 
-def test_faults_of_one_kind_of_job_are_refused_in_the_other() -> None:
-    with pytest.raises(InputError, match="slow-stage needs a layout"):
+def test_faults_of_one_kind_of_job_are_refused_in_the_other(wording: Wording) -> None:
+    with wording.raises(InputError):
         faults.inject(replace(pipelined(2, pp=2), hybrid=None), [faults.parse("slow-stage")])
-    with pytest.raises(InputError, match="no-prefetch is not simulated with --pp"):
+    with wording.raises(InputError):
         faults.inject(pipelined(2, pp=2), [faults.parse("no-prefetch")])
 
 
-def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(tmp_path: Path) -> None:
+def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(
+    tmp_path: Path, wording: Wording
+) -> None:
     # stage 0   F0 .. F1 .. F2         .. the host reads the result and processes it
     job = pipelined(8, pp=4, layers=4, micro_batches=8)
     done = written(job, tmp_path, "read-each-action")
@@ -254,7 +257,7 @@ def test_a_host_that_reads_each_result_is_found_as_the_host_half_of_the_bubble(t
     found = check(run, [rule() for rule in RULES if rule.code.startswith("PIPE")]).findings
     assert [each.code for each in found if each.severity is Severity.WARNING] == ["PIPE001"]
     assert found[0].cost_ns == pytest.approx(done.known_faults[0].cost_ns, rel=0.1)
-    assert "Let the host launch ahead" in found[0].fix
+    wording(found[0].fix)
     bubbles = run.table(pipeline_bubbles.pipeline_bubbles)
     assert bubbles["host_ns"].sum() > 5 * bubbles["communication_ns"].sum()
 

@@ -205,14 +205,14 @@ def test_what_would_run_forever_is_stopped_in_time(run, sql):
     began_s, before = time.monotonic(), set(threading.enumerate())
     with pytest.raises(InputError, match=r"stopped after 0\.3 s"):
         tracekit.query(run, sql, timeout_s=0.3)
-    assert time.monotonic() - began_s < 30  # a hang would be caught, a busy machine is not
+    assert time.monotonic() - began_s < 120  # a hang would be caught, a busy machine is not
     assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("sql", HUGE.values(), ids=HUGE)
-def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(run, folder, sql):
+def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(run, folder, sql, wording):
     before = set(folder.iterdir())
-    with pytest.raises(InputError, match=r"needs more than|larger than"):
+    with wording.raises(InputError):
         tracekit.query(run, sql, memory_bytes=50 << 20, timeout_s=120)
     assert set(folder.iterdir()) == before
 

@@ -1,19 +1,16 @@
 """Checkpoint saves and restores: the time of each stage on each rank, costs, and which spans of a trace are saves."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import intervals, schema
+from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
-from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
+from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = (
     "checkpoint", "step", "stage", "start_ns", "dur_ns", "bytes", "blocking", "files", "calls", "path", "call",
@@ -32,39 +29,38 @@ RESTORE_COLUMNS = schema.columns(
 _FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
 
 COST_COLUMNS = schema.columns("window saves blocked_ns lost_ns window_ns steps reference_ns")
+"""The facts of a rule that reads steps without saves."""
+PLACE = ("window", "rank", "step", "device")
 
 
 @trace_fact
 def saves(trace: Trace) -> pl.DataFrame:
-    """Return the stages of this rank's saves from the checkpoint log.
+    """Stages of this rank's saves from the checkpoint log.
 
     Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log covers the whole run, so every
     window of a rank returns the same rows.
     """
-    return _operation(trace, conventions.SAVE)
+    is_save = columns.flags(trace.checkpoints["operation"] == conventions.SAVE)
+    return columns.where(trace.checkpoints[list(COLUMNS)], is_save)
 
 
 @trace_fact
 def loads(trace: Trace) -> pl.DataFrame:
-    """Return the stages of this rank's loads, with the columns of `saves`."""
-    return _operation(trace, conventions.LOAD)
-
-
-def _operation(trace: Trace, operation: str) -> pl.DataFrame:
-    stages = trace.checkpoints.select(*COLUMNS)
-    return stages.filter(trace.checkpoints["operation"] == operation) if stages.height else stages
+    """Stages of this rank's loads, with the columns of `saves`."""
+    is_load = columns.flags(trace.checkpoints["operation"] == conventions.LOAD)
+    return columns.where(trace.checkpoints[list(COLUMNS)], is_load)
 
 
 @trace_fact
 def step_times(trace: Trace) -> pl.DataFrame:
-    """Return the step times of the metrics log. Columns step, step_time_ns; one row per step."""
+    """Step times of the metrics log. Columns step, step_time_ns; one row per step."""
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select("step", step_time_ns="value")
 
 
 @trace_fact
 @memoize
 def save_spans(trace: Trace) -> pl.DataFrame:
-    """Return the spans of the trace that are saves: the recorder's own, and others recognized by name.
+    """Spans of the trace that are saves: the recorder's own, and others recognized by name.
 
     Columns SPAN_COLUMNS; one row per span of time that the host spends in saves, named after its first slice. `step` is
     the step in whose host window it begins; null outside steps. The trace shows copies from the device (`copied_ns`,
@@ -80,12 +76,34 @@ def save_spans(trace: Trace) -> pl.DataFrame:
         return schema.empty(SPAN_COLUMNS)
     first = np.searchsorted(slices["start_ns"].to_numpy(), merged[:, 0], side="left")
     dur_ns = pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64)
-    return slices[first].select("step", "name", "start_ns", dur_ns, *_inside(trace, merged))
+    work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
+    from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
+    pageable = from_device.filter(name.str.contains("Pageable", literal=True))
+    span_row = np.searchsorted(merged[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
+    within = (span_row >= 0) & (pageable["start_ns"].to_numpy() < merged[np.maximum(span_row, 0), 1])
+    sizes = np.bincount(span_row[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(merged))
+    python = trace.ops.filter(kind == "python")
+
+    def coverage_ns(rows: pl.DataFrame) -> npt.NDArray[np.int64]:
+        return intervals.coverage(merged, intervals.from_table(rows))
+
+    inside = (
+        ("copied_ns", coverage_ns(from_device), trace.on_device),
+        ("pageable_bytes", sizes.astype(np.int64), trace.on_device),
+        ("collective_ns", coverage_ns(work.filter(kind == "communication")), True),
+        ("idle_ns", merged[:, 1] - merged[:, 0] - coverage_ns(work), trace.on_device),
+        ("write_ns", coverage_ns(python.filter(name.str.contains(_WRITE_FUNCTION))), python.height > 0),
+        ("fsync_ns", coverage_ns(python.filter(name.str.contains(_FSYNC_FUNCTION))), python.height > 0),
+    )
+    columns_inside = [
+        pl.Series(label, values if is_known else [None] * len(merged), pl.Int64) for label, values, is_known in inside
+    ]
+    return slices[first].select("step", "name", "start_ns", dur_ns, *columns_inside)
 
 
 @run_fact
 def restores(run: Run) -> pl.DataFrame:
-    """Return the loads of a run, each over all its ranks; one row per load, in order of time. Columns RESTORE_COLUMNS.
+    """Loads of a run, each over all its ranks; one row per load, in order of time. Columns RESTORE_COLUMNS.
 
     `rank` is the slowest, `dur_ns` its time. `unique_bytes` is the size of the checkpoint: for a single file the most
     that a rank reads of it, else the size in its metadata; null where neither is known. `amplification` is what all
@@ -152,39 +170,64 @@ def save_costs(run: Run) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=COST_COLUMNS, orient="row")
 
 
-def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
-    """Yield what happens inside each span, the last columns of SPAN_COLUMNS."""
-    work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
-    from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
-    pageable = from_device.filter(name.str.contains("Pageable", literal=True))
-    span_row = np.searchsorted(spans[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
-    within = (span_row >= 0) & (pageable["start_ns"].to_numpy() < spans[np.maximum(span_row, 0), 1])
-    sizes = np.bincount(span_row[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(spans))
-    python = trace.ops.filter(kind == "python")
-    lengths = spans[:, 1] - spans[:, 0]
-    on_device, stacks = trace.on_device, python.height > 0
-
-    def column(label: str, values: npt.NDArray[np.int64], *, is_known: bool = True) -> pl.Series:
-        return pl.Series(label, values if is_known else [None] * len(spans), pl.Int64)
-
-    yield column("copied_ns", _coverage_ns(spans, from_device), is_known=on_device)
-    yield column("pageable_bytes", sizes.astype(np.int64), is_known=on_device)
-    collectives = work.filter(kind == "communication")
-    yield column("collective_ns", _coverage_ns(spans, collectives))
-    yield column("idle_ns", lengths - _coverage_ns(spans, work), is_known=on_device)
-    for label, function in (("write_ns", _WRITE_FUNCTION), ("fsync_ns", _FSYNC_FUNCTION)):
-        yield column(label, _coverage_ns(spans, python.filter(name.str.contains(function))), is_known=stacks)
+FACTS: tuple[TraceFact, ...] = (breakdown.by_step, save_spans)
 
 
-def _coverage_ns(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
-    return intervals.coverage(spans, intervals.from_table(rows))
+def steps(run: Run) -> pl.DataFrame:
+    """Breakdown of the steps without saves: columns window, rank and those of `breakdown.by_step`.
+
+    A trace without marked steps is one step, null.
+    """
+    return without_saves(run, run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0))
+
+
+def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows (with columns window and step) of steps in which no rank saves."""
+    saving = run.table(save_spans).select("window", "step")
+    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
+
+
+def representative_step(run: Run, rows: pl.DataFrame | None = None) -> dict[str, int | None] | None:
+    """Step of a run to look at first, a row of `rows`; None where there are no steps.
+
+    Of the slowest rank, it is the step nearest to its median, without steps that save unless all of them do. `rows`, by
+    default the marked steps of the breakdown, has the columns of `breakdown.representative_step`, and window.
+    """
+    table = run.table(breakdown.by_step).drop_nulls("step") if rows is None else rows
+    rest = without_saves(run, table)
+    return breakdown.representative_step(rest if rest.height else table)
+
+
+def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Loss of each step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
+
+    A trace without marked steps is one step, null, also with a save in it.
+
+    Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
+    """
+    sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
+    saving = run.table(save_spans).select("window", "step").drop_nulls("step")
+    return (
+        _step_times(run)
+        .join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
+        .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("lost_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )
 
 
 def _reference_ns(lengths: dict[int | None, int], saving: set[int]) -> int | None:
-    """Return the median of the steps without saves, if possible without those after saves; never of the first step."""
+    """Median of the steps without saves, if possible without those after saves; never of the first step."""
     marked = {step: ns for step, ns in lengths.items() if step is not None}
     for left_out in (saving | {step + 1 for step in saving}, saving):
         plain_ns = sorted(ns for step, ns in marked.items() if step not in left_out and step != min(marked))
         if plain_ns:
             return plain_ns[(len(plain_ns) - 1) // 2]
     return None
+
+
+@memoize
+def _step_times(run: Run) -> pl.DataFrame:
+    """Return these columns of all steps: many rules read them, and of many ranks the whole table is in files."""
+    steps = run.scan(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    return steps.select(*PLACE, "start_ns", "duration_ns").collect()

@@ -14,10 +14,9 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.fact import run_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
-from tracekit.model.trace import Trace
 
 # One call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
@@ -57,7 +56,7 @@ class PlanningInputs:
 
 @run_fact
 def stages(run: Run) -> pl.DataFrame:
-    """Return the log lines of all saves, without duplicates, with the files of one save grouped.
+    """Log lines of all saves, without duplicates, with the files of one save grouped.
 
     Columns save, window, rank and those of `save_stages.saves`; one row per line of the log. A save by torch.save or
     safetensors is everything written after one step into one folder.
@@ -75,7 +74,7 @@ def stages(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return the times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
+    """Times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
 
     `blocked_ns` is the blocked time of the training thread, and `stages_ns` the sum of its stages; `written_ns` runs to
     the end of all work, and `durable_ns` is the same where every file was synced after its last byte. `storage_ns` is
@@ -124,7 +123,7 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 @run_fact
 def by_save(run: Run) -> pl.DataFrame:
-    """Return the saves of a run; one row per save, in order of time.
+    """Saves of a run; one row per save, in order of time.
 
     Columns save, step, start_ns, ranks, background, blocked_ns, written_ns, durable, durable_ns, bytes (the longest
     over ranks and, of bytes, the sum), bytes_per_s (all bytes over the longest time in writing and syncing; null where
@@ -148,7 +147,10 @@ def by_save(run: Run) -> pl.DataFrame:
         .then(pl.col("bytes").sum() / (pl.col("storage_ns").max() / 1e9))
         .alias("bytes_per_s"),
     )
-    times, plain_ns = _step_times(run), _median_step_ns(run, table)
+    # The slowest rank's time of each step, and its median over steps without a save.
+    times = run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
+    plain = times.filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
+    plain_ns = None if plain.is_empty() else float(str(plain["step_time_ns"].median()))
     after = times.select(
         "step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("next_step_extra_ns")
     )
@@ -172,7 +174,7 @@ def by_save(run: Run) -> pl.DataFrame:
 
 
 def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return the cost of all saves after one step together; one row per step, in order of time.
+    """Cost of all saves after one step together; one row per step, in order of time.
 
     Takes rows of `by_save`, and `by_rank`. Columns step, save (that blocked longest), start_ns, interval_steps,
     interval_ns, saves (how many), blocked_ns (of the rank that all of them blocked longest) and overhead_ratio (of
@@ -189,7 +191,7 @@ def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return the columns of `by_training_step` except those of the interval."""
+    """Columns of `by_training_step` except those of the interval."""
     blocked_ns, key = pl.col("blocked_ns"), ["step", "save_without_step"]
     table = some.with_columns(save_without_step("save"))
     # Independent ranks save at the same time, so their times do not add up.
@@ -204,13 +206,13 @@ def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def save_without_step(name: str) -> pl.Expr:
-    """Return a grouping key next to the step that identifies saves without a step number: the column `name`."""
+    """Grouping key next to the step that identifies saves without a step number: the column `name`."""
     return pl.when(pl.col("step").is_null()).then(name).alias("save_without_step")
 
 
 @run_fact
 def duplicate_files(run: Run) -> pl.DataFrame:
-    """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
+    """Files that several ranks wrote in one save; one row per save and path, in order of time.
 
     Columns save, path, step, window, rank (the slowest), start_ns, dur_ns, ranks, bytes (of all) and repeated_bytes (of
     all but one).
@@ -236,7 +238,7 @@ def duplicate_files(run: Run) -> pl.DataFrame:
 
 @run_fact
 def background_slowdown(run: Run) -> pl.DataFrame:
-    """Return the training time lost during each background save; one row per save and rank with a metrics log.
+    """Training time lost during each background save; one row per save and rank with a metrics log.
 
     Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: unknown), steps
     (that ran during it), baseline_step_ns (the median step of that rank otherwise), lost_ns, python_ns (of the save in
@@ -257,7 +259,14 @@ def background_slowdown(run: Run) -> pl.DataFrame:
         pl.col("dur_ns").filter(counted).first().alias("wall_ns"),
     )
     wall, cpu, delay = pl.col("wall_ns"), pl.col("cpu_ns"), pl.col("run_delay_ns")
-    slowdowns = _concurrent_steps(run, table)
+    # The steps that ran during each background save and rank, and their extra time.
+    times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
+    by_times = times.partition_by("rank", as_dict=True)
+    counted_saves = table.drop_nulls("step").group_by("rank", maintain_order=True)
+    slowdowns = schema.concat(
+        [_concurrent_steps(saves, by_times[rank]) for rank, saves in counted_saves if rank in by_times],
+        _CONCURRENT_STEP_COLUMNS,
+    )
     return (
         table.join(counters, on=["save", "rank"], how="left", maintain_order="left")
         .join(slowdowns, on=["save", "rank"], how="inner", maintain_order="left")
@@ -277,7 +286,9 @@ def planning_inputs(run: Run) -> PlanningInputs:
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     manifest = Manifest.of(run.manifest)
     params = manifest.model.parameters
-    size = float(_median(saves, "bytes") or 0)
+    size, rate, slowest_rate, blocked_ns = (
+        float(str(saves[name].median() or 0)) for name in ("bytes", "rate", "slowest_rate", "blocked_ns")
+    )
     starts = saves["start_ns"].sort().diff().drop_nulls()
     ranks = int(str(saves["ranks"].max()))
     return PlanningInputs(
@@ -288,11 +299,11 @@ def planning_inputs(run: Run) -> PlanningInputs:
         params=params,
         checkpoint_bytes=size,
         bytes_per_param=size / params if params is not None and params > 0 else None,
-        write_bytes_per_second=float(_median(saves, "rate") or 0),
-        write_bytes_per_second_per_rank=float(_median(saves, "slowest_rate") or 0),
-        blocked_seconds=float(_median(saves, "blocked_ns") or 0) / 1e9,
+        write_bytes_per_second=rate,
+        write_bytes_per_second_per_rank=slowest_rate,
+        blocked_seconds=blocked_ns / 1e9,
         interval_seconds=_seconds(starts.median()),
-        step_seconds=_seconds(run.table(_recorded_step_times)["value"].median()),
+        step_seconds=_seconds(run.table(save_stages.step_times)["step_time_ns"].median()),
         is_durable=bool(saves["is_durable"].all()),
     )
 
@@ -307,17 +318,8 @@ _CONCURRENT_STEP_COLUMNS = {
 }  # fmt: skip
 
 
-def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
-    """Return, per background save and rank, the steps that ran during it and their extra time."""
-    times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
-    by_rank = times.partition_by("rank", as_dict=True)
-    counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
-    parts = [_concurrent_steps_of_rank(rank_saves, by_rank[rank]) for rank, rank_saves in counted if rank in by_rank]
-    return schema.concat(parts, _CONCURRENT_STEP_COLUMNS)
-
-
-def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
-    """Return `_concurrent_steps` of one rank, from its background saves and its steps in order."""
+def _concurrent_steps(rank_saves: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+    """Steps that ran during the background saves of one rank, and their extra time; `times` are its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
     saved = rank_saves["step"].to_numpy()
     # Step starts are not logged: the next step begins when the save unblocks training.
@@ -338,20 +340,8 @@ def _concurrent_steps_of_rank(rank_saves: pl.DataFrame, times: pl.DataFrame) -> 
     return concurrent.filter(pl.col("steps") > 0).pipe(schema.select, _CONCURRENT_STEP_COLUMNS)
 
 
-def _step_times(run: Run) -> pl.DataFrame:
-    """Return the time of each step, of the slowest rank."""
-    return run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
-
-
-def _median_step_ns(run: Run, table: pl.DataFrame) -> float | None:
-    """Return the median time of the steps without a save, of the slowest rank; None where unknown."""
-    plain = _step_times(run).filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
-    median = plain["step_time_ns"].median()
-    return None if median is None else float(str(median))
-
-
 def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
-    """Return the steps between saves; for a single save, those of this run before it; None where unknown.
+    """Steps between saves; for a single save, those of this run before it; None where unknown.
 
     A resumed run begins at another step than 0.
     """
@@ -362,16 +352,11 @@ def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
 
 
 def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
-    """Return the training time between saves, from steps or else from the clock; None where unknown."""
+    """Training time between saves, from steps or else from the clock; None where unknown."""
     if plain_ns and steps:
         return round(steps * plain_ns)
     between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()
     return round(float(str(between.median()))) if len(between) else None
-
-
-@trace_fact
-def _recorded_step_times(trace: Trace) -> pl.DataFrame:
-    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(pl.col("value").cast(pl.Float64))
 
 
 def _bandwidths_by_save(stages: pl.DataFrame) -> pl.DataFrame:
@@ -402,10 +387,6 @@ def _bandwidths_by_save(stages: pl.DataFrame) -> pl.DataFrame:
         pl.col("is_durable").all(),
         pl.len().alias("ranks"),
     )
-
-
-def _median(table: pl.DataFrame, column: str) -> Any:
-    return table[column].median()
 
 
 def _seconds(ns: Any) -> float | None:

@@ -57,7 +57,7 @@ _WAITED_RATIO = 0.5
 
 @run_fact
 def parts(run: Run) -> pl.DataFrame:
-    """Return the parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
+    """Parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
 
     `clock` is BLOCKED for the training thread, BACKGROUND for the rest. `rank` and `stage` are those with most of that
     kind; `whole_ns` is the longest total over ranks and `ratio` the kind's share of it. `envelope_ratio` is the share
@@ -68,10 +68,11 @@ def parts(run: Run) -> pl.DataFrame:
     if lines.is_empty():
         return schema.empty(COLUMNS)
     clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
+    counts = pl.col("bytes", "files", "calls", "run_delay_ns")
     works = (
         lines.filter(pl.col("stage") != conventions.COMPLETE)
         .group_by("save", clock, "rank", "stage", maintain_order=True)
-        .agg(pl.col("dur_ns").sum(), *(_known_sum(name) for name in ("bytes", "files", "calls", "run_delay_ns")))
+        .agg(pl.col("dur_ns").sum(), pl.when(counts.is_not_null().any()).then(counts.sum()))
     )
     rows = [
         {"save": save, "clock": clock} | part
@@ -85,13 +86,9 @@ def parts(run: Run) -> pl.DataFrame:
 
 @run_fact
 def dominant(run: Run) -> pl.DataFrame:
-    """Return the dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
+    """Dominant class of each save's stall: the largest row of `parts` per save and clock, same columns."""
     largest = run.table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
-
-
-def _known_sum(name: str) -> pl.Expr:
-    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
 def _parts(stages: pl.DataFrame) -> Iterator[dict[str, Any]]:
@@ -140,7 +137,7 @@ def _parts(stages: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def critical_path(stages: pl.DataFrame) -> pl.DataFrame:
-    """Return the stages on the critical path of one save: in each leg, those of the rank with most work.
+    """Stages on the critical path of one save: in each leg, those of the rank with most work.
 
     `stages` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
     """
@@ -152,7 +149,7 @@ def critical_path(stages: pl.DataFrame) -> pl.DataFrame:
 
 
 def _excess_ns(stages: pl.DataFrame, rank: Any) -> int:
-    """Return the slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
+    """Slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
 
     Normalized, since ranks may write different amounts: under ZeRO-1 the first data-parallel rank writes a third more.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, device_stalls, gaps, host_state, launches
+from tracekit.analysis.time import breakdown, device_stalls, host_state, launched_work
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -38,7 +38,7 @@ NEAR_NS = 20_000
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `gaps.communication_gaps`, activity_id and name of the preparation or the awaited
+    Columns COLUMNS: the first six as `communication_gaps`, activity_id and name of the preparation or the awaited
     compute (null where none); one row per piece. Causes: `host` (the next work had not been launched; detail: the
     host's state, `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their
     slowdown by concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy`
@@ -48,9 +48,9 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     adjacent (started within 20 µs of the end of the awaited work), lane_order, span, running (the work ran, and the
     collective reduces computed data).
     """
-    gap_rows = gaps.communication_gaps(trace)
+    gap_rows = launched_work.communication_gaps(trace)
     parts = [
-        _Splitter(trace, device, launches.on_device(trace, gap_rows, device)).table()
+        _Splitter(trace, device, launched_work.on_device(trace, gap_rows, device)).table()
         for device in breakdown.devices(trace)
     ]
     return schema.concat(parts, COLUMNS)
@@ -122,7 +122,7 @@ class ActivitySpans:
     launched_ns: Ints
 
     @classmethod
-    def of(cls, work: launches.WorkColumns, which: Flags) -> "ActivitySpans":
+    def of(cls, work: launched_work.WorkColumns, which: Flags) -> "ActivitySpans":
         """Return these rows of the work; an unknown launch is taken to be long ago."""
         return cls(work.id[which], work.spans[which], work.launched_ns[which])
 
@@ -159,7 +159,7 @@ class _Splitter:
         self.trace, self.device, self.gap_rows = trace, device, gap_rows
         self.gaps: Spans = intervals.from_table(gap_rows)
         self.closing_id: Ints = gap_rows["collective_id"].to_numpy()
-        self.work = launches.work_columns(trace, device)
+        self.work = launched_work.work_columns(trace, device)
         self.prepared = self._preparation()
         is_other = ~np.isin(self.work.id, self.prepared["id"].to_numpy())
         self.compute = ActivitySpans.of(self.work, is_other & self.work.computes)
@@ -168,7 +168,7 @@ class _Splitter:
 
     def _preparation(self) -> pl.DataFrame:
         """Return the preparation within each gap, with the gap's row."""
-        prepared = launches.preparation(self.trace, self.device)
+        prepared = launched_work.preparation(self.trace, self.device)
         row = columns.rows_of(self.closing_id, prepared["collective_id"].to_numpy())
         spans, gap = intervals.from_table(prepared), self.gaps[np.maximum(row, 0)] if len(self.gaps) else _NO_GAP
         inside = (row >= 0) & (spans[:, 1] > gap[:, 0]) & (spans[:, 0] < gap[:, 1])
@@ -281,7 +281,7 @@ class _Splitter:
         place = self.gap_rows.select("gap", "device", "step", "phase", "unit", "collective_id")
         frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
         row = columns.rows_of(self.work.id, which[first])
-        names = launches.work(self.trace, self.device).select("name", activity_id="id")
+        names = launched_work.work(self.trace, self.device).select("name", activity_id="id")
         return schema.select(frame.hstack(columns.rows_or_nulls(names, row)), COLUMNS)
 
 

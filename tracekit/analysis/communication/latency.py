@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.time import backward_passes, breakdown, launches, trace_columns
+from tracekit.analysis.time import backward_passes, breakdown, launched_work, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -80,7 +80,28 @@ def by_group(run: Run) -> pl.DataFrame:
     because only the first of a burst waits for ranks, and of those the ones without concurrent compute; else the lower
     quartile, from the last known arrival.
     """
-    points = _points(run)
+    # Median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns.
+    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    place = ["window", "rank", "activity_id"]
+    calls = (
+        run.table(bursts)
+        .join(waits.unique(place), on=place, how="left")
+        .with_columns(hops().alias("hops"), ring_bytes().alias("sent_bytes"))
+    )
+    calls = calls.drop_nulls(["hops", "sent_bytes"]).filter(pl.col("sent_bytes") > 0)
+    took = pl.col("dur_ns") - pl.col("wait_ns").fill_null(0)
+    follows, bare = pl.col("position") > 0, pl.col("exposed_ns") * 10 >= pl.col("dur_ns") * 9
+    points = (
+        calls.group_by("group", "group_size", "hops", "sent_bytes", maintain_order=True)
+        .agg(
+            took.filter(follows & bare).median().alias("bare_ns"),
+            took.filter(follows).median().alias("following_ns"),
+            took.quantile(0.25).alias("least_ns"),
+        )
+        .with_columns(pl.coalesce("bare_ns", "following_ns", "least_ns").alias("took_ns"))
+        .filter(pl.col("took_ns") > 0)
+        .sort("group", "group_size", "sent_bytes")
+    )
     rows = []
     for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
         model = fit(*(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
@@ -130,7 +151,7 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
 
 
 def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
-    work, arrays = launches.work(trace, device), launches.work_columns(trace, device)
+    work, arrays = launched_work.work(trace, device), launched_work.work_columns(trace, device)
     trains = ~columns.flags(work["phase"] == conventions.CHECKPOINT)
     at_ns = arrays.launched_or_start_ns
     # Preparation on the collective's own lane is not compute that it waits for.
@@ -138,7 +159,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     rows = np.flatnonzero(arrays.communicates)
     order = np.lexsort((arrays.id[rows], at_ns[rows]))
     order = order[trains[rows[order]]]
-    calls = collective_matching.with_groups(trace, launches.collectives(trace, device)[order]).drop("members")
+    calls = collective_matching.with_groups(trace, launched_work.collectives(trace, device)[order]).drop("members")
     before = np.searchsorted(np.sort(at_ns[is_compute]), at_ns[rows[order]])
     alike = calls.select(pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id())
     burst = alike.to_series().to_numpy().astype(np.int64)
@@ -177,28 +198,3 @@ def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame
 
 def _exposed_ns(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
     return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)
-
-
-def _points(run: Run) -> pl.DataFrame:
-    """Return the median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
-    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
-    place = ["window", "rank", "activity_id"]
-    calls = (
-        run.table(bursts)
-        .join(waits.unique(place), on=place, how="left")
-        .with_columns(hops().alias("hops"), ring_bytes().alias("sent_bytes"))
-    )
-    calls = calls.drop_nulls(["hops", "sent_bytes"]).filter(pl.col("sent_bytes") > 0)
-    took = pl.col("dur_ns") - pl.col("wait_ns").fill_null(0)
-    follows, bare = pl.col("position") > 0, pl.col("exposed_ns") * 10 >= pl.col("dur_ns") * 9
-    return (
-        calls.group_by("group", "group_size", "hops", "sent_bytes", maintain_order=True)
-        .agg(
-            took.filter(follows & bare).median().alias("bare_ns"),
-            took.filter(follows).median().alias("following_ns"),
-            took.quantile(0.25).alias("least_ns"),
-        )
-        .with_columns(pl.coalesce("bare_ns", "following_ns", "least_ns").alias("took_ns"))
-        .filter(pl.col("took_ns") > 0)
-        .sort("group", "group_size", "sent_bytes")
-    )

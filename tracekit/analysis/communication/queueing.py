@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
-from tracekit.analysis.time import breakdown, launches
+from tracekit.analysis.time import breakdown, launched_work
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
@@ -77,11 +77,11 @@ class _Queue:
     """The kernels of one device in launch order."""
 
     def __init__(self, trace: Trace, device: int) -> None:
-        work = launches.work_columns(trace, device)
+        work = launched_work.work_columns(trace, device)
         rows = np.flatnonzero((work.computes | work.communicates) & (work.launched_ns != sweep_line.NEVER))
         called_ns = sweep_line.at(trace.ops["start_ns"].to_numpy(), work.call[rows], sweep_line.NEVER)
         rows = rows[np.lexsort((work.id[rows], called_ns))]
-        self.work = launches.work(trace, device)[rows]
+        self.work = launched_work.work(trace, device)[rows]
         self.lane, self.spans, self.computes = work.lane[rows], work.spans[rows], work.computes[rows]
         self.latest: Ints = _latest_elsewhere(self.spans[:, 0], self.lane)
         """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""

@@ -77,7 +77,7 @@ def elementwise_chains(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def unfused_optimizer_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.
+    """Elementwise kernels that a step of Adam, AdamW or SGD launches one operator after another.
 
     Columns OPTIMIZER_COLUMNS: op (that launched it), name (of the kernel), optimizer (its class), implementation
     (foreach or for-loop), saved_ns (by the accesses to memory of a fused kernel over those of all operators of the
@@ -101,7 +101,19 @@ def unfused_optimizer_kernels(trace: Trace) -> pl.DataFrame:
         pl.col("optimizer").is_in(list(FUSED_ACCESSES)), operator.is_in(list(_ACCESSES))
     ).with_columns(operator.replace_strict(_ACCESSES, default=None, return_dtype=pl.Int64).alias("accesses"))
     is_foreach = pl.col("op").str.starts_with("aten::_foreach_")
-    priced = elementwise.join(_saved_shares(elementwise), on="slice", maintain_order="left").with_columns(
+    # Share of each step's accesses that a fused kernel saves: columns slice, saved_share. How many tensors (or lists)
+    # the step updates is the median over operators of how often each is called.
+    calls = elementwise.unique("op_id").group_by("slice", "optimizer", "op").agg(pl.len(), pl.col("accesses").first())
+    fused = pl.col("optimizer").first().replace_strict(FUSED_ACCESSES, return_dtype=pl.Int64)
+    accesses = (pl.col("len") * pl.col("accesses")).sum() / pl.col("len").median()
+    # Without momentum, SGD reads gradient and parameter and writes the parameter.
+    is_plain = (pl.col("optimizer").first() == "SGD") & (pl.len() == 1)
+    shares = calls.group_by("slice").agg(
+        (1 - pl.when(is_plain).then(accesses).otherwise(fused) / accesses).alias("saved_share")
+    )
+    priced = elementwise.join(
+        shares.with_columns(pl.col("saved_share").clip(0)), on="slice", maintain_order="left"
+    ).with_columns(
         pl.when(is_foreach).then(pl.lit(FOREACH)).otherwise(pl.lit(FOR_LOOP)).alias("implementation"),
         (pl.col("dur_ns") * pl.col("saved_share")).round().alias("saved_ns"),
     )
@@ -121,7 +133,7 @@ _FACTS: tuple[TraceFact, ...] = (
 
 @memoize
 def avoidable(trace: Trace) -> pl.DataFrame:
-    """Return the kernels that would take less time, each by its first cause.
+    """Kernels that would take less time, each by its first cause.
 
     Columns COLUMNS: cause (MISALIGNED, NO_TENSOR_CORES, UNFUSED_OPTIMIZER, UNFUSED_CHAIN, PARTIAL_WAVE); one row per
     kernel.
@@ -146,7 +158,7 @@ def _has_memory_bound_ops(trace: Trace) -> bool:
 
 
 def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
+    """Compute by stream and time, with the memory-bound call of each kernel, its result and operands."""
     ids = calls["id"]
     row = pl.Series("call_id", flops.counted_op_of_activities(trace, ids))
     called = trace.ops["id"].gather(row.set(row < 0, None)).alias("call_id")
@@ -173,19 +185,3 @@ def _kernels(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         for name in ("result", "operands")
     )
     return with_flows.join(trace.lanes.select("lane", "device"), on="lane").sort("lane", "start_ns", "activity_id")
-
-
-def _saved_shares(kernel_rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the share of each step's accesses that a fused kernel saves: columns slice, saved_share.
-
-    How many tensors (or lists) the step updates is the median over operators of how often each is called.
-    """
-    calls = kernel_rows.unique("op_id").group_by("slice", "optimizer", "op").agg(pl.len(), pl.col("accesses").first())
-    fused = pl.col("optimizer").first().replace_strict(FUSED_ACCESSES, return_dtype=pl.Int64)
-    accesses = (pl.col("len") * pl.col("accesses")).sum() / pl.col("len").median()
-    # Without momentum, SGD reads gradient and parameter and writes the parameter.
-    is_plain = (pl.col("optimizer").first() == "SGD") & (pl.len() == 1)
-    shares = calls.group_by("slice").agg(
-        (1 - pl.when(is_plain).then(accesses).otherwise(fused) / accesses).alias("saved_share")
-    )
-    return shares.with_columns(pl.col("saved_share").clip(0))

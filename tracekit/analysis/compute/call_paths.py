@@ -75,7 +75,7 @@ def dispatch_chains(trace: Trace) -> pl.Series:
 
 
 def _above(trace: Trace, is_named: nesting.Flags, forward: Ints, is_node: nesting.Flags) -> Ints:
-    """Return the named row around each row; of an autograd node, that of its operator in the forward pass."""
+    """Named row around each row; of an autograd node, that of its operator in the forward pass."""
     parent = trace_columns.parent_ids(trace)
     around = nesting.nearest(parent, is_named)
     above = np.where(parent >= 0, around[np.maximum(parent, 0)], -1)
@@ -83,7 +83,7 @@ def _above(trace: Trace, is_named: nesting.Flags, forward: Ints, is_node: nestin
 
 
 def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.Series:
-    """Return the names from the outermost row down to each of `rows`, joined; null for other rows.
+    """Names from the outermost row down to each of `rows`, joined; null for other rows.
 
     `above` is the row around each row, one of `rows` too; -1 for none.
     """
@@ -112,9 +112,9 @@ def chains(names: pl.Series, above: Ints, rows: Ints, *, separator: str) -> pl.S
 def op_modules(trace: Trace) -> pl.Series:
     """Return, for each row of the trace's ops, the path of its module, such as ``Transformer.layers.0.attention``.
 
-    Modules are those of the spans that `record --modules` opens, else of the profiler's frames such as
-    ``nn.Module: Linear_3``, whose path is that of the modules around it, else FSDP's units. A slice belongs to the
-    innermost one around it; a backward op to that of the forward op whose gradient it computes. Null outside modules.
+    Modules are those of the spans that `record --modules` opens, else of the profiler's frames (``nn.Module: Linear``),
+    whose path is that of the modules around it, else FSDP's units. A slice belongs to the innermost one around it; a
+    backward op to that of the forward op whose gradient it computes. Null outside modules.
     """
     marks, paths = _marks(trace)
     if not marks.any():

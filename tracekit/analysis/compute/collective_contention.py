@@ -4,9 +4,9 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
-from tracekit.analysis.compute import compute_gap_causes, concurrency, contention
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS, PREPARATION
-from tracekit.analysis.time import launches
+from tracekit.analysis.compute import compute_gap_causes, contention
+from tracekit.analysis.compute.contention import COMMUNICATION, COMPUTE, KINDS, PREPARATION
+from tracekit.analysis.time import launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -28,10 +28,10 @@ MAX_CALLS = 100
 
 @trace_fact
 def calls(trace: Trace) -> pl.DataFrame:
-    """Return the collectives on devices with their concurrent work, and how long compute waited for each.
+    """Collectives on devices with their concurrent work, and how long compute waited for each.
 
     Columns CALL_COLUMNS: bytes (the larger of sent and received), compute_ns (overlapped by compute), others (other
-    kinds that overlapped it most of the time, as bits of `concurrency.KINDS`; -1 where one did in part), chain (number
+    kinds that overlapped it most of the time, as bits of `contention.KINDS`; -1 where one did in part), chain (number
     of the last communication gap before it, not counting preparation and gaps up to 20 µs; -1 before the first),
     waited_ns (how long compute was idle because of it). One row per collective; empty on a CPU run.
     """
@@ -45,11 +45,11 @@ def calls(trace: Trace) -> pl.DataFrame:
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
     parts = [schema.empty(CALL_COLUMNS)]
-    for device in concurrency.device_work(trace):
+    for device in contention.device_work(trace):
         rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
         starts = device.spans[rows, 0]
-        messages = launches.collectives(trace, device.device)
+        messages = launched_work.collectives(trace, device.device)
         parts.append(
             messages.rename({"id": "activity_id", "message_bytes": "bytes"})
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
@@ -75,17 +75,22 @@ COLUMNS = {
 def compared_calls(run: Run) -> pl.DataFrame:
     """Compare the collectives of all ranks with the same collectives without concurrent compute.
 
-    Use ``run.table``. Columns window, rank, instance (below 0 where no other rank is known to share it),
-    CALL_COLUMNS', transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group
-    has a trace), alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the
-    same step if there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged
-    (whether there is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row
-    per call.
+    Use ``run.table``. Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS',
+    transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group has a trace),
+    alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the same step if
+    there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged (whether there
+    is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row per call.
     """
-    transfers = _with_transfer(run)
-    if transfers.is_empty():
+    call_key, key = ["window", "rank", "activity_id"], ["window", "instance"]
+    instances = run.table(collective_instances.waits).select(*call_key, "instance").unique(call_key)
+    rank_calls = run.table(calls).join(instances, on=call_key, how="left", maintain_order="left")
+    if rank_calls.is_empty():
         return schema.empty(COLUMNS)
-    key = ["window", "instance"]
+    # A call known on one rank only is its own instance.
+    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
+    is_whole = (pl.len().over(key) >= pl.col("group_size")).fill_null(value=False)
+    transfers = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
+    transfers = transfers.with_columns(is_whole.alias("whole"))
     last_calls = transfers.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
     facts = _compare_instances(last_calls).rename({"dur_ns": "transfer_ns"})
     joined = transfers.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
@@ -96,14 +101,14 @@ def _compare_instances(calls: pl.DataFrame) -> pl.DataFrame:
     """Compare each instance, as the last-arriving rank recorded it, with the same collective alone."""
     dur, by, other_kinds = (calls[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
     sized = calls["bytes"].is_not_null().to_numpy()
-    quiet = sized & (by <= concurrency.ALONE_RATIO * dur)
-    concurrent = sized & (other_kinds != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
+    quiet = sized & (by <= contention.ALONE_RATIO * dur)
+    concurrent = sized & (other_kinds != _MIXED) & (by >= contention.CONCURRENT_RATIO * dur)
     solo, step = quiet & (other_kinds != _MIXED), calls["step"].fill_null(-1).to_numpy()
-    exact = concurrency.compare_with_alone(
+    exact = contention.compare_with_alone(
         _same(calls, *_MESSAGE, "others"), step, dur, solo=solo, concurrent=concurrent
     )
     # A concurrent collective can only have slowed the sample, so the excess is a lower bound.
-    lower_bound = concurrency.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
+    lower_bound = contention.compare_with_alone(_same(calls, *_MESSAGE), step, dur, solo=quiet, concurrent=concurrent)
     is_judged = exact.is_judged & sized & (other_kinds != _MIXED) & ~solo
     rest = lower_bound.is_judged & sized & (other_kinds == 0) & ~quiet & ~is_judged
     return calls.select(
@@ -127,11 +132,23 @@ def _same(calls: pl.DataFrame, *names: str) -> Ints:
 def by_step(run: Run) -> pl.DataFrame:
     """Return `contention.by_step` for collectives with concurrent compute, and the compute that waited.
 
-    Use ``run.table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of
-    overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
-    that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
+    Use ``run.table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of overlapped
+    time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses that
+    delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
-    compared = _with_inferred_loss(run.table(compared_calls)).sort("window", "rank", "start_ns")
+    calls = run.table(compared_calls)
+    is_judged = pl.col("judged")
+    sums = calls.group_by("rank").agg(
+        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
+        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
+    )
+    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
+    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
+    compared = (
+        calls.join(
+            sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
+        ).with_columns(inferred.alias("inferred_ns"))
+    ).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     bound = pl.col("so_far_ns") + pl.col("later_ns")
@@ -160,19 +177,6 @@ def by_step(run: Run) -> pl.DataFrame:
     )
 
 
-def _with_inferred_loss(calls: pl.DataFrame) -> pl.DataFrame:
-    is_judged = pl.col("judged")
-    sums = calls.group_by("rank").agg(
-        pl.col("compute_ns").filter(is_judged).sum().alias("together_ns"),
-        pl.col("excess_ns").filter(is_judged).sum().alias("more_ns"),
-    )
-    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
-    inferred = pl.when(is_judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
-    return calls.join(
-        sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
-    ).with_columns(inferred.alias("inferred_ns"))
-
-
 @run_fact
 def all_pairs(run: Run) -> pl.DataFrame:
     """Return `contention.pairs` including collectives with concurrent compute; use ``run.table``."""
@@ -182,7 +186,7 @@ def all_pairs(run: Run) -> pl.DataFrame:
 
 @run_fact
 def bandwidths(run: Run) -> pl.DataFrame:
-    """Return the bus bandwidth of collectives by kind and size, alone and with concurrent compute.
+    """Bus bandwidth of collectives by kind and size, alone and with concurrent compute.
 
     Use ``run.table``. Columns op, group, group_size, dtype, bytes, alone_calls, concurrent_calls, alone_ns,
     concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
@@ -224,9 +228,9 @@ def contention_by_phase(run: Run) -> pl.DataFrame:
 
 @run_fact
 def costliest_calls(run: Run) -> pl.DataFrame:
-    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
+    """Calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.table``.
 
-    Columns COSTLY_COLUMNS: kind and concurrent_kind (of `concurrency.KINDS`), lost_ns (duration less alone_ns, the solo
+    Columns COSTLY_COLUMNS: kind and concurrent_kind (of `contention.KINDS`), lost_ns (duration less alone_ns, the solo
     duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest
     call counts; each preparation kernel counts; each collective counts once, on the rank that waited least.
     """
@@ -255,19 +259,7 @@ def costliest_calls(run: Run) -> pl.DataFrame:
 _CASES = ("alone", "concurrent")
 
 
-def _with_transfer(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
-    key = ["window", "rank", "activity_id"]
-    instances = run.table(collective_instances.waits).select(*key, "instance").unique(key)
-    rank_calls = run.table(calls).join(instances, on=key, how="left", maintain_order="left")
-    own_instance = -1 - pl.int_range(pl.len()).cast(pl.Int64)
-    together = rank_calls.with_columns(pl.coalesce("instance", own_instance).alias("instance"))
-    return together.with_columns(
-        (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
-    )
-
-
-def _others(device: concurrency.DeviceWork, rows: Ints) -> Ints:
+def _others(device: contention.DeviceWork, rows: Ints) -> Ints:
     bits = np.zeros(len(rows), np.int64)
     dur_ns = device.dur_ns[rows]
     for kind in range(len(KINDS)):
@@ -275,7 +267,7 @@ def _others(device: concurrency.DeviceWork, rows: Ints) -> Ints:
             continue
         near = device.concurrent_ns[rows, kind]
         bits = np.where(
-            (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.CONCURRENT_RATIO * dur_ns), _MIXED, bits
+            (near > contention.ALONE_RATIO * dur_ns) & (near < contention.CONCURRENT_RATIO * dur_ns), _MIXED, bits
         )
-        bits = np.where((bits != _MIXED) & (near >= concurrency.CONCURRENT_RATIO * dur_ns), bits | (1 << kind), bits)
+        bits = np.where((bits != _MIXED) & (near >= contention.CONCURRENT_RATIO * dur_ns), bits | (1 << kind), bits)
     return bits

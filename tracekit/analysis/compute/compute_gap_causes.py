@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.communication import communication_gap_causes as causes
-from tracekit.analysis.time import breakdown, gaps, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
@@ -36,30 +36,31 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 @trace_fact
 @memoize
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
-    """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
+    """Pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
-    Columns COLUMNS: the first six as `gaps.compute_gaps`, communication_gap the number of the one whose cause the piece
+    Columns COLUMNS: the first six as `compute_gaps`, communication_gap the number of the one whose cause the piece
     inherits, collective_id and collective_start_ns of the collective that ran or ends that gap; one row per piece.
     Until the last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by
     then or starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is
     `host` while the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`.
     Before all that, `device_stall` and `unknown` with detail queued are as for `gap_causes`: nothing of the program
-    would keep the device idle then.
-    Where the host synchronizes with the device while a collective runs, the cause is that collective (detail
-    synchronize); where a copy runs, the copy.
+    would keep the device idle then. Where the host synchronizes with the device while a collective runs, the cause is
+    that collective (detail synchronize); where a copy runs, the copy.
     """
-    compute_gaps, before = gaps.compute_gaps(trace), causes.gap_causes(trace)
+    compute_gaps, before = launched_work.compute_gaps(trace), causes.gap_causes(trace)
     parts: list[pl.DataFrame] = []
     for device in breakdown.devices(trace):
-        device_gaps = launches.on_device(trace, compute_gaps, device)
+        device_gaps = launched_work.on_device(trace, compute_gaps, device)
         if device_gaps.height:
-            parts.append(_split(trace, device, device_gaps, launches.on_device(trace, before, device).sort("start_ns")))
+            parts.append(
+                _split(trace, device, device_gaps, launched_work.on_device(trace, before, device).sort("start_ns"))
+            )
     return schema.concat(parts, COLUMNS)
 
 
 @run_fact
 def waits_for_peers(run: Run) -> pl.DataFrame:
-    """Return the time of collectives in compute gaps until the last rank arrived; use ``run.table``.
+    """Time of collectives in compute gaps until the last rank arrived; use ``run.table``.
 
     Columns window, rank, those of `compute_gap_causes` (cause `peer`, evidence instances), peer_rank (the last arrival
     among ranks with a trace; null where unknown); one row per piece, sorted by window, rank, device and start.
@@ -78,10 +79,7 @@ def sums_across(run: Run, by: Sequence[str]) -> pl.DataFrame:
 
 
 def _with_peers_apart(run: Run) -> tuple[pl.LazyFrame, pl.LazyFrame]:
-    """Return the waiting for peers and the rest of all compute gaps, with the columns of `waits_for_peers`.
-
-    Lazy: the pieces of thousands of ranks need not be in memory at the same time.
-    """
+    """Waiting for peers and the rest of compute gaps, as `waits_for_peers`; lazy: ranks need not all fit in memory."""
     key = ["window", "instance"]
     last = run.table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
     waits = run.table(collective_instances.waits).join(last, on=key, how="left")
@@ -124,11 +122,23 @@ def chains(trace: Trace) -> pl.DataFrame:
     _, first, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
     by_cause = pieces.select("device", "step", "phase", "unit", "collective_id", "start_ns", communication_gap="gap")
     dur_ns = pieces["dur_ns"].to_numpy()
-    times = {name: np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
-    sums = {f"{name}_ns": _sums(gap, of_cause_ns) for name, of_cause_ns in times.items()}
-    sums["dur_ns"] = _sums(gap, dur_ns)
-    table = by_cause[first].hstack([pl.Series(name, values) for name, values in sums.items()])
-    return table.hstack([_waited_ns(trace, table)]).pipe(schema.select, CHAIN_COLUMNS)
+    times = {f"{name}_ns": np.where((pieces["cause"] == name).to_numpy(), dur_ns, 0) for name in _CHAIN_CAUSES}
+    sums = {name: np.bincount(gap, time_ns) for name, time_ns in (times | {"dur_ns": dur_ns}).items()}
+    table = by_cause[first].hstack([pl.Series(name, values.astype(np.int64)) for name, values in sums.items()])
+    # Time that compute waited for each communication gap: those of some length, each until the next one.
+    idle = compute_gap_causes(trace)
+    is_wait = (idle["cause"] == causes.COLLECTIVE).to_numpy() | idle["communication_gap"].is_not_null().to_numpy()
+    device, idle_device = (columns.to_ints(rows["device"], -1) for rows in (table, idle))
+    start, idle_start, idle_ns = table["start_ns"].to_numpy(), idle["start_ns"].to_numpy(), idle["dur_ns"].to_numpy()
+    is_long = table["dur_ns"].to_numpy() > causes.NEAR_NS
+    waited_ns = np.zeros(table.height, np.int64)
+    for device_number in distinct(device):
+        long = np.flatnonzero(is_long & (device == device_number))
+        long = long[np.argsort(start[long], kind="stable")]
+        waits = np.flatnonzero(is_wait & (idle_device == device_number))
+        last = sweep_line.last_until(start[long], idle_start[waits])
+        np.add.at(waited_ns, long[last[last >= 0]], idle_ns[waits][last >= 0])
+    return schema.select(table.hstack([pl.Series("waited_ns", waited_ns)]), CHAIN_COLUMNS)
 
 
 @trace_fact
@@ -143,8 +153,8 @@ def stalls_by_cause(run: Run) -> pl.DataFrame:
     """Stall time of each rank in each step, by kind of gap and cause; use ``run.table``.
 
     Columns STALL_COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
-    `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
-    per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
+    `communication_gaps`) or compute (no compute: `compute_gaps`, with waiting for peers separated). One row per device,
+    step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
@@ -161,7 +171,7 @@ def stalls_by_rank(run: Run) -> pl.DataFrame:
 
 @run_fact
 def idle_by_rank(run: Run) -> pl.DataFrame:
-    """Return the compute part of `stalls_by_rank`, which needs fewer facts; use ``run.table``."""
+    """Compute part of `stalls_by_rank`, which needs fewer facts; use ``run.table``."""
     sums = sums_across(run, ("rank", "cause"))
     return _sum_by_rank(sums.with_columns(gap_kind=pl.lit(COMPUTE)))
 
@@ -169,31 +179,6 @@ def idle_by_rank(run: Run) -> pl.DataFrame:
 _CHAIN_CAUSES = (
     causes.HOST, causes.PREPARATION, causes.CONTENTION, causes.COMPUTE, causes.COPY, causes.DEVICE_STALL, causes.UNKNOWN
 )  # fmt: skip
-
-
-def _sums(group: Ints, values: Ints) -> Ints:
-    """Return the sum of the values of each group, numbered from 0."""
-    sums = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
-    np.add.at(sums, group, values)
-    return sums
-
-
-def _waited_ns(trace: Trace, gaps: pl.DataFrame) -> pl.Series:
-    """Time that compute waited for each communication gap: those of some length, each until the next one."""
-    pieces = compute_gap_causes(trace)
-    is_collective = (pieces["cause"] == causes.COLLECTIVE).to_numpy()
-    is_wait = is_collective | (columns.to_ints(pieces["communication_gap"], -1) >= 0)
-    device, of_piece = (columns.to_ints(table["device"], -1) for table in (gaps, pieces))
-    start, piece_ns, dur_ns = gaps["start_ns"].to_numpy(), pieces["start_ns"].to_numpy(), pieces["dur_ns"].to_numpy()
-    is_long = gaps["dur_ns"].to_numpy() > causes.NEAR_NS
-    waited_ns = np.zeros(gaps.height, np.int64)
-    for device_number in distinct(device):
-        long = np.flatnonzero(is_long & (device == device_number))
-        long = long[np.argsort(start[long], kind="stable")]
-        waits = np.flatnonzero(is_wait & (of_piece == device_number))
-        last = sweep_line.last_until(start[long], piece_ns[waits])
-        np.add.at(waited_ns, long[last[last >= 0]], dur_ns[waits][last >= 0])
-    return pl.Series("waited_ns", waited_ns)
 
 
 class _Wait(NamedTuple):
@@ -206,8 +191,7 @@ class _Wait(NamedTuple):
 
 
 def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
-    """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
-    work = launches.work_columns(trace, device)
+    work = launched_work.work_columns(trace, device)
     calls = causes.ActivitySpans.of(work, work.communicates)
     copies = work.spans[work.copies]
     quiet = intervals.from_table(before)
@@ -246,14 +230,14 @@ def _split(trace: Trace, device: int | None, gaps: pl.DataFrame, before: pl.Data
     detail = np.where(queued, causes.QUEUED, np.where(is_host | synced, state, -1))
     labels = causes.Labels(cause, detail, evidence)
     collective = np.where(cause == causes.CAUSES.index(causes.COLLECTIVE), call, -1)
-    return _table(place, pieces, labels, calls, collective, _Inherited.of(before, np.where(inherits, gap, -1)))
+    return _table(place, pieces, labels, calls, collective, before, np.where(inherits, gap, -1))
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 """On a CPU run, a host in this state or a later one may be waiting for a running collective."""
 
 
-def _waits(work: launches.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
+def _waits(work: launched_work.WorkColumns, ended_by: pl.Series, calls: causes.ActivitySpans, idle: Spans) -> _Wait:
     row = columns.rows_of(work.id, columns.to_ints(ended_by, -1))
     launched_ns = sweep_line.at(work.launched_ns, row, sweep_line.NEVER)
     call = calls.ended_until(idle[:, 1])
@@ -263,42 +247,27 @@ def _waits(work: launches.WorkColumns, ended_by: pl.Series, calls: causes.Activi
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, sweep_line.NEVER), near)
 
 
-class _Inherited(NamedTuple):
-    """The piece of a communication gap whose cause each piece inherits, -1 for none; and that piece's columns."""
-
-    row: Ints
-    gap: Ints
-    collective_id: Ints
-    labels: causes.Labels
-
-    @classmethod
-    def of(cls, before: pl.DataFrame, row: Ints) -> "_Inherited":
-        texts = {"cause": causes.CAUSES, "detail": causes.DETAILS, "evidence": causes.EVIDENCES}
-        labels = causes.Labels(*(_codes(before[name], labels) for name, labels in texts.items()))
-        return cls(row, before["gap"].to_numpy(), before["collective_id"].to_numpy(), labels)
-
-
-def _codes(column: pl.Series, texts: tuple[str, ...]) -> Ints:
-    """Return the index in `texts` of each text, -1 for null."""
-    return columns.to_ints(column.cast(pl.Enum(texts)).to_physical().cast(pl.Int64), -1)
-
-
 def _table(
     place: pl.DataFrame,
     pieces: sweep_line.Pieces,
     labels: causes.Labels,
     calls: causes.ActivitySpans,
     call: Ints,
-    inherited: _Inherited,
+    before: pl.DataFrame,
+    row: Ints,
 ) -> pl.DataFrame:
-    """Return the pieces with the running collective, or the cause inherited from a communication gap."""
-    row, has = inherited.row, inherited.row >= 0
-    pairs = zip(inherited.labels, labels, strict=True)
-    labels = causes.Labels(*(np.where(has, sweep_line.at(gap_label, row, -1), label) for gap_label, label in pairs))
-    gap = sweep_line.at(inherited.gap, row, -1)
-    collective_id = np.where(has, sweep_line.at(inherited.collective_id, row, -1), sweep_line.at(calls.id, call, -1))
-    first, merged = causes.merge_adjacent(pieces, *labels, gap, collective_id)
-    frame = causes.label_pieces(place, merged, causes.Labels(*(label[first] for label in labels)))
+    """Pieces with the running collective, or the cause of the communication gap's piece at `row` of `before`."""
+    has = row >= 0
+    texts = {"cause": causes.CAUSES, "detail": causes.DETAILS, "evidence": causes.EVIDENCES}
+    codes = []
+    for label, (name, values) in zip(labels, texts.items(), strict=True):
+        code = columns.to_ints(before[name].cast(pl.Enum(values)).to_physical().cast(pl.Int64), -1)
+        codes.append(np.where(has, sweep_line.at(code, row, -1), label))
+    gap = sweep_line.at(before["gap"].to_numpy(), row, -1)
+    gap_call = sweep_line.at(before["collective_id"].to_numpy(), row, -1)
+    collective_id = np.where(has, gap_call, sweep_line.at(calls.id, call, -1))
+    first, merged = causes.merge_adjacent(pieces, *codes, gap, collective_id)
+    frame = causes.label_pieces(place, merged, causes.Labels(*(code[first] for code in codes)))
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
     called = columns.rows_or_nulls(starts, columns.rows_of(calls.id, collective_id[first]))
     return schema.select(frame.hstack([*called, columns.with_nulls(gap[first], "communication_gap")]), COLUMNS)

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs, recomputation
-from tracekit.analysis.time import trace_columns
+from tracekit.analysis.compute import kernels, op_bytes, op_flops, op_inputs
+from tracekit.analysis.time import backward_passes, trace_columns
 from tracekit.conventions import devices
 from tracekit.model import columns, nesting, schema
 from tracekit.model.fact import trace_fact
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float | None:
-        """Return the floating-point operations; None where a dimension is not known."""
+        """Floating-point operations; None where a dimension is not known."""
         flops = 2.0
         for size in self.dims.values():
             if size is None:
@@ -52,7 +52,7 @@ _IN_STEP = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions
 
 @trace_fact
 def flops(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of each step in products, convolutions and attention, saves excluded.
+    """Floating-point operations of each step in products, convolutions and attention, saves excluded.
 
     Columns step, phase, name, flops; one row per step, phase and operator. Formulas: `op_flops`. Empty where the
     profiler recorded no shapes. `coverage` says for how much of the compute time the operations are known.
@@ -64,7 +64,7 @@ def flops(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def products(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of the steps by operator and shapes: the work of a step, in any order.
+    """Floating-point operations of the steps by operator and shapes: the work of a step, in any order.
 
     Columns PRODUCT_COLUMNS; one row per operator and shapes of its inputs.
     """
@@ -75,7 +75,7 @@ def products(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def each_product(trace: Trace) -> pl.DataFrame:
-    """Return the products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
+    """Products, convolutions and attention of a trace: by the inputs of operators, else by kernels' names.
 
     Columns EACH_COLUMNS; one row per call of an operator, or per kernel outside of these whose name states its whole
     problem (`product`): its name is the kernel's, its shapes are null.
@@ -87,7 +87,7 @@ def each_product(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def counted_calls(trace: Trace) -> pl.DataFrame:
-    """Return the calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
+    """Calls whose operations or bytes are known: the outermost ones, so that nothing is counted twice.
 
     Columns COUNTED_COLUMNS: id (of ops), flops (null for operators that memory bandwidth limits), bytes (read and
     written at least: each input and output once; null where types were not recorded), dtype (element type of the first
@@ -99,21 +99,26 @@ def counted_calls(trace: Trace) -> pl.DataFrame:
     names, code = trace_columns.op_names(trace)
     has_formula = [op_flops.has_formula(name) or op_bytes.has_formula(name) for name in names]
     is_known = np.array(has_formula, np.bool_)[code] & trace_columns.is_kind(trace, "cpu_op")
-    rows = np.flatnonzero(is_known)
-    rows = rows[~np.isin(rows, _host_copies(trace))]
-    calls = trace.ops[rows].drop_nulls("shapes")
+    # A slower link limits copies from and to the host.
+    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & ~trace_columns.is_activity_named(trace, _ON_DEVICE)
+    host_copies = kernels.innermost_op(trace)[is_copy]
+    is_known[host_copies[host_copies >= 0]] = False
+    calls = trace.ops[np.flatnonzero(is_known)].drop_nulls("shapes")
     if calls.is_empty():
         return schema.empty(COUNTED_COLUMNS)
     calls = calls.hstack([_list_dtypes(trace, calls)])
     is_known = pl.col("flops").is_not_null() | pl.col("bytes").is_not_null()
-    calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).pipe(_outermost)
+    calls = calls.join(_work(calls), on=_CALL, nulls_equal=True).filter(is_known).sort("id")
+    # Slices of a thread are sorted by start, outer ones first.
+    reached_ns = (pl.col("start_ns") + pl.col("dur_ns")).cum_max().shift(1).over("lane")
+    calls = calls.filter((pl.col("start_ns") >= reached_ns).fill_null(value=True))
     is_repeated = np.isin(calls["id"].to_numpy(), _recomputed_ids(trace, calls["id"]).to_numpy())
     return schema.select(calls.with_columns(pl.Series("is_recomputed", is_repeated)), COUNTED_COLUMNS)
 
 
 @trace_fact
 def coverage(trace: Trace) -> pl.DataFrame:
-    """Return the compute time of each step whose operations are known: counted, or none of the counted kinds.
+    """Compute time of each step whose operations are known: counted, or none of the counted kinds.
 
     Columns COVERAGE_COLUMNS: known_ns, work_ns (of calls whose operations or bytes are known), compute_ns; one row per
     step. Times of concurrent kernels add up.
@@ -133,7 +138,7 @@ def coverage(trace: Trace) -> pl.DataFrame:
 
 
 def compute(trace: Trace) -> pl.DataFrame:
-    """Return the compute of a trace, and which of its work is known.
+    """Compute of a trace, and which of its work is known.
 
     Columns of activities, op and shapes (the innermost operator around the launch and its inputs, or null), is_known
     (whether its floating-point operations are known), has_work (whether they or its bytes are); one row per activity.
@@ -152,7 +157,11 @@ def compute(trace: Trace) -> pl.DataFrame:
     if trace.on_device:
         by_kernel = [name for name in kernel_names if op_flops.is_memory_bound_kernel(name)]
         memory_bound |= work["name"].is_in(by_kernel) & ~op.is_in(with_formula).fill_null(value=False)
-    is_counted, has_work = (_in_calls(trace, calls, owner) for calls in (ids, counted_calls(trace)["id"]))
+    is_counted, has_work = (
+        (counted_op_of_activities(trace, calls) >= 0)
+        | np.where(owner >= 0, _enclosing(trace, calls)[np.maximum(owner, 0)], False)
+        for calls in (ids, counted_calls(trace)["id"])
+    )
     is_named = work["id"].is_in(_by_kernel_name(trace)["id"].implode())
     is_known = pl.Series(is_counted) | memory_bound | is_named
     return work.with_columns(op, shapes, is_known=is_known, has_work=pl.Series(has_work) | is_named).filter(_IS_COMPUTE)
@@ -215,25 +224,19 @@ def has_tile_only(name: str) -> bool:
     return bool(_TILED.search(name)) and product(name) is None
 
 
-def _outermost(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls that are in no other of them."""
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    reached_ns = end_ns.cum_max().shift(1).over("lane")
-    # Slices of a thread are sorted by start, outer ones first.
-    return calls.sort("id").filter((pl.col("start_ns") >= reached_ns).fill_null(value=True))
-
-
 def _work(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the work of the distinct calls: columns name, shapes, dtypes, arguments, flops, bytes, dtype."""
+    """Work of the distinct calls: columns name, shapes, dtypes, arguments, flops, bytes, dtype."""
     kinds = calls.select(_CALL).unique(maintain_order=True)
     backward = kinds.filter(pl.col("name").is_in(op_flops.CONVOLUTION_BACKWARDS)).select("name", "shapes").rows()
     outputs = op_flops.convolution_outputs(backward)
-    rows = [
-        _product_work(call[0], call[1], call[2], call[3], outputs)
-        if op_flops.has_formula(call[0])
-        else (None, op_bytes.of_call(*call), None)
-        for call in kinds.iter_rows()
-    ]
+    rows: list[tuple[float | None, float | None, str | None]] = []
+    for name, shapes, dtypes, arguments, *rest in kinds.iter_rows():
+        if not op_flops.has_formula(name):
+            rows.append((None, op_bytes.of_call(name, shapes, dtypes, arguments, *rest), None))
+            continue
+        done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
+        moved_bytes = None if done is None else op_flops.moved_bytes(done, sizes)
+        rows.append((None if done is None else done.flops, moved_bytes, sizes.dtype))
     work = pl.DataFrame(rows, {"flops": pl.Float64, "bytes": pl.Float64, "dtype": pl.String}, orient="row")
     return kinds.hstack(work)
 
@@ -241,25 +244,16 @@ def _work(calls: pl.DataFrame) -> pl.DataFrame:
 _CALL = ["name", "shapes", "dtypes", "arguments", "strides", "list_dtype"]
 
 
-def _product_work(
-    name: str, shapes: str, dtypes: str | None, arguments: str | None, outputs: op_flops.OutputShapes
-) -> tuple[float | None, float | None, str | None]:
-    done, sizes = op_flops.work(name, shapes, arguments, outputs), op_flops.input_bytes(name, shapes, dtypes)
-    flops_of, moved = (None, None) if done is None else (done.flops, op_flops.moved_bytes(done, sizes))
-    return flops_of, moved, sizes.dtype
-
-
 def _by_kernel_name(trace: Trace) -> pl.DataFrame:
-    """Return the kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
+    """Kernels outside of counted products whose names state the whole problem: id and EACH_COLUMNS."""
     if not trace.on_device:
         return schema.empty(_NAMED_COLUMNS)
     work = trace.activities.filter(_IS_COMPUTE)
     names = work["name"].unique().to_list()
-    products = [(name, kernel_product) for name in names if (kernel_product := product(name))]
     rows = [
         (name, kernel_product.flops, kernel_product.dtype)
-        for name, kernel_product in products
-        if kernel_product.flops is not None
+        for name in names
+        if (kernel_product := product(name)) and kernel_product.flops is not None
     ]
     if not rows:
         return schema.empty(_NAMED_COLUMNS)
@@ -269,7 +263,7 @@ def _by_kernel_name(trace: Trace) -> pl.DataFrame:
         row = counted_op_of_activities(trace, counted_calls(trace).drop_nulls("flops")["id"])
         outside = trace.activities.select("id").filter(pl.Series(row < 0))
         kernel_rows = kernel_rows.join(outside, on="id", how="semi", maintain_order="left")
-    repeated = recomputation.recomputed_activities(trace) if kernel_rows.height else kernel_rows
+    repeated = backward_passes.recomputed_activities(trace) if kernel_rows.height else kernel_rows
     return kernel_rows.with_columns(
         pl.lit(None, pl.String).alias("shapes"),
         pl.lit(None, pl.Float64).alias("bytes"),
@@ -283,19 +277,11 @@ _NAMED_COLUMNS = schema.columns(
     "id step phase name shapes flops bytes dtype is_recomputed", flops=pl.Float64, bytes=pl.Float64, shapes=pl.String
 )
 
-
-def _host_copies(trace: Trace) -> nesting.Ints:
-    """Return the rows of ops that launched a copy from or to the host, which a slower link limits."""
-    is_copy = trace_columns.is_activity_kind(trace, "memcpy") & ~trace_columns.is_activity_named(trace, _ON_DEVICE)
-    rows = kernels.innermost_op(trace)[is_copy]
-    return rows[rows >= 0]
-
-
 _ON_DEVICE = r"DtoD|DeviceToDevice|Device -> Device"
 
 
 def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
-    """Return the element type of the lists of tensors that calls take, by their kernels: column list_dtype."""
+    """Element type of the lists of tensors that calls take, by their kernels: column list_dtype."""
     ids = calls["id"].filter(calls["dtypes"].str.contains("TensorList", literal=True))
     if ids.is_empty():
         return pl.Series("list_dtype", [None], pl.String).new_from_index(0, calls.height)
@@ -311,7 +297,7 @@ def _list_dtypes(trace: Trace, calls: pl.DataFrame) -> pl.Series:
 
 
 def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
-    repeated = recomputation.recomputed_activities(trace)
+    repeated = backward_passes.recomputed_activities(trace)
     if repeated.is_empty():
         return pl.Series("id", [], pl.Int64)
     if not trace.on_device:  # an activity is an outermost op, and the calls are in it
@@ -321,12 +307,6 @@ def _recomputed_ids(trace: Trace, ids: pl.Series) -> pl.Series:
     rows = counted_op_of_activities(trace, ids)
     rows = rows[trace.activities["id"].is_in(repeated["id"].implode()).to_numpy() & (rows >= 0)]
     return trace.ops["id"].gather(rows).unique()
-
-
-def _in_calls(trace: Trace, ids: pl.Series, owner: nesting.Ints) -> nesting.Flags:
-    """Mark the activities that one of the calls `ids` launched, or has in it on a CPU run."""
-    encloses = np.where(owner >= 0, _enclosing(trace, ids)[np.maximum(owner, 0)], False)
-    return (counted_op_of_activities(trace, ids) >= 0) | encloses
 
 
 _IS_COMPUTE = pl.col("kind") == "compute"
@@ -369,7 +349,7 @@ _TILED = re.compile(
 
 
 def _arguments(text: str) -> list[str]:
-    """Return the arguments of a template up to its closing bracket; what is nested in them stays text."""
+    """Arguments of a template up to its closing bracket; what is nested in them stays text."""
     arguments, depth, begun = [], 0, 0
     for index, letter in enumerate(text):
         if letter in "<(":

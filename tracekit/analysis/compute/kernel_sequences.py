@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.errors import ConfigError
-from tracekit.model import nesting, recurring_runs, schema
+from tracekit.model import nesting, repetitions, schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.nesting import Ints
 from tracekit.model.run import Run
@@ -41,21 +41,20 @@ _OF_CALLS = schema.columns(
 
 @trace_fact(table=SEQUENCES)
 def kernel_sequences(trace: Trace) -> pl.DataFrame:
-    """Return the sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
+    """Sequences of 2 to LONGEST kernels that recur on each stream within steps: columns as SEQUENCES.
 
-    Work outside of steps is left out if the trace has steps. They are chosen as `recurring_runs.find` does: the one
-    that covers most kernels first, then among the others. One row per stream and sequence, most covered kernels first;
-    at most 1,000 sequences of a stream.
+    Work outside of steps is left out if the trace has steps. They are chosen as by `repetitions.recurring_runs`: the
+    one that covers most kernels first, then among the others. One row per stream and sequence, most covered kernels
+    first; at most 1,000 sequences of a stream.
     """
     return _stream_sequences(trace, LONGEST)
 
 
 def by_sequence(run: Run, longest: int) -> pl.DataFrame:
-    """Return the sequences of 2 to `longest` kernels of all ranks, most time first.
+    """Sequences of 2 to `longest` kernels of all ranks, most time first.
 
     Columns kernels, length, count, per_step (count over the steps of all ranks), total_ns, gap_ns, launches and
-    time_ratio (total_ns over the device time of all ranks). Raises ConfigError on a length below 2 or
-    above 256.
+    time_ratio (total_ns over the device time of all ranks). Raises ConfigError on a length below 2 or above 256.
     """
     if not 2 <= longest <= _MAX_LENGTH:
         raise ConfigError(f"--sequences {longest}: a sequence has 2 to {_MAX_LENGTH} kernels")
@@ -67,7 +66,7 @@ def by_sequence(run: Run, longest: int) -> pl.DataFrame:
 
 
 def by_call(run: Run, op: str) -> pl.DataFrame:
-    """Return the sequences of kernels that the calls of operators launch whose names contain `op`, most time first.
+    """Sequences of kernels that the calls of operators launch whose names contain `op`, most time first.
 
     Of nested calls the outermost counts; those that launch fewer than two kernels are left out. Columns op, kernels (by
     start, on all streams), length, count, per_step, total_ns, gap_ns, op_ns (time of the calls on the host) and
@@ -115,7 +114,7 @@ def _stream_sequences(trace: Trace, longest: int) -> pl.DataFrame:
 
 
 def _work(trace: Trace) -> pl.DataFrame:
-    """Return the activities of steps, or all where none is in a step, by lane and start, with the code of each name."""
+    """Activities of steps, or all where none is in a step, by lane and start, with the code of each name."""
     columns = ("id", "launch_id", "lane", "name", "start_ns", "dur_ns", "step")
     work = trace.activities.select(columns)
     in_steps = work.drop_nulls("step")
@@ -124,10 +123,9 @@ def _work(trace: Trace) -> pl.DataFrame:
 
 
 def _lane_sequences(work: pl.DataFrame, longest: int) -> list[dict[str, object]]:
-    """Return the sequences of one lane: the columns of _MEASURED."""
     step = work["step"].fill_null(-1).to_numpy()
     part = np.cumsum(np.diff(step, prepend=step[:1]) != 0)
-    runs = recurring_runs.find(work["code"].to_numpy(), part, longest=longest)
+    runs = repetitions.recurring_runs(work["code"].to_numpy(), part, longest=longest)
     busy, gaps, calls = _running_sums(work)
     names, ids = work["name"], work["id"]
     rows = []
@@ -189,7 +187,7 @@ def _launched_by(op: str) -> TraceFact:
 
 
 def _outermost_call(trace: Trace, op: str) -> pl.DataFrame:
-    """Return the outermost call around the launch of each activity whose name contains `op`: activity_id, call_id."""
+    """Outermost call around the launch of each activity whose name contains `op`: activity_id, call_id."""
     parent = trace_columns.parent_ids(trace)
     is_named = trace.ops["name"].str.contains(op, literal=True).to_numpy()
     around = np.append(nesting.nearest(parent, is_named), -1)[parent]

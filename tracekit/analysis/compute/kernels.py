@@ -49,7 +49,7 @@ class EagerTwin:
         ).get_columns()
 
     def of_rank(self, rank: int) -> Trace:
-        """Return the twin's trace of a rank, or of its first rank where it has no such rank."""
+        """Twin's trace of a rank, or of its first rank where it has no such rank."""
         twin_rank = rank if rank in self.run.ranks else self.run.ranks[0]
         if twin_rank not in self._traces:
             self._traces[twin_rank] = self.run.trace(twin_rank)
@@ -62,18 +62,14 @@ def recorded_ops(trace: Trace) -> list[pl.Series]:
 
 
 def kernels(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    *,
-    ops: OpColumns = recorded_ops,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), *, ops: OpColumns = recorded_ops, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
-    """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
+    """Activities of a run summed by kind and `by` (of KEYS), most total time first.
 
-    Columns by, kind, `MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
-    last. Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the
-    innermost op around the launch, `module` is as in `call_paths`. One row per combination; names are never cut or
-    merged. Raises ConfigError on an unknown key.
+    Columns by, kind, `MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to last.
+    Concurrent kernels on two streams both count. `op` and `shapes` are those of `ops`, by default of the innermost op
+    around the launch, `module` is as in `call_paths`. One row per combination; names are never cut or merged. Raises
+    ConfigError on an unknown key.
     """
     require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
@@ -86,11 +82,7 @@ def kernels(
 
 
 def with_launch_delays(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    *,
-    ops: OpColumns = recorded_ops,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), *, ops: OpColumns = recorded_ops, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
     """Return `kernels` with the columns delay_p50_ns and delay_p95_ns of `launch_delays`, if any launch is known."""
     require_known("--by", by, KEYS)
@@ -106,7 +98,7 @@ def with_launch_delays(
 
 
 def launch_delays(run: Run, by: Sequence[str] = ("name",), ops: OpColumns = recorded_ops) -> pl.DataFrame:
-    """Return the time from launch to start of the activities of `kernels`.
+    """Time from launch to start of the activities of `kernels`.
 
     Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: median and 95th
     percentile of the time from the end of the launching runtime call to the start. Short delays mean that the device
@@ -157,7 +149,7 @@ def _durations_fact(keys: tuple[str, ...], ops: OpColumns) -> TraceFact:
 
 
 def _with_keys(trace: Trace, keys: Sequence[str], ops: OpColumns) -> pl.DataFrame:
-    """Return the activities with whatever of the keys is not a column of theirs."""
+    """Activities with whatever of the keys is not a column of theirs."""
     work = trace.activities
     if "stream" in keys or "device" in keys:
         lanes = trace.lanes.select("lane", "device", stream="name")
@@ -247,7 +239,7 @@ def is_replayed(trace: Trace) -> pl.Series:
 
 
 def captured_ops(trace: Trace, twin: Trace) -> pl.DataFrame:
-    """Return the operators that launched the replayed kernels of a trace when they were captured.
+    """Operators that launched the replayed kernels of a trace when they were captured.
 
     The kernels that one graph launch puts on a stream are looked up in the twin: as a run of kernels of the same names
     in the same order on one stream. Where several runs of the twin match, only what they agree on is taken. Columns
@@ -275,15 +267,6 @@ class _Streams:
     lanes: Ints
     ops: pl.DataFrame
 
-    def places(self, names: tuple[str, ...]) -> Ints:
-        """Rows at which a run of kernels with these names begins."""
-        codes = [self.codes.get(name, -1) for name in names]
-        starts: Ints = np.flatnonzero(self.tokens[: len(self.tokens) - len(names) + 1] == codes[0])
-        starts = starts[self.lanes[starts] == self.lanes[starts + len(names) - 1]]
-        for offset, code in enumerate(codes):
-            starts = starts[self.tokens[starts + offset] == code]
-        return starts
-
 
 @memoize
 def _streams(twin: Trace) -> _Streams:
@@ -298,7 +281,12 @@ def _streams(twin: Trace) -> _Streams:
 
 def _look_up_ops(streams: _Streams, names: tuple[str, ...]) -> Iterator[tuple[str | None, ...]]:
     """Yield op and shapes of each of these kernels in the twin, None where unknown or not the same everywhere."""
-    starts = streams.places(names)
+    # Rows at which a run of kernels with these names begins.
+    codes = [streams.codes.get(name, -1) for name in names]
+    starts: Ints = np.flatnonzero(streams.tokens[: len(streams.tokens) - len(names) + 1] == codes[0])
+    starts = starts[streams.lanes[starts] == streams.lanes[starts + len(names) - 1]]
+    for offset, code in enumerate(codes):
+        starts = starts[streams.tokens[starts + offset] == code]
     for offset in range(len(names)):
         same = streams.ops[starts + offset]
         agreed = [same[name].unique() for name in REPLAY_COLUMNS]

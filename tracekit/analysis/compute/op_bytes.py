@@ -11,11 +11,19 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import fused_op_bytes, op_inputs
-from tracekit.analysis.compute.op_inputs import Inputs, Tensor, element_bytes, total_bytes
+from tracekit.analysis.compute import op_inputs
+from tracekit.analysis.compute.op_inputs import (
+    Inputs,
+    Tensor,
+    broadcast_elements,
+    element_bytes,
+    promoted_dtype,
+    total_bytes,
+)
 
 _Formula: TypeAlias = Callable[[Inputs], "int | None"]
 _STATISTIC_BYTES = 4
@@ -55,6 +63,11 @@ def moved_bytes(name: str, call_inputs: Inputs) -> int | None:
         return None if moved is None or not 0 <= moved <= op_inputs.MAX_BYTES else moved
     except op_inputs.OTHER_INPUTS:
         return None
+
+
+def is_library_op(name: str) -> bool:
+    """Return whether an operator is a fused norm, activation or softmax of another library."""
+    return name in _FORMULAS and "::" not in name
 
 
 class Flow(NamedTuple):
@@ -103,8 +116,8 @@ def _flow(name: str, call_inputs: Inputs, operands: int) -> Flow:
         written = call_inputs.tensor(0)
         return Flow([list(written.shape), written.dtype, written.bytes], described)
     largest = max(read, key=lambda tensor: tensor.elements)
-    dtype = _promoted_dtype(read, call_inputs.values[:operands])
-    if largest.elements != _broadcast(read):
+    dtype = promoted_dtype(read, call_inputs.values[:operands])
+    if largest.elements != broadcast_elements(read):
         return Flow(None, described)
     return Flow([list(largest.shape), dtype, largest.elements * element_bytes(dtype)], described)
 
@@ -112,96 +125,41 @@ def _flow(name: str, call_inputs: Inputs, operands: int) -> Flow:
 # Elementwise ---------------------------------------------------------------------------------------------------------
 
 
-def _elementwise(operands: int, result: str = "") -> _Formula:
-    """Return the formula of an operator whose first `operands` arguments may be tensors; further tensors are outputs.
+def _elementwise(call_inputs: Inputs, operands: int, result: str = "") -> int:
+    """Count an operator whose first `operands` arguments may be tensors; further tensors are outputs.
 
     `result` is the element type of the result, by default that to which the operands' types are promoted.
     """
-
-    def formula(call_inputs: Inputs) -> int:
-        tensors = call_inputs.tensors(0, operands)
-        outputs = [tensor for tensor in call_inputs.tensors(operands) if tensor.elements]
-        dtype = outputs[-1].dtype if outputs else result or _promoted_dtype(tensors, call_inputs.values[:operands])
-        return total_bytes(tensors) + _broadcast(tensors) * element_bytes(dtype)
-
-    return formula
+    tensors = call_inputs.tensors(0, operands)
+    outputs = [tensor for tensor in call_inputs.tensors(operands) if tensor.elements]
+    dtype = outputs[-1].dtype if outputs else result or promoted_dtype(tensors, call_inputs.values[:operands])
+    return total_bytes(tensors) + broadcast_elements(tensors) * element_bytes(dtype)
 
 
-def _in_place(operands: int) -> _Formula:
-    """Return the formula of an operator that reads `operands` tensors at most and writes the first."""
-    return lambda call_inputs: total_bytes(call_inputs.tensors(0, operands)) + call_inputs.tensor(0).bytes
+def _in_place(call_inputs: Inputs, operands: int) -> int:
+    return total_bytes(call_inputs.tensors(0, operands)) + call_inputs.tensor(0).bytes
 
 
-def _broadcast(tensors: Iterable[Tensor]) -> int:
-    """Return the elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
-    shapes = [tensor.shape for tensor in tensors]
-    if not shapes:
-        raise ValueError("no tensors")
-    elements = 1
-    for axis in range(1, max(map(len, shapes)) + 1):
-        sizes = {shape[-axis] for shape in shapes if len(shape) >= axis} - {1}
-        if len(sizes) > 1:
-            raise ValueError(f"not broadcast: {shapes}")
-        elements *= sizes.pop() if sizes else 1
-    return elements
+def _floating(call_inputs: Inputs, operands: int) -> int:
+    """Count an operator whose result is floating, whatever its operands are."""
+    is_floating = any(tensor.is_floating for tensor in call_inputs.tensors(0, operands))
+    return _elementwise(call_inputs, operands, "" if is_floating else "float")
 
 
-_FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
-_COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
-
-
-def _promoted_dtype(tensors: list[Tensor], values: Iterable[str]) -> str:
-    """Return the element type of a result; tensors without dimensions count only where they are of a higher category.
-
-    Raises ValueError where a number of unknown category decides.
-    """
-    ranked = [[tensor.dtype for tensor in tensors if bool(tensor.shape) is has_shape] for has_shape in (True, False)]
-    strong, weak = ranked if ranked[0] else (ranked[1], [])
-    category = max(map(_category, strong))
-    higher = [dtype for dtype in weak if _category(dtype) > category]
-    if higher:
-        return max(higher, key=lambda dtype: (_category(dtype), element_bytes(dtype)))
-    if category < 2 and any(value and not value.lstrip("-").isdigit() for value in values):
-        raise ValueError("a number of another category")
-    highest = {dtype for dtype in strong if _category(dtype) == category}
-    return "float" if highest == {"c10::Half", "c10::BFloat16"} else max(highest, key=element_bytes)
-
-
-_CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}
-
-
-def _category(dtype: str) -> int:
-    return _CATEGORIES.get(dtype, 1)  # integers
-
-
-def _floating(operands: int) -> _Formula:
-    """Return the formula of an operator whose result is floating, whatever its operands are."""
-
-    def formula(call_inputs: Inputs) -> int | None:
-        is_floating = any(_category(tensor.dtype) >= 2 for tensor in call_inputs.tensors(0, operands))
-        return _elementwise(operands, "" if is_floating else "float")(call_inputs)
-
-    return formula
-
-
-def _division(call_inputs: Inputs) -> int | None:
+def _division(call_inputs: Inputs) -> int:
     has_rounding = call_inputs.value(2) is not None
-    return _elementwise(2)(call_inputs) if has_rounding else _floating(2)(call_inputs)
+    return _elementwise(call_inputs, 2) if has_rounding else _floating(call_inputs, 2)
+
+
+def _selection(call_inputs: Inputs) -> int:
+    return _elementwise(call_inputs, 3, promoted_dtype(call_inputs.tensors(1, 3), ()))
 
 
 def _cumulative_sum(call_inputs: Inputs) -> int:
     tensor, number = call_inputs.tensor(0), call_inputs.value(2)
-    sum_dtype = tensor.dtype if _category(tensor.dtype) >= 2 else _INDEX
+    sum_dtype = tensor.dtype if tensor.is_floating else _INDEX
     dtype = op_inputs.SCALAR_TYPES[number] if number else sum_dtype
     return tensor.bytes + tensor.elements * element_bytes(dtype)
-
-
-def _written_only(call_inputs: Inputs) -> int:
-    return call_inputs.tensor(0).bytes
-
-
-def _copy(call_inputs: Inputs) -> int:
-    return call_inputs.tensor(0).bytes + call_inputs.tensor(1).bytes
 
 
 def _dropout(call_inputs: Inputs) -> int:
@@ -211,39 +169,34 @@ def _dropout(call_inputs: Inputs) -> int:
 # Reductions ----------------------------------------------------------------------------------------------------------
 
 
-def _reduction(dims_at: int, dtype_at: int | None = None, *, result: str = "", results: int = 1) -> _Formula:
-    """Return the formula of a reduction whose dimensions are argument `dims_at`; without that, to one element."""
-
-    def formula(call_inputs: Inputs) -> int | None:
-        tensor = call_inputs.tensor(0)
-        outputs = 1
-        if len(call_inputs.slots) > 2:
-            dims = call_inputs.value(dims_at)
-            if dims is None:
-                return None
-            reduced = {int(dim) % len(tensor.shape) for dim in _numbers(dims)} or set(range(len(tensor.shape)))
-            outputs = math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
-        number = call_inputs.value(dtype_at) if dtype_at is not None else None
-        is_counted = dtype_at is not None and _category(tensor.dtype) < 2  # sums of integers have 64 bits
-        sum_dtype = _INDEX if is_counted else tensor.dtype
-        dtype = result or (op_inputs.SCALAR_TYPES[number] if number else sum_dtype)
-        return tensor.bytes + results * outputs * element_bytes(dtype)
-
-    return formula
+def _reduction(
+    call_inputs: Inputs, dims_at: int, dtype_at: int | None = None, *, result: str = "", results: int = 1
+) -> int | None:
+    """Count a reduction whose dimensions are argument `dims_at`; without that, to one element."""
+    tensor = call_inputs.tensor(0)
+    outputs = 1
+    if len(call_inputs.slots) > 2:
+        dims = call_inputs.value(dims_at)
+        if dims is None:
+            return None
+        reduced = {int(dim) % len(tensor.shape) for dim in _numbers(dims)} or set(range(len(tensor.shape)))
+        outputs = math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
+    number = call_inputs.value(dtype_at) if dtype_at is not None else None
+    is_counted = dtype_at is not None and not tensor.is_floating  # sums of integers have 64 bits
+    sum_dtype = _INDEX if is_counted else tensor.dtype
+    dtype = result or (op_inputs.SCALAR_TYPES[number] if number else sum_dtype)
+    return tensor.bytes + results * outputs * element_bytes(dtype)
 
 
 def _extreme(call_inputs: Inputs) -> int | None:
     """Count max and min: of two tensors, of all elements, or along a dimension with the place of each."""
     if len(call_inputs.tensors(0, 2)) == 2:
-        return _elementwise(2)(call_inputs)
-    if len(call_inputs.slots) == 1:
-        return _reduction(1)(call_inputs)
-    with_values, with_places = (
-        _reduction(1, result=dtype)(call_inputs) for dtype in (call_inputs.tensor(0).dtype, _INDEX)
-    )
-    return (
-        None if with_values is None or with_places is None else with_values + with_places - call_inputs.tensor(0).bytes
-    )
+        return _elementwise(call_inputs, 2)
+    with_values = _reduction(call_inputs, 1)
+    if len(call_inputs.slots) == 1 or with_values is None:
+        return with_values
+    with_places = _reduction(call_inputs, 1, result=_INDEX)
+    return None if with_places is None else with_values + with_places - call_inputs.tensor(0).bytes
 
 
 def _numbers(text: str) -> list[int]:
@@ -274,35 +227,26 @@ def _softmax_backward(call_inputs: Inputs) -> int | None:
 # Norms, pooling ------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(weights: int, statistics: int) -> _Formula:
-    """Return the formula of a norm of rows: input, normalized_shape, then `weights` tensors."""
-
-    def formula(call_inputs: Inputs) -> int | None:
-        tensor, shape = call_inputs.tensor(0), call_inputs.value(1)
-        scales = call_inputs.tensors(2, 2 + weights)
-        if not shape and not scales:
-            return None
-        width = math.prod(_numbers(shape)) if shape else scales[0].elements
-        return 2 * tensor.bytes + total_bytes(scales) + statistics * _STATISTIC_BYTES * (tensor.elements // width)
-
-    return formula
+def _layer_norm(call_inputs: Inputs, weights: int, statistics: int) -> int | None:
+    """Count a norm of rows: input, normalized_shape, then `weights` tensors."""
+    tensor, shape = call_inputs.tensor(0), call_inputs.value(1)
+    scales = call_inputs.tensors(2, 2 + weights)
+    if not shape and not scales:
+        return None
+    width = math.prod(_numbers(shape)) if shape else scales[0].elements
+    return 2 * tensor.bytes + total_bytes(scales) + statistics * _STATISTIC_BYTES * (tensor.elements // width)
 
 
-def _layer_norm_backward(statistics_at: int, statistics: int) -> _Formula:
-    """Return the formula of a norm's gradients: gradient, input, normalized_shape, statistics, weights, output_mask."""
-    weights_at = statistics_at + statistics
-
-    def formula(call_inputs: Inputs) -> int | None:
-        mask = call_inputs.value(len(call_inputs.slots) - 1)
-        if mask is None:
-            return None
-        is_written = json.loads(mask.lower())
-        read = [*call_inputs.tensors(0, 2), *call_inputs.tensors(statistics_at, weights_at + 1)]
-        scale = call_inputs.tensors(weights_at, weights_at + 1)
-        input_bytes = call_inputs.tensor(1).bytes if is_written[0] else 0
-        return total_bytes(read) + input_bytes + sum(total_bytes(scale) for writes in is_written[1:] if writes)
-
-    return formula
+def _layer_norm_backward(call_inputs: Inputs, statistics: int) -> int | None:
+    """Count a norm's gradients: gradient, input, normalized_shape, statistics, weights, output_mask."""
+    mask, weights_at = call_inputs.value(len(call_inputs.slots) - 1), 3 + statistics
+    if mask is None:
+        return None
+    is_written = json.loads(mask.lower())
+    read = [*call_inputs.tensors(0, 2), *call_inputs.tensors(3, weights_at + 1)]
+    scale = call_inputs.tensors(weights_at, weights_at + 1)
+    input_bytes = call_inputs.tensor(1).bytes if is_written[0] else 0
+    return total_bytes(read) + input_bytes + sum(total_bytes(scale) for writes in is_written[1:] if writes)
 
 
 def _batch_norm(call_inputs: Inputs) -> int:
@@ -337,10 +281,6 @@ def _pair(text: str | None) -> list[int]:
     return numbers * 2 if len(numbers) == 1 else numbers
 
 
-def _max_pool_backward(call_inputs: Inputs) -> int:
-    return call_inputs.tensor(0).bytes + call_inputs.tensor(1).bytes + call_inputs.tensor(7).bytes
-
-
 # Look-ups ------------------------------------------------------------------------------------------------------------
 
 
@@ -370,12 +310,9 @@ def _gather(call_inputs: Inputs) -> int:
     return places.bytes + 2 * places.elements * element_bytes(call_inputs.tensor(0).dtype)
 
 
-def _concatenation(call_inputs: Inputs) -> int:
-    return 2 * total_bytes(call_inputs.tensor_list(0))
-
-
-def _nll_loss_backward(call_inputs: Inputs) -> int:
-    return call_inputs.tensor(1).bytes + call_inputs.tensor(2).bytes
+def _whole(call_inputs: Inputs, *places: int) -> int:
+    """Count the tensors at these places, each read or written as a whole."""
+    return sum(call_inputs.tensor(place).bytes for place in places)
 
 
 # Kernels of Inductor -------------------------------------------------------------------------------------------------
@@ -394,6 +331,55 @@ def _buffers(call_inputs: Inputs) -> int:
     if not buffers:
         raise ValueError("no buffers")
     return total_bytes(buffers)
+
+
+# Fused operators, also of other libraries ----------------------------------------------------------------------------
+
+
+def _for_each(call_inputs: Inputs, lists: int, *, writes: bool = True) -> int:
+    """Count an elementwise operator on lists of tensors: it writes as much as the first list."""
+    first, other_lists = call_inputs.tensor_list(0), call_inputs.lists(1, lists)
+    if any(len(tensors) != len(first) for tensors in other_lists):
+        raise ValueError("lists whose shapes are not known")
+    return total_bytes(first) * (2 if writes else 1) + sum(map(total_bytes, other_lists))
+
+
+def _fused_optimizer(call_inputs: Inputs, needed: int, lists: int) -> int:
+    """Count an optimizer's kernel on `lists` lists at most: parameters, gradients (not written), then states.
+
+    The first `needed` lists cannot be empty.
+    """
+    tensor_lists = call_inputs.lists(0, lists)
+    if any(len(tensors) != len(tensor_lists[0]) for tensors in tensor_lists[:needed]) or not tensor_lists[0]:
+        raise ValueError("lists whose shapes are not known")
+    sizes = [total_bytes(tensors) for tensors in tensor_lists]
+    return 2 * sum(sizes) - sizes[1]
+
+
+def _fused_norm(call_inputs: Inputs, statistics: int) -> int:
+    """Count a norm of a tensor, followed by its weights: each is read, a result of its size written."""
+    normed, weights = call_inputs.tensor(0), call_inputs.tensors(1)
+    rows = normed.elements // (weights[0].elements if weights else normed.shape[-1])
+    return 2 * normed.bytes + total_bytes(weights) + rows * statistics * _STATISTIC_BYTES
+
+
+def _fused_gradient(call_inputs: Inputs, saved: int) -> int:
+    """Count the gradients of `saved` tensors of the gradient's size, which are read."""
+    return (1 + 2 * saved) * call_inputs.tensor(0).bytes
+
+
+def _scaled_softmax(call_inputs: Inputs) -> int:
+    """Count the scores, a mask if there is one, and the result."""
+    masks = [tensor for tensor in call_inputs.tensors(1) if len(tensor.shape) > 1]
+    return 2 * call_inputs.tensor(0).bytes + total_bytes(masks)
+
+
+def _causal_softmax(call_inputs: Inputs) -> int:
+    """Count the scores up to the diagonal, and the whole result, whose rest is zero."""
+    scores = call_inputs.tensor(0)
+    rows, columns = scores.shape[-2:]
+    read = rows * (rows + 1) // 2 * (scores.bytes // (rows * columns)) if rows == columns else scores.bytes
+    return read + scores.bytes
 
 
 # Table ---------------------------------------------------------------------------------------------------------------
@@ -423,48 +409,54 @@ _IN_PLACE = (
     *((name, 3) for name in _TERNARY),
 )
 
+_WITH_GRADIENT = _names(
+    "FastLayerNormFN LigerRMSNormFunction LigerLayerNormFunction ScaledSoftmax ScaledMaskedSoftmax "
+    "ScaledUpperTriangMaskedSoftmax"
+)
+_LAYER_NORMS = ("LayerNorm", "LayerNormAffine", "LayerNormAffineMixedDtypes")
+_RMS_NORMS = ("RMSNorm", "RMSNormAffine", "RMSNormAffineMixedDtypes")
 _FORMULAS: Mapping[str, _Formula] = {
-    **{f"aten::{name}": _elementwise(1) for name in _UNARY},
-    **{f"aten::{name}": _floating(1) for name in _FLOATING_UNARY},
-    **{f"aten::{name}": _elementwise(2) for name in _BINARY},
-    **{f"aten::{name}": _elementwise(2, "bool") for name in _COMPARISONS},
-    **{f"aten::{name}": _elementwise(3) for name in _TERNARY},
-    **{f"aten::{name}": _elementwise(1, "bool") for name in _PREDICATES},
-    **{f"aten::{name}_": _in_place(operands) for name, operands in _IN_PLACE},
+    **{f"aten::{name}": partial(_elementwise, operands=1) for name in _UNARY},
+    **{f"aten::{name}": partial(_floating, operands=1) for name in _FLOATING_UNARY},
+    **{f"aten::{name}": partial(_elementwise, operands=2) for name in _BINARY},
+    **{f"aten::{name}": partial(_elementwise, operands=2, result="bool") for name in _COMPARISONS},
+    **{f"aten::{name}": partial(_elementwise, operands=3) for name in _TERNARY},
+    **{f"aten::{name}": partial(_elementwise, operands=1, result="bool") for name in _PREDICATES},
+    **{f"aten::{name}_": partial(_in_place, operands=operands) for name, operands in _IN_PLACE},
     "aten::div": _division,
     "aten::cumsum": _cumulative_sum,
-    "aten::where": lambda call_inputs: _elementwise(3, _promoted_dtype(call_inputs.tensors(1, 3), ()))(call_inputs),
+    "aten::where": _selection,
     **{
-        f"aten::{name}": _written_only
+        f"aten::{name}": lambda call_inputs: _whole(call_inputs, 0)
         for name in ("fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_")
     },
-    "aten::copy_": _copy,
+    "aten::copy_": lambda call_inputs: _whole(call_inputs, 0, 1),
     "aten::native_dropout": _dropout,
-    **{f"aten::{name}": _reduction(1, 3) for name in ("sum", "mean")},
-    **{f"aten::{name}": _reduction(1) for name in ("amax", "amin", "logsumexp", "var", "std")},
-    **{f"aten::{name}": _reduction(1, results=2) for name in ("var_mean", "std_mean")},
-    **{f"aten::{name}": _reduction(1, result=_INDEX) for name in ("argmax", "argmin")},
-    **{f"aten::{name}": _reduction(1, result="bool") for name in ("any", "all")},
-    **{f"aten::{name}": _reduction(2) for name in ("linalg_vector_norm", "norm")},
+    **{f"aten::{name}": partial(_reduction, dims_at=1, dtype_at=3) for name in ("sum", "mean")},
+    **{f"aten::{name}": partial(_reduction, dims_at=1) for name in ("amax", "amin", "logsumexp", "var", "std")},
+    **{f"aten::{name}": partial(_reduction, dims_at=1, results=2) for name in ("var_mean", "std_mean")},
+    **{f"aten::{name}": partial(_reduction, dims_at=1, result=_INDEX) for name in ("argmax", "argmin")},
+    **{f"aten::{name}": partial(_reduction, dims_at=1, result="bool") for name in ("any", "all")},
+    **{f"aten::{name}": partial(_reduction, dims_at=2) for name in ("linalg_vector_norm", "norm")},
     **{f"aten::{name}": _extreme for name in ("max", "min")},
     **{f"aten::{name}": _softmax for name in ("_softmax", "_log_softmax")},
     **{f"aten::{name}": _softmax_backward for name in ("_softmax_backward_data", "_log_softmax_backward_data")},
-    "aten::native_layer_norm": _layer_norm(2, 2),
-    "aten::_fused_rms_norm": _layer_norm(1, 1),
-    "aten::native_layer_norm_backward": _layer_norm_backward(3, 2),
-    "aten::_fused_rms_norm_backward": _layer_norm_backward(3, 1),
+    "aten::native_layer_norm": partial(_layer_norm, weights=2, statistics=2),
+    "aten::_fused_rms_norm": partial(_layer_norm, weights=1, statistics=1),
+    "aten::native_layer_norm_backward": partial(_layer_norm_backward, statistics=2),
+    "aten::_fused_rms_norm_backward": partial(_layer_norm_backward, statistics=1),
     **{f"aten::{name}_batch_norm": _batch_norm for name in ("native", "cudnn", "miopen")},
     **{f"aten::{name}_batch_norm_backward": _batch_norm_backward for name in ("native", "cudnn", "miopen")},
     "aten::max_pool2d_with_indices": _max_pool,
-    "aten::max_pool2d_with_indices_backward": _max_pool_backward,
+    "aten::max_pool2d_with_indices_backward": lambda call_inputs: _whole(call_inputs, 0, 1, 7),
     "aten::embedding": _embedding,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::index_select": _index_select,
     "aten::gather": _gather,
-    "aten::cat": _concatenation,
-    "aten::nll_loss_backward": _nll_loss_backward,
+    "aten::cat": lambda call_inputs: 2 * total_bytes(call_inputs.tensor_list(0)),
+    "aten::nll_loss_backward": lambda call_inputs: _whole(call_inputs, 1, 2),
     **{
-        f"aten::_foreach_{name}{suffix}": fused_op_bytes.for_each(lists)
+        f"aten::_foreach_{name}{suffix}": partial(_for_each, lists=lists)
         for names, lists in (
             ("neg sqrt reciprocal exp sign abs", 1),
             ("add sub mul div maximum clamp_min clamp_max pow", 2),
@@ -473,11 +465,22 @@ _FORMULAS: Mapping[str, _Formula] = {
         for name in names.split()
         for suffix in ("", "_")
     },
-    "aten::_foreach_norm": fused_op_bytes.for_each(1, writes=False),
-    **{f"aten::_fused_{name}_": fused_op_bytes.fused_optimizer(4, 5) for name in ("adam", "adamw")},
-    "aten::_fused_sgd_": fused_op_bytes.fused_optimizer(2, 3),
+    "aten::_foreach_norm": partial(_for_each, lists=1, writes=False),
+    **{f"aten::_fused_{name}_": partial(_fused_optimizer, needed=4, lists=5) for name in ("adam", "adamw")},
+    "aten::_fused_sgd_": partial(_fused_optimizer, needed=2, lists=3),
+    **{f"Fused{kind}Function": partial(_fused_norm, statistics=2) for kind in _LAYER_NORMS},
+    **{f"Fused{kind}Function": partial(_fused_norm, statistics=1) for kind in _RMS_NORMS},
+    "FastLayerNormFN": partial(_fused_norm, statistics=2),
+    "LigerRMSNormFunction": partial(_fused_norm, statistics=1),
+    "LigerLayerNormFunction": partial(_fused_norm, statistics=2),
+    **{f"Fused{kind}FunctionBackward": partial(_fused_gradient, saved=1) for kind in (*_LAYER_NORMS, *_RMS_NORMS)},
+    **{f"{name}Backward": partial(_fused_gradient, saved=1) for name in _WITH_GRADIENT},
+    "ScaledSoftmax": _scaled_softmax,
+    "ScaledMaskedSoftmax": _scaled_softmax,
+    "ScaledUpperTriangMaskedSoftmax": _causal_softmax,
+    **{f"Liger{kind}MulFunction": lambda call_inputs: 3 * call_inputs.tensor(0).bytes for kind in ("SiLU", "GELU")},
+    **{f"Liger{kind}MulFunctionBackward": partial(_fused_gradient, saved=2) for kind in ("SiLU", "GELU")},
 }
-
 
 _ELEMENTWISE = frozenset(
     {*_UNARY, *_FLOATING_UNARY, *_BINARY, *_TERNARY, "div"} - {"masked_fill", "threshold", "native_dropout_backward"}
@@ -493,4 +496,4 @@ _OPERANDS = {
 def _formula(name: str) -> _Formula | None:
     if _TRITON.match(name):
         return None if _PARTIAL.search(name.partition("_fused")[2]) else _buffers
-    return _FORMULAS.get(name) or fused_op_bytes.formula(name)
+    return _FORMULAS.get(name)

@@ -18,10 +18,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from tracekit.analysis.compute import fused_op_bytes, op_inputs
+from tracekit.analysis.compute import op_bytes, op_inputs
 from tracekit.conventions import devices
-
-_Shape: TypeAlias = Sequence[int]
 
 
 class Attention(NamedTuple):
@@ -61,7 +59,7 @@ _MAX_WORK = 1e24
 
 
 def work(name: str, shapes: str | None, arguments: str | None, outputs: OutputShapes | None = None) -> Work | None:
-    """Return the work of a call of an operator that has a formula; None where inputs don't determine it.
+    """Work of a call of an operator that has a formula; None where inputs don't determine it.
 
     `shapes` and `arguments` are the columns of the ops table. Where a convolution's stride was not recorded, its output
     is taken from `outputs` (see `convolution_outputs`).
@@ -89,9 +87,7 @@ def has_formula(name: str) -> bool:
 
 def has_no_products(name: str) -> bool:
     """Return whether an operator, or a kernel that Inductor made, is known to multiply no matrices."""
-    if _INDUCTOR.match(name):
-        return True
-    if fused_op_bytes.formula(name) is not None:
+    if _INDUCTOR.match(name) or op_bytes.is_library_op(name):
         return True
     if has_formula(name) or not _MEMORY_BOUND.match(name):
         return False
@@ -104,7 +100,7 @@ def is_memory_bound_kernel(name: str) -> bool:
 
 
 def convolution_outputs(backward_calls: Sequence[tuple[str, str]]) -> OutputShapes:
-    """Return the outputs of convolutions as their backward passes state them, from pairs of name and shapes.
+    """Outputs of convolutions as their backward passes state them, from pairs of name and shapes.
 
     Of an input and a weight that have outputs of several shapes (by stride), none is returned.
     """
@@ -127,7 +123,7 @@ class InputBytes(NamedTuple):
 
 
 def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
-    """Return the size of the inputs, from the columns of the ops table. Lists of tensors are not sized.
+    """Size of the inputs, from the columns of the ops table. Lists of tensors are not sized.
 
     What a product writes to (out=), which is recorded after its inputs, is none of them.
     """
@@ -143,32 +139,15 @@ def input_bytes(name: str, shapes: str, dtypes: str | None) -> InputBytes:
 
 
 def moved_bytes(done: Work, inputs: InputBytes) -> float | None:
-    """Return the bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
+    """Bytes that a call reads and writes at least: inputs and outputs once, in the inputs' element type."""
     if inputs.total is None or inputs.dtype is None:
         return None
     element_bytes = max(devices.ELEMENT_BYTES[inputs.dtype], _LEAST_OUTPUT_BYTES)
     return inputs.total + element_bytes * done.output_elements
 
 
-def operations(name: str, dims: Sequence[Any], values: Sequence[str]) -> tuple[float, float] | None:
-    """Return the operations of a call and the elements it writes; None where its inputs do not determine them.
-
-    Raises ValueError, TypeError or IndexError for inputs that are not this operator's.
-    """
-    places = attention(name)
-    tensors = None if places is None else _tensors(places, dims, values)
-    if places is None or tensors is None:
-        return None
-    query, key, value = tensors
-    scores = 2.0 * math.prod(query[:3]) * min(key[2], _seen_keys(places, values))
-    width, value_width = query[3], value[3]
-    if places.backward:
-        return scores * (3 * width + 2 * value_width), float(sum(map(math.prod, tensors)))
-    return scores * (width + value_width), float(math.prod(query[:3]) * value_width)
-
-
 def attention(name: str) -> Attention | None:
-    """Return the places of the arguments of an attention operator; None for other operators."""
+    """Places of the arguments of an attention operator; None for other operators."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     if _SCALED_DOT_PRODUCT_BACKWARD.match(name):
@@ -185,21 +164,17 @@ _LEAST_OUTPUT_BYTES = 2
 # Matrix products -----------------------------------------------------------------------------------------------------
 
 
-def _product(left_at: int) -> _Formula:
-    """Return the formula of an operator whose factors are inputs `left_at` and the next one."""
-
-    def formula(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001 the signature of a formula
-        lhs, rhs = dims[left_at : left_at + 2]
-        if lhs[-1] != rhs[-2]:
-            raise ValueError(f"no matrix product: {lhs} by {rhs}")
-        return Work(2.0 * math.prod(lhs) * rhs[-1], math.prod(lhs[:-1]) * rhs[-1])
-
-    return formula
+def _product(dims: Shapes, values: Sequence[str], left_at: int = 0) -> Work:  # noqa: ARG001 the signature of formulas
+    """Count an operator whose factors are inputs `left_at` and the next one."""
+    lhs, rhs = dims[left_at : left_at + 2]
+    if lhs[-1] != rhs[-2]:
+        raise ValueError(f"no matrix product: {lhs} by {rhs}")
+    return Work(2.0 * math.prod(lhs) * rhs[-1], math.prod(lhs[:-1]) * rhs[-1])
 
 
-def _vector_product(left_at: int) -> _Formula:
-    """Return the formula of a product whose left factor, a matrix or vector, is multiplied by a vector."""
-    return lambda dims, values: Work(2.0 * math.prod(dims[left_at]), math.prod(dims[left_at][:-1]))  # noqa: ARG005
+def _vector_product(dims: Shapes, values: Sequence[str], left_at: int = 0) -> Work:  # noqa: ARG001
+    """Count a product whose left factor, a matrix or vector, is multiplied by a vector."""
+    return Work(2.0 * math.prod(dims[left_at]), math.prod(dims[left_at][:-1]))
 
 
 def _linear(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: ARG001
@@ -227,7 +202,7 @@ def _template_product(dims: Shapes, values: Sequence[str]) -> Work | None:  # no
     buffers = [shape for shape in dims if len(shape) in (2, 3)]
     sizes = [math.prod(shape) for shape in dims]
     products = {
-        _product(0)((lhs, rhs), ()) for lhs, rhs in pairwise(buffers) if lhs[-1] == rhs[-2] and lhs[:-2] == rhs[:-2]
+        _product((lhs, rhs), ()) for lhs, rhs in pairwise(buffers) if lhs[-1] == rhs[-2] and lhs[:-2] == rhs[:-2]
     }
     fitting = [product for product in products if product is not None and product.output_elements in sizes]
     return Work(fitting[0].flops, 0.0) if len(fitting) == 1 else None  # the result is one of the buffers
@@ -239,22 +214,19 @@ _TEMPLATE_PRODUCT = re.compile(r"^triton_tem_fused_(\w*_)?(add|b|badd)?mm(_|$)")
 # Convolutions --------------------------------------------------------------------------------------------------------
 
 
-def _convolution(stride: int, padding: int, dilation: int, transposed: int | None) -> _Formula:
-    """Return the formula of a convolution, from the places of its arguments."""
-
-    def formula(dims: Shapes, values: Sequence[str]) -> Work | None:
-        source, weight = dims[:2]
-        if transposed is not None and values and values[transposed] == "True":
-            return _convolution_work(source, weight, source)
-        if not values or not values[stride]:
-            return None
-        kernel = weight[2:]
-        steps, pads, gaps = (_spread(values[place], len(kernel)) for place in (stride, padding, dilation))
-        sizes = zip(source[-len(kernel) :], kernel, steps, pads, gaps, strict=True)
-        spatial = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
-        return _convolution_work(source, weight, [*source[: -len(kernel)], *spatial])
-
-    return formula
+def _convolution(dims: Shapes, values: Sequence[str], places: tuple[int, int, int, int | None]) -> Work | None:
+    """Count a convolution; `places` of the arguments stride, padding, dilation, and transposed if there is one."""
+    source, weight = dims[:2]
+    *spread_places, transposed = places
+    if transposed is not None and values and values[transposed] == "True":
+        return _convolution_work(source, weight, source)
+    if not values or not values[places[0]]:
+        return None
+    kernel = weight[2:]
+    steps, pads, gaps = (_spread(values[place], len(kernel)) for place in spread_places if place is not None)
+    sizes = zip(source[-len(kernel) :], kernel, steps, pads, gaps, strict=True)
+    spatial = [(size + 2 * pad - gap * (width - 1) - 1) // step + 1 for size, width, step, pad, gap in sizes]
+    return _convolution_work(source, weight, [*source[: -len(kernel)], *spatial])
 
 
 def _spread(text: str, length: int) -> list[int]:
@@ -263,7 +235,7 @@ def _spread(text: str, length: int) -> list[int]:
 
 
 def _convolution_work(source: Shape, weight: Shape, convolved: Shape) -> Work:
-    """Return the work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
+    """Work; `convolved` are the points that the kernel is applied to: outputs, inputs if transposed.
 
     The weight is (outputs, inputs / groups, kernel…), transposed (inputs, outputs / groups, kernel…).
     """
@@ -289,12 +261,12 @@ def _library_gradients(dims: Shapes, values: Sequence[str]) -> Work:  # noqa: AR
 
 
 _CONVOLUTIONS: Mapping[str, _Formula] = {
-    "aten::convolution": _convolution(3, 4, 5, 6),
-    "aten::_convolution": _convolution(3, 4, 5, 6),
-    "aten::convolution_overrideable": _convolution(3, 4, 5, 6),
-    "aten::cudnn_convolution": _convolution(3, 2, 4, None),
-    "aten::miopen_convolution": _convolution(4, 3, 5, None),
-    "aten::mkldnn_convolution": _convolution(4, 3, 5, None),
+    "aten::convolution": partial(_convolution, places=(3, 4, 5, 6)),
+    "aten::_convolution": partial(_convolution, places=(3, 4, 5, 6)),
+    "aten::convolution_overrideable": partial(_convolution, places=(3, 4, 5, 6)),
+    "aten::cudnn_convolution": partial(_convolution, places=(3, 2, 4, None)),
+    "aten::miopen_convolution": partial(_convolution, places=(4, 3, 5, None)),
+    "aten::mkldnn_convolution": partial(_convolution, places=(4, 3, 5, None)),
 }
 _GRADIENT_AT = {
     "aten::convolution_backward": 0,
@@ -306,15 +278,15 @@ _GRADIENT_AT = {
 CONVOLUTION_BACKWARDS = tuple(_GRADIENT_AT)
 
 _FORMULAS: Mapping[str, _Formula] = {
-    **{f"aten::{name}": _product(0) for name in ("mm", "bmm", "_scaled_mm", "_int_mm")},
+    **{f"aten::{name}": _product for name in ("mm", "bmm", "_scaled_mm", "_int_mm")},
     **{
-        f"aten::{name}": _product(1)
+        f"aten::{name}": partial(_product, left_at=1)
         for name in ("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_", "addbmm")
     },
-    "aten::mv": _vector_product(0),
-    "aten::dot": _vector_product(0),
-    "aten::addmv": _vector_product(1),
-    "aten::vdot": _vector_product(0),
+    "aten::mv": _vector_product,
+    "aten::dot": _vector_product,
+    "aten::addmv": partial(_vector_product, left_at=1),
+    "aten::vdot": _vector_product,
     "mkldnn::_linear_pointwise": _linear,
     **{f"aten::{name}": _grouped_product for name in ("_grouped_mm", "_scaled_grouped_mm")},
     **_CONVOLUTIONS,
@@ -336,14 +308,22 @@ def _formula(name: str) -> _Formula | None:
         return _FORMULAS[name]
     if _TEMPLATE_PRODUCT.match(name):
         return _template_product
-    return None if attention(name) is None else partial(_attention, name)
+    places = attention(name)
+    return None if places is None else partial(_attention, name=name, places=places)
 
 
-def _attention(name: str, dims: Shapes, values: Sequence[str]) -> Work | None:
-    counted = operations(name, dims, values)
-    if counted is None:
+def _attention(dims: Shapes, values: Sequence[str], name: str, places: Attention) -> Work | None:
+    """Count attention; None where the lengths of packed sequences are not known."""
+    tensors = _tensors(places, dims, values)
+    if tensors is None:
         return None
-    flops, output_elements = counted
+    query, key, value = tensors
+    scores = 2.0 * math.prod(query[:3]) * min(key[2], _seen_keys(places, values))
+    width, value_width = query[3], value[3]
+    if places.backward:
+        flops, output_elements = scores * (3 * width + 2 * value_width), float(sum(map(math.prod, tensors)))
+    else:
+        flops, output_elements = scores * (width + value_width), float(math.prod(query[:3]) * value_width)
     return Work(flops, 0.0 if name.startswith(_TEMPLATE) else output_elements)
 
 
@@ -372,9 +352,9 @@ _PRODUCT_KERNEL = re.compile(
 )
 
 
-def _tensors(places: Attention, dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
+def _tensors(places: Attention, dims: Sequence[Any], values: Sequence[str]) -> list[Shape] | None:
     """Return query, key and value as (batch, heads, tokens, width); None where the lengths are not known."""
-    tensors: list[_Shape] = list(dims[places.query : places.query + 3])
+    tensors: list[Shape] = list(dims[places.query : places.query + 3])
     if places.bounds is not None and len(dims) > places.bounds and dims[places.bounds]:
         unpacked = _unpack(places, tensors, dims, values)
         if unpacked is None:
@@ -385,7 +365,7 @@ def _tensors(places: Attention, dims: Sequence[Any], values: Sequence[str]) -> l
     return [[shape[0], shape[2], shape[1], shape[3]] for shape in tensors] if places.tokens_first else tensors
 
 
-def _unpack(places: Attention, packed: list[_Shape], dims: Sequence[Any], values: Sequence[str]) -> list[_Shape] | None:
+def _unpack(places: Attention, packed: list[Shape], dims: Sequence[Any], values: Sequence[str]) -> list[Shape] | None:
     """Return packed tensors (tokens, heads, width) as a batch of equal sequences; None where lengths differ."""
     if places.bounds is None or places.longest is None or any(len(shape) != 3 for shape in packed):
         return None
@@ -398,7 +378,7 @@ def _unpack(places: Attention, packed: list[_Shape], dims: Sequence[Any], values
 
 
 def _seen_keys(places: Attention, values: Sequence[str]) -> float:
-    """Return the most keys that a query is multiplied with: infinite without a window."""
+    """Most keys that a query is multiplied with: infinite without a window."""
     if places.window is None or len(values) < places.window + 2:
         return math.inf
     before, after = (int(text) if text not in ("", "None") else -1 for text in values[places.window :][:2])

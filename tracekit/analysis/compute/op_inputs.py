@@ -24,6 +24,10 @@ SCALAR_TYPES: Mapping[str, str] = {
 }  # fmt: skip
 """Element types by the number that an argument `dtype` has (c10/core/ScalarType.h)."""
 
+_FLOATING = ("c10::Half", "c10::BFloat16", "float", "double")
+_COMPLEX = ("c10::complex<c10::Half>", "c10::complex<float>", "c10::complex<double>")
+_CATEGORIES = {"bool": 0, **dict.fromkeys(_FLOATING, 2), **dict.fromkeys(_COMPLEX, 3)}
+
 
 class Tensor(NamedTuple):
     """A tensor that an operator takes: its shape, its element type, and how many elements are in memory.
@@ -37,13 +41,18 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements by the shape."""
+        """Number of elements by the shape."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Return the size in memory."""
+        """Size in memory."""
         return self.stored * element_bytes(self.dtype)
+
+    @property
+    def is_floating(self) -> bool:
+        """Return whether elements are floating-point or complex numbers."""
+        return _category(self.dtype) >= 2
 
 
 TensorList: TypeAlias = tuple[Tensor, ...]
@@ -56,36 +65,36 @@ class Inputs(NamedTuple):
     values: Sequence[str]
 
     def tensors(self, first: int = 0, last: int | None = None) -> list[Tensor]:
-        """Return the tensors from one place to before another; lists of tensors are left out."""
+        """Tensors from one place to before another; lists of tensors are left out."""
         return [slot for slot in self.slots[first:last] if isinstance(slot, Tensor)]
 
     def tensor(self, place: int) -> Tensor:
-        """Return the tensor at a place. Raises ValueError where there is none."""
+        """Tensor at a place. Raises ValueError where there is none."""
         slot = self.slots[place] if place < len(self.slots) else None
         if not isinstance(slot, Tensor):
             raise ValueError(f"input {place} is no tensor")
         return slot
 
     def tensor_list(self, place: int) -> TensorList:
-        """Return the list of tensors at a place. Raises ValueError where its shapes are not known."""
+        """List of tensors at a place. Raises ValueError where its shapes are not known."""
         slot = self.slots[place]
         if not isinstance(slot, tuple) or isinstance(slot, Tensor) or not slot:
             raise ValueError(f"input {place} is not a list of tensors")
         return slot
 
     def lists(self, first: int, last: int) -> list[TensorList]:
-        """Return the lists of tensors from one place to before another; empty ones where shapes were not recorded."""
+        """Lists of tensors from one place to before another; empty ones where shapes were not recorded."""
         return [slot for slot in self.slots[first:last] if isinstance(slot, tuple) and not isinstance(slot, Tensor)]
 
     def value(self, place: int) -> str | None:
-        """Return the value at a place; None where it was not recorded."""
+        """Value at a place; None where it was not recorded."""
         return (self.values[place] or None) if place < len(self.values) else None
 
 
 def parse(
     shapes: str, dtypes: str | None, arguments: str | None, strides: str | None, list_dtype: str | None
 ) -> Inputs | None:
-    """Return the inputs of a call; None where an element type is not recorded, or not known.
+    """Inputs of a call; None where an element type is not recorded, or not known.
 
     The profiler does not record the element type of lists of tensors: `list_dtype`, by the kernels that the call
     launched, is that of all their elements; without it the lists are left out.
@@ -105,12 +114,12 @@ def parse(
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors in memory."""
+    """Bytes of tensors in memory."""
     return sum(tensor.bytes for tensor in tensors)
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a type that the profiler names. Raises KeyError for others."""
+    """Bytes of an element of a type that the profiler names. Raises KeyError for others."""
     return 1 if dtype.startswith("c10::Float8") else _ELEMENT_BYTES[dtype]
 
 
@@ -124,6 +133,37 @@ def list_dtype(kernel: str) -> str | None:
         return _TYPE_OF_BYTES.get(match[1])
     match = _LIST_KERNEL.search(kernel)
     return match[1] if match else None
+
+
+def broadcast_elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of the result of operands that are broadcast. Raises ValueError where they do not fit."""
+    shapes = [tensor.shape for tensor in tensors]
+    if not shapes:
+        raise ValueError("no tensors")
+    elements = 1
+    for axis in range(1, max(map(len, shapes)) + 1):
+        sizes = {shape[-axis] for shape in shapes if len(shape) >= axis} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"not broadcast: {shapes}")
+        elements *= sizes.pop() if sizes else 1
+    return elements
+
+
+def promoted_dtype(tensors: list[Tensor], values: Iterable[str]) -> str:
+    """Element type of a result; tensors without dimensions count only where they are of a higher category.
+
+    Raises ValueError where a number of unknown category decides.
+    """
+    ranked = [[tensor.dtype for tensor in tensors if bool(tensor.shape) is has_shape] for has_shape in (True, False)]
+    strong, weak = ranked if ranked[0] else (ranked[1], [])
+    category = max(map(_category, strong))
+    higher = [dtype for dtype in weak if _category(dtype) > category]
+    if higher:
+        return max(higher, key=lambda dtype: (_category(dtype), element_bytes(dtype)))
+    if category < 2 and any(value and not value.lstrip("-").isdigit() for value in values):
+        raise ValueError("a number of another category")
+    highest = {dtype for dtype in strong if _category(dtype) == category}
+    return "float" if highest == {"c10::Half", "c10::BFloat16"} else max(highest, key=element_bytes)
 
 
 _LIST_KERNEL = re.compile(r"multi_tensor_apply_kernel<.*?Functor<(float|double|c10::Half|c10::BFloat16)\b")
@@ -151,3 +191,7 @@ def _tensor(shape: list[int], dtype: str, steps: Any) -> Tensor:
     if isinstance(steps, list) and len(steps) == len(shape):
         stored = math.prod(size for size, step in zip(shape, steps, strict=True) if step != 0 or size == 0)
     return Tensor(tuple(shape), dtype, stored)
+
+
+def _category(dtype: str) -> int:
+    return _CATEGORIES.get(dtype, 1)  # integers

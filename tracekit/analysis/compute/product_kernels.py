@@ -59,7 +59,7 @@ _TILE = re.compile(r"_(?:tilesize)?(\d{2,3})x(\d{2,3})(?=[x_])")
 @trace_fact
 @memoize
 def misaligned_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of products whose rows in memory do not begin at multiples of 16 bytes.
+    """Kernels of products whose rows in memory do not begin at multiples of 16 bytes.
 
     Columns COLUMNS: name (of the kernel), saved_ns (less what the call needs at the share of the roofline that aligned
     products of the trace reach; null where that is not known), padding (JSON: each dimension that is not a multiple,
@@ -108,7 +108,7 @@ def misaligned_kernels(trace: Trace) -> pl.DataFrame:
 @trace_fact
 @memoize
 def without_tensor_cores(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of 32-bit products that do not use the tensor cores of a device that has TF32.
+    """Kernels of 32-bit products that do not use the tensor cores of a device that has TF32.
 
     Columns COLUMNS: saved_ns (less the time at half the peak in TF32, or 80% of the memory bandwidth; where the call's
     shapes are not known, by the ratio of the peaks), padding null; one row per kernel. Empty where the device is
@@ -165,7 +165,7 @@ def with_calls(trace: Trace) -> pl.DataFrame:
 
 
 def _usual_ratio(kernels: pl.DataFrame) -> float:
-    """Return the median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
+    """Median share of the roofline that aligned products reach, by their time, from 0.3 to 0.8."""
     aligned = kernels.filter(~pl.col("is_faulty"), pl.col("ratio").is_not_null(), pl.col("dur_ns") >= MIN_NS)
     if aligned["call_id"].n_unique() < _MIN_CALLS:
         return _USUAL_RATIO
@@ -212,7 +212,7 @@ def _padding(op: str | None, shapes: str | None, strides: str | None, element_by
 
 
 def _contiguous(strides: list[Any], sizes: tuple[int, int, int]) -> set[int]:
-    """Return the dimensions of which the rows of a factor, or of the result, are made in memory."""
+    """Dimensions of which the rows of a factor, or of the result, are made in memory."""
     rows, inner, columns = sizes
     lhs, rhs = strides
     contiguous = {columns}  # the result is written by rows
@@ -233,7 +233,7 @@ def pads(padding: str) -> list[tuple[int, int]]:
 @trace_fact
 @memoize
 def partial_waves(trace: Trace) -> pl.DataFrame:
-    """Return the kernels of products of which 20% or more is an idle part of the last of two to four waves.
+    """Kernels of products of which 20% or more is an idle part of the last of two to four waves.
 
     A wave is one block on each multiprocessor; a block computes a tile, whose size is in the kernel's name. Only
     kernels with exactly one block per tile of the result are known: not those that divide the inner dimension, or keep
@@ -241,9 +241,14 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
     of the result, fewer_… (the most of them that take one wave less; 0 where none do), more_… (the most that take no
     longer); one row per kernel. Products above 70% of the roofline, or with misaligned dimensions, are left out.
     """
-    count = _multiprocessors(trace.header)
-    if count is None or not _has_few_waves(trace, count) or flops.counted_calls(trace).is_empty():
-        return schema.empty(WAVE_COLUMNS)  # without counted calls there is no roofline
+    counts = [device.get("numSms") for device in environment.devices(trace.header)]
+    count = counts[0] if counts and all(number == counts[0] for number in counts) else None
+    if type(count) is not int or not 0 < count < 1 << 31:
+        return schema.empty(WAVE_COLUMNS)
+    kinds = trace.activities[["name", "grid"]].unique().drop_nulls("grid").iter_rows()
+    has_few_waves = any(1 < _wave_count(grid, count) <= _MAX_WAVES for name, grid in kinds if _TILE.search(name))
+    if not has_few_waves or flops.counted_calls(trace).is_empty():  # without counted calls there is no roofline
+        return schema.empty(WAVE_COLUMNS)
     kernels = with_calls(trace).filter(
         pl.col("ratio") < _MAX_RATIO, pl.col("dur_ns") >= MIN_NS, pl.col("grid").is_not_null()
     )
@@ -263,23 +268,7 @@ def partial_waves(trace: Trace) -> pl.DataFrame:
 _KIND = ["name", "grid", "op", "shapes"]
 
 
-class _Waves(NamedTuple):
-    """The blocks of a product, and how many rows and columns fill its waves."""
-
-    blocks: int
-    wave_count: int
-    rows: int
-    fewer_rows: int
-    more_rows: int
-    columns: int
-    fewer_columns: int
-    more_columns: int
-
-
-def _has_few_waves(trace: Trace, count: int) -> bool:
-    """Return whether a kernel whose name has a tile runs in two to four waves: the work of products costs much more."""
-    kinds = trace.activities[["name", "grid"]].unique().drop_nulls("grid")
-    return any(1 < _wave_count(grid, count) <= _MAX_WAVES for name, grid in kinds.iter_rows() if _TILE.search(name))
+_WAVES = ("blocks", "wave_count", "rows", "fewer_rows", "more_rows", "columns", "fewer_columns", "more_columns")
 
 
 def _wave_count(grid: str, count: int) -> int:
@@ -287,7 +276,7 @@ def _wave_count(grid: str, count: int) -> int:
 
 
 def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
-    """Return the waves of each kind of kernel that has some: columns _KIND and those of _Waves."""
+    """Waves of each kind of kernel that has some: columns _KIND and _WAVES."""
     rows = []
     for name, grid, op, shapes in kernels.select(_KIND).unique(maintain_order=True).iter_rows():
         try:
@@ -296,11 +285,11 @@ def _waves(kernels: pl.DataFrame, count: int) -> pl.DataFrame:
             continue
         if waves is not None:
             rows.append((name, grid, op, shapes, *waves))
-    types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_Waves._fields, pl.Int64())}
+    types = {**dict.fromkeys(_KIND, pl.String()), **dict.fromkeys(_WAVES, pl.Int64())}
     return pl.DataFrame(rows, pl.Schema(types), orient="row")
 
 
-def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: int) -> _Waves | None:
+def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: int) -> tuple[int, ...] | None:
     tile, blocks = _TILE.search(name), math.prod(map(int, grid.split("x")))
     wave_count = _wave_count(grid, count)
     if tile is None or op is None or op not in LEFT or shapes is None:
@@ -314,16 +303,9 @@ def _waves_of(name: str, grid: str, op: str | None, shapes: str | None, count: i
         down, across, batches = -(-rows // high), -(-columns // wide), math.prod(batch)
         if down * across * batches == blocks:
             fewer, more = ((waves * count) for waves in (wave_count - 1, wave_count))
-            return _Waves(
+            return (
                 blocks, wave_count,
                 rows, fewer // (across * batches) * high, more // (across * batches) * high,
                 columns, fewer // (down * batches) * wide, more // (down * batches) * wide,
             )  # fmt: skip
     return None
-
-
-def _multiprocessors(header: Mapping[str, Any]) -> int | None:
-    """Count the multiprocessors of each device of a header; None where it does not say, or they differ."""
-    counts = [device.get("numSms") for device in environment.devices(header)]
-    count = counts[0] if counts and all(number == counts[0] for number in counts) else None
-    return count if type(count) is int and 0 < count < 1 << 31 else None

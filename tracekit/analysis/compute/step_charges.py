@@ -1,16 +1,16 @@
 """Where the time of each step goes, by operator: every moment is charged once, so the charges of a step sum to it."""
 
-from typing import NamedTuple
-
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, compute_gap_causes, kernels
+from tracekit import conventions
+from tracekit.analysis.compute import call_paths, compute_gap_causes, flops, kernels
+from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
-from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 IDLE = "idle"
@@ -27,7 +27,15 @@ _PART_OF_KIND = {
     "communication": breakdown.EXPOSED_COMMUNICATION,
     **dict.fromkeys(breakdown.COPY_KINDS, breakdown.EXPOSED_COPY),
 }
+_PART = pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
+"""The part of the breakdown that an activity belongs to by its kind."""
 _PLACE = ("step", "device", *KEYS, "cause", "detail")
+
+UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
+UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
+"""Metrics of a unit, and whether lower is better."""
+WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amount": pl.Float64}
+FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
 
 
 @trace_fact
@@ -45,7 +53,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     op, launch = _operator_rows(trace)
     described = trace.activities.select(
         "id",
-        _part().alias("own_part"),
+        _PART.alias("own_part"),
         pl.coalesce(trace.ops["name"].gather(op), "name").alias("operator"),
         pl.col("name").alias("kernel"),
         call_paths.activity_modules(trace),
@@ -80,6 +88,73 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@trace_fact
+def unit_samples(trace: Trace) -> pl.DataFrame:
+    """Time of each FSDP unit's work in each step.
+
+    Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, in which any compute of the unit
+    ran, and `exposed_communication_ns`, in which its communication ran and no compute of the rank. A unit's work is
+    that of FSDP's own spans, and of forward and backward where these are known.
+    """
+    work = trace.activities.filter(
+        pl.col("unit").is_not_null(), pl.col("step").is_not_null(), pl.col("kind").is_in(("compute", "communication"))
+    )
+    keyed = work.with_columns(pl.struct("unit", "step", "kind").rank("dense").cast(pl.Int64).alias("key"))
+    keys = keyed.select("key", "unit", "step", "kind").unique("key").sort("key")
+    spans, key = _union_by_key(intervals.from_table(keyed), keyed["key"].to_numpy() - 1)
+    compute = intervals.union(*(breakdown.busy(trace, device)[0] for device in breakdown.devices(trace)))
+    hidden_ns = intervals.coverage(spans, compute)
+    length_ns = spans[:, 1] - spans[:, 0]
+    is_compute = (keys["kind"] == "compute").to_numpy()
+    own_ns = np.where(is_compute[key], length_ns, length_ns - hidden_ns) if len(spans) else length_ns
+    sums = np.bincount(key, own_ns, minlength=keys.height)
+    metric = pl.col("kind").replace_strict(["compute", "communication"], list(UNIT_METRICS), return_dtype=pl.String)
+    samples = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
+    return schema.select(samples, UNIT_COLUMNS).sort("unit", "metric", "step")
+
+
+@trace_fact
+def work(trace: Trace) -> pl.DataFrame:
+    """Rank's work in the median step by name, saves excluded.
+
+    Columns kind, phase, name, amount; one row per kind, phase and name. For activities (compute, communication, memcpy,
+    memset) the amount is time in ns, by activity name; for `flops` the operations of `flops.flops`, by op; for `sent`
+    the bytes that collectives send, by op; for `allocated` the bytes allocated in the memory of the trace's work, by
+    unit ('' where unknown). It is the median over all steps, 0 in a step without it.
+    """
+    in_training = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    activities = trace.activities.filter(in_training)
+    sent = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "sent_bytes").join(
+        activities.select("id", "step", "phase"), on="id"
+    )
+    allocated = trace.allocations.filter(in_training, allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    allocated = allocated.filter(~allocations.in_collectives(trace, allocated["at_ns"]))
+    computed = flops.flops(trace)
+    parts = [
+        computed.select("phase", "name", "step", kind=pl.lit(FLOPS), amount=pl.col("flops").cast(pl.Int64)),
+        activities.select("phase", "name", "step", kind="kind", amount="dur_ns"),
+        sent.select("phase", name="op", step="step", kind=pl.lit(SENT), amount="sent_bytes"),
+        allocated.select("phase", name="unit", step="step", kind=pl.lit(ALLOCATED), amount="delta_bytes"),
+    ]
+    return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
+
+
+@trace_fact
+def save_work(trace: Trace) -> pl.DataFrame:
+    """Stages of the rank's median blocking save. Columns as `work`, kind `save`.
+
+    The amount is in ns, the median over saves; everything saved after one step is one save.
+    """
+    rows = trace.checkpoints.filter(
+        pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
+    )
+    step = pl.coalesce(pl.col("step").cast(pl.String), "checkpoint")
+    stages = rows.select(
+        kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
+    )
+    return _typical(stages, max(1, stages["step"].n_unique()))
+
+
 def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
     """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
     launch = trace.activities["launch_id"]
@@ -103,23 +178,27 @@ def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
     )
 
 
-class _Lane(NamedTuple):
-    """The activities of one lane that belong to one part of the breakdown."""
-
-    part: str
-    activities: pl.DataFrame
-    spans: Spans
-
-
 def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
     """Charge each moment of the windows: columns step, part, id, cause, detail, dur_ns."""
-    lanes = _lanes(trace, device)
+    # Lanes in the order in which they count: by part, then by time, the longest first.
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
+    lanes = work.partition_by("part", "lane")
+    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
+    lane_spans = [intervals.from_table(rows) for rows in lanes]
     causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
     gaps = intervals.from_table(causes)
     spans = windows.select("start_ns", "end_ns").to_numpy()
-    pieces = sweep_line.pieces(spans, *(lane.spans.ravel() for lane in lanes), gaps.ravel())
-    owner, part = _owners(lanes, pieces.start_ns)
-    rows = pl.DataFrame(
+    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
+    # The activity (its id) that each moment is charged to, -1 for none, and the part.
+    owner = np.full(len(pieces.start_ns), -1, np.int64)
+    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
+    for rows, busy in zip(lanes, lane_spans, strict=True):
+        free = np.flatnonzero(owner < 0)
+        running = sweep_line.running(busy, pieces.start_ns[free])
+        charged = free[running >= 0]
+        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
+        part[charged] = PARTS.index(rows["part"][0])
+    moments = pl.DataFrame(
         {
             "step": windows["step"].gather(pieces.span),
             "part": pl.Series(PARTS, dtype=pl.String).gather(part),
@@ -128,32 +207,11 @@ def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> 
             "dur_ns": pieces.end_ns - pieces.start_ns,
         }
     )
-    sums = rows.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
+    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
     number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
     caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
     activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
     return caused.select("step", "part", activity_id, "cause", "detail", "dur_ns")
-
-
-def _owners(lanes: list[_Lane], at_ns: Ints) -> tuple[Ints, Ints]:
-    """Return the activity (its id) that each moment is charged to, -1 for none, and the part as an index of PARTS."""
-    owner = np.full(len(at_ns), -1, np.int64)
-    part = np.full(len(at_ns), PARTS.index(IDLE), np.int64)
-    for lane in lanes:
-        free = np.flatnonzero(owner < 0)
-        running = sweep_line.running(lane.spans, at_ns[free])
-        charged = free[running >= 0]
-        owner[charged] = lane.activities["id"].to_numpy()[running[running >= 0]]
-        part[charged] = PARTS.index(lane.part)
-    return owner, part
-
-
-def _lanes(trace: Trace, device: int | None) -> list[_Lane]:
-    """Return the lanes of a device in the order in which they count: by part, then by time, the longest first."""
-    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_part().alias("part"))
-    parts = work.partition_by("part", "lane")
-    lanes = [_Lane(str(rows["part"][0]), rows, intervals.from_table(rows)) for rows in parts]
-    return sorted(lanes, key=lambda lane: (PARTS.index(lane.part), -lane.activities["dur_ns"].sum()))
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:
@@ -161,6 +219,31 @@ def _activities(trace: Trace, device: int | None) -> pl.DataFrame:
     return trace.activities.join(lanes, on="lane", how="semi", maintain_order="left")
 
 
-def _part() -> pl.Expr:
-    """Return the part of the breakdown that an activity belongs to by its kind."""
-    return pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
+def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
+    place = ["kind", "phase", "name"]
+    sums = rows.with_columns(pl.col("name").fill_null("")).group_by(*place, "step").agg(pl.col("amount").sum())
+    # Steps without it have amount 0 and sort first.
+    middle = [(pl.len() - steps + rank) for rank in ((steps - 1) // 2, steps // 2)]
+    amounts = pl.col("amount").sort()
+    pair = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
+    medians = sums.group_by(place).agg(((pair[0] + pair[1]) / 2).alias("amount"))
+    return (
+        schema.select(medians, WORK_COLUMNS)
+        .filter(pl.col("amount") > 0)
+        .sort("kind", "amount", *place[1:], descending=[False, True, False, False])
+    )
+
+
+def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.NDArray[np.int64]]:
+    """Spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
+    if not len(spans):
+        return intervals.EMPTY, np.empty(0, np.int64)
+    origin_ns = int(spans[:, 0].min())
+    # Shift each key's spans to a time range of its own, so that one union keeps them separate.
+    stretch_ns = int(spans[:, 1].max()) - origin_ns + 1
+    if (int(key.max()) + 1) * stretch_ns >= 1 << 62:
+        parts = [intervals.union(spans[key == number]) for number in range(int(key.max()) + 1)]
+        return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    disjoint = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
+    span_key = disjoint[:, 0] // stretch_ns
+    return disjoint - (span_key * stretch_ns)[:, None] + origin_ns, span_key

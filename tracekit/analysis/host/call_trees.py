@@ -24,8 +24,13 @@ DIFFERENCE = schema.columns("node parent name before_self_ns after_self_ns befor
 UNLINKED = "(launch not recorded)"
 MAX_FRAMES = 500
 """Of a stack: the files list whole stacks, so they would grow with the square of the depth."""
-_STEP_NUMBER, _STEP = r"^ProfilerStep#\d+$", "ProfilerStep"
-_UNKNOWN = "?"
+_FRAME = (
+    pl.when(pl.col("name").cast(pl.String).str.contains(r"^ProfilerStep#\d+$"))
+    .then(pl.lit("ProfilerStep"))
+    .otherwise(pl.col("name").cast(pl.String).fill_null("?"))
+    .alias("frame")
+)
+_ROOT = schema.columns("node parent name count self_ns", name=pl.String)
 _SUMS = ("count", "self_ns")
 _Ints = npt.NDArray[np.int64]
 _NONE: _Ints = np.empty(0, np.int64)
@@ -46,7 +51,7 @@ def call_tree(
     by_rank: bool = False,
     on_progress: OnTrace | None = None,
 ) -> pl.DataFrame:
-    """Return the time of a run by call stack: columns TREE, one row per different stack.
+    """Time of a run by call stack: columns TREE, one row per different stack.
 
     Rows are numbered by node, each after its parent, which is -1 for the outermost frames. Of the host: the self time
     of each slice under those that enclose it, below the kind of its thread. Of the device: the duration of each
@@ -72,7 +77,9 @@ def call_tree(
     # Trees of several traces as one, with total_ns.
     parts = rows.partition_by("window", "rank", maintain_order=True)
     if by_rank:
-        parts = [_add_root(f"rank {part['rank'][0]}", part) for part in parts]
+        for index, part in enumerate(parts):
+            root = pl.DataFrame([(0, -1, f"rank {part['rank'][0]}", 0, 0)], _ROOT, orient="row")
+            parts[index] = pl.concat([root, part.with_columns(pl.col("node", "parent") + 1).select(root.columns)])
     joined = _joined_forest(parts)
     sums = {name: np.concatenate([part[name].to_numpy() for part in parts]) for name in _SUMS}
     table = _tree(joined["name"], joined["parent"].to_numpy(), **sums)
@@ -81,7 +88,7 @@ def call_tree(
 
 
 def of_window(trace: Trace, window: Window, lane: int | None = None) -> pl.DataFrame:
-    """Return the host time of a part of a trace by call stack, of one thread or by default of all.
+    """Host time of a part of a trace by call stack, of one thread or by default of all.
 
     Columns WINDOW_TREE, rows as in `call_tree` of the host; `window` is in ns on the clock of the trace. Slices count
     with their part inside the window. longest_id is the id of the op with the longest such part, the first of equal
@@ -146,7 +153,7 @@ def steps(run: Run, *, step: int | None = None, ranks: Sequence[int] | None = No
 
 
 def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
-    """Return the stack of each node of a tree, outermost frame first."""
+    """Stack of each node of a tree, outermost frame first."""
     node_stacks: list[tuple[str, ...]] = []
     for parent, name in tree.select("parent", "name").iter_rows():
         node_stacks.append((*(node_stacks[parent] if parent >= 0 else ()), name))
@@ -154,7 +161,7 @@ def stacks(tree: pl.DataFrame) -> list[tuple[str, ...]]:
 
 
 def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
-    """Return the Python functions that ran while the work in `evidence` was done or launched, the longest first.
+    """Python functions that ran while the work in `evidence` was done or launched, the longest first.
 
     `evidence` has columns start_ns and dur_ns, on the clock of the trace. Columns file, line, function, inside_ns; one
     row per function. The time of a function includes its callees, and it comes before them. No rows where the trace has
@@ -179,7 +186,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
 
 
 def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
-    """Return the innermost function of the program (not of torch) in which a launching thread is at each time.
+    """Innermost function of the program (not of torch) in which a launching thread is at each time.
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
@@ -215,10 +222,7 @@ def _step_count(trace: Trace) -> pl.DataFrame:
 
 @functools.cache
 def _tree_fact(kind: str, step: int | None) -> TraceFact:
-    def fact(trace: Trace) -> pl.DataFrame:
-        return _host_call_tree(trace, step) if kind == HOST else _device_call_tree(trace, step)
-
-    return fact
+    return functools.partial(_host_call_tree if kind == HOST else _device_call_tree, step=step)
 
 
 def _host_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
@@ -228,11 +232,11 @@ def _host_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
 
 
 def _host_tree(slices: pl.DataFrame, lanes: pl.DataFrame, counts: _Ints, longest: _Ints | None = None) -> pl.DataFrame:
-    """Return the tree of an ops table, or of a part that has the parents of its rows, below the kinds of threads.
+    """Tree of an ops table, or of a part that has the parents of its rows, below the kinds of threads.
 
     `counts` is 1 for each row that counts. With `longest`, shape (slices,), the tree has a column longest_id.
     """
-    frames = slices.select("id", "lane", "parent_id", _frame(), ops.self_times(slices))
+    frames = slices.select("id", "lane", "parent_id", _FRAME, ops.self_times(slices))
     joined = frames.join(lanes.select("lane", thread="name"), on="lane", how="left", maintain_order="left")
     # Without the thread's number, which differs between ranks: "thread 140 (pt_autograd_1)" is pt_autograd.
     kind = pl.col("thread").str.extract(r"\((.+?)(?:_\d+)?\)$").fill_null("thread")
@@ -260,7 +264,7 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     if not trace.on_device:
         return _tree(pl.Series([], dtype=pl.String), _NONE, count=_NONE, self_ns=_NONE)
     work = trace.activities if step is None else trace.activities.filter(step=step)
-    slices = trace.ops.select("kind", "parent_id", _frame())
+    slices = trace.ops.select("kind", "parent_id", _FRAME)
     parent = slices["parent_id"].fill_null(-1).to_numpy()
     # Runtime calls, such as cudaLaunchKernel, say nothing that the kernel does not.
     around = nesting.nearest(parent, (slices["kind"] != "runtime").fill_null(True).to_numpy())
@@ -269,26 +273,15 @@ def _device_call_tree(trace: Trace, step: int | None) -> pl.DataFrame:
     op[launch >= 0] = around[launch[launch >= 0]]
     none = np.zeros(slices.height + 1, np.int64)
     return _tree(
-        pl.concat([slices["frame"], pl.Series("frame", [UNLINKED]), work.select(_frame())["frame"]]),
+        pl.concat([slices["frame"], pl.Series("frame", [UNLINKED]), work.select(_FRAME)["frame"]]),
         np.concatenate([parent, [-1], op]),
         count=np.concatenate([none, np.ones(work.height, np.int64)]),
         self_ns=np.concatenate([none, work["dur_ns"].to_numpy()]),
     )
 
 
-def _frame() -> pl.Expr:
-    name = pl.col("name").cast(pl.String).fill_null(_UNKNOWN)
-    return pl.when(name.str.contains(_STEP_NUMBER)).then(pl.lit(_STEP)).otherwise(name).alias("frame")
-
-
-def _add_root(root: str, tree: pl.DataFrame) -> pl.DataFrame:
-    """Return a tree with one more frame around all."""
-    outer = pl.DataFrame({"node": [0], "parent": [-1], "name": [root], "count": [0], "self_ns": [0]})
-    return pl.concat([outer, tree.with_columns(pl.col("node", "parent") + 1).select(outer.columns)])
-
-
 def _joined_forest(trees: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """Return the names and parents of several trees below each other. Columns name, parent (the row)."""
+    """Names and parents of several trees below each other. Columns name, parent (the row)."""
     parts, first = [], 0
     for tree in trees:
         parent = pl.when(pl.col("parent") >= 0).then(pl.col("parent") + first).otherwise(-1)
@@ -301,8 +294,8 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
     """Return frames with the same stack as one node: columns node, parent, name and `sums`.
 
     `parent` is the row of the frame around each frame, -1 for none. Deeper frames than MAX_FRAMES count as part of the
-    frame at that depth. Nodes below which all sums are 0 are left out. With
-    `order_by`, a column largest has the row of each node where it is largest, the first of equal ones.
+    frame at that depth. Nodes below which all sums are 0 are left out. With `order_by`, a column largest has the row of
+    each node where it is largest, the first of equal ones.
     """
     texts = names.unique(maintain_order=True)
     codes = names.replace_strict(texts, range(len(texts)), return_dtype=pl.Int64).to_numpy()
@@ -325,17 +318,11 @@ def _tree(names: pl.Series, parent: _Ints, *, order_by: _Ints | None = None, **s
     number = np.cumsum(has_time) - 1
     above = np.where(nodes[:, 0] >= 0, number[nodes[:, 0]], -1)
     if order_by is not None:
-        values["largest"] = _largest(node_of, order_by)
+        order = np.lexsort((-np.arange(len(order_by)), order_by))
+        values["largest"] = np.zeros(first, np.int64)
+        values["largest"][node_of[order]] = order  # of several rows of a node, the last counts
     table = pl.DataFrame({"parent": above, "name": texts.gather(nodes[:, 1]), **values}).filter(pl.Series(has_time))
     return table.with_row_index("node").with_columns(pl.col("node").cast(pl.Int64))
-
-
-def _largest(node_of: _Ints, value: _Ints) -> _Ints:
-    """Return the row with the largest value of each node, the first of equal ones."""
-    order = np.lexsort((-np.arange(len(value)), value))
-    largest = np.zeros(int(node_of.max(initial=-1)) + 1, np.int64)
-    largest[node_of[order]] = order  # of several rows of a node, the last counts
-    return largest
 
 
 def _totals(parent: _Ints, amounts: _Ints) -> _Ints:
@@ -348,7 +335,7 @@ def _totals(parent: _Ints, amounts: _Ints) -> _Ints:
 
 
 def _around(row: Ints, at_ns: Ints, parent: Ints, end_ns: Ints) -> Ints:
-    """Return the innermost slice that still runs at each time: `row` or one around it; -1 for none."""
+    """Innermost slice that still runs at each time: `row` or one around it; -1 for none."""
     for _ in range(_MAX_DEPTH):
         ended = (row >= 0) & (end_ns[np.maximum(row, 0)] <= at_ns)
         if not ended.any():

@@ -14,7 +14,7 @@ from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Flags, Ints, distinct
+from tracekit.model.sweep_line import Flags, distinct
 from tracekit.model.trace import Trace
 
 PROFILER, COMPILE, AUTOTUNE, KERNEL_LOADING, GARBAGE_COLLECTION, RETRY, ALLOCATION, SAVE, DATA, LAUNCH, SYNC, OTHER = (
@@ -72,7 +72,7 @@ BY_FILE_COLUMNS = schema.columns(
 
 @trace_fact
 def host_stalls(trace: Trace) -> pl.DataFrame:
-    """Return the longest gaps in compute that the host causes, with what it did.
+    """Longest gaps in compute that the host causes, with what it did.
 
     So is the time from a device's last work to the end of the last step on the host, in which nothing follows.
 
@@ -83,8 +83,7 @@ def host_stalls(trace: Trace) -> pl.DataFrame:
     place and nth are then those of the first compute of the last step); one row per gap of MIN_STALL_NS or more, by
     start.
     """
-    pieces = _long_gaps(compute_gap_causes.compute_gap_causes(trace))
-    stalls = pl.concat([_stalls(trace, pieces), *_after_last_work(trace)])
+    stalls = pl.concat([_stalls(trace), *_after_last_work(trace)])
     if stalls.is_empty():
         return schema.empty(COLUMNS)
     spans = intervals.from_table(stalls)
@@ -121,26 +120,39 @@ def is_first_use() -> pl.Expr:
 
 @trace_fact
 def host_silences(trace: Trace) -> pl.DataFrame:
-    """Return the longest times in which no slice begins or ends on any thread of the process.
+    """Longest times in which no slice begins or ends on any thread of the process.
 
     Columns SILENCE_COLUMNS: name (on a CPU run, of an op that computes all the time; null where there is none); one row
     per silence of 0.5 ms or more, by start. A process whose threads all wait is silent, too.
     """
-    at_ns = _edges(trace)
+    # Times at which slices begin or end; on a CPU run, activities too.
+    spans = [trace_columns.spans(trace)]
+    if not trace.on_device:
+        spans.append(intervals.from_table(trace.activities))
+    at_ns = distinct(np.concatenate(spans))
     if len(at_ns) < 2:
         return schema.empty(SILENCE_COLUMNS)
     length_ns = np.diff(at_ns)
     longest = np.argsort(-length_ns, kind="stable")[:_MAX_SILENCES]
     silences = np.sort(longest[length_ns[longest] >= _MIN_SILENCE_NS])
     start, end = at_ns[silences], at_ns[silences + 1]
-    return pl.DataFrame({"start_ns": start, "dur_ns": end - start}).with_columns(
-        pl.Series("name", _computing_ops(trace, start, end), pl.String)
-    ).pipe(schema.select, SILENCE_COLUMNS)  # fmt: skip
+    names: list[str | None] = [None] * len(start)
+    if not trace.on_device:
+        # The innermost op that computes during each silence.
+        ops = trace_columns.spans(trace)
+        waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
+        computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
+        computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
+        for index, (start_ns, end_ns) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+            around = computes[(ops[computes, 0] <= start_ns) & (ops[computes, 1] >= end_ns)]
+            names[index] = trace.ops["name"][int(around[0])] if len(around) else None
+    silence_rows = pl.DataFrame({"start_ns": start, "dur_ns": end - start})
+    return schema.select(silence_rows.with_columns(pl.Series("name", names, pl.String)), SILENCE_COLUMNS)
 
 
 @trace_fact
 def io_calls(trace: Trace) -> pl.DataFrame:
-    """Return the file system calls of a trace, with the step in whose time on the host each began; by start.
+    """File system calls of a trace, with the step in whose time on the host each began; by start.
 
     Columns IO_COLUMNS; step is null for calls between and outside the recorded steps.
     """
@@ -156,7 +168,7 @@ def io_calls(trace: Trace) -> pl.DataFrame:
 
 @run_fact
 def io_calls_of_run(run: Run) -> pl.DataFrame:
-    """Return the file system calls of all ranks, once each: columns rank and IO_COLUMNS, by rank and start.
+    """File system calls of all ranks, once each: columns rank and IO_COLUMNS, by rank and start.
 
     A log covers the whole process, so each window of a rank has the same calls; the step is that of any window.
     """
@@ -166,7 +178,7 @@ def io_calls_of_run(run: Run) -> pl.DataFrame:
 
 
 def io_by_file(run: Run) -> pl.DataFrame:
-    """Return the calls of each rank by kind and file, the longest first. Columns BY_FILE_COLUMNS.
+    """Calls of each rank by kind and file, the longest first. Columns BY_FILE_COLUMNS.
 
     `busy_ns` is the time in which any of the calls ran, `moved_bytes_per_s` the bytes over that time (null for calls
     that move none), `longest_call` the function of the longest call.
@@ -194,7 +206,7 @@ def io_by_file(run: Run) -> pl.DataFrame:
 
 
 def io_during(rows: pl.DataFrame, spans: intervals.Spans) -> pl.DataFrame:
-    """Return the calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
+    """Calls that overlap any of the spans, shape (n, 2) in ns, with column overlap_ns; the longest first."""
     overlap_ns = intervals.coverage(intervals.from_table(rows), intervals.union(spans))
     overlapping = rows.with_columns(pl.Series("overlap_ns", overlap_ns, pl.Int64)).filter(pl.col("overlap_ns") > 0)
     return overlapping.sort("overlap_ns", "start_ns", descending=[True, False])
@@ -206,8 +218,14 @@ def io_covered_ns(overlapping: pl.DataFrame, spans: intervals.Spans) -> int:
     return int(np.sum(intervals.coverage(intervals.union(spans), ran)))
 
 
-def _stalls(trace: Trace, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
+def _stalls(trace: Trace) -> pl.DataFrame:
+    """Host's part of each compute gap: columns step, device, detail, start_ns, dur_ns; the longest ones."""
+    # The pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them.
+    pieces = compute_gap_causes.compute_gap_causes(trace)
+    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
+    _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
+    host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
+    pieces = pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
     by_state = pieces.group_by("gap", "detail").agg(
         pl.col("step", "device", "activity_id").first(), pl.col("start_ns").min(), pl.col("dur_ns").sum()
     )
@@ -259,14 +277,6 @@ def _after_last_work(trace: Trace) -> Iterator[pl.DataFrame]:
         yield pl.DataFrame([row | {"place": name, "nth": nth, "is_last": True}], schema=_STALL_COLUMNS)
 
 
-def _long_gaps(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the pieces that the host causes, of compute gaps with MIN_STALL_NS or more of them."""
-    is_host = (pieces["cause"] == communication_gap_causes.HOST).to_numpy()
-    _, gap = np.unique(pieces["gap"].to_numpy(), return_inverse=True)
-    host_ns = np.bincount(gap, np.where(is_host, pieces["dur_ns"].to_numpy(), 0))[gap]
-    return pieces.filter(pl.Series(is_host & (host_ns >= MIN_STALL_NS)))
-
-
 def _shows(trace: Trace, cause: str) -> Flags:
     """Mark the ops that show a cause; shape (ops,)."""
     matching = trace_columns.is_named(trace, _PATTERNS[cause])
@@ -284,7 +294,7 @@ def _shows(trace: Trace, cause: str) -> Flags:
 
 
 def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str | None]:
-    """Return the name of the shortest slice that covers half of each span."""
+    """Name of the shortest slice that covers half of each span."""
     ops, lengths = trace_columns.spans(trace), trace.ops["dur_ns"].to_numpy()
     long = np.flatnonzero(during & (lengths >= int(_MIN_COVERED * (spans[:, 1] - spans[:, 0]).min())))
     long = long[np.lexsort((trace.ops["id"].to_numpy()[long], lengths[long]))]
@@ -294,28 +304,3 @@ def _innermost(trace: Trace, spans: intervals.Spans, during: Flags) -> list[str 
         covers = np.minimum(ends, end) - np.maximum(starts, start) >= _MIN_COVERED * (end - start)
         slice_names.append(names[int(long[covers.argmax()])] if covers.any() else None)
     return slice_names
-
-
-def _edges(trace: Trace) -> Ints:
-    """Times at which slices of the host begin or end, sorted, each time once."""
-    spans = [trace_columns.spans(trace)]
-    if not trace.on_device:
-        start = trace.activities["start_ns"].to_numpy()
-        spans.append(np.stack((start, start + trace.activities["dur_ns"].to_numpy()), axis=1))
-    return distinct(np.concatenate(spans))
-
-
-def _computing_ops(trace: Trace, start_ns: Ints, end_ns: Ints) -> list[str | None]:
-    """Return the innermost op that computes during each span; None where there is none, or the device computes."""
-    if trace.on_device:
-        return [None] * len(start_ns)
-    ops = trace_columns.spans(trace)
-    waits = trace_columns.is_named(trace, host_state.SYNCHRONIZING)
-    computes = np.flatnonzero(trace_columns.is_named(trace, _COMPUTES) & ~waits)
-    computes = computes[np.argsort(ops[computes, 1] - ops[computes, 0], kind="stable")]
-    first, past = ops[computes, 0], ops[computes, 1]
-    names: list[str | None] = []
-    for start, end in zip(start_ns.tolist(), end_ns.tolist(), strict=True):
-        around = np.flatnonzero((first <= start) & (past >= end))
-        names.append(trace.ops["name"][int(computes[around[0]])] if len(around) else None)
-    return names

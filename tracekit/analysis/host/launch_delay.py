@@ -1,4 +1,4 @@
-"""Launch delay: compute gaps caused by the host, its state in them, reads of device values, and exposed copies."""
+"""Launch delay: gaps that the host causes and its state in them, device reads, exposed copies, and launch queues."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from tracekit.analysis.time import breakdown, host_state, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
@@ -34,12 +35,36 @@ PAGEABLE, PINNED = "pageable", "pinned"
 _TO_DEVICE, _TO_HOST = r"(?i)HtoD|HostToDevice", r"(?i)DtoH|DeviceToHost"
 _MAX_CLIMBS = 6
 
+FULL_QUEUE = 1024
+"""Launches that CUDA queues per stream before the launching call blocks."""
+SHORT_NS = 10_000
+_FLOAT = pl.Float64()
+
+QUEUES = schema.table(
+    "launch_queues",
+    "device stream: the work that is launched and has not started",
+    schema.column("device", "Device index."),
+    schema.column("stream", "Stream number."),
+    schema.column("name", "Name of the stream.", pl.String()),
+    schema.column("activities", "Kernels, copies and memory sets on it."),
+    schema.column("launched", "Those whose launch is recorded; the rest of the columns is of them."),
+    schema.column("queue_mean", "Mean queue length over time: work whose launch has begun and that has not.", _FLOAT),
+    schema.column("queue_p50", "Queue length that is not exceeded in half of the time."),
+    schema.column("queue_max", "Longest queue."),
+    schema.column("empty_ns", "Time without queued work, from the first launch to the last start."),
+    schema.column("full_ns", f"Time with {FULL_QUEUE} or more queued: the next launch blocks."),
+    schema.column("delay_p50_ns", "Median time from the end of the launching call to the start; 0 if it is earlier."),
+    schema.column("delay_p95_ns", "95th percentile of it."),
+    schema.column("short_ratio", f"Share of the activities that take less than {SHORT_NS // 1000} µs.", _FLOAT),
+    schema.column("short_ns", "Their time."),
+)
+
 
 @trace_fact
 def host_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the time of compute gaps that the host causes, by its state.
+    """Time of compute gaps that the host causes, by its state.
 
-    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
+    Columns gap, device, step, phase, unit (as `compute_gaps`), name (of the compute that ends the gap), nth (its
     number among those of that name in its step, from 0, to find the same place in other steps), detail
     (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
     start_ns (of the first piece), dur_ns, stack (the function of the program in the middle of that time; null without
@@ -84,7 +109,7 @@ class _HostTime:
 
 
 def _by_state(trace: Trace, pieces: pl.DataFrame, rows: Ints) -> _HostTime:
-    """Return the pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
+    """Pieces in `rows` by gap and state, each from its first piece, with the sum of their time."""
     _, begins, gap = np.unique(pieces["gap"].to_numpy(), return_index=True, return_inverse=True)
     details = pieces["detail"].fill_null("")[rows]
     _, detail = np.unique(details.hash().to_numpy(), return_inverse=True)
@@ -148,7 +173,7 @@ def _explained_ns(rows: _HostTime, order: Ints, first: Ints, of_gap: Ints) -> In
 
 @trace_fact
 def data_waits(trace: Trace) -> pl.DataFrame:
-    """Return the time in which the host loads data, within the device windows of the steps.
+    """Time in which the host loads data, within the device windows of the steps.
 
     The first window begins with the recording: a rank that loads data then is late for its first collective. Columns
     device, step, start_ns, dur_ns; one row per span. The device may be busy with queued work meanwhile.
@@ -158,25 +183,19 @@ def data_waits(trace: Trace) -> pl.DataFrame:
     windows = trace_columns.windows(trace)
     is_first = pl.col("start_ns") == pl.col("start_ns").min().over("device")
     begin_ns = trace.ops["start_ns"].filter(pl.Series(host_state.is_launching(trace))).min()
-    windows = windows.with_columns(
-        pl.when(is_first)
-        .then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64)))
-        .otherwise("start_ns")
-        .alias("start_ns")
-    )
+    begins_ns = pl.when(is_first).then(pl.min_horizontal("start_ns", pl.lit(begin_ns, pl.Int64))).otherwise("start_ns")
+    windows = windows.with_columns(start_ns=begins_ns)
     parts = [schema.empty(WAIT_COLUMNS)]
     for (device,), device_windows in windows.group_by("device", maintain_order=True):
-        spans = device_windows.sort("start_ns").select("start_ns", "end_ns").to_numpy().astype(np.int64)
+        ordered = device_windows.sort("start_ns")
+        spans = ordered.select("start_ns", "end_ns").to_numpy().astype(np.int64)
         pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
         loads = host_state.state_at(trace, pieces.start_ns) == host_state.HOST_STATES.index(host_state.DATA)
-        loading = (
-            device_windows.sort("start_ns")[pieces.span[loads]]
-            .select("step")
-            .with_columns(
-                pl.lit(device, pl.Int64).alias("device"),
-                pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
-                pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
-            )
+        loading = ordered[pieces.span[loads]].select(
+            "step",
+            pl.lit(device, pl.Int64).alias("device"),
+            pl.Series("start_ns", pieces.start_ns[loads], pl.Int64),
+            pl.Series("dur_ns", (pieces.end_ns - pieces.start_ns)[loads], pl.Int64),
         )
         parts.append(schema.select(loading, WAIT_COLUMNS))
     return pl.concat(parts)
@@ -184,7 +203,7 @@ def data_waits(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def device_reads(trace: Trace) -> pl.DataFrame:
-    """Return the ops of forward and backward that read a device value onto the host, such as aten::item.
+    """Ops of forward and backward that read a device value onto the host, such as aten::item.
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
@@ -200,7 +219,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def places(trace: Trace) -> pl.DataFrame:
-    """Return the number of each compute activity among those of its name in its step and lane.
+    """Number of each compute activity among those of its name in its step and lane.
 
     Columns name, activity_id, nth (from 0).
     """
@@ -218,7 +237,7 @@ def places(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def exposed_copies(trace: Trace) -> pl.DataFrame:
-    """Return the copies between host and device that are exposed: no compute and no collective runs meanwhile.
+    """Copies between host and device that are exposed: no compute and no collective runs meanwhile.
 
     Columns COPY_COLUMNS: op (the outermost aten op around the launch, else the innermost op), stack (the innermost code
     location of the program around it, where stacks were recorded), direction (TO_DEVICE or TO_HOST), memory (of the
@@ -236,12 +255,15 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     activities, op = trace.activities[copies], _ops_around(trace, copies)
     op_id = columns.to_ints(columns.values_at(trace.ops["id"], op), -1)
     issuers = columns.with_nulls(np.where(op_id >= 0, op_id, columns.to_ints(activities["launch_id"], -1)), "op_id")
+    memory = np.full(len(copies), None, object)  # the name may not state it (AMD, managed memory)
+    for pattern, kind in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
+        memory[trace_columns.is_activity_named(trace, pattern)[copies]] = kind
     added = [
         issuers,
         columns.with_nulls(device, "device"),
         columns.values_at(trace.ops["name"], op).alias("op"),
         pl.Series("direction", np.where(is_to_device[copies], TO_DEVICE, TO_HOST).astype(object), pl.String),
-        _memory(trace, copies),
+        pl.Series("memory", memory.tolist(), pl.String),
         pl.Series("exposed_ns", exposed_ns),
     ]
     located = activities.hstack(added).join(
@@ -250,13 +272,31 @@ def exposed_copies(trace: Trace) -> pl.DataFrame:
     return schema.select(located.sort("start_ns", maintain_order=True), COPY_COLUMNS)
 
 
-def _memory(trace: Trace, copies: Ints) -> pl.Series:
-    """Kind of host memory that each copy reads or writes; null where its name has none (AMD, managed memory)."""
-    kind = pl.lit(None, pl.String)
-    for pattern, memory in (("(?i)pinned", PINNED), ("(?i)pageable", PAGEABLE)):
-        is_named = pl.Series(trace_columns.is_activity_named(trace, pattern)[copies])
-        kind = pl.when(pl.lit(is_named)).then(pl.lit(memory)).otherwise(kind)
-    return pl.select(kind.alias("memory")).to_series()
+@trace_fact(table=QUEUES)
+def launch_queues(trace: Trace) -> pl.DataFrame:
+    """Launch queue of each stream: columns as QUEUES, one row per stream with work, by device and stream.
+
+    The queue grows by one when a launching call begins and shrinks when the activity starts. Empty on a CPU run.
+    """
+    if not trace.on_device:
+        return QUEUES.empty()
+    calls = trace.ops.select(launch_id="id", call_ns="start_ns", called_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    work = trace.activities.select("lane", "launch_id", "start_ns", "dur_ns")
+    linked = work.join(calls, on="launch_id", how="left", maintain_order="left")
+    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream", "name")
+    rows = []
+    for (lane,), lane_work in linked.group_by("lane", maintain_order=True):
+        launched, short = lane_work.drop_nulls("call_ns"), lane_work.filter(pl.col("dur_ns") < SHORT_NS)
+        row: dict[str, object] = {"lane": lane, "activities": lane_work.height, "launched": launched.height}
+        row |= {"short_ratio": short.height / lane_work.height, "short_ns": short["dur_ns"].sum()}
+        rows.append(row | (_queue(launched) if launched.height else {}))
+    queues = pl.DataFrame(rows, schema={"lane": pl.Int64, **_MEASURED}).join(lanes, on="lane")
+    return QUEUES.conform(queues).sort("device", "stream", "name")
+
+
+def by_stream(run: Run) -> pl.DataFrame:
+    """Launch queues of all ranks for display: columns window, rank and those of QUEUES."""
+    return run.table(launch_queues).sort("window", "rank", "device", "stream")
 
 
 def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
@@ -272,7 +312,7 @@ def _exposed_ns(trace: Trace, copies: Ints) -> tuple[Ints, Ints]:
 
 
 def _ops_around(trace: Trace, rows: Ints) -> Ints:
-    """Return the row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
+    """Row of the outermost aten op around each activity, else of the innermost op; -1 for none."""
     row = kernels.innermost_op(trace)[rows]
     if trace.ops.is_empty():
         return row
@@ -284,3 +324,28 @@ def _ops_around(trace: Trace, rows: Ints) -> Ints:
             break
         row = np.where(climbs, up, row)
     return row
+
+
+_MEASURED = {column.name: column.dtype for column in QUEUES.columns if column.name not in ("device", "stream", "name")}
+
+
+def _queue(launched: pl.DataFrame) -> dict[str, object]:
+    calls, starts = (np.sort(launched[name].to_numpy()) for name in ("call_ns", "start_ns"))
+    at_ns = np.concatenate([calls, starts])
+    change = np.concatenate([np.ones(len(calls), np.int64), np.full(len(starts), -1, np.int64)])
+    order = np.argsort(at_ns, kind="stable")  # at the same time, the launch comes first
+    length, lasts_ns = np.cumsum(change[order]), np.diff(at_ns[order], append=at_ns.max())
+    whole_ns = int(lasts_ns.sum())
+    by_length = np.argsort(length, kind="stable")
+    half = np.searchsorted(np.cumsum(lasts_ns[by_length]), whole_ns / 2)
+    delay_ns = np.sort(np.maximum(launched["start_ns"].to_numpy() - launched["called_ns"].to_numpy(), 0))
+    p50, p95 = (int(delay_ns[int(np.ceil(share * len(delay_ns))) - 1]) for share in (0.5, 0.95))
+    return {
+        "queue_mean": float((length * lasts_ns).sum() / whole_ns) if whole_ns else 0.0,
+        "queue_p50": int(length[by_length[half]]),
+        "queue_max": int(length.max()),
+        "empty_ns": int(lasts_ns[length <= 0].sum()),
+        "full_ns": int(lasts_ns[length >= FULL_QUEUE].sum()),
+        "delay_p50_ns": p50,
+        "delay_p95_ns": p95,
+    }

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import call_paths, efficiency, kernels
+from tracekit.analysis.compute import call_paths, efficiency, flops, kernels
+from tracekit.analysis.memory import allocations
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.run import OnTrace, Run
@@ -25,24 +26,43 @@ ROOF_COLUMNS = {
     "device": pl.String, "dtype": pl.String, "flops_per_s": pl.Float64, "memory_bytes_per_s": pl.Float64,
 }  # fmt: skip
 
+MEASURES = {
+    "compute_ns": "Time of its compute kernels.",
+    "communication_ns": "Time of its collectives, exposed or not.",
+    "copy_ns": "Time of its copies and memory sets.",
+    "host_ns": "Time that its slices take on the host without nested slices.",
+    "flops": "Floating-point operations of its products, convolutions and attention.",
+    "sent_bytes": "Bytes that its collectives send.",
+    "allocated_bytes": "Memory that it allocates on devices, on a CPU run on the host.",
+}
+"""What a module has of its own, and as total_… with the modules inside it."""
+MODULES = schema.table(
+    "modules",
+    "module of the model on a rank, its backward included; and one row for what is outside of all",
+    schema.column("module", "Path of the module, such as Transformer.layers.0; null: outside modules.", pl.String()),
+    schema.column("parent", "Path of the module around it; null for the outermost.", pl.String()),
+    schema.column("depth", "Modules around it: 0 for the outermost."),
+    schema.column("calls", "How often it was called; null where only FSDP's units are known."),
+    *(schema.column(name, f"{meaning} Without the modules inside it.") for name, meaning in MEASURES.items()),
+    *(schema.column(f"total_{name}", "The same with all modules inside it.") for name in MEASURES),
+)
+_KINDS = {"compute": "compute_ns", "communication": "communication_ns", "memcpy": "copy_ns", "memset": "copy_ns"}
+_SEPARATOR = call_paths.MODULE_SEPARATOR
+OUTSIDE = "outside modules"
+
 
 def ops(
-    run: Run,
-    by: Sequence[str] = ("name",),
-    kinds: Sequence[str] = ("cpu_op",),
-    *,
-    on_progress: OnTrace | None = None,
+    run: Run, by: Sequence[str] = ("name",), kinds: Sequence[str] = ("cpu_op",), *, on_progress: OnTrace | None = None
 ) -> pl.DataFrame:
-    """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
+    """Host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
     Columns by, kind, `kernels.MEASURES`, self_ns, device_ns, self_ratio, flops, bytes, tflops_per_s, tbytes_per_s,
-    roofline_ratio.
-    self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns counts a slice
-    nested in another of its name twice. device_ns is the time of the activities that the op itself launched; null where
-    none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices. flops and bytes are
-    those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their rates in 10^12/s
-    while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at least over the
-    time that they took; null where not known. Raises ConfigError on an unknown key or kind.
+    roofline_ratio. self_ns excludes nested slices of any kind, so that self times add up to the time spent; total_ns
+    counts a slice nested in another of its name twice. device_ns is the time of the activities that the op itself
+    launched; null where none of the run's traces has a device. self_ratio is self_ns over that of all recorded slices.
+    flops and bytes are those of calls with a formula (see `op_flops`, `op_bytes`), tflops_per_s and tbytes_per_s their
+    rates in 10^12/s while kernels of the calls ran (on a CPU run: the calls), roofline_ratio the time that they need at
+    least over the time that they took; null where not known. Raises ConfigError on an unknown key or kind.
     """
     kernels.require_known("--by", by, KEYS)
     kernels.require_known("--kind", kinds, KINDS)
@@ -106,7 +126,7 @@ def device_times(trace: Trace) -> pl.Series:
 
 
 def rooflines(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
+    """Calls of all ranks whose distance from the roofline is known, by operator and shapes of its inputs.
 
     Columns ROOFLINE_COLUMNS: work_ns (time of their kernels), flops_per_byte (null where memory bandwidth limits the
     operator), roofline_ratio (of `ops`), above_ns (work_ns less what the roofline needs: the most that faster kernels
@@ -127,12 +147,75 @@ def rooflines(run: Run) -> pl.DataFrame:
 
 @trace_fact
 def roofs(trace: Trace) -> pl.DataFrame:
-    """Return the peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
+    """Peaks of a trace's device: columns ROOF_COLUMNS, one row per element type; empty if it is unknown."""
     device = efficiency.device_of(trace.header)
     if device is None:
         return pl.DataFrame(schema=ROOF_COLUMNS)
     rows = [(device.name, dtype, peak, device.memory_bytes_per_s) for dtype, peak in device.peaks.items()]
     return pl.DataFrame(rows, ROOF_COLUMNS, orient="row")
+
+
+@trace_fact(table=MODULES)
+def modules(trace: Trace) -> pl.DataFrame:
+    """Measures of the modules of a rank in the recorded window.
+
+    Columns of MODULES; one row per module, and one with module null for what is outside of all, which total_… has in
+    none. The own measures sum to those of the trace: compute_ns to copy_ns to the activities of `kernels`, host_ns to
+    the self times of `ops`. Sorted by path.
+    """
+    sums = _own_measures(trace)
+    total_columns = [pl.col(name).sum().alias(f"total_{name}") for name in MEASURES]
+    # Each module with those inside it: rows once for their module, and once for each module around it.
+    module, names = pl.col("module"), pl.col("module").str.split(_SEPARATOR)
+    outer = pl.when(names.list.len() > 1).then(names.list.head(names.list.len() - 1).list.join(_SEPARATOR))
+    levels = [sums.drop_nulls("module")]
+    while levels[-1].height:
+        levels.append(levels[-1].with_columns(outer.alias("module")).drop_nulls("module"))
+    totals = pl.concat(levels).group_by("module").agg(total_columns)
+    calls = call_paths.module_calls(trace)
+    rows = pl.concat([totals.select("module"), sums.filter(pl.col("module").is_null()).select("module").head(1)])
+    joined = (
+        rows.join(sums, on="module", how="left", nulls_equal=True)
+        .join(totals, on="module", how="left")
+        .join(calls, on="module", how="left")
+        .with_columns(
+            outer.alias("parent"),
+            module.str.count_matches(_SEPARATOR, literal=True).cast(pl.Int64).alias("depth"),
+            pl.when(module.is_not_null() & (calls.height > 0)).then(pl.col("calls").fill_null(0)).alias("calls"),
+            *(pl.col(name).fill_null(0) for name in MEASURES),
+        )
+        .with_columns(
+            pl.when(module.is_null()).then(name).otherwise(f"total_{name}").alias(f"total_{name}") for name in MEASURES
+        )
+    )
+    return MODULES.conform(joined.sort("module", nulls_last=True))
+
+
+def by_module(run: Run) -> pl.DataFrame:
+    """Modules of all ranks and windows: columns of MODULES without those of ranks, summed; by path."""
+    sums = pl.col(*MEASURES, *(f"total_{name}" for name in MEASURES)).sum()
+    calls = pl.col("calls").sum() + pl.when(pl.col("calls").count() > 0).then(0)  # the sum of no values is 0, not null
+    summed = run.table(modules).group_by("module").agg(pl.col("parent", "depth").first(), calls, sums)
+    return MODULES.conform(summed.sort("module", nulls_last=True))
+
+
+def tree(table: pl.DataFrame, measure: str) -> pl.DataFrame:
+    """Return one of MEASURES of modules, as by `by_module`, as a tree: columns `call_trees.TREE`.
+
+    self_ns and total_ns have the measure, without and with the modules inside, in its own unit. Work outside of all
+    modules is a node without a parent, too.
+    """
+    ordered = table.sort("depth", "module", nulls_last=True).with_columns(pl.int_range(pl.len()).alias("node"))
+    parents = ordered.select(parent="module", above="node").drop_nulls()
+    joined = ordered.join(parents, on="parent", how="left", maintain_order="left")
+    return joined.select(
+        "node",
+        pl.col("above").fill_null(-1).alias("parent"),
+        pl.col("module").str.split(_SEPARATOR).list.last().fill_null(OUTSIDE).alias("name"),
+        pl.col("calls").fill_null(0).alias("count"),
+        pl.col(measure).alias("self_ns"),
+        pl.col(f"total_{measure}").alias("total_ns"),
+    )
 
 
 @functools.cache
@@ -153,5 +236,30 @@ def _ops_fact(keys: tuple[str, ...], kinds: tuple[str, ...]) -> TraceFact:
 
 @trace_fact
 def _trace_totals(trace: Trace) -> pl.DataFrame:
-    """Return the trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})
+
+
+def _own_measures(trace: Trace) -> pl.DataFrame:
+    """Measures of each module without those inside it, null for outside: columns module and MEASURES."""
+    of_op = pl.DataFrame({"op_id": trace.ops["id"]}).with_columns(call_paths.op_modules(trace))
+    of_activity = trace.activities.select(
+        pl.col("id").alias("activity_id"), call_paths.activity_modules(trace), "kind", "dur_ns"
+    )
+    in_training = trace.allocations.filter(allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    parts = [
+        of_activity.select("module", pl.col("kind").replace_strict(_KINDS).alias("measure"), value="dur_ns"),
+        of_op.select("module", pl.lit("host_ns").alias("measure"), value=self_times(trace.ops)),
+        _module_values(flops.counted_calls(trace).drop_nulls("flops").rename({"id": "op_id"}), of_op, "op_id", "flops"),
+        _module_values(trace.collectives.drop_nulls("sent_bytes"), of_activity, "activity_id", "sent_bytes"),
+        _module_values(in_training, of_op, "op_id", "delta_bytes", measure="allocated_bytes"),
+    ]
+    long = pl.concat(part.with_columns(pl.col("value").cast(pl.Int64)) for part in parts)
+    value = pl.col("value")
+    return long.group_by("module").agg(value.filter(pl.col("measure") == name).sum().alias(name) for name in MEASURES)
+
+
+def _module_values(
+    rows: pl.DataFrame, modules_of: pl.DataFrame, key: str, column: str, *, measure: str | None = None
+) -> pl.DataFrame:
+    joined = rows.join(modules_of.select(key, "module"), on=key, how="left")
+    return joined.select("module", pl.lit(measure or column).alias("measure"), pl.col(column).alias("value"))

@@ -46,7 +46,7 @@ _UNSPLIT_BYTES = 1 << 20
 
 @trace_fact
 def blocks(trace: Trace) -> pl.DataFrame:
-    """Return the blocks that were allocated or freed, each allocation matched with its free by address.
+    """Blocks that were allocated or freed, each allocation matched with its free by address.
 
     Columns BLOCK_COLUMNS: start_event and end_event are rows of the allocations table, op requested it; one row per
     block. The start is null for a block from before the window, the end for one that outlives it. A block that ends
@@ -59,7 +59,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
 
 
 def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
-    """Return the blocks of `events`, rows of the allocations table with their number as the column event.
+    """Blocks of `events`, rows of the allocations table with their number as the column event.
 
     Columns as `blocks` without op, unordered.
     """
@@ -113,7 +113,7 @@ def live(trace: Trace) -> pl.DataFrame:
 
 
 def live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
-    """Return the bytes of these blocks that are allocated after each of `events`, shape (n,).
+    """Bytes of these blocks that are allocated after each of `events`, shape (n,).
 
     A block on the host ends where its address is allocated again, as in `live`.
     """
@@ -129,7 +129,7 @@ def _bytes_until(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
 
 @trace_fact
 def at_peak(trace: Trace) -> pl.DataFrame:
-    """Return the owners of memory at the peak.
+    """Owners of memory at the peak.
 
     Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the forward op whose
     gradient it computes), stack (likewise the innermost code location outside torch; both only with recorded Python
@@ -139,13 +139,10 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     """
     if trace.allocations.is_empty():
         return schema.empty(PEAK_COLUMNS)
-    usage = live(trace)
-    peaks = usage.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
-        "device", keep="first", maintain_order=True
-    )
+    is_peak = pl.col("live_bytes") == pl.col("live_bytes").max().over("device")
+    peaks = live(trace).filter(is_peak).unique("device", keep="first", maintain_order=True)
     moments = peaks.select("device", "event", "at_ns", "live_bytes")
-    parts = [_owners_at(trace, *row) for row in moments.iter_rows()]
-    return pl.concat(parts) if parts else schema.empty(PEAK_COLUMNS)
+    return schema.concat([_owners_at(trace, *row) for row in moments.iter_rows()], PEAK_COLUMNS)
 
 
 @trace_fact
@@ -194,7 +191,7 @@ def churn(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def new_sizes(trace: Trace) -> pl.DataFrame:
-    """Return the allocations of at least 1 MiB whose size no earlier step of the trace allocated.
+    """Allocations of at least 1 MiB whose size no earlier step of the trace allocated.
 
     Columns step, device, start_ns, dur_ns (0), bytes, phase, unit; one row per allocation. Only memory of the trace's
     work; allocations of saves and of the backend inside its collectives are left out, and so is the first step, where
@@ -269,13 +266,13 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     marks = ops.select(
         module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(user.implode())
     )
-    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    ids = ops["id"].to_numpy()
+    up, forward = (columns.rows_of(ids, columns.to_ints(ops[name], -1)) for name in ("parent_id", "forward_id"))
     rows = np.minimum(np.searchsorted(ids, table["op_id"].to_numpy()), len(ids) - 1)
-    forward = _row_of(ops, "forward_id")[rows]
     locations = {}
     for kind in ("module", "stack"):
         marked = nesting.nearest(up, marks[kind].to_numpy())
-        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward))
+        around, before = (sweep_line.at(marked, start, -1) for start in (rows, forward[rows]))
         row = np.where(around >= 0, around, before)
         names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(conventions.MODULE_PREFIX)
         locations[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
@@ -305,10 +302,3 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     )  # fmt: skip
     ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return schema.select(ordered, PEAK_COLUMNS)
-
-
-def _row_of(ops: pl.DataFrame, column: str) -> Ints:
-    """Return, for each row of `ops`, the row of the op whose id a column holds; -1 for none. Sorted by id."""
-    ids, targets = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(ids, targets), max(len(ids) - 1, 0))
-    return np.where((targets >= 0) & (ids[row] == targets), row, -1) if len(ids) else row

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tracekit import conventions
 from tracekit.conventions import object_storage
-from tracekit.ingest.trace_origins import RemoteTrace
+from tracekit.ingest.files import RemoteTrace
 from tracekit.model.run import Run
-from tracekit.model.source import Source
 
 PICKLES = (".pickle", ".pkl")
 SUFFIXES = tuple(f"{pickle}{ending}" for pickle in PICKLES for ending in ("", ".gz", ".zst"))
@@ -31,7 +30,7 @@ class SnapshotFile:
 
 
 def files(run: Run) -> tuple[SnapshotFile, ...]:
-    """Return the snapshot files of a run, by window and rank: of a local folder, or next to remote traces.
+    """Snapshot files of a run, by window and rank: of a local folder, or next to remote traces.
 
     Files that cannot be accessed, such as broken links, are returned by `unreadable` instead.
     """
@@ -39,7 +38,7 @@ def files(run: Run) -> tuple[SnapshotFile, ...]:
 
 
 def first_files(run: Run) -> tuple[SnapshotFile, ...]:
-    """Return the first snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
+    """First snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
     first, remaining = [], MAX_TOTAL_BYTES
     for file in files(run):
         remaining -= file.size_bytes
@@ -50,11 +49,14 @@ def first_files(run: Run) -> tuple[SnapshotFile, ...]:
 
 
 def in_folder(folder: Path) -> list[tuple[int, Path]]:
-    """Return the pickles in a folder or one below, each with the rank in its name, or else its place in the list.
+    """Pickles in a folder or one below, each with the rank in its name, or else its place in the list.
 
     Only the last snapshot of a rank counts, by the order of names: torchtitan and others write one each iteration.
     """
-    names = sorted((p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))), key=_natural)
+    names = sorted(
+        (p for s in SUFFIXES for p in (*folder.glob(f"*{s}"), *folder.glob(f"*/*{s}"))),
+        key=lambda path: [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))],
+    )
     ranks: dict[int, Path] = {}
     for place, path in enumerate(p for p in names if p.is_file()):
         stated = re.search(r"rank[-_]?(\d{1,6})", path.name)
@@ -62,32 +64,34 @@ def in_folder(folder: Path) -> list[tuple[int, Path]]:
     return sorted(ranks.items())
 
 
-def _natural(path: Path) -> list[tuple[str, int]]:
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))]
-
-
 def without_traces(path: Path) -> tuple[SnapshotFile, ...]:
-    """Return the snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
+    """Snapshots at a path that has no traces: those of a folder by rank, as `in_folder`, or the file."""
     listed = in_folder(path) if path.is_dir() else [(0, path)]
     states = [(rank, file, file.stat()) for rank, file in listed]
     return tuple(SnapshotFile(rank, 0, str(file), stat.st_size, stat.st_mtime_ns) for rank, file, stat in states)
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:
-    """Return a row of RUN_DATA_QUALITY for each snapshot file that cannot be accessed."""
+    """Row of RUN_DATA_QUALITY for each snapshot file that cannot be accessed."""
     return _scan(run)[1]
 
 
 def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]:
+    snapshots: list[SnapshotFile] = []
     if object_storage.is_url(run.path):
-        return tuple(filter(None, map(_remote, run.sources))), []
+        for source in run.sources:
+            remote = source.origin.snapshot if isinstance(source.origin, RemoteTrace) else None
+            if remote is not None:
+                version = zlib.crc32((remote.version or "").encode())
+                place = (source.rank, source.window, remote.shown)
+                snapshots.append(SnapshotFile(*place, remote.size_bytes or 0, version))
+        return tuple(snapshots), []
     folder = Path(run.path)
     folders = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
-    snapshots: list[SnapshotFile] = []
     bad: list[tuple[object, ...]] = []
-    for place in folders:
-        window = re.fullmatch(r"window(\d+)", place.name)
-        for file in sorted(place.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")):
+    for window_folder in folders:
+        window = re.fullmatch(r"window(\d+)", window_folder.name)
+        for file in sorted(window_folder.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")):
             rank = re.search(r"rank(\d+)", file.name)
             if rank is None:
                 continue
@@ -100,11 +104,3 @@ def _scan(run: Run) -> tuple[tuple[SnapshotFile, ...], list[tuple[object, ...]]]
             number = int(window[1]) if window else 0
             snapshots.append(SnapshotFile(int(rank[1]), number, str(file), stat.st_size, stat.st_mtime_ns))
     return tuple(sorted(snapshots, key=lambda file: (file.window, file.rank))), bad
-
-
-def _remote(source: Source) -> SnapshotFile | None:
-    file = source.origin.snapshot if isinstance(source.origin, RemoteTrace) else None
-    if file is None:
-        return None
-    version = zlib.crc32((file.version or "").encode())
-    return SnapshotFile(source.rank, source.window, file.shown, file.size_bytes or 0, version)

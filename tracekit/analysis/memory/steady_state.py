@@ -25,7 +25,7 @@ RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64
 
 @trace_fact
 def device_calls(trace: Trace) -> pl.DataFrame:
-    """Return the runtime calls that allocate or free device or pinned memory, and the device stall of each.
+    """Runtime calls that allocate or free device or pinned memory, and the device stall of each.
 
     Columns step, name, start_ns, dur_ns (on the host), stalled_ns; one row per call. A call stalls the devices while
     none of them works during the call, and from its end to the next work (or call) for at most as long as they were
@@ -39,7 +39,7 @@ def device_calls(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def stalls(trace: Trace) -> pl.DataFrame:
-    """Return the cost of such calls in each step.
+    """Cost of such calls in each step.
 
     Columns step, device, start_ns, duration_ns (the step's device window), calls, host_ns (time in calls), stalled_ns
     (device stall, each moment once); one row per step and device. Where the trace marks no steps, its second half is
@@ -47,7 +47,10 @@ def stalls(trace: Trace) -> pl.DataFrame:
     """
     calls, idle = _calls(trace), _idle(trace)
     rows = []
-    for step, device, start_ns, duration_ns in _windows(trace).iter_rows():
+    windows = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
+    skipped_ns = pl.when(pl.col("step").is_null()).then(pl.col("duration_ns") // 2).otherwise(0)
+    windows = windows.with_columns(pl.col("start_ns") + skipped_ns, pl.col("duration_ns") - skipped_ns)
+    for step, device, start_ns, duration_ns in windows.iter_rows():
         end_ns = start_ns + duration_ns
         within = pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
         step_calls = calls.filter(within) if calls.height else calls
@@ -59,7 +62,7 @@ def stalls(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def retries(trace: Trace) -> pl.DataFrame:
-    """Return the allocation retries of each step (cudaMalloc failed, cache flushed), from the metrics log.
+    """Allocation retries of each step (cudaMalloc failed, cache flushed), from the metrics log.
 
     Columns step, retries, step_time_ns; one row per step with the growth of the counter. The first logged step has no
     row, since the counter before it is unknown.
@@ -81,7 +84,7 @@ def retries(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def regrowth(trace: Trace) -> pl.DataFrame:
-    """Return the requests for which the allocator reserved device memory although its cache had enough idle bytes.
+    """Requests for which the allocator reserved device memory although its cache had enough idle bytes.
 
     Columns step, device, start_ns, dur_ns (0), bytes (of the block), idle_bytes (reserved and not allocated before),
     grown_bytes (newly reserved), stalled_ns (by the device call before it), reserved_bytes (after); one row per
@@ -105,7 +108,7 @@ def regrowth(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def unit_buffers(trace: Trace) -> pl.DataFrame:
-    """Return the allocations of at least 1 MiB in FSDP's gather and reduce spans, except the backend's own.
+    """Allocations of at least 1 MiB in FSDP's gather and reduce spans, except the backend's own.
 
     Columns step, unit, span, start_ns, dur_ns (0), bytes; one row per allocation. Those of saves are left out.
     """
@@ -135,7 +138,7 @@ def _calls(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def _idle(trace: Trace) -> Spans:
-    """Return the time between first and last activity without device work; none on a CPU run."""
+    """Time between first and last activity without device work; none on a CPU run."""
     if not trace.on_device:
         return intervals.EMPTY
     work = trace.activities
@@ -144,7 +147,7 @@ def _idle(trace: Trace) -> Spans:
 
 
 def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
-    """Return the span of each call, extended over the idle time right after it that the call explains."""
+    """Span of each call, extended over the idle time right after it that the call explains."""
     spans = intervals.from_table(calls)
     if not len(spans) or not len(idle):
         return spans
@@ -155,9 +158,3 @@ def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
     next_start = np.append(starts[1:], np.iinfo(np.int64).max)
     reach = np.minimum(np.minimum(gap_end, ends + hidden_ns), next_start)
     return np.stack((starts, np.maximum(reach, ends)), axis=1)
-
-
-def _windows(trace: Trace) -> pl.DataFrame:
-    steps = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
-    skipped_ns = pl.when(pl.col("step").is_null()).then(pl.col("duration_ns") // 2).otherwise(0)
-    return steps.with_columns(pl.col("start_ns") + skipped_ns, pl.col("duration_ns") - skipped_ns)

@@ -1,7 +1,6 @@
 """Allocated bytes over time by owner, their growth from step to step, and block lifetimes by size."""
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,15 @@ GROWTH_COLUMNS = {
 LEAST_STEPS = 5
 _MOST_STEPS = 1500  # 1.1 million pairs
 _DEVIATIONS = 2.5758293  # 99%
-_EVENTS, _METRICS = "events", "metrics"
+
+_UNATTRIBUTED = "(allocated earlier, or without a stack)"
+CATEGORY_CHANGE_COLUMNS = schema.columns("category bytes against_bytes change_bytes", category=pl.String)
+OWNER_CHANGE_COLUMNS = schema.columns("op count against_count bytes against_bytes change_bytes", op=pl.String)
 
 
 @trace_fact
 def over_time(trace: Trace) -> pl.DataFrame:
-    """Return the allocated bytes of each owner over the window.
+    """Allocated bytes of each owner over the window.
 
     Columns OWNER_COLUMNS: owner_kind is phase, unit or op, live_bytes that of all owners; one row per device, kind of
     owner, time and owner. There are at most 600 times, the maximum and minimum of each time span, so that no peak is
@@ -60,7 +62,7 @@ def lifetimes(trace: Trace) -> pl.DataFrame:
 
 
 def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return the table of `over_time` from blocks and live bytes."""
+    """Table of `over_time` from blocks and live bytes."""
     parts = [schema.empty(OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
         # Maximum and minimum of live bytes in each of _SPANS equal time spans, in order.
@@ -82,7 +84,7 @@ def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, .
 
 
 def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
-    """Return the table of `lifetimes` from blocks."""
+    """Table of `lifetimes` from blocks."""
     allocated = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
     size, lived = allocated["bytes"].to_numpy(), allocated["lifetime_ns"].fill_null(0).to_numpy()
     low_bytes, high_bytes = _cell(size, _SIZE_EDGES)
@@ -100,7 +102,7 @@ def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
 
 @trace_fact
 def growth(trace: Trace) -> pl.DataFrame:
-    """Return the growth of allocated memory per step.
+    """Growth of allocated memory per step.
 
     Columns device, source (events: of the allocator in the trace; metrics: the log of every step), steps, first_step,
     last_step, first_bytes, last_bytes, slope_bytes (per step: the median over all pairs of steps), low_bytes and
@@ -111,30 +113,20 @@ def growth(trace: Trace) -> pl.DataFrame:
     unfreed allocations inside collectives, and unfreed blocks of a size of which another was allocated again at the
     same address without a free in between.
     """
-    series = [*_from_events(trace), *_from_log(trace)]
+    series: list[tuple[int | None, str, pl.Series, pl.Series]] = []
+    if trace.allocations.height:
+        usage = allocations.live(trace).filter(allocations.of_training(trace))
+        usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
+        ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
+        for (device,), part in ends.group_by("device", maintain_order=True):
+            series.append((device, "events", part["step"], part["live_bytes"]))
+    if trace.metrics.height:
+        logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step").slice(1)
+        series.append((None, "metrics", logged["step"], logged["value"].cast(pl.Int64)))
     rows = [
         (device, source, *_slope(steps, used)) for device, source, steps, used in series if len(steps) >= LEAST_STEPS
     ]
     return pl.DataFrame(rows, schema=GROWTH_COLUMNS, orient="row")
-
-
-def _from_events(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
-    """Yield each device with the bytes that are allocated at the end of each step, by the allocator's events."""
-    if trace.allocations.is_empty():
-        return
-    usage = allocations.live(trace).filter(allocations.of_training(trace))
-    usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
-    ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
-    for (device,), part in ends.group_by("device", maintain_order=True):
-        yield device, _EVENTS, part["step"], part["live_bytes"]
-
-
-def _from_log(trace: Trace) -> Iterator[tuple[int | None, str, pl.Series, pl.Series]]:
-    """Yield the bytes that are allocated at the end of each step but the first, by the metrics log."""
-    if trace.metrics.is_empty():
-        return
-    logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step").slice(1)
-    yield None, _METRICS, logged["step"], logged["value"].cast(pl.Int64)
 
 
 def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
@@ -177,8 +169,21 @@ def theil_sen(x: npt.NDArray[np.int64], y: npt.NDArray[np.float64]) -> tuple[flo
     return float(np.median(slopes)), float(slopes[low]), float(slopes[high])
 
 
+def change_by_category(categories: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Changes of categories of memory, columns CATEGORY_CHANGE_COLUMNS, the largest first; without those of 0.
+
+    A change is positive where there is more than in the other.
+    """
+    return _difference(categories, other, "category", CATEGORY_CHANGE_COLUMNS)
+
+
+def change_by_owner(owners: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """Change of what each op requested, as `change_by_category`, columns OWNER_CHANGE_COLUMNS."""
+    return _difference(owners, other, "op", OWNER_CHANGE_COLUMNS)
+
+
 def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
-    """Return the edges between which each value lies."""
+    """Edges between which each value lies."""
     place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
     return edges[place], edges[place + 1]
 
@@ -201,3 +206,24 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
         for name, values in by_owner.items()
     ]
     return pl.concat(parts).pipe(schema.select, OWNER_COLUMNS)
+
+
+def _difference(table: pl.DataFrame, other: pl.DataFrame, key: str, columns: schema.ColumnTypes) -> pl.DataFrame:
+    sums, other = (_sums(rows, key) for rows in (table, other))
+    renamed = other.rename({"bytes": "against_bytes", "count": "against_count"})
+    joined = sums.join(renamed, on=key, how="full", coalesce=True).with_columns(pl.col(pl.Int64).fill_null(0))
+    changed = joined.with_columns(change_bytes=pl.col("bytes") - pl.col("against_bytes"))
+    changed = changed.filter(pl.col("change_bytes") != 0).sort(
+        pl.col("change_bytes").abs(), key, descending=[True, False]
+    )
+    return schema.conform(changed, columns)
+
+
+def _sums(rows: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Return count and bytes by owner; of a run, on the trace and device with the highest peak."""
+    if rows.height and "window" in rows.columns:
+        top = rows.sort("peak_bytes", descending=True, nulls_last=True, maintain_order=True)
+        place = ["window", "rank", "device"]
+        rows = rows.join(top.select(place).head(1), on=place, nulls_equal=True)
+    filled = rows.with_columns(pl.col(key).fill_null(_UNATTRIBUTED))
+    return filled.group_by(key).agg(pl.col("bytes", "count").sum().cast(pl.Int64))

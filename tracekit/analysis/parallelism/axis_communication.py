@@ -1,12 +1,12 @@
-"""Communication of each mesh axis: how long, and how long without compute."""
+"""Communication of each mesh axis: how long, how long without compute; overlap of a ring of context parallelism."""
 
 import polars as pl
 
+from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import group_axes, rank_places
 from tracekit.analysis.parallelism.group_axes import ACTIVATIONS, PARAMETERS
 from tracekit.analysis.time import breakdown
-from tracekit.conventions.process_groups import DP, JOINT
-from tracekit.conventions.strategies import CP, DP_REPLICATE, DP_SHARD, EP, PP
+from tracekit.conventions.strategies import CP, DP, DP_REPLICATE, DP_SHARD, EP, JOINT, PP
 from tracekit.model import intervals, schema
 from tracekit.model.fact import run_fact
 from tracekit.model.run import Run
@@ -30,6 +30,22 @@ FACTS: tuple[TraceFact, ...] = (*group_axes.FACTS, breakdown.spans, breakdown.by
 """The facts that the run tables of this module read."""
 _BY_CALL = 0.8
 """Confidence of an axis that a collective has by its op or purpose, out of those that the run is known to have."""
+
+RINGS = schema.table(
+    "ring_overlap",
+    "rank and step of a ring of context parallelism",
+    schema.column("window", "Profiled window of the run, from 0."),
+    schema.column("rank", "Global rank of the process."),
+    schema.column("step", "Training step; null where none are marked."),
+    schema.column("calls", "Sends and receives along axis cp."),
+    schema.column("bytes", "Sum of their sizes; null where none is known."),
+    schema.column("communication_ns", "Time in which at least one of them is under way."),
+    schema.column("hidden_ns", "The part of it in which the rank computes: attention to the block at hand."),
+    schema.column("exposed_communication_ns", "The rest."),
+    schema.column("waited_ns", "The part of the rest before the peer has begun; null where no peer is known."),
+    schema.Column("hidden_ratio", pl.Float64(), "ratio", "hidden_ns over communication_ns."),
+)
+_RING_STEP = ["window", "rank", "step"]
 
 
 @run_fact(table=AXIS_COMMUNICATION)
@@ -145,3 +161,36 @@ def compute_spans(run: Run) -> dict[tuple[object, ...], intervals.Spans]:
     computing = spans.select("window", "rank", "start_ns", "dur_ns").collect()
     of_rank = computing.partition_by("window", "rank", as_dict=True)
     return {place: intervals.union(intervals.from_table(rank_spans)) for place, rank_spans in of_rank.items()}
+
+
+@run_fact(table=RINGS)
+def ring_overlap(run: Run) -> pl.DataFrame:
+    """Share of a ring's transfers that compute hides; use ``run.table``. Columns as RINGS.
+
+    A transfer is under way from its issue to its completion: on a device its kernel, under gloo from the call to the
+    end of the wait. Empty without sends and receives along axis cp.
+    """
+    if not has_calls(run, CP):
+        return RINGS.empty()
+    ring_calls = run.table(calls).filter(pl.col("axis") == CP, pl.col("op").is_in([PAIRED, "send", "recv"]))
+    compute, rows = compute_spans(run), []
+    waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    timed_calls = ring_calls.join(waits, on=["window", "rank", "activity_id"], how="left").with_columns(
+        (pl.col("start_ns") + pl.col("wait_ns")).alias("present_ns")  # when both ranks have begun
+    )
+    for place, step_calls in timed_calls.partition_by(_RING_STEP, as_dict=True, maintain_order=True).items():
+        spans = intervals.union(step_calls.select("start_ns", "end_ns").to_numpy())
+        busy = compute.get(place[:2], intervals.EMPTY)
+        timed = step_calls.drop_nulls("present_ns")
+        wait_spans = intervals.union(timed.select("start_ns", "present_ns").to_numpy())
+        total_ns, hidden_ns = intervals.length(spans), intervals.length(intervals.intersect(spans, busy))
+        waited_ns = intervals.length(wait_spans) - intervals.length(intervals.intersect(wait_spans, busy))
+        sizes = step_calls["bytes"].drop_nulls()
+        row = dict(zip(_RING_STEP, place, strict=True)) | {
+            "calls": step_calls.height,
+            "communication_ns": total_ns,
+        }
+        row |= {"hidden_ns": hidden_ns, "exposed_communication_ns": total_ns - hidden_ns}
+        row |= {"waited_ns": waited_ns if timed.height else None, "bytes": sizes.sum() if len(sizes) else None}
+        rows.append(row | {"hidden_ratio": hidden_ns / total_ns if total_ns else None})
+    return RINGS.conform(pl.DataFrame(rows, RINGS.schema)).sort(_RING_STEP, nulls_last=True)

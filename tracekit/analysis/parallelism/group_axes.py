@@ -9,8 +9,7 @@ from tracekit import conventions
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.analysis.parallelism import rank_places
 from tracekit.analysis.time import trace_columns
-from tracekit.conventions.process_groups import DP, axis_of_description
-from tracekit.conventions.strategies import CP, DP_SHARD, EP, PP, TP
+from tracekit.conventions.strategies import CP, DP, DP_SHARD, EP, PP, TP, axis_of_description
 from tracekit.model import columns, nesting, rank_lists, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize

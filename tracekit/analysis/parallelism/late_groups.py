@@ -4,7 +4,7 @@ import statistics
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.parallelism import rank_places
 from tracekit.model.fact import run_fact
@@ -84,7 +84,7 @@ def rank_arrivals(run: Run) -> pl.DataFrame:
     of_step = ["window", "step"]
     within = arrivals.filter(~pl.col("is_across_stages")).select(of_step).unique()
     marked = within.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
-    judged_steps = steps_without_saves.without_saves(run, marked).with_columns(is_judged=pl.lit(value=True))
+    judged_steps = save_stages.without_saves(run, marked).with_columns(is_judged=pl.lit(value=True))
     is_judged = pl.col("is_judged").fill_null(value=False) & ~pl.col("is_across_stages")
     joined = arrivals.join(judged_steps, on=of_step, how="left", nulls_equal=True)
     return joined.with_columns(is_judged=is_judged).sort(*_KEY, "arrival_ns", "rank")
@@ -164,7 +164,7 @@ def _computing_longer(run: Run, group: list[int], behind_ns: dict[int, int]) -> 
 
     With experts, all replicas of a stage wait for the slowest in each layer, so that none waits longer for a stage.
     """
-    steps = steps_without_saves.steps(run).group_by("window", "step", "rank").agg(pl.col("compute_ns").max())
+    steps = save_stages.steps(run).group_by("window", "step", "rank").agg(pl.col("compute_ns").max())
     compute_ns = dict(steps.group_by("rank").agg(pl.col("compute_ns").sum()).iter_rows())
     stage_of, longer = rank_places.stages(run), set()
     for stage, ns in behind_ns.items():

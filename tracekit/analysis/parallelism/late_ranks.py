@@ -2,11 +2,11 @@
 
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, rank_places
-from tracekit.analysis.time import breakdown, host_state, launches
+from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -38,7 +38,7 @@ QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 def queue_times(trace: Trace) -> pl.DataFrame:
     """Delay from the launch of each collective on a device to its start. Columns activity_id, queued_ns."""
     calls = [
-        launches.collectives(trace, device).select("id", "start_ns", "launched_ns")
+        launched_work.collectives(trace, device).select("id", "start_ns", "launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     ]
@@ -52,7 +52,7 @@ FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     compute_gap_causes.compute_gap_causes,
     *rank_places.FACTS,
-    *steps_without_saves.FACTS,
+    *save_stages.FACTS,
 )
 """The facts that the run tables of this module read."""
 
@@ -162,7 +162,12 @@ def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
         .drop("all_ns")
         .join(members.select("rank", "leader"), "rank", how="left")
     )
-    return _EMPTY.vstack(_with_causes(compared).select(_EMPTY.columns).cast(pl.Int64))
+    # Ranks that wait longer, with the rank or group of their pipeline that the others wait for.
+    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
+    cause = pl.coalesce(pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest))
+    table = compared.with_columns(cause.over(*_STEP, "pipeline").alias("cause"), waiting="rank", waited_ns="longer_ns")
+    delayed = table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))
+    return _EMPTY.vstack(delayed.select(_EMPTY.columns).cast(pl.Int64))
 
 
 def _leader(column: str, members: pl.DataFrame) -> pl.Expr:
@@ -202,7 +207,7 @@ def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> p
 @run_fact
 def _own_time(run: Run) -> pl.DataFrame:
     """Return the own time of each rank and step by part: window, step, rank, part, dur_ns; 0 where there is none."""
-    steps = steps_without_saves.steps(run)
+    steps = save_stages.steps(run)
     ranks = steps.group_by(*_STEP, "rank").agg(pl.col("compute_ns").max().alias("dur_ns"))
     is_stall = pl.col("cause") == communication_gap_causes.DEVICE_STALL
     by_host = (pl.col("cause") == communication_gap_causes.HOST) & pl.col("detail").is_in(list(_PART_OF_STATE))
@@ -226,14 +231,3 @@ def _own_time(run: Run) -> pl.DataFrame:
 
 
 _EMPTY = pl.DataFrame(schema=dict.fromkeys((*_STEP, "waiting", "cause", "waited_ns"), pl.Int64))
-
-
-def _with_causes(compared: pl.DataFrame) -> pl.DataFrame:
-    """Return the ranks that wait longer, with the rank or group of their pipeline that the others wait for."""
-    of_pipeline = [*_STEP, "pipeline"]
-    shortest = pl.col("rank").sort_by("longer_ns", "rank").first()
-    cause = pl.coalesce(
-        pl.col("leader").drop_nulls().first(), pl.when(pl.col("longer_ns").min() < 0).then(shortest)
-    ).over(of_pipeline)
-    table = compared.with_columns(cause.alias("cause"), waiting="rank", waited_ns="longer_ns")
-    return table.filter(pl.col("leader").is_null(), pl.col("waited_ns") > 0, pl.col("cause") != pl.col("rank"))

@@ -7,9 +7,8 @@ the runtime executes, `Forward i` and `Backward i` of GPipe); Megatron-LM, core/
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches, trace_columns
-from tracekit.conventions.process_groups import axis_of_description
-from tracekit.conventions.strategies import CP, EP, TP
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
+from tracekit.conventions.strategies import CP, EP, TP, axis_of_description
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.memoize import memoize
@@ -194,18 +193,8 @@ def _infer_actions(trace: Trace) -> pl.DataFrame:
     pieces = work.join_asof(edges, left_on="launched_ns", right_on="at_ns").with_columns(
         pl.when(pl.col("phase") == "backward").then(pl.lit(BACKWARD)).otherwise(pl.lit(FORWARD)).alias("action")
     )
-    candidates = _segments(pieces).with_columns(
-        stage=pl.lit(None, pl.Int64), micro_batch=pl.lit(None, pl.Int64), source=pl.lit("inferred")
-    )
-    forwards, backwards = ((pl.col("action") == kind).sum().over("step") for kind in (FORWARD, BACKWARD))
-    return _with_micro_batches(candidates.filter((forwards == backwards) & (forwards > 1)))
-
-
-def _segments(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return the spans of work of one action between two transfers, without those of few ops.
-
-    Columns step, piece, action, host_start_ns, host_end_ns. Compute after the last backward is of the optimizer.
-    """
+    # Spans of work of one action between two transfers, without those of few ops. Columns step, piece, action,
+    # host_start_ns, host_end_ns. Compute after the last backward is of the optimizer.
     place = ["step", "piece", "action"]
     last_ns = pl.col("launched_ns").filter(pl.col("action") == BACKWARD).max().over("step")
     # First, because the ops after the last backward, such as those of the optimizer, may be more than a forward's.
@@ -214,7 +203,7 @@ def _segments(pieces: pl.DataFrame) -> pl.DataFrame:
     ops = pl.len().over("segment")
     large = segments.filter(ops >= _MIN_SEGMENT_RATIO * ops.max().over("action"))
     end_ns = pl.col("launched_ns") + pl.col("host_dur_ns")
-    return (
+    candidates = (
         large.with_columns(pl.struct(place).rle_id().alias("segment"))
         .group_by("segment", maintain_order=True)
         .agg(
@@ -222,7 +211,9 @@ def _segments(pieces: pl.DataFrame) -> pl.DataFrame:
             pl.col("launched_ns").min().alias("host_start_ns"),
             end_ns.max().alias("host_end_ns"),
         )
-    )
+    ).with_columns(stage=pl.lit(None, pl.Int64), micro_batch=pl.lit(None, pl.Int64), source=pl.lit("inferred"))
+    forwards, backwards = ((pl.col("action") == kind).sum().over("step") for kind in (FORWARD, BACKWARD))
+    return _with_micro_batches(candidates.filter((forwards == backwards) & (forwards > 1)))
 
 
 def _with_launches(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
@@ -252,7 +243,7 @@ def _with_device_times(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         trace.collectives.filter(is_within)["activity_id"].implode()
     )
     work = pl.concat(
-        launches.work(trace, device).filter(is_work).drop_nulls("launched_ns")
+        launched_work.work(trace, device).filter(is_work).drop_nulls("launched_ns")
         for device in breakdown.devices(trace)
         if device is not None
     )
@@ -288,7 +279,21 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
     received = receives.with_columns(pl.col("received_ns").cum_max())
     sent = calls.filter(pl.col("op") != "recv").select(sent_ns="start_ns").sort("sent_ns")
     inner = _extent(spans, work).select("number", first_ns="start_ns", last_ns="end_ns")
-    inner = _after_receives(spans.join(inner, on="number", how="left"), receives["received_ns"], work["start_ns"])
+    # Spans whose first_ns is the first op after the last receive that ends within the span, if there is one.
+    ends = pl.DataFrame({"input_ns": receives["received_ns"].sort()})
+    starts = pl.DataFrame({"needed_ns": work["start_ns"].sort()})
+    matched = (
+        spans.join(inner, on="number", how="left")
+        .sort("host_end_ns")
+        .join_asof(ends, left_on="host_end_ns", right_on="input_ns")
+        .with_columns(pl.max_horizontal("input_ns", "first_ns").alias("input_ns"))
+        .sort("input_ns")
+        .join_asof(starts, left_on="input_ns", right_on="needed_ns", strategy="forward")
+    )
+    is_inside = pl.col("needed_ns") < pl.col("last_ns")
+    inner = matched.with_columns(pl.when(is_inside).then("needed_ns").otherwise("first_ns").alias("first_ns")).drop(
+        "input_ns", "needed_ns"
+    )
     timed = (
         inner.with_columns(pl.col("first_ns", "last_ns").fill_null(pl.col("host_end_ns")))  # it only waits
         .sort("first_ns")
@@ -302,20 +307,3 @@ def _without_waits(trace: Trace, actions: pl.DataFrame) -> pl.DataFrame:
         pl.when(sends).then("last_ns").otherwise("end_ns").alias("end_ns"),
     )
     return pl.concat([tightened.select(actions.columns), actions.filter(~computes)])
-
-
-def _after_receives(spans: pl.DataFrame, received_ns: pl.Series, computed_ns: pl.Series) -> pl.DataFrame:
-    """Return spans whose first_ns is the first op after the last receive that ends within the span, if there is one."""
-    ends = pl.DataFrame({"input_ns": received_ns.sort()})
-    starts = pl.DataFrame({"needed_ns": computed_ns.sort()})
-    matched = (
-        spans.sort("host_end_ns")
-        .join_asof(ends, left_on="host_end_ns", right_on="input_ns")
-        .with_columns(pl.max_horizontal("input_ns", "first_ns").alias("input_ns"))
-        .sort("input_ns")
-        .join_asof(starts, left_on="input_ns", right_on="needed_ns", strategy="forward")
-    )
-    is_inside = pl.col("needed_ns") < pl.col("last_ns")
-    return matched.with_columns(pl.when(is_inside).then("needed_ns").otherwise("first_ns").alias("first_ns")).drop(
-        "input_ns", "needed_ns"
-    )

@@ -12,8 +12,7 @@ import polars as pl
 from msgspec import Meta
 
 from tracekit.conventions import strategies
-from tracekit.conventions.process_groups import JOINT, axis_of_description
-from tracekit.conventions.strategies import PP
+from tracekit.conventions.strategies import JOINT, PP, axis_of_description
 from tracekit.model import rank_lists
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.manifest import MAX_RANKS

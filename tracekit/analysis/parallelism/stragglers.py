@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import late_groups, late_ranks, outlier_steps, rank_places
@@ -104,7 +104,7 @@ def steps(run: Run) -> pl.DataFrame:
 
     Where no steps are marked, each window is one step, null.
     """
-    rows = steps_without_saves.steps(run)
+    rows = save_stages.steps(run)
     # A trace without marked steps shares no step with others that have some.
     rows = rows.filter(pl.col("step").is_not_null() | pl.col("step").is_null().all())
     table = rows.group_by(_KEY).agg(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, launches, trace_columns
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
 from tracekit.model import columns, intervals, schema, sweep_line
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.intervals import Spans
@@ -111,7 +111,7 @@ _NONE = _Stalls(np.zeros(0, np.int64), intervals.EMPTY, _NO_FLAGS, _NO_FLAGS, _N
 
 
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
-    work = launches.work(trace, device)
+    work = launched_work.work(trace, device)
     idle, paused = _idle(trace, device), _paused_kernels(trace, device)
     slice_ns = common_length(np.concatenate((idle.dur_ns[idle.is_whole & idle.is_unusual], paused.dur_ns)))
     if slice_ns is not None:  # a kernel that is paused half of the time has no usual median
@@ -127,10 +127,12 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     is_idle = np.arange(len(rows)) < len(idle.row)
     certain = np.concatenate((of_cause, np.ones(len(rows) - len(idle.row), np.bool_))) & recurs
     usual = np.concatenate((np.full(len(idle.row), -1), usual_ns[alike]))[: len(rows)]
+    windows = trace_columns.windows(trace).filter(pl.col("device") == device)
+    window_spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
     return (
         work.select("device", pl.col("id").alias("activity_id"), "name", "lane")[rows]
         .with_columns(
-            _steps(trace, device, spans[:, 0]),
+            columns.values_at(windows["step"], sweep_line.running(window_spans, spans[:, 0])).alias("step"),
             pl.Series("kind", np.where(is_idle, IDLE, PAUSED).astype(object), pl.String),
             pl.Series("is_recurring", certain, pl.Boolean),
             pl.Series("start_ns", spans[:, 0], pl.Int64),
@@ -143,16 +145,8 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     )
 
 
-def _steps(trace: Trace, device: int, at_ns: Ints) -> pl.Series:
-    """Return the step in whose device window each moment is."""
-    windows = trace_columns.windows(trace).filter(pl.col("device") == device)
-    spans = intervals.from_columns(windows["start_ns"], windows["end_ns"] - windows["start_ns"])
-    index = pl.Series(sweep_line.running(spans, at_ns), dtype=pl.Int64)
-    return windows["step"].gather(index.set(index < 0, None)).alias("step")
-
-
 def common_length(lengths_ns: Ints) -> float | None:
-    """Return the length that most stalls have, None if they differ or are few; sums of several slices are left out."""
+    """Length that most stalls have, None if they differ or are few; sums of several slices are left out."""
     if len(lengths_ns) < MIN_STALLS:
         return None
     middle = float(np.median(lengths_ns))
@@ -216,7 +210,7 @@ def kernel_durations(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def long_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the compute kernels that are as long as a stall, on devices with recurring stalls.
+    """Compute kernels that are as long as a stall, on devices with recurring stalls.
 
     Columns KERNEL_COLUMNS; one row per kernel.
     """
@@ -237,7 +231,7 @@ def _is_multiple(lengths_ns: Ints, slice_ns: float | None) -> Flags:
 
 def _idle(trace: Trace, device: int) -> _Stalls:
     """Stalls in which nothing runs on any device of the trace, although the work that runs next had been launched."""
-    spans = launches.work_columns(trace, device).spans
+    spans = launched_work.work_columns(trace, device).spans
     start, end = spans[:, 0], spans[:, 1]
     busy = intervals.union(spans)
     idle = np.stack((busy[:-1, 1], busy[1:, 0]), axis=1)
@@ -245,14 +239,14 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     if not len(idle):
         return _NONE
     row = np.searchsorted(start, idle[:, 1], side="left")
-    work, queued = launches.work(trace, device), _queued_ns(trace, device)
+    work, queued = launched_work.work(trace, device), _queued_ns(trace, device)
     spans = np.stack((np.maximum(idle[:, 0], queued[row]), idle[:, 1]), axis=1)
     before = np.searchsorted(np.sort(end), idle[:, 0], side="left")
     since = np.minimum(queued[np.argsort(end, kind="stable")[np.minimum(before, len(end) - 1)]], queued[row])
     is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_has_other_cause(trace, work, spans, since)
     if not is_long.any():
         return _NONE
-    unusual = _is_unusual(_codes(launches.kernel_places(work)), row[is_long])
+    unusual = _is_unusual(_codes(launched_work.kernel_places(work)), row[is_long])
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
     is_whole = queued[row] <= idle[:, 0]
     return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, in_graph)
@@ -294,11 +288,11 @@ def _queued_ns(trace: Trace, device: int) -> Ints:
 
     A copy to pageable memory returns after it has run: it was queued when it was called.
     """
-    work = launches.work_columns(trace, device)
+    work = launched_work.work_columns(trace, device)
     queued = np.where(work.launched_ns == sweep_line.NEVER, _LATER, work.launched_ns)
     if not trace_columns.is_activity_named(trace, _TO_HOST).any():
         return queued
-    table = launches.work(trace, device)
+    table = launched_work.work(trace, device)
     to_host = columns.flags((table["kind"] == "memcpy") & table["name"].str.contains(_TO_HOST))
     called = sweep_line.at(trace.ops["start_ns"].to_numpy(), work.call, _LATER)
     return np.where(to_host, np.minimum(called, work.spans[:, 0]), queued)
@@ -316,7 +310,7 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
     device = work["device"][0]
     other_devices = [other for other in breakdown.devices(trace) if other not in (None, device)]
     other_work = np.concatenate(
-        [intervals.EMPTY, *(launches.work_columns(trace, other).spans for other in other_devices)]
+        [intervals.EMPTY, *(launched_work.work_columns(trace, other).spans for other in other_devices)]
     )
     profiler = trace_columns.spans(trace)[trace_columns.is_kind(trace, "overhead")]
     lengths = spans[:, 1] - spans[:, 0]
@@ -329,16 +323,16 @@ def _has_other_cause(trace: Trace, work: pl.DataFrame, spans: Spans, since_ns: I
 
 
 def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) -> _Stalls:
-    """Return the compute kernels that take longer than the same kernel usually does, each since its usual end.
+    """Compute kernels that take longer than the same kernel usually does, each since its usual end.
 
     The kernel must be much more regular than that, or take longer by `slice_ns` or a multiple of it. No work of another
     stream may run meanwhile, unless that can't slow it as much.
     """
-    work = launches.work_columns(trace, device)
+    work = launched_work.work_columns(trace, device)
     compute = np.flatnonzero(work.computes)
     start, dur = work.spans[compute, 0], (work.spans[:, 1] - work.spans[:, 0])[compute]
-    code = _codes(launches.kernel_ids_anywhere(trace, device)[compute])
-    place = _codes(launches.kernel_ids(trace, device)[compute])
+    code = _codes(launched_work.kernel_ids_anywhere(trace, device)[compute])
+    place = _codes(launched_work.kernel_ids(trace, device)[compute])
     usual = _usual_ns(code, dur, slice_ns)
     # A kernel that always takes longer at this place of the program has more to do there.
     place_low_ns = _quartiles(place, dur)[0]
@@ -346,14 +340,18 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     usual = np.where(usual == _LATER, _usual_ns(place, dur, slice_ns), usual)
     spans = np.stack((np.minimum(start + np.minimum(usual, dur), start + dur), start + dur), axis=1)
     lengths = spans[:, 1] - spans[:, 0]
-    is_alone = intervals.coverage(spans, _other_lanes(work, compute)) <= launches.ALONE_RATIO * lengths
+    # Of lanes with equal compute, the one with the highest number is the main one.
+    lanes, lane_code = np.unique(work.lane[compute], return_inverse=True)
+    main = int(lanes[np.lexsort((lanes, np.bincount(lane_code, dur)))[-1]]) if len(lanes) else -1
+    other_ns = intervals.coverage(spans, work.spans[work.lane != main])
+    is_alone = other_ns <= launched_work.ALONE_RATIO * lengths
     rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (is_alone | (lengths > _FAR * usual)))
     yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
     return _Stalls(compute[rows], spans[rows], yes, yes, no)
 
 
 def _usual_ns(code: Ints, dur_ns: Ints, slice_ns: float | None) -> Ints:
-    """Return the usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
+    """Usual duration of the same kernel where it takes much longer than that; _LATER otherwise.
 
     That is the median, or the lower quartile where that differs by `slice_ns` or a multiple of it.
     """
@@ -373,18 +371,8 @@ _FAR = 4
 """Concurrent work slows a kernel down a few times at most."""
 
 
-def _other_lanes(work: launches.WorkColumns, compute: Ints) -> Spans:
-    """Spans of work on lanes other than the one with most compute."""
-    dur = work.spans[:, 1] - work.spans[:, 0]
-    lanes, code = np.unique(work.lane[compute], return_inverse=True)
-    # Of lanes with equal compute, the one with the highest number.
-    main = int(lanes[np.lexsort((lanes, np.bincount(code, dur[compute])))[-1]]) if len(lanes) else -1
-    other_spans: Spans = work.spans[work.lane != main]
-    return other_spans
-
-
 def _quartiles(code: Ints, values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the quartiles of the values with the same code, for each value."""
+    """Quartiles of the values with the same code, for each value."""
     if not len(values):
         return values, values, values
     order = np.lexsort((values, code))
@@ -402,13 +390,13 @@ FACTS: tuple[TraceFact, ...] = (device_stalls, kernel_durations, long_kernels)
 def _kernels(trace: Trace) -> pl.DataFrame:
     parts = [schema.empty(KERNEL_COLUMNS)]
     for device in breakdown.devices(trace) if trace.on_device else ():
-        arrays = launches.work_columns(trace, device)
+        arrays = launched_work.work_columns(trace, device)
         rows = np.flatnonzero(arrays.computes)
         rows = rows[np.lexsort((arrays.id[rows], arrays.launched_ns[rows]))]
-        work = launches.work(trace, device).select(
+        work = launched_work.work(trace, device).select(
             "device", "name", "step", "lane", "start_ns", "dur_ns", activity_id="id"
         )
-        kernel = launches.kernel_ids(trace, device)[rows]
+        kernel = launched_work.kernel_ids(trace, device)[rows]
         is_long = work["dur_ns"].to_numpy()[rows] >= _LEAST_NS
         long = np.flatnonzero(np.isin(kernel, kernel[is_long]))  # others have no row in any table here
         compute = work[rows[long]].hstack([pl.Series("kernel", kernel[long])])

@@ -56,7 +56,7 @@ _LOADER = r"^enumerate\(DataLoader\)"
 
 
 def state_at(trace: Trace, at_ns: Ints) -> Ints:
-    """Return the state of the threads that launch work at each time, as an index into HOST_STATES.
+    """State of the threads that launch work at each time, as an index into HOST_STATES.
 
     `op`: inside a framework op; `launch`: inside another runtime call; `python`: in nothing that the profiler records,
     so in Python or, without stacks, possibly not running. A save on any launching thread counts.
@@ -72,7 +72,7 @@ def state_changes(trace: Trace) -> Ints:
 
 @memoize
 def _states(trace: Trace) -> Ints:
-    """Return the state from each of `state_changes` to the next one."""
+    """State from each of `state_changes` to the next one."""
     changes = state_changes(trace)
     states = np.full(len(changes), HOST_STATES.index(PYTHON), np.int64)
     for index, spans in reversed(list(enumerate(_spans(trace)))):
@@ -94,7 +94,7 @@ def waited_ns(trace: Trace, at_ns: Ints) -> Ints:
 
 @memoize
 def launching_threads(trace: Trace) -> pl.DataFrame:
-    """Return the threads (column lane) that launch work, in order."""
+    """Threads (column lane) that launch work, in order."""
     launched = trace.activities["launch_id"].drop_nulls().to_numpy()
     launching = trace.ops["lane"].to_numpy()[np.isin(trace.ops["id"].to_numpy(), launched)]
     # Gloo's threads run collectives only: they are no host threads that delay launches. A thread that mostly waits in
@@ -126,7 +126,7 @@ def is_save(trace: Trace) -> Flags:
 
 @memoize
 def _spans(trace: Trace) -> list[Spans]:
-    """Return the spans of the launching threads in each of HOST_STATES but the last."""
+    """Spans of the launching threads in each of HOST_STATES but the last."""
     is_call, launching = trace_columns.is_kind(trace, "runtime"), is_launching(trace)
     flags = {
         RATE_LIMITER: trace_columns.is_named(trace, _RATE_LIMITER),
@@ -146,7 +146,7 @@ def _spans(trace: Trace) -> list[Spans]:
 
 
 def _with_pauses(calls: Spans, other_spans: Spans) -> Spans:
-    """Return the spans of calls joined across the pauses in which nothing else begins or ends.
+    """Spans of calls joined across the pauses in which nothing else begins or ends.
 
     The allocator frees its cache block by block: a pause between two of these calls that is shorter than both is its
     own.

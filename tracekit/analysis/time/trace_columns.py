@@ -12,37 +12,37 @@ from tracekit.model.trace import Trace
 
 @memoize
 def spans(trace: Trace) -> Spans:
-    """Return the span of each op, shape (ops, 2), in order of the table."""
+    """Span of each op, shape (ops, 2), in order of the table."""
     return intervals.from_table(trace.ops)
 
 
 @memoize
 def parent_ids(trace: Trace) -> Ints:
-    """Return the parent_id of each op, shape (ops,); -1 for none."""
+    """Parent_id of each op, shape (ops,); -1 for none."""
     return columns.to_ints(trace.ops["parent_id"], -1)
 
 
 @memoize
 def parent_rows(trace: Trace) -> Ints:
-    """Return the row in ops of the parent of each op, shape (ops,); -1 for none."""
+    """Row in ops of the parent of each op, shape (ops,); -1 for none."""
     return columns.rows_of(trace.ops["id"].to_numpy(), parent_ids(trace))
 
 
 @memoize
 def launch_ids(trace: Trace) -> Ints:
-    """Return the launch_id of each activity, shape (activities,); -1 for none."""
+    """Launch_id of each activity, shape (activities,); -1 for none."""
     return columns.to_ints(trace.activities["launch_id"], -1)
 
 
 @memoize
 def launch_rows(trace: Trace) -> Ints:
-    """Return the row in ops of the call that launched each activity, shape (activities,); -1 for none."""
+    """Row in ops of the call that launched each activity, shape (activities,); -1 for none."""
     return columns.rows_of(trace.ops["id"].to_numpy(), launch_ids(trace))
 
 
 @memoize
 def activity_steps(trace: Trace) -> Ints:
-    """Return the step of each activity, shape (activities,); -1 for none."""
+    """Step of each activity, shape (activities,); -1 for none."""
     return columns.to_ints(trace.activities["step"], -1)
 
 
@@ -53,7 +53,7 @@ def has_issue(trace: Trace, kind: str) -> bool:
 
 @memoize
 def windows(trace: Trace) -> pl.DataFrame:
-    """Return the steps whose device window is known; columns as the steps table."""
+    """Steps whose device window is known; columns as the steps table."""
     return trace.steps.drop_nulls(["start_ns", "end_ns"])
 
 
@@ -117,18 +117,18 @@ def is_activity_named(trace: Trace, pattern: str) -> Flags:
 
 @memoize
 def activity_names(trace: Trace) -> tuple[list[str], Ints]:
-    """Return the distinct names of activities, and the index of each one's name among them, shape (activities,)."""
+    """Distinct names of activities, and the index of each one's name among them, shape (activities,)."""
     return distinct_names(trace.activities["name"])
 
 
 @memoize
 def op_names(trace: Trace) -> tuple[list[str], Ints]:
-    """Return the distinct names of ops, and the index of each op's name among them, shape (ops,)."""
+    """Distinct names of ops, and the index of each op's name among them, shape (ops,)."""
     return distinct_names(trace.ops["name"])
 
 
 def distinct_names(column: pl.Series) -> tuple[list[str], Ints]:
-    """Return the distinct names of a column, and the index of each row's name among them."""
+    """Distinct names of a column, and the index of each row's name among them."""
     names = column.fill_null("") if column.null_count() else column
     distinct = names.unique(maintain_order=True)
     return distinct.to_list(), names.cast(pl.Enum(distinct)).to_physical().to_numpy().astype(np.int64)

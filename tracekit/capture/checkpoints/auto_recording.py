@@ -14,10 +14,9 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, operation, recording, single_file
-from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
-from tracekit.capture.checkpoints.log_entry import Entry, RunContext
+from tracekit.capture.checkpoints.dcp import BackgroundSave, current_background_save, in_daemon
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guard
+from tracekit.capture.checkpoints.recording import Endable, Entry, RecordedCall, Recording, RunContext, guard
 
 Begin = Callable[[RunContext, Path, tuple[Any, ...], dict[str, Any]], Endable | None]
 
@@ -115,7 +114,7 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _folder(library: str) -> Path | None:
-    """Return the folder to record a call on this thread into; None where it is not recorded."""
+    """Folder to record a call on this thread into; None where it is not recorded."""
     try:
         # A save inside another save is part of it.
         if operation.current() is not None:

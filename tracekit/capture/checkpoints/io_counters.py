@@ -37,7 +37,7 @@ class Counters:
     storage_read_bytes: int | None
 
     def until(self, later: "Counters") -> Change:
-        """Return the fields of the log: levels before and after, and the increase of the counters."""
+        """Fields of the log: levels before and after, and the increase of the counters."""
         levels = {
             "dirty_before_bytes": self.dirty_bytes,
             "dirty_after_bytes": later.dirty_bytes,
@@ -52,7 +52,8 @@ def read(thread: int, proc: str = _PROC) -> Counters:
     pages = _values(_DIRTY, _text(f"{proc}/meminfo"), 1024)
     pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"), 1000)
     process_io = _values(_OWN_IO, _text(f"{proc}/self/io"))
-    cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
+    fields = _text(f"{proc}/self/task/{thread}/schedstat").split()
+    cpu_ns, run_delay_ns = (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
     if thread == threading.get_native_id():
         cpu_ns = time.thread_time_ns()  # the same clock, but exact: Linux updates the other once per tick
     return Counters(
@@ -104,7 +105,7 @@ class WrittenFiles:
         self._unidentified = 0
 
     def open(self, stream: Any) -> File:
-        """Return the file behind a stream that was opened to write."""
+        """File behind a stream that was opened to write."""
         try:
             key = _key(stream.fileno())
         except (AttributeError, OSError, ValueError):
@@ -151,11 +152,6 @@ def _text(path: str) -> bytes:
 
 def _values(pattern: re.Pattern[bytes], text: bytes, unit: int = 1) -> dict[str, int]:
     return {name.decode(): int(value) * unit for name, value in pattern.findall(text)}
-
-
-def _schedule(text: bytes) -> tuple[int | None, int | None]:
-    fields = text.split()
-    return (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
 
 
 def _difference(before: int | None, after: int | None) -> int | None:

@@ -41,7 +41,6 @@ _PLANNING: dict[tuple[str, str], Stage] = {
     ("global_step", "end"): conventions.WAIT,
 }
 
-
 SAVE = OperationKind(
     conventions.PLAN,
     {
@@ -54,13 +53,11 @@ SAVE = OperationKind(
     conventions.FINISH,
 )
 
-
 LOAD = OperationKind(
     conventions.PLAN,
     {**_PLANNING, ("read_data", "start"): AT_WORK, ("read_data", "end"): conventions.WAIT},
     conventions.PLAN,
 )
-
 
 ASYNC_SAVE = OperationKind(
     conventions.PLAN,
@@ -73,9 +70,7 @@ ASYNC_SAVE = OperationKind(
     conventions.FINISH,
 )
 
-
 FILE_SAVE = OperationKind(conventions.SERIALIZE, {}, conventions.FINISH)
-
 
 FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
 
@@ -83,12 +78,9 @@ FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
 # A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside one of these.
 _WAITING = ("wait", "join", "acquire")
 
-
 _JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
 
-
 _ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin without Python's knowledge
-
 
 _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
 
@@ -192,7 +184,7 @@ class Operation:
 
     @property
     def start_ns(self) -> int:
-        """Return the Unix time at which it began."""
+        """Unix time at which it began."""
         return self._clock.first_ns[self.kind.first_stage]
 
     def on_log_event(self, function: str, event: str) -> None:
@@ -236,7 +228,7 @@ class Operation:
         self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
     def thread_clock(self) -> StageClock:
-        """Return the clock of the calling thread, which takes part in this operation from now on."""
+        """Clock of the calling thread, which takes part in this operation from now on."""
         thread = threading.get_ident()
         if thread == self._thread and self._clock.stage != AT_WORK:
             return self._clock
@@ -254,23 +246,15 @@ class Operation:
             self._counts.add(conventions.TOTAL, size_bytes, files, calls)
 
     def counted_bytes(self, stage: str) -> int | None:
-        """Return the bytes that `stage` has moved so far; None where not known."""
+        """Bytes that `stage` has moved so far; None where not known."""
         return self._counts.of(stage)["bytes"]
 
     def counted_files(self, stage: str) -> int | None:
-        """Return the files of `stage` so far; None where not known."""
+        """Files of `stage` so far; None where not known."""
         return self._counts.of(stage)["files"]
 
     def rows(self) -> list[Row]:
-        """Return a row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
-        times = self._times()
-        return [
-            {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
-            for stage in conventions.CHECKPOINT_STAGES
-            if stage in times
-        ]
-
-    def _times(self) -> dict[str, tuple[int, int]]:
+        """Row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
         total_ns = self._end_ns - self.start_ns
         times = apportion(self._clock.spent_ns.get(AT_WORK, 0), self._workers.values())
         for stage, spent_ns in self._clock.spent_ns.items():
@@ -281,15 +265,17 @@ class Operation:
             first_ns, other_ns = times.get(stage, (start_ns, 0))
             times[stage] = (min(first_ns, start_ns), other_ns + spent_ns)
         times[conventions.TOTAL] = (self.start_ns, total_ns)
-        return times
+        return [
+            {"stage": stage, "start_ns": times[stage][0], "dur_ns": times[stage][1], **self._counts.of(stage)}
+            for stage in conventions.CHECKPOINT_STAGES
+            if stage in times
+        ]
 
     def _on_own_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
 
 class _Counts:
-    """Bytes, files and calls by stage, counted from several threads."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}
@@ -308,9 +294,7 @@ class _Counts:
 
 _here = threading.local()
 
-
 _running: list[Operation] = []
-
 
 _running_lock = threading.Lock()
 
@@ -330,7 +314,7 @@ def running(operation: Operation) -> Iterator[None]:
 
 
 def current() -> Operation | None:
-    """Return the operation that the calling thread runs or takes part in; None if there is none."""
+    """Operation that the calling thread runs or takes part in; None if there is none."""
     of_thread: Operation | None = getattr(_here, "operation", None)
     if of_thread is not None or not _running:
         return of_thread
@@ -344,14 +328,17 @@ def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
         operation = current()
         if operation is None:
             return original(*args)
-        with operation.syncing(_descriptor(args)):
+        descriptor = args[0] if args else None
+        if descriptor is not None and not isinstance(descriptor, int):
+            descriptor = int(descriptor.fileno())
+        with operation.syncing(descriptor):
             return original(*args)
 
     return sync
 
 
 def span(stage: str = "") -> contextlib.AbstractContextManager[Any]:
-    """Return the span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
+    """Span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
 
     A span takes tens of microseconds and releases the GIL, for which a saving thread may be waiting.
     """
@@ -383,12 +370,6 @@ def _waits(frame: FrameType) -> bool:
         return False
     caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
     return caller is not None and caller.f_code.co_name in _WAITING
-
-
-def _descriptor(args: tuple[Any, ...]) -> int | None:
-    if not args:
-        return None
-    return args[0] if isinstance(args[0], int) else int(args[0].fileno())
 
 
 def _open_span(stage: Stage) -> Any:

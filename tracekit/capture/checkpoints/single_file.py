@@ -20,10 +20,9 @@ import torch.serialization
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording
-from tracekit.capture.checkpoints.async_save import tensor_bytes
-from tracekit.capture.checkpoints.log_entry import Entry, RunContext
+from tracekit.capture.checkpoints.dcp import tensor_bytes
 from tracekit.capture.checkpoints.operation import Operation, OperationKind, current
-from tracekit.capture.checkpoints.recording import Attach, Endable, patch_for_all
+from tracekit.capture.checkpoints.recording import Attach, Endable, Entry, RunContext, patch_for_all
 
 MIN_BYTES = 1 << 20
 MIN_NS = 10_000_000
@@ -85,7 +84,6 @@ class _SmallTransfer:
 
 
 def _attach_torch_file(running: Operation, window: contextlib.ExitStack) -> None:
-    """Time the file of an operation until `window` closes."""
     _attached.add(running)
     window.callback(_attached.discard, running)
     for name, wrap in (
@@ -185,7 +183,7 @@ def _path(target: Any) -> str | None:
 
 
 def _size_bytes(target: Any) -> int | None:
-    """Return the size of a file or memory buffer; None for anything else, or a missing file."""
+    """Size of a file or memory buffer; None for anything else, or a missing file."""
     if type(target) is io.BytesIO:
         return target.getbuffer().nbytes
     try:

@@ -86,12 +86,12 @@ class StreamTransfer:
 
 
 def timed_writer(raw: Any, transfer: StreamTransfer) -> Any:
-    """Return a stream that writes to `raw`; the caller's work on an item counts in serialize."""
+    """Stream that writes to `raw`; the caller's work on an item counts in serialize."""
     return _FileWriter(raw, transfer) if _is_plain(raw, io.BufferedWriter) else _ProxyWriter(raw, transfer)
 
 
 def timed_reader(raw: Any, transfer: StreamTransfer) -> Any:
-    """Return a stream that reads from `raw`."""
+    """Stream that reads from `raw`."""
     if _is_plain(raw, io.BufferedReader):
         return io.BufferedReader(_RawReader(raw, transfer), _buffer_bytes(raw))
     return _ProxyReader(raw, transfer)
@@ -215,7 +215,7 @@ class _ProxyReader(_ProxyStream):
 
 
 def _checkpoint_bytes(reader: Any) -> int | None:
-    """Return the bytes of all shards by the reader's metadata; None where the metadata lacks lengths."""
+    """Bytes of all shards by the reader's metadata; None where the metadata lacks lengths."""
     shards = getattr(reader, "storage_data", None)
     lengths = [getattr(info, "length", None) for info in shards.values()] if isinstance(shards, dict) else []
     valid_lengths = [length for length in lengths if isinstance(length, int)]

@@ -72,7 +72,7 @@ def _state(
 
 
 def stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """Return the stack of a frame, innermost first, with the text of each line."""
+    """Stack of a frame, innermost first, with the text of each line."""
     frames: list[dict[str, Any]] = []
     while frame is not None and len(frames) < _MAX_FRAMES:
         file, line = frame.f_code.co_filename, frame.f_lineno
@@ -83,7 +83,7 @@ def stack(frame: FrameType | None) -> list[dict[str, Any]]:
 
 
 def of_traceback(trace: TracebackType | None) -> list[dict[str, Any]]:
-    """Return the stack of an exception, innermost first."""
+    """Stack of an exception, innermost first."""
     frames: list[dict[str, Any]] = []
     while trace is not None:
         file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
@@ -100,14 +100,14 @@ def is_own(file: str) -> bool:
 
 
 def _source(file: str, line: int) -> str:
-    """Return the text of a line, of a source that is read already: the disk may be what hangs."""
+    """Text of a line, of a source that is read already: the disk may be what hangs."""
     lines = linecache.cache.get(file)
     text = lines[2][line - 1] if lines and len(lines) > 2 and 0 < line <= len(lines[2]) else ""
     return text.strip()[:200]
 
 
 def _runnable_s(thread: int | None) -> float | None:
-    """Return the time in which a thread ran or waited for a processor: schedstat has both, in ns."""
+    """Time in which a thread ran or waited for a processor: schedstat has both, in ns."""
     try:
         ran_ns, delayed_ns = Path(_TASKS, str(thread), "schedstat").read_text(encoding="ascii").split()[:2]
         return (int(ran_ns) + int(delayed_ns)) / 1e9
@@ -116,7 +116,7 @@ def _runnable_s(thread: int | None) -> float | None:
 
 
 def _system_call(thread: int | None) -> dict[str, str] | None:
-    """Return the system call that a thread is in, and the file that it is about; None if it runs or is not known."""
+    """System call that a thread is in, and the file that it is about; None if it runs or is not known."""
     try:
         words = Path(_TASKS, str(thread), "syscall").read_text(encoding="ascii").split()
         name = _CALLS.get(int(words[0]))
@@ -138,7 +138,7 @@ def _path(name: str, arguments: list[int]) -> str:
 
 
 def _text_at(address: int) -> str:
-    """Return the text at an address of this process; the kernel refuses an address that is none."""
+    """Text at an address of this process; the kernel refuses an address that is none."""
     memory = os.open("/proc/self/mem", os.O_RDONLY)
     try:
         return os.pread(memory, _MAX_PATH, address).partition(b"\0")[0].decode("utf-8", "replace")

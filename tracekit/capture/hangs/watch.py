@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 
 from tracekit import conventions
 from tracekit.capture import atomic_files, notices, rank_info
-from tracekit.capture.hangs import flight_recorder, host_calls, threads
-from tracekit.capture.hangs.messages import MessageLog
+from tracekit.capture.hangs import flight_recorder, threads
+from tracekit.capture.hangs.flight_recorder import MessageLog
 
 SCHEMA = "tracekit.hang/1"
 TIMEOUT, ERROR, EXIT = "timeout", "error", "exit"
@@ -88,7 +88,7 @@ class HangWatch:
         self._stacks.write(f"# {json.dumps(_process())}\n")
         self._stacks.flush()
         self._messages.install()
-        host_calls.install()
+        flight_recorder.observe_calls()
         self._observe_failures()
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._stop.set)
@@ -132,7 +132,6 @@ class HangWatch:
         faulthandler.cancel_dump_traceback_later()
 
     def _on_resume(self) -> None:
-        """Remove the dump of a wait that has ended."""
         with self._lock:
             if self._reason == TIMEOUT and not self._has_failed:
                 self._path.unlink(missing_ok=True)
@@ -240,7 +239,7 @@ class HangWatch:
             self._reason = reason
 
     def _dead_ranks(self) -> list[int]:
-        """Return the ranks of this host that began to be watched and whose processes do not exist any more."""
+        """Ranks of this host that began to be watched and whose processes do not exist any more."""
         dead = []
         assert self._folder is not None
         for path in self._folder.glob(f"rank*{conventions.STACKS_SUFFIX}"):
@@ -249,20 +248,16 @@ class HangWatch:
                     process = json.loads(file.readline().removeprefix("# "))
                 if process["host"] == platform.node() and process != _process(process["pid"]):
                     dead.append(int(path.name.removeprefix("rank").removesuffix(conventions.STACKS_SUFFIX)))
-        return [rank for rank in sorted(dead) if not self._has_dump(rank)]
-
-    def _has_dump(self, rank: int) -> bool:
-        assert self._folder is not None
-        return (self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX)).exists()
+        dumps = {rank: self._folder / conventions.rank_file(rank, conventions.HANG_SUFFIX) for rank in sorted(dead)}
+        return [rank for rank, dump in dumps.items() if not dump.exists()]
 
 
 def _raising(frames: "list[dict[str, Any]] | None") -> list[dict[str, Any]]:
-    """Return the thread that raised, as far as it is known."""
     return [{"name": threading.current_thread().name, "is_main": True, "frames": frames}] if frames else []
 
 
 def _process(pid: "int | None" = None) -> dict[str, Any]:
-    """Return the identity of a process of this host: a process id is used again after its process has ended."""
+    """Identity of a process of this host: a process id is used again after its process has ended."""
     pid = os.getpid() if pid is None else pid
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

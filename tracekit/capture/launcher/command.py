@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from tracekit import conventions
-from tracekit.capture import notices
+from tracekit.capture import atomic_files, notices
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
-from tracekit.capture.launcher import exit_report, launch, merge
+from tracekit.capture.launcher import exit_report, launch
 from tracekit.capture.window_schedule import WindowSchedule, parse_steps
 from tracekit.conventions import object_storage
 
@@ -67,7 +67,7 @@ def merge_run(words: list[str], *, program: str) -> int:
     parser.add_argument("parts", metavar="PART", type=Path, nargs="+", help="folders that hold files of the run")
     options = parser.parse_args(words)
     try:
-        moved = merge.merge_parts(options.run, options.parts)
+        moved = atomic_files.merge_parts(options.run, options.parts)
     except OSError as error:
         notices.notify(f"{error.filename}: {error.strerror}; check the path and its permissions")
         return 2
@@ -244,7 +244,7 @@ def _has_bucket(url: str) -> bool:
 
 
 def _name() -> str:
-    """Return a name that one job's launchers on several nodes share, if a scheduler provides a job id."""
+    """Name that one job's launchers on several nodes share, if a scheduler provides a job id."""
     job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
     if job is not None:
         return "job-" + re.sub(r"[^\w.-]+", "-", job)

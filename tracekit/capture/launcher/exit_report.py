@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture import notices, uploader
+from tracekit.capture import atomic_files, notices, uploader
 from tracekit.capture.launch_settings import Settings
-from tracekit.capture.launcher import merge
 from tracekit.capture.window_schedule import parse_steps
 from tracekit.conventions import object_storage, python_child
 
@@ -37,11 +36,16 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
     """Move remaining traces into the run; report what was recorded on this node and what to run next."""
     notes, failed = read_notes(Path(settings.notes))
     for note in notes:
-        if object_storage.is_url(settings.out) and not note.ended:
-            _wait_until_gone(note.folder)
-        merge.finish(Path(settings.scratch), note.folder, note.rank)
-        if object_storage.is_url(settings.out) and not note.ended:
-            _upload_rest(settings, note)
+        is_unfinished_upload = object_storage.is_url(settings.out) and not note.ended
+        deadline = time.monotonic() + _ORPHAN_WAIT_S
+        while is_unfinished_upload and note.folder.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.1)  # the uploading process of a killed rank empties and removes its staging folder
+        atomic_files.move_traces(Path(settings.scratch), note.folder, note.rank)
+        if is_unfinished_upload and note.folder.is_dir():  # what that process left
+            training = note.folder.name.removeprefix(uploader.STAGING_PREFIX)
+            upload = uploader.RunUpload(settings.out, note.folder, training=training)
+            upload.begin(note.rank, leads=note.rank == min(settings.ranks or (0,)))
+            upload.finish()
     if quiet:
         return
     if not notes and not failed:
@@ -52,7 +56,7 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
 
 
 def read_notes(folder: Path) -> tuple[list[Note], int]:
-    """Return the notes of a command's recorded processes, and how many reported that they could not begin."""
+    """Notes of a command's recorded processes, and how many reported that they could not begin."""
     notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +91,10 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
             steps = _steps(folder, note)
             after = f", after at least {steps} steps" if steps else ""  # an uploaded log is no longer here
             notices.notify(f"rank {note.rank} was killed while recording{after}; complete files remain")
-    place: Path | str = _uploaded_to(folder, settings) if object_storage.is_url(settings.out) else folder
+    place: Path | str = folder
+    if object_storage.is_url(settings.out):
+        target = uploader.target_file(folder)  # missing where nothing was uploaded
+        place = target.read_text(encoding="utf-8") if target.is_file() else settings.out
     traced = _traced_ranks(place, (note.rank for note in notes))
     path = _display_path(folder) if isinstance(place, Path) else place
     if not traced:
@@ -97,8 +104,10 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
     notices.notify(f"recorded {_named_ranks(traced)} in {path}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
         return  # the leading rank is on another node, which reports the rest
-    if code == 0:
-        _wait_for_traces(place, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
+    ranks = set(range(notes[0].world_size) if settings.ranks is None else settings.ranks)
+    deadline = time.monotonic() + _OTHERS_WAIT_S
+    while code == 0 and time.monotonic() < deadline and len(_traced_ranks(place, ranks)) < len(ranks):
+        time.sleep(0.2 if isinstance(place, Path) else 2.0)  # for other nodes' traces
     if has_analysis():
         print_check(place)
     dashboard = f", tracekit dashboard {_display_path(folder.parent)}" if isinstance(place, Path) else ""
@@ -128,58 +137,18 @@ def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
 
-def _upload_rest(settings: Settings, note: Note) -> None:
-    """Upload what a killed rank and its uploading process left in its staging folder."""
-    if note.folder.is_dir():
-        leads = note.rank == min(settings.ranks or (0,))
-        upload = uploader.RunUpload(settings.out, note.folder, training=_training(note.folder))
-        upload.begin(note.rank, leads=leads)
-        upload.finish()
-
-
-def _wait_until_gone(staging: Path) -> None:
-    """Wait while the uploading process of a killed rank empties and removes its staging folder, up to a limit."""
-    deadline = time.monotonic() + _ORPHAN_WAIT_S
-    while staging.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def _training(staging: Path) -> str:
-    return staging.name.removeprefix(uploader.STAGING_PREFIX)
-
-
-def _uploaded_to(staging: Path, settings: Settings) -> str:
-    """Return the URL that a staging folder was uploaded to."""
-    try:
-        return uploader.target_file(staging).read_text(encoding="utf-8")
-    except OSError:  # nothing was uploaded
-        return settings.out
-
-
 def _traced_ranks(run: "Path | str", ranks: Iterable[int]) -> list[int]:
     name = {rank: conventions.rank_file(rank, conventions.TRACE_SUFFIX) for rank in ranks}
     if isinstance(run, str):
-        present = _uploaded_names(run)
+        try:
+            system, path = object_storage.connect(run)
+            paths = object_storage.call_with_retries(run, lambda: system.find(path))
+        except object_storage.StorageError as error:
+            notices.notify(str(error))
+            return []
+        present = {str(path).rsplit("/", 1)[-1] for path in paths}
         return [rank for rank in name if name[rank] in present]
     return [rank for rank in name if (run / name[rank]).exists() or next(run.glob(f"*/{name[rank]}"), None)]
-
-
-def _uploaded_names(url: str) -> set[str]:
-    """Return the names of the files in the run at a URL, without folders; none if it cannot be listed."""
-    try:
-        system, path = object_storage.connect(url)
-        paths = object_storage.call_with_retries(url, lambda: system.find(path))
-    except object_storage.StorageError as error:
-        notices.notify(str(error))
-        return set()
-    return {str(path).rsplit("/", 1)[-1] for path in paths}
-
-
-def _wait_for_traces(run: "Path | str", ranks: "set[int]") -> None:
-    """Wait for other nodes' traces, up to a limit."""
-    deadline = time.monotonic() + _OTHERS_WAIT_S
-    while time.monotonic() < deadline and len(_traced_ranks(run, ranks)) < len(ranks):
-        time.sleep(0.2 if isinstance(run, Path) else 2.0)
 
 
 def _steps(folder: Path, note: Note) -> int:

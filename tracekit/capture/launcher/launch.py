@@ -66,12 +66,12 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
 
 
 def new_name() -> str:
-    """Return a unique name for one start of a command."""
+    """Unique name for one start of a command."""
     return uuid.uuid4().hex[:12]
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Return the environment in which each Python records itself as `settings` say."""
+    """Environment in which each Python records itself as `settings` say."""
     path = os.environ.get("PYTHONPATH")
     return {
         **(recorder_variables(settings) if settings.hang_timeout_s is not None else {}),
@@ -82,7 +82,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def recorder_variables(settings: Settings) -> dict[str, str]:
-    """Return the variables of torch's flight recorder; those that the user has set come first.
+    """Variables of torch's flight recorder; those that the user has set come first.
 
     The recorder of NCCL also writes a dump itself, when its own timeout ends a collective.
     """
@@ -107,7 +107,10 @@ def report_hang(settings: Settings, *, quiet: bool) -> None:
         if not _has_hung(folder):
             _remove(folder)
         elif not quiet:
-            _print(folder)
+            notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
+            if exit_report.has_analysis():  # stdout is the training's
+                command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
+                subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603
 
 
 @contextlib.contextmanager
@@ -138,7 +141,7 @@ def _folders(settings: Settings) -> Iterator[Settings]:
 
 
 def _resolve(command: list[str]) -> list[str]:
-    """Return the command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
+    """Command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):
         return [sys.executable, *command]
@@ -216,11 +219,3 @@ def _remove(folder: Path) -> None:
         if [path.name for path in run.iterdir()] == [conventions.CLAIM_FILE]:
             (run / conventions.CLAIM_FILE).unlink()
             run.rmdir()
-
-
-def _print(folder: Path) -> None:
-    """Print the diagnosis on stderr, if this Python can make it: stdout is the training's."""
-    notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
-    if exit_report.has_analysis():
-        command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
-        subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own

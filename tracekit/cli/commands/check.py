@@ -16,7 +16,7 @@ from tracekit.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracekit.model.executor import Executor
+    from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.gate import CheckResult
     from tracekit.report.ci.code_locations import Checkout
@@ -103,13 +103,13 @@ class ReportOptions(OutputOptions):
 
     def facts(self) -> "tuple[TraceFact, ...]":
         """Return the facts of the reports in addition to findings, measured in one pass with those of the rules."""
-        from tracekit.analysis.time import breakdown, summary
+        from tracekit.analysis.time import breakdown
         from tracekit.regression import comparability
         from tracekit.regression.samples import samples
 
         formats = [report_format for report_format, _ in self.destinations()]
         of_json: tuple[TraceFact, ...] = (samples, *comparability.FACTS) if ReportFormat.JSON in formats else ()
-        return (breakdown.by_rank, summary.extent, *of_json)
+        return (breakdown.by_rank, breakdown.extent, *of_json)
 
     def write(self, results: "Sequence[CheckResult]") -> None:
         """Write each report to its file or stdout."""

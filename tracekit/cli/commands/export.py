@@ -73,7 +73,7 @@ class LatestMetrics:
     def collect(self) -> "Iterable[GaugeMetricFamily]":
         """Return the gauges of the latest step that has reached each log."""
         from tracekit.cli.watch.rank_log import LogTail
-        from tracekit.report.export import prometheus, step_metrics
+        from tracekit.report.export import step_metrics
 
         for rank, path in step_metrics.logs(self._folder).items():
             complete_path = path.with_name(path.name.removesuffix(".partial"))
@@ -90,7 +90,7 @@ class LatestMetrics:
                     and not isinstance(value, bool)
                     and abs(value) < _MAX_VALUE
                 }
-        return prometheus.latest(step_metrics.run_name(self._folder), self._rows)
+        return step_metrics.prometheus_latest(step_metrics.run_name(self._folder), self._rows)
 
 
 @expand_options
@@ -226,11 +226,11 @@ def parse_ranks(text: str) -> list[int]:
 
 def _serve(folder: Path, port: int, export_format: ExportFormat, out: Path | None) -> None:
     """Serve the metrics at http://127.0.0.1:PORT/metrics until interrupted. Raises InputError if the port is in use."""
-    from tracekit.report.export import prometheus
+    from tracekit.report.export import step_metrics
 
     if out is not None or export_format not in (ExportFormat.PROMETHEUS, ExportFormat.OPENMETRICS):
         raise ConfigError("--serve is for --format prometheus, without --out")
-    prometheus.require_library()
+    step_metrics.require_library()
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
@@ -250,18 +250,18 @@ def _serve(folder: Path, port: int, export_format: ExportFormat, out: Path | Non
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
     """Write the metrics logs of a folder."""
     from tracekit.model import units
-    from tracekit.report.export import otlp, prometheus, step_metrics, tensorboard
+    from tracekit.report.export import step_metrics
 
     run, samples = step_metrics.run_name(folder), step_metrics.samples(folder)
     if export_format is ExportFormat.TENSORBOARD:
-        tensorboard.write(samples, out)
+        step_metrics.write_tensorboard(samples, out)
     elif export_format is ExportFormat.OTLP:
-        _write_bytes(b"".join(otlp.lines(run, samples)), out)
+        _write_bytes(b"".join(step_metrics.otlp_lines(run, samples)), out)
     else:
-        prometheus.require_library()
+        step_metrics.require_library()
         is_latest = export_format is ExportFormat.PROMETHEUS
-        latest = prometheus.text(LatestMetrics(folder).collect()) if is_latest else None
-        _write_bytes(prometheus.history(run, samples) if latest is None else latest, out)
+        latest = step_metrics.prometheus_text(LatestMetrics(folder).collect()) if is_latest else None
+        _write_bytes(step_metrics.history(run, samples) if latest is None else latest, out)
     ranks = samples["rank"].n_unique()
     output.notify(f"{out}: {units.count(samples['name'].n_unique(), 'metric')} of {units.count(ranks, 'rank')}")
 

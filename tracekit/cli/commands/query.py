@@ -105,10 +105,10 @@ def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: Outp
     """Write the rows that are shown, of `count` in total."""
     if row_format is RowFormat.PARQUET:
         assert result.out is not None
-        from tracekit.model import parquet_files
+        from tracekit.model import table_store
 
         with output.atomic_file(result.out) as file:
-            parquet_files.write(rows, Path(file.name))
+            table_store.write_parquet(rows, Path(file.name))
         return
     from tracekit.report import query_rows
 

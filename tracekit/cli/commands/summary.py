@@ -86,9 +86,9 @@ def summary(
 
 
 def _missing_work(run: "Run") -> str | None:
-    from tracekit.analysis.compute import unknown_work
+    from tracekit.analysis.compute import efficiency
 
-    return unknown_work.note(run)
+    return efficiency.note(run)
 
 
 # The facts that a table needs, and the function that makes it of the run. Each imports only what it measures with.
@@ -96,17 +96,16 @@ def _missing_work(run: "Run") -> str | None:
 
 def _by_rank() -> "View":
     from tracekit.analysis.time import breakdown
-    from tracekit.analysis.time import summary as analysis
 
-    return [breakdown.by_rank, breakdown.by_step], analysis.by_rank
+    return [breakdown.by_rank, breakdown.by_step], breakdown.slowest_device_by_rank
 
 
 def _by_step() -> "View":
-    from tracekit.analysis.compute import device_counters, efficiency, unknown_work
+    from tracekit.analysis.compute import device_counters, efficiency
     from tracekit.analysis.time import breakdown
 
     facts: list[TraceFact] = [breakdown.by_step, efficiency.by_step, device_counters.device_counters]
-    return [*facts, *unknown_work.FACTS], efficiency.breakdown_by_step
+    return [*facts, *efficiency.FACTS], efficiency.breakdown_by_step
 
 
 def _by_collective() -> "View":
@@ -117,10 +116,10 @@ def _by_collective() -> "View":
 
 
 def _by_clock() -> "View":
-    from tracekit.analysis.time import summary as analysis
+    from tracekit.analysis.time import breakdown
     from tracekit.sync import collective_matching
 
-    return [collective_matching.calls], analysis.by_clock
+    return [collective_matching.calls], breakdown.by_clock
 
 
 def _by_contention() -> "View":
@@ -149,27 +148,27 @@ def _by_expert() -> "View":
 
 
 def _by_expert_pair() -> "View":
-    from tracekit.analysis.parallelism import expert_load, expert_pairs
+    from tracekit.analysis.parallelism import expert_load
 
-    return expert_load.FACTS, expert_pairs.by_pair
+    return expert_load.FACTS, expert_load.by_pair
 
 
 def _by_ring() -> "View":
-    from tracekit.analysis.parallelism import axis_communication, ring_overlap
+    from tracekit.analysis.parallelism import axis_communication
 
-    return axis_communication.FACTS, lambda run: run.table(ring_overlap.ring_overlap)
+    return axis_communication.FACTS, lambda run: run.table(axis_communication.ring_overlap)
 
 
 def _by_stream() -> "View":
-    from tracekit.analysis.host import launch_queues
+    from tracekit.analysis.host import launch_delay
 
-    return [launch_queues.launch_queues], launch_queues.by_stream
+    return [launch_delay.launch_queues], launch_delay.by_stream
 
 
 def _by_unknown_work() -> "View":
-    from tracekit.analysis.compute import unknown_work
+    from tracekit.analysis.compute import efficiency
 
-    return unknown_work.FACTS, unknown_work.by_operator
+    return efficiency.FACTS, efficiency.by_operator
 
 
 def _by_file() -> "View":

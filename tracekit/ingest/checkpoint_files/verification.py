@@ -9,14 +9,14 @@ from typing import Any
 
 from tracekit.errors import InputError
 from tracekit.ingest import untrusted_json
-from tracekit.ingest.checkpoint_files import distributed, result, safetensors, zip_archives
-from tracekit.ingest.checkpoint_files.result import WHOLE, Part, Problem, VerifiedCheckpoint
+from tracekit.ingest.checkpoint_files import formats
+from tracekit.ingest.checkpoint_files.formats import WHOLE, Part, Problem, VerifiedCheckpoint
 
 _MAX_DEPTH = 4
 _SEAL_FILE = "seal.json"  # of the instrumented trainers: size and SHA-256 of each file, written last
-_CHECKED = (zip_archives.SUFFIXES, (safetensors.SUFFIX, safetensors.INDEX_SUFFIX, distributed.SHARD_SUFFIX))
+_CHECKED = (formats.ZIP_SUFFIXES, (formats.SAFETENSORS_SUFFIX, formats.INDEX_SUFFIX, formats.SHARD_SUFFIX))
 _SUFFIXES = tuple(suffix for suffixes in _CHECKED for suffix in suffixes)
-_NAMES = (_SEAL_FILE, distributed.METADATA_FILE)
+_NAMES = (_SEAL_FILE, formats.METADATA_FILE)
 
 
 def verify(path: Path) -> list[VerifiedCheckpoint]:
@@ -28,8 +28,8 @@ def verify(path: Path) -> list[VerifiedCheckpoint]:
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder; check the path")
     if path.is_file():
-        return _with_remedies([result.combine(str(path), [_one_file(path)])])
-    verified = [result.combine(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
+        return _with_remedies([formats.combine(str(path), [_one_file(path)])])
+    verified = [formats.combine(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
     if not verified:
         raise InputError(
             f"{path}: no checkpoint here or up to {_MAX_DEPTH} folders below (looked for {', '.join(_NAMES)}, "
@@ -55,35 +55,31 @@ def _parts(folder: Path) -> list[Part]:
     parts = []
     if _SEAL_FILE in names:
         return [_check_seal(folder)]
-    if distributed.METADATA_FILE in names:
-        parts.append(distributed.check(folder))
-    shards = [name for name in names if name.endswith(distributed.SHARD_SUFFIX)]
+    if formats.METADATA_FILE in names:
+        parts.append(formats.check_distributed(folder))
+    shards = [name for name in names if name.endswith(formats.SHARD_SUFFIX)]
     if shards and not parts:
         what = f"is missing, and {len(shards)} shards are there: the save did not end, or is under way"
-        parts.append(Part("torch.distributed.checkpoint", (result.problem(distributed.METADATA_FILE, what),)))
-    if parts and _others_are_sealed(folder):
+        parts.append(Part("torch.distributed.checkpoint", (formats.problem(formats.METADATA_FILE, what),)))
+    if parts and any((other / _SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder):
         what = "is missing, but other checkpoints here have one: the save did not end, or is under way"
-        parts.append(Part("seal", (result.problem(_SEAL_FILE, what),)))
-    tensors = [name for name in names if name.endswith(safetensors.SUFFIX)]
-    indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
+        parts.append(Part("seal", (formats.problem(_SEAL_FILE, what),)))
+    tensors = [name for name in names if name.endswith(formats.SAFETENSORS_SUFFIX)]
+    indexes = [name for name in names if name.endswith(formats.INDEX_SUFFIX)]
     if tensors or indexes:
-        parts.append(safetensors.check(folder, tensors, indexes))
-    saved = [name for name in names if name.endswith(zip_archives.SUFFIXES)]
+        parts.append(formats.check_safetensors(folder, tensors, indexes))
+    saved = [name for name in names if name.endswith(formats.ZIP_SUFFIXES)]
     if saved:
-        parts.append(zip_archives.check(folder, saved))
+        parts.append(formats.check_zip_archives(folder, saved))
     return parts
 
 
 def _one_file(path: Path) -> Part:
-    if path.name.endswith(safetensors.SUFFIX):
-        return safetensors.check(path.parent, [path.name], [])
-    if not path.name.endswith(zip_archives.SUFFIXES):
-        raise InputError(f"{path}: is no checkpoint: name its folder, or a file *{', *'.join(zip_archives.SUFFIXES)}")
-    return zip_archives.check(path.parent, [path.name])
-
-
-def _others_are_sealed(folder: Path) -> bool:
-    return any((other / _SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder)
+    if path.name.endswith(formats.SAFETENSORS_SUFFIX):
+        return formats.check_safetensors(path.parent, [path.name], [])
+    if not path.name.endswith(formats.ZIP_SUFFIXES):
+        raise InputError(f"{path}: is no checkpoint: name its folder, or a file *{', *'.join(formats.ZIP_SUFFIXES)}")
+    return formats.check_zip_archives(path.parent, [path.name])
 
 
 def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoint]:
@@ -97,7 +93,7 @@ def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoin
         remedy = f"do not load it; restore what is wrong from a copy, or {way}" if usable else (
             f"do not load it; restore what is wrong from a copy ({way})"
         )  # fmt: skip
-        if checkpoint.status == result.UNREADABLE:
+        if checkpoint.status == formats.UNREADABLE:
             remedy = "make the files readable to you and verify again, before it is loaded"
         done.append(checkpoint if checkpoint.status == WHOLE else replace(checkpoint, remedy=remedy))
     return done
@@ -111,11 +107,11 @@ def _check_seal(folder: Path) -> Part:
         computed_digest = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
         sizes = {name: _stated_bytes(expected) for name, expected in files.items()}
     except OSError as error:
-        return Part("seal", (result.unreadable(_SEAL_FILE, error),))
+        return Part("seal", (formats.unreadable(_SEAL_FILE, error),))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return Part("seal", (result.problem(_SEAL_FILE, f"is damaged ({error})"),))
+        return Part("seal", (formats.problem(_SEAL_FILE, f"is damaged ({error})"),))
     if computed_digest != digest:
-        return Part("seal", (result.problem(_SEAL_FILE, "is damaged: its words have changed since it was written"),))
+        return Part("seal", (formats.problem(_SEAL_FILE, "is damaged: its words have changed since it was written"),))
     wrong = {name: _damage_of_sealed(folder, name, expected) for name, expected in files.items()}
     return Part(
         "seal",
@@ -135,14 +131,14 @@ def _stated_bytes(expected: Any) -> int:
 
 def _damage_of_sealed(folder: Path, name: str, expected: Mapping[str, Any]) -> Problem | None:
     if Path(name).name != name:
-        return result.problem(name, "lies outside of the checkpoint: the seal is not ours")
+        return formats.problem(name, "lies outside of the checkpoint: the seal is not ours")
     try:
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
             how = "it was cut" if size < expected["bytes"] else "something was added"
-            return result.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
+            return formats.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {how}")
         with (folder / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return result.unreadable(name, error)
-    return None if digest == expected["sha256"] else result.problem(name, "holds other bytes than were saved")
+        return formats.unreadable(name, error)
+    return None if digest == expected["sha256"] else formats.problem(name, "holds other bytes than were saved")

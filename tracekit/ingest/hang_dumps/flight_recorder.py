@@ -4,7 +4,6 @@ Source of the fields: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightR
 --hang-timeout` writes the same JSON with stacks of the calls, and its own part under "tracekit".
 """
 
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from tracekit.ingest import pickle_child, pickles, untrusted_json
+from tracekit.ingest.pickles import ManyPickles
 from tracekit.model.hang_dump import Call, CallState, Frame, RankDump, SystemCall, ThreadStack
 from tracekit.model.manifest import MAX_RANKS
 
@@ -36,11 +36,11 @@ class BadDumpError(ValueError):
     """A file that is no dump, or a damaged one. The message is a predicate, such as "is truncated"."""
 
 
-def load(data: bytes) -> Any:
-    """Return the value of a pickle or JSON file. Raises BadDumpError."""
+def load(data: bytes, many: ManyPickles) -> Any:
+    """Return the value of a pickle, which `many` reads, or of a JSON file. Raises BadDumpError."""
     try:
         if data[:1] == b"\x80":
-            return json.loads(pickles.read(pickle_child.PLAIN, io.BytesIO(data))[0])
+            return json.loads(many.read(pickle_child.PLAIN, data)[0])
         return untrusted_json.parse(data)
     except pickles.WrongFormError as error:
         raise BadDumpError(f"is no plain data ({error})") from None
@@ -67,7 +67,19 @@ def parse(value: Mapping[str, Any], *, rank: int, path: str) -> RankDump:
     reason = extra.get("reason") if isinstance(extra, dict) else ""
     calls = [reader.call(index, entry) for index, entry in enumerate(entries)]
     calls = _without_false_ends(calls, entries, is_at_rest=reason in ("", "timeout"))
-    dump = RankDump(rank, (path,), _merge_coalesced(calls), _groups(value.get("pg_config")), has_recorder=True)
+    # Calls, those that an entry "coalesced" closes as its parts: only it has the state of all. Entries of one coalesced
+    # call have the same number in their group and stand one after the other.
+    merged: list[Call] = []
+    for _, same in groupby(calls, key=lambda call: (call.group, call.is_p2p, call.seq)):
+        members: list[Call] = []
+        for call in same:
+            if call.op in _COALESCED:
+                merged.append(replace(call, parts=tuple(members)))
+                members = []
+            else:
+                members.append(call)
+        merged += members
+    dump = RankDump(rank, (path,), tuple(merged), _groups(value.get("pg_config")), has_recorder=True)
     return _with_extra(dump, extra) if isinstance(extra, dict) else dump
 
 
@@ -192,24 +204,6 @@ def _is_discovered_by_dump(call: Call) -> bool:
     return bool(call.ended_ns and call.created_ns and call.ended_ns - call.created_ns >= _WATCHDOG_NS)
 
 
-def _merge_coalesced(calls: list[Call]) -> tuple[Call, ...]:
-    """Return the calls, those that an entry "coalesced" closes as its parts: only it has the state of all.
-
-    Entries of one coalesced call have the same number in their group and stand one after the other.
-    """
-    merged: list[Call] = []
-    for _, same in groupby(calls, key=lambda call: (call.group, call.is_p2p, call.seq)):
-        members: list[Call] = []
-        for call in same:
-            if call.op in _COALESCED:
-                merged.append(replace(call, parts=tuple(members)))
-                members = []
-            else:
-                members.append(call)
-        merged += members
-    return tuple(merged)
-
-
 def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     if not isinstance(value, dict):
         return {}
@@ -281,7 +275,7 @@ def _optional(value: Any) -> int | None:
 
 
 def _time(value: Any) -> int | None:
-    """Return a time; None for 0, which JSON dumps have where there is none."""
+    """A time; None for 0, which JSON dumps have where there is none."""
     return None if value is None else _integer(value) or None
 
 
@@ -292,7 +286,6 @@ def _dtypes(value: Any) -> tuple[str, ...]:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """Return a list, empty if the value is none."""
     return value if isinstance(value, list | tuple) else ()
 
 

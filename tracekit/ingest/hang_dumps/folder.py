@@ -1,17 +1,33 @@
-"""A folder of dumps -> what each rank left: flight recorder dumps, and stacks laid next to them."""
+"""A folder of dumps -> what each rank left: flight recorder dumps, and stacks laid next to them.
+
+Stacks are texts of `faulthandler`, or of ``py-spy dump`` (text or --json).
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from tracekit.errors import InputError
-from tracekit.ingest.hang_dumps import flight_recorder, stacks
+from tracekit.ingest.hang_dumps import flight_recorder
 from tracekit.ingest.hang_dumps.flight_recorder import BadDumpError
-from tracekit.model.hang_dump import HangDumps, RankDump, ThreadStack
+from tracekit.ingest.pickles import ManyPickles
+from tracekit.model.hang_dump import Frame, HangDumps, RankDump, ThreadStack
 from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.units import duration, ranges
+
+_MAX_THREADS = 4096
+_MAX_FRAMES = 128
+_MAX_TEXT = 1000
+_MAX_LINE = 1 << 31
+_FAULT_THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ (?:\[(.*)\] )?\(most recent call first\):")
+_FAULT_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
+_SPY_THREAD = re.compile(r'Thread (?:0x)?[0-9A-Fa-f]+ \((idle|active)[^)]*\)(?:: "(.*)")?')
+_SPY_FRAME = re.compile(r"    (\S.*) \((.*?)(?::(\d{1,9}))?\)")
+_SPY_PROCESS = re.compile(r"^Process (\d{1,9}): ", re.MULTILINE)
+_MAIN = "MainThread"
 
 MAX_BYTES = 256 << 20
 _MAX_FILES = 100_000
@@ -37,11 +53,12 @@ def read(path: Path) -> HangDumps:
     notes: list[str] = []
     dumps: list[RankDump] = []
     texts: list[_Stacks] = []
-    for file in _files(path):
-        try:
-            _read_file(file, dumps, texts)
-        except BadDumpError as error:
-            notes.append(f"{file.name}: {error}; it is left out")
+    with ManyPickles() as many:
+        for file in _files(path):
+            try:
+                _read_file(file, many, dumps, texts)
+            except BadDumpError as error:
+                notes.append(f"{file.name}: {error}; it is left out")
     if not dumps and not any(stacks.rank is not None for stacks in texts):
         reason = f": {notes[0]}" if notes else ""
         raise InputError(f"{path}: no dump of a flight recorder that can be used{reason}; {_HOW_TO}")
@@ -49,6 +66,32 @@ def read(path: Path) -> HangDumps:
     _add_stacks(by_rank, texts, notes)
     _drop_other_times(by_rank, notes)
     return HangDumps(dict(sorted(by_rank.items())), tuple(notes))
+
+
+def parse_text(text: str) -> tuple[ThreadStack, ...]:
+    """Return the threads of a text by faulthandler or py-spy, the last dump in it; none if it is not such a text."""
+    if "(most recent call first):" in text:
+        return _of_faulthandler(text.splitlines())
+    return _of_py_spy(text.splitlines()) if _SPY_THREAD.search(text) else ()
+
+
+def process_id(text: str) -> int | None:
+    """Return the process that a text by py-spy is of."""
+    match = _SPY_PROCESS.search(text)
+    return int(match[1]) if match else None
+
+
+def parse_json(value: Any) -> tuple[ThreadStack, ...]:
+    """Return the threads of ``py-spy dump --json``; none if a value is something else."""
+    if not isinstance(value, list) or not all(isinstance(thread, dict) and "frames" in thread for thread in value):
+        return ()
+    return tuple(_spy_thread(thread) for thread in value[:_MAX_THREADS])
+
+
+def is_spy_of(value: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the process that the threads of ``py-spy dump --json`` are of."""
+    pid = value[0].get("pid") if value else None
+    return pid if type(pid) is int else None
 
 
 def _files(path: Path) -> list[Path]:
@@ -62,7 +105,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+def _read_file(file: Path, many: ManyPickles, dumps: list[RankDump], texts: list[_Stacks]) -> None:
     """Add what a file contains; nothing if it is neither a dump nor stacks. Raises BadDumpError if it is damaged."""
     with file.open("rb") as opened:
         head = opened.read(64)
@@ -77,15 +120,15 @@ def _read_file(file: Path, dumps: list[RankDump], texts: list[_Stacks]) -> None:
         return
     data = file.read_bytes()
     if is_pickle or is_json:
-        _read_value(file, data, dumps, texts)
-    elif threads := stacks.parse_text(text := data.decode("utf-8", "replace")):
-        texts.append(_Stacks(str(file), _named_rank(file), stacks.process_id(text), threads))
+        _read_value(file, data, many, dumps, texts)
+    elif threads := parse_text(text := data.decode("utf-8", "replace")):
+        texts.append(_Stacks(str(file), _named_rank(file), process_id(text), threads))
 
 
-def _read_value(file: Path, data: bytes, dumps: list[RankDump], texts: list[_Stacks]) -> None:
+def _read_value(file: Path, data: bytes, many: ManyPickles, dumps: list[RankDump], texts: list[_Stacks]) -> None:
     if data[:1] != b"\x80" and b'"frames"' not in data and b'"version"' not in data:
         return
-    value = flight_recorder.load(data)
+    value = flight_recorder.load(data, many)
     if flight_recorder.is_dump(value):
         rank = flight_recorder.stated_rank(value)
         rank = _named_rank(file) if rank is None else rank
@@ -93,8 +136,8 @@ def _read_value(file: Path, data: bytes, dumps: list[RankDump], texts: list[_Sta
             raise BadDumpError("has no rank in its name, such as nccl_trace_rank_3")
         dump = flight_recorder.parse(value, rank=rank, path=str(file))
         dumps.append(replace(dump, modified_ns=file.stat().st_mtime_ns))
-    elif threads := stacks.parse_json(value):
-        texts.append(_Stacks(str(file), _named_rank(file), stacks.is_spy_of(value), threads))
+    elif threads := parse_json(value):
+        texts.append(_Stacks(str(file), _named_rank(file), is_spy_of(value), threads))
     elif data[:1] == b"\x80":
         raise BadDumpError("is no dump of a flight recorder")
 
@@ -107,7 +150,6 @@ def _named_rank(file: Path) -> int | None:
 
 
 def _latest(dumps: Iterable[RankDump], notes: list[str]) -> dict[int, RankDump]:
-    """Return the latest dump of each rank."""
     by_rank: dict[int, RankDump] = {}
     for dump in dumps:
         other = by_rank.get(dump.rank)
@@ -169,3 +211,55 @@ def _drop_other_times(by_rank: dict[int, RankDump], notes: list[str]) -> None:
 def _gap_ns(span: tuple[int, int], other: tuple[int, int]) -> int:
     """Return the time between two spans; 0 where they overlap."""
     return max(span[0] - other[1], other[0] - span[1], 0)
+
+
+def _of_faulthandler(lines: list[str]) -> tuple[ThreadStack, ...]:
+    """Return the threads of the last dump. Faulthandler writes the main thread last, each as 'innermost first'."""
+    last = max((n for n, line in enumerate(lines) if line.startswith(("Timeout (", "Fatal Python error"))), default=-1)
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in lines[last + 1 :]:
+        if (head := _FAULT_THREAD.match(line)) and len(threads) < _MAX_THREADS:
+            threads.append(((head[2] or "")[:_MAX_TEXT], []))
+        elif threads and (frame := _FAULT_FRAME.match(line)) and len(threads[-1][1]) < _MAX_FRAMES:
+            number = int(frame[2]) if frame[2].isdigit() else 0
+            threads[-1][1].append(Frame(frame[3][:_MAX_TEXT], frame[1][:_MAX_TEXT], number))
+    main = len(threads) - 1  # the thread that the interpreter created first
+    return tuple(ThreadStack(name, tuple(frames), is_main=n == main) for n, (name, frames) in enumerate(threads))
+
+
+def _of_py_spy(lines: list[str]) -> tuple[ThreadStack, ...]:
+    threads: list[tuple[str, str, list[Frame]]] = []
+    for line in lines:
+        if (head := _SPY_THREAD.match(line)) and len(threads) < _MAX_THREADS:
+            threads.append((head[1], (head[2] or "")[:_MAX_TEXT], []))
+        elif threads and (frame := _SPY_FRAME.match(line)) and len(threads[-1][2]) < _MAX_FRAMES:
+            threads[-1][2].append(Frame(frame[1][:_MAX_TEXT], frame[2][:_MAX_TEXT], int(frame[3] or 0)))
+    return tuple(
+        ThreadStack(name, tuple(frames), is_main=name == _MAIN, cpu_ratio=_activity(active))
+        for active, name, frames in threads
+    )
+
+
+def _activity(state: object) -> float | None:
+    """Return 1 for an active thread; py-spy calls a thread idle also where it cannot know."""
+    return 1.0 if state in ("active", True) else None
+
+
+def _spy_thread(value: Mapping[str, Any]) -> ThreadStack:
+    frames = value["frames"] if isinstance(value["frames"], list) else []
+    name = value.get("thread_name")
+    return ThreadStack(
+        name[:_MAX_TEXT] if isinstance(name, str) else "",
+        tuple(_spy_frame(frame) for frame in frames[:_MAX_FRAMES] if isinstance(frame, dict)),
+        is_main=name == _MAIN,
+        cpu_ratio=_activity(value.get("active")),
+    )
+
+
+def _spy_frame(value: Mapping[str, Any]) -> Frame:
+    name, file, line = value.get("name"), value.get("filename"), value.get("line")
+    return Frame(
+        str(name)[:_MAX_TEXT] if isinstance(name, str) else "",
+        file[:_MAX_TEXT] if isinstance(file, str) else "",
+        line if type(line) is int and 0 <= line < _MAX_LINE else 0,
+    )

@@ -140,7 +140,7 @@ def _nodes_before_cut(path: str, content: bytes, error: Exception) -> list[_Node
 
 
 def _record_id(node: _Node) -> int:
-    """Return the id of a node's record function; 0 if it has none."""
+    """Id of a node's record function; 0 if it has none."""
     stated = next((a.value for a in node.attrs if a.name == "rf_id"), None)
     if stated is not None:
         text = bytes(stated)

@@ -34,7 +34,6 @@ def _starts(*magics: bytes) -> Match:
 
 
 def _contains(*patterns: str) -> Match:
-    """Return a match of heads that contain all of these patterns."""
     compiled = [re.compile(pattern.encode(), re.I) for pattern in patterns]
     return lambda head: all(pattern.search(head) for pattern in compiled)
 

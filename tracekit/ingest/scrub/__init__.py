@@ -61,7 +61,10 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
     for word in words:
         secrets.add(USER, json.dumps(word)[1:-1].encode())
     for source in sources:
-        secrets.add(HOST, os.fsencode(_host_in_name(source.name)))
+        # Host in a file name that ``tensorboard_trace_handler`` made: HOST_PID.TIME.pt.trace.json.
+        worker, _, rest = source.name.partition(".")
+        host, _, pid = worker.rpartition("_")
+        secrets.add(HOST, os.fsencode(host if pid.isdigit() and rest.partition(".")[0].isdigit() else ""))
         for piece in _pieces(source):
             secrets.learn(piece)
     partial = out.with_name(out.name + conventions.PARTIAL_SUFFIX)
@@ -141,13 +144,6 @@ def _why_not(path: Path) -> str:
 def _pieces(path: Path) -> Iterator[bytes]:
     """Yield the text of a file as JSON; of a pickle its texts."""
     return snapshots.texts(path) if snapshots.is_pickle(path) else streams.pieces(path)
-
-
-def _host_in_name(name: str) -> str:
-    """Return the host in a file name that ``tensorboard_trace_handler`` made: HOST_PID.TIME.pt.trace.json."""
-    worker, _, rest = name.partition(".")
-    host, _, pid = worker.rpartition("_")
-    return host if pid.isdigit() and rest.partition(".")[0].isdigit() else ""
 
 
 def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -> list[str]:

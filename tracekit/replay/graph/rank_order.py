@@ -12,8 +12,7 @@ import polars as pl
 
 from tracekit.analysis.communication import collective_instances, latency
 from tracekit.analysis.parallelism import group_axes, rank_places, tensor_parallel
-from tracekit.conventions.process_groups import DP
-from tracekit.conventions.strategies import AXES, CP, DP_REPLICATE, DP_SHARD, EP, PP
+from tracekit.conventions.strategies import AXES, CP, DP, DP_REPLICATE, DP_SHARD, EP, PP
 from tracekit.errors import InputError
 from tracekit.model.run import Run
 from tracekit.replay.graph import pipeline_changes, strategies

@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import avoidable_time, clock_drops
+from tracekit.analysis.compute import avoidable_time, device_counters
 from tracekit.analysis.time import device_stalls
 from tracekit.model import intervals
 from tracekit.model.columns import flags, ids, rows_of
@@ -64,7 +64,7 @@ def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
 
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
-    slowed = clock_drops.slowed_kernels(trace)
+    slowed = device_counters.slowed_kernels(trace)
     return _of_items(items, slowed["activity_id"], slowed["excess_ns"])
 
 

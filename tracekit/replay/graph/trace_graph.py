@@ -7,8 +7,8 @@ waits.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import concurrency, recomputation
-from tracekit.analysis.time import breakdown, dependencies, launches, trace_columns
+from tracekit.analysis.compute import contention
+from tracekit.analysis.time import backward_passes, breakdown, dependencies, launched_work, trace_columns
 from tracekit.model import schema
 from tracekit.model.columns import flags, ids, last_rows, rows_of, values_at
 from tracekit.model.fact import trace_fact
@@ -93,7 +93,7 @@ def windows(trace: Trace) -> pl.DataFrame:
 
 @trace_fact
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the preparation of collectives on devices, from `launches.preparation`.
+    """Return the preparation of collectives on devices, from `launched_work.preparation`.
 
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
@@ -102,7 +102,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     work = np.flatnonzero(nodes["what"].to_numpy() == WORK)
     ref = ids(nodes["ref"][work])
     for device in breakdown.devices(trace) if trace.on_device else ():
-        prepared = launches.preparation(trace, device)
+        prepared = launched_work.preparation(trace, device)
         if prepared.is_empty():
             continue
         node, collective = (
@@ -187,7 +187,7 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
     """Return one node per item of the device's lanes, an activity or a wait, each after the item before it."""
     is_wait, chain = items["is_wait"].to_numpy(), items["previous"].to_numpy().astype(np.int64)
     is_free = is_wait | (chain < 0) | is_wait[np.maximum(chain, 0)]
-    again = recomputation.recomputed_activities(trace)
+    again = backward_passes.recomputed_activities(trace)
     recomputed = again["id"].to_numpy() if again.height else np.empty(0, np.int64)
     duration_ns = items["end_ns"].to_numpy() - items["start_ns"].to_numpy()
     recorded = items.select(
@@ -225,8 +225,8 @@ def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
 
 
 def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:
-    """Return the kernel id of each item; null for waits. See `concurrency.DeviceWork`."""
-    devices = concurrency.device_work(trace)
+    """Return the kernel id of each item; null for waits. See `contention.DeviceWork`."""
+    devices = contention.device_work(trace)
     kernel = np.concatenate([np.empty(0, np.uint64), *(device.kernel for device in devices)])
     ref = np.concatenate([np.empty(0, np.int64), *(device.work["id"].to_numpy() for device in devices)])
     return values_at(pl.Series("kernel", kernel, pl.UInt64), _rows_of_work(items, ref))

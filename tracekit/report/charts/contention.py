@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 import polars as pl
 
-from tracekit.analysis.compute import concurrency
+from tracekit.analysis.compute import contention
 from tracekit.model import escaping, units
 from tracekit.report.charts import style
 from tracekit.report.charts.style import COLOURS
 
 KIND_COLOURS = {
-    concurrency.COMPUTE: COLOURS["compute"],
-    concurrency.COMMUNICATION: COLOURS["communication"],
-    concurrency.PREPARATION: "#F0E442",
-    concurrency.COPY: COLOURS["memcpy"],
+    contention.COMPUTE: COLOURS["compute"],
+    contention.COMMUNICATION: COLOURS["communication"],
+    contention.PREPARATION: "#F0E442",
+    contention.COPY: COLOURS["memcpy"],
 }
 MAX_POINTS = 1000
 MAX_SLOWED_RANKS = 64
@@ -82,7 +82,7 @@ def _spread_over_ranks(slowed: pl.DataFrame) -> pl.DataFrame:
     return ordered.filter((count <= MAX_SLOWED_RANKS) | (place == 0) | is_next).sort("rank", "device", *pair)
 
 
-def concurrent_time(by_phase: pl.DataFrame, kind: str = concurrency.COMPUTE) -> go.Figure:
+def concurrent_time(by_phase: pl.DataFrame, kind: str = contention.COMPUTE) -> go.Figure:
     """Time that one kind of work ran concurrently with each other kind, in bars by phase, summed over ranks.
 
     `by_phase` is `analysis.compute.contention_totals.by_phase`.
@@ -121,7 +121,7 @@ def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
     figure = go.Figure()
     during_compute = pl.col("overlapped_ns") * 2 > pl.col("dur_ns")
     groups = {
-        "during compute": (costliest.filter(during_compute), KIND_COLOURS[concurrency.COMPUTE]),
+        "during compute": (costliest.filter(during_compute), KIND_COLOURS[contention.COMPUTE]),
         "alone": (costliest.filter(~during_compute), COLOURS["idle"]),
     }
     for label, (rows, colour) in groups.items():

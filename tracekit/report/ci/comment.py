@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import ConfigError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -89,7 +89,7 @@ def by_rank(run: Run) -> str:
 
     Where no trace marks steps, a bar is the profiled window.
     """
-    ranks = summary.by_rank_in_steps(run)
+    ranks = breakdown.slowest_device_in_steps(run)
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""

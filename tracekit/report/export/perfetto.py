@@ -7,13 +7,13 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.conventions import perfetto as conventions
 from tracekit.errors import InputError
 from tracekit.model.run import MeasuredTrace, OnTrace, Run
 from tracekit.model.source import Source
 from tracekit.replay.graph.critical_path.path import CriticalPath
-from tracekit.report.export import perfetto_encoder, table_rows
+from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.trace_tracks import timeline
@@ -54,11 +54,11 @@ def write(
     `path` is shown as a track of each rank that it passes. `step` and `ranks` select a part. The same run gives the
     same bytes. Raises InputError if a rank has no trace, or no trace has the step.
     """
-    run.measure((summary.extent,))
+    run.measure((breakdown.extent,))
     sources = _select_sources(run, ranks, step)
     clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
-    starts = run.table(summary.extent).select("window", "rank", "first_ns").rows()
+    starts = run.table(breakdown.extent).select("window", "rank", "first_ns").rows()
     firsts = {(window, rank): first_ns for window, rank, first_ns in starts}
     moved = (clocks_by_trace.get(trace, Clock()).to_run(np.array([first_ns])) for trace, first_ns in firsts.items())
     zero_ns = min([0, *(int(time_ns) for (time_ns,) in moved)])
@@ -74,9 +74,9 @@ def write(
             tracks = replace(tracks, slices=tracks.slices.with_columns(begin_ns="start_ns", length_ns="dur_ns"))
         first_ns = int(firsts[source.window, source.rank] or 0)
         about = {"format": conventions.FORMAT, "rank": source.rank, "window": source.window, "step": step}
-        rows = [table_rows.of_clock(about | vars(clock), first_ns)]
-        rows += table_rows.of_run(run, first_ns) if number == 1 else []
-        rows += table_rows.of_trace(trace, first_ns, step=step)
+        rows = [perfetto_encoder.of_clock(about | vars(clock), first_ns)]
+        rows += perfetto_encoder.of_run(run, first_ns) if number == 1 else []
+        rows += perfetto_encoder.of_trace(trace, first_ns, step=step)
         done += perfetto_encoder.write_trace(
             file, tracks, number=number, name=name, to_run_clock=clock.to_run, rows=rows
         )
@@ -113,7 +113,7 @@ def _select_sources(run: Run, ranks: Iterable[int] | None, step: int | None) -> 
         )
     if step is None:
         return [source for source in run.sources if source.rank in selected_ranks]
-    steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(summary.extent).iter_rows(named=True)}
+    steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(breakdown.extent).iter_rows(named=True)}
     sources = [s for s in run.sources if s.rank in selected_ranks and step in steps.get((s.window, s.rank), [])]
     if not sources:
         names = ", ".join(map(str, sorted(set().union(*steps.values())))) or "none"

@@ -5,9 +5,7 @@ timeline.view(scene, scene.span, pixels=1400)
 """
 
 from tracekit.analysis.host.call_trees import search as search_frames
-from tracekit.report.timeline.arrow_search import ARROW_KINDS, ARROWS, arrows
-from tracekit.report.timeline.lookup import slices_of
-from tracekit.report.timeline.name_search import Matches, find_by_name
+from tracekit.report.timeline.lookup import ARROW_KINDS, ARROWS, Matches, arrows, find_by_name, slices_of
 from tracekit.report.timeline.range_totals import RangeTotals, call_paths, range_rates, range_totals
 from tracekit.report.timeline.scene import KINDS, Scene, open_scene
 from tracekit.report.timeline.side_by_side import Side, SideBySide, side_by_side

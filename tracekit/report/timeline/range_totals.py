@@ -18,7 +18,7 @@ from tracekit.model.intervals import Spans, Window
 from tracekit.model.nesting import Ints
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.report.timeline import ranges
+from tracekit.report.timeline import trace_part
 from tracekit.report.timeline.scene import KINDS, Scene
 from tracekit.report.timeline.trace_part import Part
 from tracekit.sync import alignment, collective_matching
@@ -133,9 +133,9 @@ def _touching(part: Part, window: Window) -> tuple[Ints, Ints]:
     first = segments["first"].astype(np.int64)
     past = first + segments["count"]
     start_ns, dur_ns = slices["start_ns"], slices["dur_ns"]
-    low = ranges.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
-    counts = ranges.first_true(low, past, lambda i: start_ns[i] >= end_ns) - low
-    return ranges.positions(low, counts), np.repeat(np.arange(len(segments)), counts)
+    low = trace_part.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
+    counts = trace_part.first_true(low, past, lambda i: start_ns[i] >= end_ns) - low
+    return trace_part.positions(low, counts), np.repeat(np.arange(len(segments)), counts)
 
 
 def _part_totals(scene: Scene, part: Part, window: Window) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:

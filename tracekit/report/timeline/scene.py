@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time import summary
+from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, trace_cache
 from tracekit.ingest.disk_cache import DiskCache
@@ -23,13 +23,12 @@ from tracekit.model.run import Run
 from tracekit.model.source import Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
-from tracekit.report.timeline import layout
-from tracekit.report.timeline.layout import BANDS, TraceLayout
+from tracekit.report.timeline import trace_part
 from tracekit.report.timeline.mapped_file import MappedFile, Writer
-from tracekit.report.timeline.trace_part import Part, build_part
+from tracekit.report.timeline.trace_part import BANDS, Part, TraceLayout, build_part
 from tracekit.sync import collective_matching
 
-TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
+TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **trace_part.TRACKS}
 _CODE = (
     "report/timeline/*.py",
     "report.track_nesting.py",
@@ -170,21 +169,21 @@ def _build_uncached(run: Run, window: int, drawn_sources: Sequence[Source], on_p
 def _build(
     run: Run, window: int, drawn_sources: Sequence[Source], file: BinaryIO, *, key: str, on_progress: Progress | None
 ) -> Scene:
-    run.measure((collective_matching.calls, summary.extent))
+    run.measure((collective_matching.calls, breakdown.extent))
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
     sources = [source for source in drawn_sources if source in run.sources]
     writer, making = Writer(file), _SceneBuilder()
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).to_run
         try:
-            making.add(writer, layout.lay_out(run.read(source), moved), source)
+            making.add(writer, trace_part.lay_out(run.read(source), moved), source)
         except BadTraceError:
             if len(sources) == 1:
                 raise
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
-    making.begin(summary.run_clock(run).filter(pl.col("window") == window))
+    making.begin(breakdown.run_clock(run).filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(MappedFile(file), key, window)
 
@@ -206,7 +205,7 @@ class _SceneBuilder:
         build_part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
         number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
         place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
-        self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *layout.TRACKS))
+        self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *trace_part.TRACKS))
         self.bands.append(laid.bands)
         self.ranks.append(source.rank)
         self.first_track += laid.tracks.height

@@ -115,7 +115,6 @@ def side_by_side(first: Side, second: Side) -> SideBySide:
 
 
 def _numbers(side: Side, first: int) -> Mapping[int, int]:
-    """Return the new number of each track of a side, from `first`."""
     return {track: first + place for place, track in enumerate(side.tracks["track"].to_list())}
 
 

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.model import schema
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
-from tracekit.report.timeline import ranges
+from tracekit.report.timeline import trace_part
 from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.scene import Scene
 from tracekit.report.timeline.trace_part import Part
@@ -65,7 +65,6 @@ _Columns = dict[str, Array]
 
 
 def _rectangles(part: Part, is_drawn: Flags, window: Window, level: int) -> _Columns:
-    """Return the rectangles of one trace, column by column."""
     positions, of_slice = records_at(part.slices, part.slice_segments, is_drawn, window, level)
     slices = np.take(part.slices, positions)
     positions, of_run = records_at(part.runs, part.run_segments, is_drawn, window, level)
@@ -91,16 +90,15 @@ def records_at(records: Array, segments: Array, is_drawn: Flags, window: Window,
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
-    low = ranges.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
+    low = trace_part.first_true(first, past, lambda i: (start_ns[i] >= begin_ns) | (start_ns[i] + dur_ns[i] > begin_ns))
     near = np.minimum(low + _FEW, past)
     is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # true for most segments at a high zoom
-    high = ranges.first_true(low, np.where(is_near, near, past), lambda i: start_ns[i] >= end_ns)
+    high = trace_part.first_true(low, np.where(is_near, near, past), lambda i: start_ns[i] >= end_ns)
     counts = high - low
-    return ranges.positions(low, counts), np.repeat(which, counts)
+    return trace_part.positions(low, counts), np.repeat(which, counts)
 
 
 def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
-    """Return the order by track, row and start; no two are the same."""
     if not len(track):
         return np.empty(0, np.int64)
     since = start_ns - start_ns.min()

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.model import escaping
 from tracekit.model.intervals import Window
 from tracekit.model.nesting import Flags, Ints
 from tracekit.report import timeline
-from tracekit.report.timeline import ranges, viewport
+from tracekit.report.timeline import trace_part, viewport
 from tracekit.report.timeline.mapped_file import Array
 from tracekit.report.timeline.trace_part import Part
 from tracekit.report.timeline_view import message
@@ -73,6 +74,23 @@ class PageState:
     range_tables: Mapping[str, Any] | None = None
 
 
+SCRIPTS = (
+    "time.js",
+    "layout.js",
+    "tile.js",
+    "paint.js",
+    "input.js",
+    "range.js",
+    "map.js",
+    "pair.js",
+    "pins.js",
+    "panel.js",
+    "page.js",
+    "timeline.js",
+)
+"""In the order in which they are joined into one module: there is no build step."""
+
+
 def embed(scene: timeline.Scene, page: PageState, max_bytes: int) -> Embedded:
     """Return a scene as bytes, at most `max_bytes` of them unless its coarsest level is larger."""
     part = (scene.span[0] + page.part[0], scene.span[0] + page.part[1])
@@ -93,6 +111,26 @@ def embed(scene: timeline.Scene, page: PageState, max_bytes: int) -> Embedded:
         # Head and names take bytes of their own, so that the estimate is corrected more than once.
         limit = min(int(count * max_bytes / len(data) * _SAFETY_RATIO), 2 * limit)
     return best or embedded
+
+
+def script() -> str:
+    """Return the module that draws the timeline."""
+    return _join_assets(*SCRIPTS)
+
+
+def embedded_script() -> str:
+    """Return the module that draws the timeline of a page that holds its data."""
+    return escaping.asset("inflate.js") + _join_assets(*SCRIPTS, "embedded.js")
+
+
+def html() -> str:
+    """Return the elements that the timeline draws in."""
+    return escaping.asset("timeline/timeline.html")
+
+
+def css() -> str:
+    """Return the style sheet, which takes colours and fonts from Streamlit's custom properties."""
+    return f"{escaping.asset('button.css')}\n{escaping.asset('timeline/timeline.css')}"
 
 
 def _cuts(scene: timeline.Scene, part: Window) -> list[Cut]:
@@ -129,7 +167,7 @@ def _columns(part: Part, cut: Cut) -> Iterator[_Columns]:
     """Yield the slices, then the runs of a part; a run whose slices are removed is made at level 0."""
     zone = _Zone(part, cut)
     for (records, segments), (low, counts, which) in zip(_tables(part), _select_items(part, cut, zone), strict=True):
-        items, numbers = records[ranges.positions(low, counts)], np.repeat(which, counts)
+        items, numbers = records[trace_part.positions(low, counts)], np.repeat(which, counts)
         start_ns, dur_ns = items["start_ns"], items["dur_ns"]
         is_run = records is part.runs
         made_level = items["made"].astype(np.int64) if is_run else np.zeros(len(items), np.int64)
@@ -164,7 +202,7 @@ def _select_items(part: Part, cut: Cut, zone: "_Zone") -> Iterator[tuple[Ints, I
         is_fine = segments["ends"][which] <= cut.outside
         for limits, edges, flags in zip((low, high), zone.edges(segments), (_begins_in, _begins_after), strict=True):
             condition = functools.partial(flags, records, segments, edges)
-            limits[is_fine] = ranges.first_true(low[is_fine], high[is_fine], condition)
+            limits[is_fine] = trace_part.first_true(low[is_fine], high[is_fine], condition)
         yield low, high - low, which
 
 
@@ -294,3 +332,7 @@ def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     width = (int(values.max(initial=0)).bit_length() + 7) // 8
     planes = np.ascontiguousarray(values, "<u8").view(np.uint8).reshape(-1, 8)[:, :width]
     return np.ascontiguousarray(planes.T).reshape(-1)
+
+
+def _join_assets(*names: str) -> str:
+    return "\n".join(escaping.asset(f"timeline/{name}") for name in names)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 import polars as pl
 
-from tracekit.analysis.time import summary as facts
+from tracekit.analysis.time import breakdown
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.model.source import Source
@@ -74,14 +74,14 @@ def summarize(report: Report) -> Summary:
     """Return the summary of a report; its run's facts have been measured."""
     findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     issues = [issue for issue in report.findings if is_data_quality(issue.code) and issue.severity > Severity.INFO]
-    steps, worst = facts.step_times(report.run), costliest(findings)
+    steps, worst = breakdown.step_times(report.run), costliest(findings)
     return Summary(
         {severity.label: sum(finding.severity is severity for finding in findings) for severity in Severity},
         len(issues),
         len(report.run.ranks),
-        facts.step_time_ns(report.run),
+        breakdown.step_time_ns(report.run),
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
-        facts.exposed_communication_ratio(report.run),
+        breakdown.exposed_communication_ratio(report.run),
         worst.impact if worst else 0.0,
         escaping.inert(f"{worst.code}: {worst.message}", MAX_COSTLIEST) if worst else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,

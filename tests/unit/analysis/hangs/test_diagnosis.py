@@ -1,12 +1,13 @@
 """The cause of a hang from the dumps of its ranks."""
 
-import pickle
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
+from tests.support.wording import Wording
 from tracekit.analysis.hangs.causes import Kind
 from tracekit.analysis.hangs.diagnosis import Diagnosis, diagnose
 from tracekit.ingest.hang_dumps import flight_recorder
@@ -32,7 +33,7 @@ def diagnosed(
         last_ns = max((each["time_created_ns"] for each in entries), default=BEGAN_NS)
         stated = {"rank": rank, "written_ns": last_ns + wait_s * SECOND_NS, **(own or {}).get(rank, {})}
         value = dump(entries, groups=members, tracekit=stated)
-        dumps[rank] = flight_recorder.parse(flight_recorder.load(pickle.dumps(value, protocol=2)), rank=rank, path="x")
+        dumps[rank] = flight_recorder.parse(json.loads(json.dumps(value)), rank=rank, path="x")
     return diagnose(HangDumps(dumps))
 
 
@@ -56,10 +57,10 @@ def ranks_of(found: Diagnosis) -> list[int]:
     return [each.rank for each in found.culprits]
 
 
-def test_complete_calls_are_no_hang() -> None:
+def test_complete_calls_are_no_hang(wording: Wording) -> None:
     found = diagnosed({rank: done(STEP) for rank in range(4)})
     assert not found.is_hang
-    assert found.verdict == "No hang: all 12 calls of ranks 0–3 are complete."
+    wording(found.verdict)
 
 
 def test_ranks_that_wait_only_milliseconds_are_a_running_training() -> None:
@@ -69,17 +70,14 @@ def test_ranks_that_wait_only_milliseconds_are_a_running_training() -> None:
     assert found.waited_ns is None
 
 
-def test_a_rank_that_has_not_come_is_the_cause_and_its_stack_says_why() -> None:
+def test_a_rank_that_has_not_come_is_the_cause_and_its_stack_says_why(wording: Wording) -> None:
     late = [*done(STEP), entry("all_gather", 4, state="started")]
     stack = thread(("__getitem__", "/home/user/data.py", 7), ("fetch", "/x/torch/utils/data/_utils/fetch.py", 54))
     found = diagnosed({0: late, 1: late, 2: done(STEP), 3: late}, own={2: stack})
     assert (found.kind, ranks_of(found)) == (Kind.HOST, [2])
     assert found.wait is not None
     assert (found.wait.op, found.wait.seq, found.wait.missing_ranks) == ("all_gather", 4, (2,))
-    assert found.verdict == (
-        'Ranks 0–1, 3 wait in all_gather (seq 4 of group "0" (default_pg)) for rank 2, which waits for its data loader '
-        "in __getitem__ (data.py:7)."
-    )
+    wording(found.verdict)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +131,12 @@ def test_two_pending_calls_enqueued_in_different_orders_are_a_deadlock() -> None
     assert (found.kind, ranks_of(found)) == (Kind.DEADLOCK, [0, 1])
 
 
-def test_another_operation_at_the_same_number_is_a_mismatch_of_the_minority() -> None:
+def test_another_operation_at_the_same_number_is_a_mismatch_of_the_minority(wording: Wording) -> None:
     late = [*done(STEP), entry("all_gather", 4, state="started", outputs=(32,))]
     other = [*done(STEP), entry("all_reduce", 4, state="started")]
     found = diagnosed({0: other, 1: late, 2: late, 3: late})
     assert (found.kind, ranks_of(found)) == (Kind.MISMATCH, [0])
-    assert found.verdict.startswith("Rank 0 calls all_reduce where ranks 1–3 call all_gather at seq 4")
+    wording(found.verdict)
 
 
 @pytest.mark.parametrize(("change", "kind"), [({"size": (9,)}, "size"), ({"dtype": "Half"}, "dtype")])
@@ -161,7 +159,7 @@ def test_roots_of_gather_and_scatter_may_pass_other_tensors() -> None:
         assert diagnosed(calls).kind is Kind.COMMUNICATION
 
 
-def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop() -> None:
+def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop(wording: Wording) -> None:
     # seq        1 2 3 4 5
     # others     r g r g b*     b: broadcast, pending
     # rank 1     r r g b . .    skipped g at 2 of its own
@@ -170,9 +168,7 @@ def test_a_skipped_call_is_found_where_the_calls_part_not_where_they_stop() -> N
     others[3] = entry("all_gather", 4, state="started")
     found = diagnosed({0: others[:4], 1: skipped, 2: others[:4]})
     assert (ranks_of(found), found.mismatches[0].seq) == ([1], 2)
-    assert (
-        found.culprits[0].reason == "calls all_reduce where others call all_gather: it may have skipped this all_gather"
-    )
+    wording(found.culprits[0].reason)
 
 
 def test_calls_in_the_opposite_order_in_one_group_are_named() -> None:
@@ -200,11 +196,11 @@ def test_a_rank_whose_gpu_has_not_started_the_call_is_named() -> None:
     assert (ranks_of(found), found.culprits[0].reason) == ([1], "has not started it")
 
 
-def test_a_rank_without_dump_whose_process_is_gone_has_died() -> None:
+def test_a_rank_without_dump_whose_process_is_gone_has_died(wording: Wording) -> None:
     late = [*done(STEP), entry("all_gather", 4, state="started")]
     found = diagnosed({0: late, 2: late}, size=3, own={0: {"dead_ranks": [1]}})
     assert (found.kind, ranks_of(found)) == (Kind.DIED, [1])
-    assert "no dump of rank 1 of 3" in found.notes
+    wording(*found.notes)
 
 
 def test_one_dump_of_eight_names_no_rank() -> None:
@@ -266,11 +262,11 @@ def test_unequal_amounts_of_an_all_to_all_are_a_mismatch() -> None:
     assert "16 elements and expect 17" in found.verdict
 
 
-def test_many_ranks_that_wait_for_one_are_summed_up() -> None:
+def test_many_ranks_that_wait_for_one_are_summed_up(wording: Wording) -> None:
     late = [*done(STEP), entry("all_gather", 4, state="started")]
     found = diagnosed({rank: late if rank != 70 else done(STEP) for rank in range(100)})
     assert ranks_of(found) == [70]
-    assert found.verdict.startswith("Ranks 0–69, 71–99 wait in all_gather")
+    wording(found.verdict)
 
 
 def test_all_ranks_in_file_access_without_a_pending_call_are_named(tmp_path: Path) -> None:
@@ -285,24 +281,21 @@ def in_call(op: str) -> dict[str, Any]:
     return {**thread((op, C10D, 9), ("train", "/home/user/a.py", 6)), "reason": "timeout"}
 
 
-def test_the_first_call_of_the_only_group_without_one_is_inferred_from_stacks() -> None:
+def test_the_first_call_of_the_only_group_without_one_is_inferred_from_stacks(wording: Wording) -> None:
     # ranks 0 and 1 are in the first all_reduce of "data", in which NCCL creates a communicator; rank 2 does not come
     loop = {**thread(("search", "/home/user/a.py", 3), cpu_ratio=1.0), "reason": "timeout"}
     own = {0: in_call("all_reduce"), 1: in_call("all_reduce"), 2: loop}
     found = diagnosed({rank: done(STEP) for rank in range(3)}, groups={DATA: [0, 1, 2]}, own=own)
     assert (found.kind, ranks_of(found)) == (Kind.HOST, [2])
-    assert found.verdict == (
-        'Ranks 0–1 wait in all_reduce (seq 1 of group "1" (data)) for rank 2, which runs code on the host in search '
-        "(a.py:3); in this call NCCL creates the communicator of the group."
-    )
+    wording(found.verdict)
 
 
-def test_of_two_groups_without_a_call_none_is_blamed_and_the_rank_outside_is_the_cause() -> None:
+def test_of_two_groups_without_a_call_none_is_blamed_and_the_rank_outside_is_the_cause(wording: Wording) -> None:
     own = {0: in_call("all_reduce"), 1: in_call("all_reduce")}
     groups = {DATA: [0, 1, 2], TENSOR: [0, 1, 2]}
     found = diagnosed({0: done(STEP), 1: done(STEP)}, size=3, groups=groups, own=own)
     assert (found.kind, ranks_of(found)) == (Kind.NO_DUMP, [2])
-    assert 'group "1" (data) and group "2" (tensor); rank 2 left no dump' in found.verdict
+    wording(found.verdict)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +311,7 @@ def test_a_call_whose_end_only_the_dump_discovered_is_pending(
     assert flight_recorder.parse(value, rank=1, path="x").calls[-1].is_pending is is_pending
 
 
-def test_several_ranks_with_one_reason_are_named_in_a_sentence() -> None:
+def test_several_ranks_with_one_reason_are_named_in_a_sentence(wording: Wording) -> None:
     late = [*done(STEP), entry("all_gather", 4, state="started")]
     found = diagnosed({0: late, 1: late, 2: done(STEP), 3: done(STEP)})
-    assert found.verdict.endswith("for ranks 2–3, each of which has not called it; the dumps have no stack of it.")
+    wording(found.verdict)

@@ -395,10 +395,10 @@ def test_all_causes_with_a_cost_are_listed_largest_first_with_hours_and_money():
     assert "straggler" in {each.name for each in found.unavailable}
 
 
-def test_an_unknown_cause_and_a_run_without_work_are_rejected():
-    with pytest.raises(InputError, match="did you mean straggler"):
+def test_an_unknown_cause_and_a_run_without_work_are_rejected(wording):
+    with wording.raises(InputError):
         causes.find("stragler")
-    with pytest.raises(InputError, match="no step can be replayed"):
+    with wording.raises(InputError):
         what_if.answer(drawn_traces.run(drawn_traces.trace("compute .....")))
     with pytest.raises(InputError, match="gpu-hour-price"):
         what_if.answer(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)

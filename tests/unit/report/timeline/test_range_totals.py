@@ -39,7 +39,7 @@ def drawn(rank, rows):
 
 
 @given(st.lists(SLICES, min_size=1, max_size=3), st.integers(-5, 100), st.integers(1, 80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_times_are_those_of_a_mask_of_every_ns(ranks, begin, length):
     scene = timeline.open_scene(drawn_traces.run(*(drawn(rank, rows) for rank, rows in enumerate(ranks))))
     origin = scene.span[0]

@@ -220,11 +220,11 @@ def test_a_rank_that_cannot_be_read_is_left_out():
         timeline.open_scene(Run("run", [Source(1, 0, "b", 0, _unreadable)]))
 
 
-def test_a_window_is_a_scene_of_its_own_and_one_that_is_not_there_is_said():
+def test_a_window_is_a_scene_of_its_own_and_one_that_is_not_there_is_said(wording):
     run = drawn_traces.run(drawn_traces.trace("compute aa"), drawn_traces.trace("compute bbb", window=1, start_ns=500))
     assert timeline.open_scene(run).span == (0, 2)
     assert timeline.open_scene(run, 1).span == (500, 503)
-    with pytest.raises(InputError, match="no trace of window 2; there are 0, 1"):
+    with wording.raises(InputError):
         timeline.open_scene(run, 2)
 
 

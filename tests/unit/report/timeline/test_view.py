@@ -68,7 +68,7 @@ def table_rows(trace, name: str, clock: Clock = Clock()) -> list[tuple[str, int,
 # Nothing is lost -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(SLICES, SLICES)
 def test_the_finest_view_has_every_slice_of_the_tables_and_none_overlaps_another_in_its_row(ops, work):
     activities = pl.DataFrame(work, schema=["name", "start_ns", "dur_ns"], orient="row", strict=False)
@@ -117,7 +117,7 @@ def test_recorded_traces_have_as_many_slices_as_their_tables_and_the_same_time_a
 # What is seen --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(SLICES, SLICES, VIEWS, BASES)
 def test_a_view_has_what_is_a_pixel_wide_as_it_is_and_of_the_rest_the_exact_time(first, second, views, base_ns):
     ranks = [host(*((name, base_ns + start, dur) for name, start, dur in ops)) for ops in (first, second)]
@@ -234,7 +234,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     st.lists(st.tuples(st.sampled_from(HOSTILE + NAMES), TIMES, st.integers(0, 90)), max_size=60),
     st.lists(st.tuples(st.sampled_from(["gemm", "AA", "b", "strasse", "END", "\ud800", "", "<img", "🎉"]),

@@ -20,7 +20,7 @@ class _Ours:
     """Finds tracekit where this file lies, so that recorder and launcher are of one version."""
 
     def find_spec(self, name, path=None, target=None):  # noqa: ARG002
-        """Return the module spec of tracekit."""
+        """Module spec of tracekit."""
         return importlib.machinery.PathFinder.find_spec(name, [_ROOT]) if name == "tracekit" else None
 
 
@@ -31,7 +31,7 @@ class _Wait:
         self.modules = set(modules)
 
     def find_spec(self, name, path=None, target=None):
-        """Return the module's spec, whose loader reports when the module is loaded."""
+        """Module's spec, whose loader reports when the module is loaded."""
         if name not in self.modules:
             return None
         self.modules.discard(name)

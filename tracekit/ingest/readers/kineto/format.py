@@ -11,7 +11,7 @@ from typing import Any
 from tracekit.errors import BadTraceError
 from tracekit.ingest.readers.kineto.header import read_header
 from tracekit.ingest.readers.normalize import event_categories, numbers
-from tracekit.ingest.readers.normalize.distributed_job import distributed_info, stated_rank
+from tracekit.ingest.readers.normalize.numbers import distributed_info, stated_rank
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import environment
 from tracekit.model.trace import Trace

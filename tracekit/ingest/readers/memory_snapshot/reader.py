@@ -48,7 +48,6 @@ def read(path: str | Path, *, cache: bool = True) -> MemorySnapshot:
 
 
 def _read(copy: Path, path: str) -> MemorySnapshot:
-    """Return the snapshot in the local file `copy` of the file at `path`."""
     try:
         packed_bytes = copy.stat().st_size if decompression.is_compressed(copy) else 0
         file = copy.open("rb")

@@ -8,8 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from tracekit.conventions.process_groups import axis_of_description
-from tracekit.conventions.strategies import PP
+from tracekit.conventions.strategies import PP, axis_of_description
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.normalize.activities import CommunicationActivity
 from tracekit.ingest.readers.normalize.communication_kernels import op_of

@@ -103,7 +103,7 @@ class ColumnBuilder:
     """Parts of the frames of host slices, device work, allocator events and waits."""
     host_collectives: list[CollectiveArgs] = field(default_factory=list)
     device_collectives: list[CollectiveArgs] = field(default_factory=list)
-    _pairs: list[Event] = field(default_factory=list)
+    _pairs: list[Any] = field(default_factory=list)
     _host_rows: int = 0
     _device_rows: int = 0
 
@@ -194,7 +194,6 @@ class ColumnBuilder:
         return part
 
     def _may_describe_collective(self, name_ids: npt.NDArray[np.uint32]) -> Ints:
-        """Indices of the slices of these names that may describe a collective."""
         new = len(self._names) - len(self._describes_collective)
         if new:
             latest = [_is_collective_slice(name) for name in islice(reversed(self._names), new)]
@@ -276,10 +275,32 @@ class ColumnBuilder:
 
     def finish(self) -> None:
         """Make slices of what began and ended in events of its own, after the last batch."""
-        paired, self.unmatched = _paired_slices(self._pairs)
-        if paired:
+        # Slices made of begin and end events, innermost first on each thread, and the number without a counterpart. An
+        # end ends the last begun slice of its name, or of any name where it gives none.
+        open_slices: dict[tuple[Any, Any], list[Any]] = {}
+        slices: list[Event] = []
+        unmatched = 0
+        clock = numbers.Clock()
+        for event in self._pairs:
+            stack = open_slices.setdefault((str(event.pid), str(event.tid)), [])
+            if type(event) in events.BEGINS:
+                stack.append(event)
+                continue
+            index = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
+            if index is None:
+                unmatched += 1
+                continue
+            unmatched += len(stack) - index - 1
+            begin = stack[index]
+            del stack[index:]
+            start_ns, end_ns = (clock.one(e.ts) for e in (begin, event))
+            dur = None if start_ns is None or end_ns is None else _us(end_ns - start_ns)
+            ts = None if start_ns is None else _us(start_ns)
+            slices.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
+        self.unmatched = unmatched + sum(map(len, open_slices.values()))
+        if slices:
             counts = self.counts.copy()
-            self.add(paired)
+            self.add(slices)
             self.counts = counts  # they were counted as B and E
         if not self._tables[0]:
             self.add([])
@@ -331,41 +352,12 @@ _NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_
 _ENOUGH_RANKS = 0.9
 
 
-def _paired_slices(halves: list[Any]) -> tuple[list[Event], int]:
-    """Return slices made of begin and end events, innermost first on each thread, and the number without a counterpart.
-
-    An end ends the last begun slice of its name, or of any name where it gives none.
-    """
-    open_slices: dict[tuple[Any, Any], list[Any]] = {}
-    slices: list[Event] = []
-    unmatched = 0
-    clock = numbers.Clock()
-    for event in halves:
-        stack = open_slices.setdefault((str(event.pid), str(event.tid)), [])
-        if type(event) in events.BEGINS:
-            stack.append(event)
-            continue
-        index = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
-        if index is None:
-            unmatched += 1
-            continue
-        unmatched += len(stack) - index - 1
-        begin = stack[index]
-        del stack[index:]
-        start_ns, end_ns = (clock.one(e.ts) for e in (begin, event))
-        dur = None if start_ns is None or end_ns is None else _us(end_ns - start_ns)
-        ts = None if start_ns is None else _us(start_ns)
-        slices.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
-    return slices, unmatched + sum(map(len, open_slices.values()))
-
-
 def _us(ns: int) -> str:
     sign = "-" if ns < 0 else ""
     return f"{sign}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
 
 def _by_kind(batch: list[Event]) -> dict[type, list[Any]]:
-    """Return the events of each type, in file order."""
     by_kind: defaultdict[type, list[Any]] = defaultdict(list)
     for event in batch:
         by_kind[type(event)].append(event)

@@ -111,7 +111,6 @@ Event: TypeAlias = Slice | Exact | Counted | Other
 
 
 def _of_phases(base: type[Any], phases: str) -> dict[str, type[Any]]:
-    """Return a kind of event for each phase, with the fields of `base`."""
     return {
         phase: msgspec.defstruct(f"{base.__name__}_{phase}", [], bases=(base,), tag_field="ph", tag=phase, gc=False)
         for phase in phases

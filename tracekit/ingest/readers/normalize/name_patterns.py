@@ -68,11 +68,13 @@ def host_names(names: pl.Series) -> HostNames:
     name = pl.col("name")
     backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
     is_mpi = name.str.contains(_MPI_CALL)
+    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
+    root = pl.when(name.str.contains(_FSDP_SPAN)).then(pl.lit(""))
     table = pl.DataFrame({"name": names}).select(
         "name",
         name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
-        _fsdp_span(name).alias("span"),
-        _fsdp_unit(name).alias("unit"),
+        pl.coalesce(name.str.extract(_FSDP_SPAN), fsdp1).alias("span"),
+        pl.coalesce(name.str.extract(_FSDP_UNIT, 1), name.str.extract(_FSDP_UNIT, 2), root).alias("unit"),
         name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
         name.str.starts_with("autograd::engine::").alias("backward"),
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
@@ -99,15 +101,3 @@ _FLAGS = (
     "is_compute_op",
     "is_module",
 )
-
-
-def _fsdp_span(name: pl.Expr) -> pl.Expr:
-    """Return the span in a slice's name, such as all_gather; null if the name is not a unit span."""
-    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
-    return pl.coalesce(name.str.extract(_FSDP_SPAN), fsdp1)
-
-
-def _fsdp_unit(name: pl.Expr) -> pl.Expr:
-    """Return the unit in a slice's name, such as layers.0; empty for the root unit, null if the name has no unit."""
-    root = pl.when(name.str.contains(_FSDP_SPAN)).then(pl.lit(""))
-    return pl.coalesce(name.str.extract(_FSDP_UNIT, 1), name.str.extract(_FSDP_UNIT, 2), root)

@@ -1,7 +1,8 @@
-"""Vectorized conversion of numbers in trace files: µs to exact ns, and integers that may be text, null or invalid."""
+"""Numbers in trace files: µs to exact ns, integers that may be text, null or invalid, and ranks."""
 
 import math
 import struct
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -9,6 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+
+from tracekit.model.manifest import MAX_RANKS
 
 Ints = npt.NDArray[np.int64]
 
@@ -149,6 +152,19 @@ def plain(values: list[Any]) -> Ints | None:
 def ids(values: list[Any]) -> Ints:
     """Return `values` as identifiers; 0 for missing or invalid ones (profilers count from 1)."""
     return ints(values, missing=0)
+
+
+def distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The distributed job as a header states it; empty if it states none."""
+    info = header.get("distributedInfo")
+    return info if isinstance(info, dict) else {}
+
+
+def stated_rank(value: object, *, lowest: int) -> int | None:
+    """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if lowest <= value < MAX_RANKS + lowest else None
 
 
 def _int(value: Any, missing: int) -> int:

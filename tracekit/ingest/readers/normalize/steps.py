@@ -45,7 +45,18 @@ def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints)
     """Return the steps that slices mark; `name_id` is each slice's name, `marked` whether it may mark a step."""
     marks = np.flatnonzero(names.step.is_not_null().to_numpy()[name_id] & marked)
     if not len(marks):
-        return _by_optimizer(names, name_id, start, end)
+        # Steps that end where the optimizer steps, counted from 0; later work belongs to no step. Several optimizers
+        # with no backward between them end one step.
+        end_ns = np.sort(end[names.optimizer[name_id]])
+        if not len(end_ns):
+            return Steps(end_ns, end_ns, end_ns)
+        backward = np.sort(start[names.backward[name_id]])
+        if len(backward):
+            # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
+            following = np.searchsorted(backward, end_ns)
+            end_ns = end_ns[np.append(following[1:] > following[:-1], True)]
+        start_ns = np.append(start.min(), end_ns[:-1])
+        return Steps(np.arange(len(end_ns)), start_ns, end_ns, from_optimizer=True)
     marks = marks[np.argsort(start[marks], kind="stable")]
     step = names.step.gather(name_id[marks]).to_numpy().astype(np.int64)
     _, first = np.unique(step, return_index=True)
@@ -82,23 +93,6 @@ def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) 
     return pl.DataFrame(rows, schema=dict.fromkeys(names, pl.Int64), orient="row")
 
 
-def _by_optimizer(names: HostNames, name_id: Ints, start: Ints, end: Ints) -> Steps:
-    """Return steps that end where the optimizer steps, counted from 0; later work belongs to no step.
-
-    Several optimizers with no backward between them end one step.
-    """
-    end_ns = np.sort(end[names.optimizer[name_id]])
-    if not len(end_ns):
-        return Steps(end_ns, end_ns, end_ns)
-    backward = np.sort(start[names.backward[name_id]])
-    if len(backward):
-        # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
-        following = np.searchsorted(backward, end_ns)
-        end_ns = end_ns[np.append(following[1:] > following[:-1], True)]
-    start_ns = np.append(start.min(), end_ns[:-1])
-    return Steps(np.arange(len(end_ns)), start_ns, end_ns, from_optimizer=True)
-
-
 def _step_index(steps: Steps, step: pl.Series) -> Ints:
     """Return the index in `steps` of each activity's step; -1 outside steps."""
     if not len(steps.step):
@@ -119,7 +113,6 @@ def _busiest(lane: Ints, dur: Ints, among: npt.NDArray[np.bool_]) -> int:
 
 
 def _min_per_step(step_index: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
-    """Return the smallest time in each step."""
     smallest = np.full(len(steps.step), _LAST, np.int64)
     np.minimum.at(smallest, step_index[among], times[among])
     return smallest

@@ -1,7 +1,7 @@
 """Tables of an Nsight Systems report to the columns that a Kineto trace is built from."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,45 @@ from tracekit.ingest.readers.normalize.event_categories import DEVICE_KINDS, HOS
 from tracekit.ingest.readers.normalize.event_tables import Damage, Events
 from tracekit.ingest.readers.normalize.events import Args
 from tracekit.ingest.readers.normalize.numbers import MISSING, Ints
-from tracekit.ingest.readers.nsight import mpi_calls, names, nccl_ranges
-from tracekit.ingest.readers.nsight.database import Database
-from tracekit.ingest.readers.nsight.mpi_calls import MpiCalls
-from tracekit.ingest.readers.nsight.os_calls import OsCalls
+from tracekit.ingest.readers.nsight import database, mpi_calls, nccl_ranges
+from tracekit.ingest.readers.nsight.database import Database, Texts
+from tracekit.ingest.readers.nsight.mpi_calls import MpiCalls, OsCalls
+from tracekit.ingest.readers.nsight.nccl_ranges import Communicators, Fields, NcclRange, Payloads
 from tracekit.ingest.readers.nsight.processes import THREAD_BITS, rows_of
-from tracekit.ingest.readers.nsight.ranges import Ranges
+from tracekit.model.nesting import Flags
+
+_TABLE = "NVTX_EVENTS"
+_RANGES = (59, 60)
+"""Event types: a range that was pushed and popped on one thread, and one that was started and ended."""
+_NUMBERS = ("rowid", "start", "end", "globalTid", "textId")
+PAYLOAD = ("jsonText", "jsonTextId", "binaryData")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Ranges as arrays, in the order of the table. Times in ns since the report's start; MISSING where not known.
+
+    `thread` are serialized ids with hardware and process; `name_id` is the place of each range's name in `names`.
+    `fields` has the payloads by place.
+    """
+
+    names: pl.Series
+    name_id: Ints
+    start: Ints
+    end: Ints
+    thread: Ints
+    fields: dict[int, Fields]
+
+    @property
+    def process(self) -> Ints:
+        """Return the serialized id of the process of each range; 0 where not known."""
+        return np.where(self.thread == MISSING, 0, self.thread) >> THREAD_BITS << THREAD_BITS
+
+    @property
+    def is_whole(self) -> Flags:
+        """Flag the ranges that have a start and an end."""
+        return np.asarray((self.start != MISSING) & (self.end != MISSING))
+
 
 _RUNTIME, _OVERHEAD = HOST_KINDS.index("runtime"), HOST_KINDS.index("overhead")
 _OP, _ANNOTATION, _OS_CALL = (HOST_KINDS.index(kind) for kind in ("cpu_op", "annotation", "os_call"))
@@ -41,7 +74,7 @@ class Tables:
     """Collects the rows of one process."""
 
     database: Database
-    texts: names.Texts
+    texts: Texts
     process: int | None
     _names: Codes = field(default_factory=Codes)
     _threads: Codes = field(default_factory=Codes)
@@ -62,7 +95,7 @@ class Tables:
             correlation = calls["correlationId"] if kind == _RUNTIME else np.zeros(rows, np.int64)
             self._add_host(
                 calls,
-                name=self._name_codes(calls["nameId"], names.of_call),
+                name=self._name_codes(calls["nameId"], database.of_call),
                 kind=np.full(rows, kind),
                 correlation=np.where(correlation == MISSING, 0, correlation),
             )
@@ -75,9 +108,9 @@ class Tables:
         first = sum(len(part["kind"]) for part in self._host)
         name_ids, inverse = np.unique(ranges.name_id[rows], return_inverse=True)
         texts = ranges.names.gather(name_ids).to_list()
-        operators = [names.operator(text) for text in texts]
+        operators = [database.operator(text) for text in texts]
         total_ns = np.bincount(inverse, np.maximum(ranges.end[rows] - ranges.start[rows], 0), len(name_ids))
-        step_of = names.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
+        step_of = database.step_names(zip(texts, total_ns.astype(np.int64).tolist(), strict=True))
         labels = [step_of.get(text, text) if op is None else op.name for text, op in zip(texts, operators, strict=True)]
         self._add_host(
             {"start": ranges.start[rows], "end": ranges.end[rows], "globalTid": ranges.thread[rows]},
@@ -129,7 +162,7 @@ class Tables:
             header=header,
             host=self._frame(self._host, _HOST_COLUMNS),
             device=_with_nulls(self._frame(self._device, _DEVICE_COLUMNS), "device", "stream", "bytes"),
-            memory=pl.DataFrame(schema=_MEMORY),
+            memory=pl.DataFrame(schema=_MEMORY_TABLE),
             syncs=syncs,
             names=pl.Series("name", list(self._names), dtype=pl.String),
             inputs=list(self._inputs),
@@ -217,9 +250,9 @@ class Tables:
             texts = [f"CUDA graph {graph}" for graph in work["graphId"].tolist()]
         elif table.endswith("MEMCPY"):
             kinds = zip(*(work[name].tolist() for name in ("copyKind", "srcKind", "dstKind")), strict=True)
-            texts = [names.of_copy(*kind) for kind in kinds]
+            texts = [database.of_copy(*kind) for kind in kinds]
         else:
-            texts = [names.of_memset(kind) for kind in work["memKind"].tolist()]
+            texts = [database.of_memset(kind) for kind in work["memKind"].tolist()]
         return np.fromiter((self._names[text] for text in texts), np.int64, len(texts))
 
     def _name_codes(self, ids: Ints, convert: Callable[[str], str]) -> Ints:
@@ -285,7 +318,7 @@ class Tables:
 _DEVICE_COLUMNS = (
     "name", "lane", "start_ns", "dur_ns", "device", "stream", "bytes", "kind", "correlation", "external_id", "grid",
 )  # fmt: skip
-_MEMORY = {
+_MEMORY_TABLE = {
     "lane": pl.Int32, "at_ns": pl.Int64, "device_type": pl.Int64, "device_id": pl.Int64, "address": pl.Int64,
     "delta_bytes": pl.Int64, "allocated_bytes": pl.Int64, "reserved_bytes": pl.Int64,
 }  # fmt: skip
@@ -333,3 +366,44 @@ def _list(size: Sequence[int]) -> bytes:
 
 def _with_nulls(frame: pl.DataFrame, *names: str) -> pl.DataFrame:
     return frame.with_columns(pl.when(pl.col(name) != MISSING).then(pl.col(name)).alias(name) for name in names)
+
+
+def read_ranges(database: Database, texts: Texts) -> Ranges:
+    """Return the ranges of all processes of a report."""
+    where = f"WHERE eventType IN ({', '.join(map(str, _RANGES))})" if database.has(_TABLE, "eventType") else ""
+    columns = database.integers(_TABLE, _NUMBERS, where)
+    names, name_id = texts.of_all(columns["textId"])
+    inline_texts: dict[str, int] = {}
+    for row, (text,) in _rows(database, columns["rowid"], ("text",)):
+        if isinstance(text, str):
+            name_id[row] = len(names) + inline_texts.setdefault(text, len(inline_texts))
+    all_names = pl.concat([names, pl.Series("name", list(inline_texts), dtype=pl.String)])
+    payloads, fields = Payloads(database, texts), dict[int, Fields]()
+    for row, payload in _rows(database, columns["rowid"], PAYLOAD):
+        if read_fields := payloads.read(*payload):
+            fields[row] = read_fields
+    return Ranges(all_names, name_id, columns["start"], columns["end"], columns["globalTid"], fields)
+
+
+def read_communicators(database: Database, texts: Texts) -> Communicators:
+    """The communicators that the ranges of NCCL state."""
+    payloads, stated = Payloads(database, texts), []
+    for start, thread, *payload in database.each(
+        _TABLE, ("start", "globalTid", *PAYLOAD), _with_any(database, PAYLOAD)
+    ):
+        if isinstance(start, int) and isinstance(thread, int) and (fields := payloads.read(*payload)):
+            stated.append(NcclRange(thread >> THREAD_BITS << THREAD_BITS, start, fields))
+    return Communicators(sorted(stated, key=lambda nccl_range: nccl_range.start_ns))
+
+
+def _rows(database: Database, ids: Ints, columns: tuple[str, ...]) -> Iterator[tuple[int, list[object]]]:
+    """Yield the place in `ids` of each row that has a value in one of the columns, and its values."""
+    for row, *values in database.each(_TABLE, ("rowid", *columns), _with_any(database, columns)):
+        place = int(np.searchsorted(ids, row)) if isinstance(row, int) else len(ids)
+        if place < len(ids) and ids[place] == row:
+            yield place, values
+
+
+def _with_any(database: Database, columns: tuple[str, ...]) -> str:
+    conditions = [f'"{name}" IS NOT NULL' for name in columns if database.has(_TABLE, name)]
+    return f"WHERE {' OR '.join(conditions) or '0'}"

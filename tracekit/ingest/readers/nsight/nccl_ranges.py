@@ -14,8 +14,7 @@ from typing import Any
 
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.normalize.events import Args, MessageBytes
-from tracekit.ingest.readers.nsight.database import Database
-from tracekit.ingest.readers.nsight.names import Texts
+from tracekit.ingest.readers.nsight.database import Database, Texts
 from tracekit.model.manifest import MAX_RANKS
 
 _FUNCTION = re.compile(r"p?nccl(AllReduce|AllGather|ReduceScatter|Broadcast|Bcast|Reduce|Send|Recv|AllToAll|AlltoAll)$")

@@ -7,9 +7,9 @@ import polars as pl
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest.readers.normalize.trace import build_trace
-from tracekit.ingest.readers.nsight import database, gpu_metrics, mpi_calls, names, os_calls, processes, ranges
+from tracekit.ingest.readers.nsight import database, gpu_metrics, mpi_calls, processes
 from tracekit.ingest.readers.nsight.database import Database
-from tracekit.ingest.readers.nsight.events import Tables
+from tracekit.ingest.readers.nsight.events import Tables, read_communicators, read_ranges
 from tracekit.ingest.readers.nsight.processes import RankProcess
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import environment, schema
@@ -28,7 +28,7 @@ _MOST_LENGTH = 300
 def traces(path: str) -> Sequence[TraceInfo]:
     """Return the traces of a file. Raises BadTraceError if it is damaged, or has no GPU work, ranges or MPI calls."""
     with database.open_database(path) as report:
-        listed = processes.ranks(report, ranges.communicators(report, names.Texts(report)))
+        listed = processes.ranks(report, read_communicators(report, database.Texts(report)))
         facts = environment.environment(_header(report, None))
         _require_content(path, report)
         start_ns = _start_ns(report)
@@ -48,24 +48,24 @@ def traces(path: str) -> Sequence[TraceInfo]:
 def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
     """Return the trace of a process. Raises BadTraceError if the file does not have it any more."""
     with database.open_database(path) as report:
-        texts = names.Texts(report)
-        communicators = ranges.communicators(report, texts)
+        texts = database.Texts(report)
+        communicators = read_communicators(report, texts)
         listed = processes.ranks(report, communicators)
         process = next((p for p in listed if p.process_id == info.process_id), None)
         if process is None:
             raise BadTraceError(f"{path}: process {info.process_id} is no longer in this file; load it again")
         tables = Tables(report, texts, process.global_id)
         tables.add_calls()
-        tables.add_ranges(ranges.read(report, texts), communicators)
-        tables.add_mpi(mpi_calls.read(report, texts, process.global_id))
-        calls = os_calls.read(report, texts, process.global_id)
+        tables.add_ranges(read_ranges(report, texts), communicators)
+        tables.add_mpi(mpi_calls.read_mpi(report, texts, process.global_id))
+        calls = mpi_calls.read_os(report, texts, process.global_id)
         tables.add_os_calls(calls)
         tables.add_device()
         events = tables.events(_header(report, process))
         issues = pl.DataFrame(list(_issues(report, process)), schema.DATA_QUALITY.schema, orient="row")
         base_ns = _start_ns(report) or 0
         further = {
-            "io_calls": os_calls.file_calls(calls, base_ns),
+            "io_calls": mpi_calls.file_calls(calls, base_ns),
             "counters": gpu_metrics.counters(report, events.device["device"].drop_nulls().unique().to_list(), base_ns),
         }
     trace = build_trace(events, path, rank=rank, window=window, further=issues)

@@ -111,7 +111,7 @@ def _texts(
 
 
 def _default_tracks(packets: Packets) -> Ints:
-    """Return the track of events that state none, by generation; 0 where there is none."""
+    """Track of events that state none, by generation; 0 where there is none."""
     rows = np.flatnonzero(packets.defaults[1] > packets.defaults[0])
     outer = wire.fields(packets.data, packets.defaults[0][rows], packets.defaults[1][rows])
     begin, end = outer.spans(F.TRACK_EVENT)

@@ -8,14 +8,21 @@ import functools
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from tracekit.conventions import perfetto as F  # noqa: N812  (field numbers, constants all)
 from tracekit.errors import BadTraceError
 from tracekit.ingest.decompression import Blocks
-from tracekit.ingest.readers.perfetto import clocks, wire
+from tracekit.ingest.readers.perfetto import wire
 from tracekit.ingest.readers.perfetto.wire import LENGTH, PADDING, Flags, Ints
+
+_MAIN = 6  # BUILTIN_CLOCK_BOOTTIME
+_FIRST_OWN, _PAST_OWN = 64, 128
+_CLOCKS, _PRIMARY = 1, 2  # of ClockSnapshot
+_ID, _TIME, _IS_INCREMENTAL, _UNIT = 1, 2, 3, 4  # of ClockSnapshot.Clock
+_MOST_UNIT = 10**9
 
 MAX_BYTES = 2 << 30
 """Decompressed size of a file, or of the part of it that holds a trace."""
@@ -31,8 +38,7 @@ class Packets:
 
     `at_ns` is on the trace's main clock. `sequence` and `generation` identify what an event refers to: generations are
     numbered through the file. `needs_state` flags packets that are void before their sequence was cleared. The spans of
-    events, interned data, track descriptors and bundles of Chrome's events are of `data`; begin and end are equal where
-    a packet has none.
+    events, interned data and track descriptors are of `data`; begin and end are equal where a packet has none.
     """
 
     data: bytes
@@ -47,7 +53,6 @@ class Packets:
     interned: tuple[Ints, Ints]
     descriptor: tuple[Ints, Ints]
     defaults: tuple[Ints, Ints]
-    chrome: tuple[Ints, Ints]
     damaged: int
     read_bytes: int
     total_bytes: int
@@ -64,7 +69,7 @@ class Packets:
         return replace(self, **{name: getattr(self, name)[rows] for name in columns}, **spans)  # type: ignore[arg-type]
 
 
-_SPANS = ("event", "interned", "descriptor", "defaults", "chrome")
+_SPANS = ("event", "interned", "descriptor", "defaults")
 
 
 def is_perfetto(head: bytes) -> bool:
@@ -102,7 +107,7 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
         data, starts, ends = _unpack(data, starts, ends, column)
         column = _columns(data, starts, ends)
     generation, void = _generations(column["sequence"], column["flags"], column["cleared"])
-    at_ns = clocks.on_main_clock(
+    at_ns = on_main_clock(
         data,
         column["at_ns"],
         column["clock"],
@@ -124,7 +129,6 @@ def read(path: str, part: tuple[int, int] | None = None) -> Packets:
         interned=(column["interned"], column["interned_end"]),
         descriptor=(column["descriptor"], column["descriptor_end"]),
         defaults=(column["defaults"], column["defaults_end"]),
-        chrome=(column["chrome"], column["chrome_end"]),
         damaged=int(column["damaged"].sum()),
         read_bytes=intact,
         total_bytes=total,
@@ -161,7 +165,12 @@ def _unpack(data: bytes, starts: Ints, ends: Ints, column: Mapping[str, Ints]) -
             elif zstd_past:
                 piece = _unzstd(data[zstd_begin:zstd_past], limit)
             else:
-                piece = _with_length(data[start:end])
+                packet = data[start:end]
+                size, length = len(packet), bytearray()
+                while size > 0x7F:
+                    length.append(size & 0x7F | 0x80)
+                    size >>= 7
+                piece = bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
         except (zlib.error, OSError):
             continue
         parts.append(piece)
@@ -178,14 +187,6 @@ def _unzstd(packed: bytes, limit: int) -> bytes:
 
     with pa.CompressedInputStream(pa.BufferReader(packed), "zstd") as stream:
         return bytes(stream.read(limit))
-
-
-def _with_length(packet: bytes) -> bytes:
-    size, length = len(packet), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes((F.PACKET << 3 | LENGTH, *length, size)) + packet
 
 
 def _columns(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
@@ -207,7 +208,6 @@ def _chunk(data: bytes, starts: Ints, ends: Ints) -> dict[str, Ints]:
     spans = {
         "event": F.TRACK_EVENT, "interned": F.INTERNED, "descriptor": F.DESCRIPTOR, "defaults": F.DEFAULTS,
         "snapshot": F.CLOCK_SNAPSHOT, "packed": F.COMPRESSED, "zstd": F.ZSTD_COMPRESSED,
-        "chrome": F.CHROME_EVENTS,
     }  # fmt: skip
     for name, number in spans.items():
         columns[name], columns[f"{name}_end"] = fields.spans(number)
@@ -279,3 +279,116 @@ def strings(data: bytes, begin: Ints, end: Ints) -> Iterator[str]:
     """Yield texts by where they are; what is not UTF-8 becomes '?'."""
     decode = functools.partial(str, encoding="utf-8", errors="replace")
     return (decode(data[a:b]) for a, b in zip(begin.tolist(), end.tolist(), strict=True))
+
+
+def on_main_clock(
+    data: bytes,
+    at_ns: Ints,
+    clock: Ints,
+    *,
+    sequence: Ints,
+    generation: Ints,
+    defaults: tuple[Ints, Ints],
+    snapshots: tuple[Ints, Ints],
+) -> Ints:
+    """Return the times of packets on the main clock. Without a snapshot, all clocks are taken as equal."""
+    clock = np.where(clock == 0, _default_clocks(data, generation, defaults), clock)
+    rows = np.flatnonzero(snapshots[1] > snapshots[0])
+    if not len(rows):
+        return at_ns
+    readings = _Snapshots(data, rows, *snapshots, sequence)
+    at_ns = at_ns.copy()
+    scoped = np.flatnonzero((clock >= _FIRST_OWN) & (clock < _PAST_OWN))
+    key = _clock_key(clock[scoped], sequence[scoped])
+    order = scoped[np.argsort(key, kind="stable")]
+    edges = np.flatnonzero(np.diff(np.sort(key), prepend=-1, append=-1))
+    for first, past in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        packets = order[first:past]
+        at_ns[packets] = readings.own_times(at_ns[packets], packets, int(clock[packets[0]]), int(sequence[packets[0]]))
+    is_global = (clock > 0) & (clock < _FIRST_OWN)
+    for number in np.unique(clock[is_global]).tolist():
+        at_ns[clock == number] += readings.offset(number)
+    return at_ns
+
+
+def _clock_key(clock: Ints, sequence: Ints) -> Ints:
+    return clock * (1 << 32) + np.clip(sequence, 0, (1 << 32) - 1)
+
+
+def _default_clocks(data: bytes, generation: Ints, defaults: tuple[Ints, Ints]) -> Ints:
+    """Clock that the sequence of each packet states as its default; 0 for none."""
+    rows = np.flatnonzero(defaults[1] > defaults[0])
+    stated = wire.fields(data, defaults[0][rows], defaults[1][rows]).column(F.CLOCK_ID)
+    by_generation = np.zeros(int(generation.max(initial=0)) + 1, np.int64)
+    by_generation[generation[rows]] = stated
+    return by_generation[generation]
+
+
+class _Snapshots:
+    """Clock readings in file order: snapshot, clock, time, unit, and whether times count from the packet before."""
+
+    def __init__(self, data: bytes, rows: Ints, begin: Ints, end: Ints, sequence: Ints) -> None:
+        outer = wire.fields(data, begin[rows], end[rows])
+        entries = outer.where(_CLOCKS, LENGTH)
+        entries = entries[np.argsort(outer.owner[entries], kind="stable")]
+        inner = wire.fields(data, outer.value[entries], outer.value[entries] + outer.size[entries])
+        self.snapshot = outer.owner[entries]
+        self.packet = rows[self.snapshot]
+        self.clock = inner.column(_ID)
+        self.is_incremental = inner.column(_IS_INCREMENTAL) != 0
+        unit = inner.column(_UNIT)
+        self.unit_ns = np.where((unit > 0) & (unit <= _MOST_UNIT), unit, 1)
+        self.at_ns = inner.column(_TIME) * self.unit_ns
+        primary = outer.column(_PRIMARY)
+        self.main = int(primary[primary > 0][0]) if (primary > 0).any() else _MAIN
+        key = _clock_key(np.clip(self.clock, 0, _PAST_OWN), sequence[self.packet])
+        self._by_key = np.argsort(key, kind="stable")
+        self._keys = key[self._by_key]
+        self._offsets: dict[int, int] = {}
+
+    def offset(self, clock: int) -> int:
+        """The offset to add to times of a clock: by the first snapshot that has it and the main one, else 0."""
+        if clock not in self._offsets:
+            snapshots = self.snapshot[self.clock == clock]
+            main = self.snapshot[self.clock == self.main]
+            both = np.intersect1d(snapshots, main)
+            readings = (self._reading(int(both[0]), number) for number in (self.main, clock)) if len(both) else (0, 0)
+            main_ns, own_ns = readings
+            self._offsets[clock] = main_ns - own_ns
+        return self._offsets[clock]
+
+    def own_times(self, stated: Ints, packets: Ints, clock: int, sequence: int) -> Ints:
+        """Return the times of a sequence's packets on the main clock, from times on a clock of its own.
+
+        Without a snapshot of that clock, they are taken as times on the main clock.
+        """
+        times = stated.copy()
+        key = _clock_key(np.array([clock]), np.array([sequence]))[0]
+        first, past = np.searchsorted(self._keys, [key, key + 1])
+        readings = self._by_key[first:past]
+        readings = readings[np.diff(self.snapshot[readings], append=-1) != 0]  # one of each snapshot
+        edges = [*np.searchsorted(packets, self.packet[readings]).tolist(), len(packets)]
+        for reading, (begin, end) in zip(readings.tolist(), pairwise(edges), strict=True):
+            part = stated[begin:end] * self.unit_ns[reading]
+            if self.is_incremental[reading]:
+                part = np.cumsum(part) + self.at_ns[reading]
+            times[begin:end] = part + self._to_main(reading)
+        return times
+
+    def _to_main(self, reading: int) -> int:
+        """The offset to add to a clock of a sequence: by the clocks that the same snapshot relates it to."""
+        clocks = self.clock[slice(*self._range(int(self.snapshot[reading])))]
+        references = [self.main, *clocks[(clocks > 0) & (clocks < _FIRST_OWN)][:_FIRST_OWN].tolist()]
+        for clock in references:
+            if clock in clocks:
+                at_ns = self._reading(int(self.snapshot[reading]), clock)
+                return at_ns - int(self.at_ns[reading]) + self.offset(clock)
+        return 0
+
+    def _reading(self, snapshot: int, clock: int) -> int:
+        first, past = self._range(snapshot)
+        return int(self.at_ns[first:past][self.clock[first:past] == clock][0])
+
+    def _range(self, snapshot: int) -> tuple[int, int]:
+        first, past = np.searchsorted(self.snapshot, [snapshot, snapshot + 1]).tolist()
+        return first, past

@@ -1,5 +1,6 @@
 """Perfetto files of others: slices in the categories of PyTorch's profiler become the events of a Kineto trace."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,26 +20,92 @@ from tracekit.ingest.readers.perfetto import packets as packet_columns
 from tracekit.ingest.readers.perfetto import wire
 from tracekit.ingest.readers.perfetto.events import Arguments, Events
 from tracekit.ingest.readers.perfetto.packets import Packets
-from tracekit.ingest.readers.perfetto.tracks import Tracks, counters
 from tracekit.ingest.readers.perfetto.wire import FIXED64, LENGTH, VARINT, Flags, Ints
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import schema
+from tracekit.model.manifest import MAX_RANKS
 from tracekit.model.trace import Trace
+
+_RANK = re.compile(r"\brank[ _-]?(\d{1,7})(?!\d)", re.I)
+_MOST_PARENTS = 64
+_MOST_NAME = 200
+
+
+@dataclass(frozen=True)
+class Track:
+    """One track: process and thread ids as text, the name of the thread or track, and the rank if one is named."""
+
+    process: str | None = None
+    thread: str | None = None
+    name: str | None = None
+    rank: int | None = None
+
+
+class Tracks:
+    """Tracks by uuid."""
+
+    def __init__(self, packets: Packets) -> None:
+        rows = np.flatnonzero(packets.descriptor[1] > packets.descriptor[0])
+        fields = wire.fields(packets.data, packets.descriptor[0][rows], packets.descriptor[1][rows])
+        processes = wire.fields(packets.data, *fields.spans(F.PROCESS))
+        threads = wire.fields(packets.data, *fields.spans(F.THREAD))
+        columns = [
+            fields.column(F.UUID).tolist(),
+            fields.column(F.PARENT).tolist(),
+            processes.column(F.PID, missing=-1).tolist(),
+            threads.column(F.THREAD_PID, missing=-1).tolist(),
+            threads.column(F.TID, missing=-1).tolist(),
+            _names(packets, fields, F.TRACK_NAME, F.STATIC_NAME),
+            _names(packets, processes, F.PROCESS_NAME),
+            _names(packets, threads, F.THREAD_NAME),
+        ]
+        # A later descriptor of a track completes the earlier ones.
+        self._stated: dict[int, tuple[int, int, int, int, str, str, str]] = {}
+        for uuid, *stated in zip(*columns, strict=True):
+            before = self._stated.get(uuid, (0, -1, -1, -1, "", "", ""))
+            merged = (new if new not in (0, -1, "") else old for new, old in zip(stated, before, strict=True))
+            self._stated[uuid] = tuple(merged)  # type: ignore[assignment]
+        self._known: dict[int, Track] = {}
+
+    def __getitem__(self, uuid: int) -> Track:
+        """Return the track of a uuid; one that is not described has a thread of its own."""
+        if uuid not in self._known:
+            self._known[uuid] = self._track(uuid)
+        return self._known[uuid]
+
+    def _track(self, uuid: int) -> Track:
+        thread = process = name = None
+        rank, ancestor = None, uuid
+        for _ in range(_MOST_PARENTS):
+            if ancestor not in self._stated:
+                break
+            parent, pid, thread_pid, tid, track_name, process_name, thread_name = self._stated[ancestor]
+            name = name or thread_name or track_name or None
+            if tid >= 0 and thread is None:
+                thread = str(tid)
+            if process is None and max(thread_pid, pid) >= 0:
+                process = str(max(thread_pid, pid))
+            rank = _rank(process_name or track_name) if rank is None else rank
+            ancestor = parent
+        return Track(process, thread or f"track {uuid & (1 << 64) - 1}", name, rank)
+
+
+def _names(packets: Packets, fields: wire.Fields, *numbers: int) -> list[str]:
+    texts = [list(packet_columns.strings(packets.data, *fields.spans(number))) for number in numbers]
+    return [next(filter(None, candidates), "") for candidates in zip(*texts, strict=True)]
+
+
+def _rank(name: str) -> int | None:
+    match = _RANK.search(name)
+    return int(match[1]) if match and int(match[1]) < MAX_RANKS else None
+
 
 _RECORD = "record with torch.profiler, or: tracekit record -- python train.py"
 _BATCH = 1 << 14
 _MOST_DEPTH, _MOST_ENTRIES = 8, 4096
 _FLOWS = ((F.FLOW, FIXED64), (F.LAST_FLOW, FIXED64), (F.OLD_FLOW, VARINT), (F.OLD_LAST_FLOW, VARINT))
 _EARLIER_EXPORT = frozenset({"step", "compute"})
-_MEMORY = "cpu_instant_event"
-# Field numbers of events of Chrome in bundles, as files had them before there were tracks: Perfetto's
-# protos/perfetto/trace/chrome/chrome_trace_event.proto. Bundles that hold JSON text, or texts by number, are not read.
-_EVENTS = 1  # of ChromeEventBundle
-_NAME, _CATEGORY = 1, 10
-_TIME_US, _PHASE, _THREAD, _DURATION_US, _PROCESS = 2, 3, 4, 5, 11
-_ARGUMENT = 14
-_ARGUMENT_NAME, _BOOL, _UINT, _INT, _DOUBLE, _TEXT, _POINTER, _JSON = 1, 2, 3, 4, 5, 6, 7, 8
-_PHASES = "XBEiI"
+_NAMES_OF_ROCPROFV3 = {"copy_bytes": "bytes", "queue": "stream"}
 
 
 def traces(path: str, events: Events) -> Sequence[TraceInfo]:
@@ -47,8 +114,6 @@ def traces(path: str, events: Events) -> Sequence[TraceInfo]:
     Raises BadTraceError if no slice has a category of PyTorch's profiler.
     """
     is_known = _known(events) & (events.kind == F.BEGIN)
-    if not is_known.any() and (bundled := _bundled_events(events)):
-        return [TraceInfo(start_ns=min(int(event["ts"]) for event in bundled) * 1000)]
     if not is_known.any() or set(events.categories) >= _EARLIER_EXPORT:
         raise BadTraceError(f"{path}: {_what_it_is(events)}")
     tracks = Tracks(events.packets)
@@ -77,10 +142,6 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     builder = columns.ColumnBuilder(has_several_ranks=False)
     for batch in converter.batches(rows, moments):
         builder.add(batch)
-    bundled = [] if info.shares_file else _bundled_events(events)
-    for first in range(0, len(bundled), _BATCH):
-        part = bundled[first : first + _BATCH]
-        builder.add([profiler_events.from_object(e | {"ts": e["ts"] - base_ns / 1000}) for e in part])
     builder.finish()
     header = {"baseTimeNanoseconds": base_ns}
     issues = pl.DataFrame(list(event_columns.issues(events, slices)), schema.DATA_QUALITY.schema, orient="row")
@@ -88,14 +149,34 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     return built.replace(counters=counters(events, tracks, is_of_rank))
 
 
+def counters(events: Events, tracks: Tracks, selected: Flags) -> pl.DataFrame:
+    """Return the values of the chosen events that are of counters, columns as COUNTERS; by name and time.
+
+    A counter is named after its track, with the unit that the track states. Values that count up from the one before
+    are added up from 0.
+    """
+    rows = np.flatnonzero(selected & (events.kind == F.COUNTER))
+    stated = events.fields.column(F.VALUE, VARINT)[rows].astype(np.float64)
+    in_doubles = np.zeros(len(events.kind), np.bool_)
+    in_doubles[events.fields.owner[events.fields.where(F.DOUBLE_VALUE, FIXED64)]] = True
+    doubles = events.fields.column(F.DOUBLE_VALUE, FIXED64)[rows].view(np.float64)
+    value = np.where(in_doubles[rows], doubles, stated)
+    kinds = _kinds(events.packets)
+    parts = []
+    for uuid in np.unique(events.track[rows]).tolist():
+        track_rows = rows[events.track[rows] == uuid]
+        order = np.argsort(events.at_ns[track_rows], kind="stable")
+        unit, factor, is_incremental = kinds.get(uuid, ("", 1, False))
+        values = value[events.track[rows] == uuid][order] * factor
+        name = (tracks[uuid].name or "counter")[:_MOST_NAME] + (f" [{unit}]" if unit else "")
+        columns = {"at_ns": events.at_ns[track_rows][order], "value": np.cumsum(values) if is_incremental else values}
+        parts.append(pl.DataFrame(columns).with_columns(name=pl.lit(name)).filter(pl.col("value").is_finite()))
+    return schema.COUNTERS.conform(pl.concat(parts).sort("name", "at_ns")) if parts else schema.COUNTERS.empty()
+
+
 def _known(events: Events) -> Flags:
     codes = [i for i, category in enumerate(events.categories) if event_categories.is_known(category)]
     return np.isin(events.category, codes)
-
-
-def _bundled_events(events: Events) -> list[dict[str, Any]]:
-    """Return the events of Chrome in bundles that have a category of PyTorch's profiler."""
-    return [event for event in _chrome_events(events.packets) if event_categories.is_known(event["cat"])]
 
 
 def _what_it_is(events: Events) -> str:
@@ -171,7 +252,8 @@ class _Converter:
         columns = (arguments.event, arguments.name, arguments.field, arguments.value, *arguments.annotation)
         for event, name, field, value, begin, end in zip(*(column.tolist() for column in columns), strict=True):
             if name >= 0:
-                by_event.setdefault(event, {})[arguments.names[name]] = self._value(event, field, value, begin, end)
+                key = _NAMES_OF_ROCPROFV3.get(arguments.names[name], arguments.names[name])
+                by_event.setdefault(event, {})[key] = self._value(event, field, value, begin, end)
         return by_event
 
     def _value(self, event: int, field: int, value: int, begin: int, end: int) -> Any:
@@ -232,58 +314,21 @@ def _maybe_json(text: str) -> Any:
         return text
 
 
-def _chrome_events(packets: Packets) -> list[dict[str, Any]]:
-    """Return the slices and moments of all bundles, in file order, with the fields that Chrome's JSON has."""
-    rows = np.flatnonzero(packets.chrome[1] > packets.chrome[0])
-    if not len(rows):
-        return []
-    bundles = wire.fields(packets.data, packets.chrome[0][rows], packets.chrome[1][rows])
-    which = bundles.where(_EVENTS, LENGTH)
-    begin = np.sort(bundles.value[which])
-    fields = wire.fields(packets.data, begin, (bundles.value + bundles.size)[which][np.argsort(bundles.value[which])])
-    numbers = (_PHASE, _PROCESS, _THREAD, _TIME_US, _DURATION_US)
-    columns = (fields.column(number, VARINT).tolist() for number in numbers)
-    texts = (packet_columns.strings(packets.data, *fields.spans(number)) for number in (_NAME, _CATEGORY))
-    args = _arguments(packets.data, fields)
-    return [
-        {"ph": chr(phase), "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name, "cat": category, "args": values}
-        for phase, pid, tid, ts, dur, name, category, values in zip(*columns, *texts, args, strict=True)
-        if 0 < phase < 128 and chr(phase) in _PHASES
-    ]
-
-
-def _arguments(data: bytes, fields: wire.Fields) -> list[dict[str, Any]]:
-    """Return the arguments of each event by name."""
-    rows = fields.where(_ARGUMENT, LENGTH)
-    inner = wire.fields(data, fields.value[rows], fields.value[rows] + fields.size[rows])
-    names = packet_columns.strings(data, *inner.spans(_ARGUMENT_NAME))
-    by_event: list[dict[str, Any]] = [{} for _ in fields.damaged]
-    values = dict(_values(data, inner))
-    for number, (event, name) in enumerate(zip(fields.owner[rows].tolist(), names, strict=True)):
-        if number in values:
-            by_event[event][name] = values[number]
-    return by_event
-
-
-def _values(data: bytes, inner: wire.Fields) -> Iterator[tuple[int, Any]]:
-    """Yield the place of each argument, and its value."""
-    for number in (_BOOL, _UINT, _INT, _POINTER):
-        yield from ((owner, bool(v) if number == _BOOL else v) for owner, v in _pairs(inner, number, VARINT))
-    yield from ((owner, float(np.int64(v).view(np.float64))) for owner, v in _pairs(inner, _DOUBLE, FIXED64))
-    for number in (_TEXT, _JSON):
-        rows = inner.where(number, LENGTH)
-        texts = packet_columns.strings(data, inner.value[rows], inner.value[rows] + inner.size[rows])
-        for owner, text in zip(inner.owner[rows].tolist(), texts, strict=True):
-            yield owner, _parse_or_keep(text) if number == _JSON else text
-
-
-def _pairs(inner: wire.Fields, number: int, kind: int) -> Iterator[tuple[int, int]]:
-    rows: Ints = inner.where(number, kind)
-    yield from zip(inner.owner[rows].tolist(), inner.value[rows].tolist(), strict=True)
-
-
-def _parse_or_keep(text: str) -> Any:
-    try:
-        return untrusted_json.parse(text)
-    except ValueError:
-        return text
+def _kinds(packets: Packets) -> dict[int, tuple[str, int, bool]]:
+    """Return unit, factor of the values, and whether they count up from the one before, of each counter by track."""
+    rows = np.flatnonzero(packets.descriptor[1] > packets.descriptor[0])
+    tracks = wire.fields(packets.data, packets.descriptor[0][rows], packets.descriptor[1][rows])
+    begin, end = tracks.spans(F.COUNTER_KIND)
+    described = np.flatnonzero(end > begin)
+    fields = wire.fields(packets.data, begin[described], end[described])
+    names = packet_columns.strings(packets.data, *fields.spans(F.UNIT_NAME))
+    columns = (
+        tracks.column(F.UUID)[described].tolist(),
+        fields.column(F.UNIT).tolist(),
+        fields.column(F.UNIT_FACTOR).tolist(),
+        fields.column(F.IS_INCREMENTAL).tolist(),
+    )
+    return {
+        uuid: (name[:_MOST_NAME] or F.UNITS.get(unit, ""), factor or 1, bool(incremental))
+        for uuid, unit, factor, incremental, name in zip(*columns, names, strict=True)
+    }

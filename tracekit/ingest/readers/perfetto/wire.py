@@ -134,7 +134,11 @@ def _values(raw: Bytes, after: Ints, kind: Ints, good: Flags) -> tuple[Ints, Int
     for wire_type, width in ((FIXED64, 8), (FIXED32, 4)):
         rows = np.flatnonzero(kind == wire_type)
         if len(rows):
-            value[rows] = _fixed_values(raw, after[rows], width)
+            pos = after[rows]
+            gathered = raw[np.minimum(pos[:, None] + np.arange(width), len(raw) - 1)]
+            wide = np.zeros((len(pos), 8), np.uint8)
+            wide[:, :width] = gathered
+            value[rows] = wide.view("<i8").astype(np.int64).reshape(-1)
             past[rows] = after[rows] + width
             ends[rows] = True
     good &= ends & _KNOWN_KINDS[kind]
@@ -158,13 +162,6 @@ def _varints(raw: Bytes, pos: Ints) -> tuple[Ints, Ints, Flags]:
     good = np.ones(len(pos), np.bool_)
     good[unread] = False
     return value.view(np.int64), past, good
-
-
-def _fixed_values(raw: Bytes, pos: Ints, width: int) -> Ints:
-    gathered = raw[np.minimum(pos[:, None] + np.arange(width), len(raw) - 1)]
-    wide = np.zeros((len(pos), 8), np.uint8)
-    wide[:, :width] = gathered
-    return wide.view("<i8").astype(np.int64).reshape(-1)
 
 
 def _one_by_one(data: bytes, pos: Ints, ends: Ints, unread: Ints, damaged: Flags) -> list[_Part]:

@@ -41,7 +41,7 @@ def uncontended_compute(graph: Graph) -> Graph:
 def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     """Return the compute nodes of devices, and the relative slowdown of each by concurrent collectives.
 
-    The same kernel has equal name, grid, block and input shapes (`concurrency.DeviceWork`) on one rank. The slowdown
+    The same kernel has equal name, grid, block and input shapes (`contention.DeviceWork`) on one rank. The slowdown
     compares work that a collective overlaps for its whole time with work without, by name, or over all names where one
     has too few samples. Raises InsufficientDataError without samples of both.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.checkpoint import save_stages
 from tracekit.errors import InputError
 from tracekit.model import schema, units
 from tracekit.model.fact import run_fact
@@ -21,7 +21,7 @@ from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import HOST, WORK
 from tracekit.sync import alignment
 
-FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *steps_without_saves.FACTS)
+FACTS: tuple[TraceFact, ...] = (*dependency_graph.FACTS, *save_stages.FACTS)
 """The facts of a critical path, measured in one pass over the traces."""
 SHARES = schema.columns("rank kind name unit state count dur_ns step_ratio", state=pl.String)
 SLACK = schema.columns("rank kind name module unit count dur_ns slack_ns", module=pl.String)
@@ -213,7 +213,7 @@ def _chosen_step(run: Run, windows: pl.DataFrame, step: int | None) -> dict[str,
         step_ranges = units.ranges(timed["step"].drop_nulls().unique()) or "none"
         raise InputError(f"--step {step}: no such step; the traces have {step_ranges}")
     if step is None:
-        typical = steps_without_saves.representative_step(run, timed)
+        typical = save_stages.representative_step(run, timed)
         assert typical is not None
         of_step = timed.filter(pl.col("step").eq_missing(pl.lit(typical["step"], pl.Int64)))
         of_step = of_step.filter(pl.col("window") == typical["window"])
