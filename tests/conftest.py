@@ -102,17 +102,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def wording(
-    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Wording]:
+def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
     """Yield the function that compares messages with the golden file of the test's module."""
     module = request.path.relative_to(Path(__file__).parent).with_suffix(".txt")
-    folders = tmp_path, tmp_path_factory.getbasetemp(), Path(__file__).parents[1]
     messages = Wording(
         GOLDEN / "wording" / module,
         request.node.nodeid.partition("::")[2],
         is_updated=request.config.getoption("--update-golden"),
-        names=dict(zip(map(str, folders), ("TMP", "SHARED", "REPOSITORY"), strict=True)),
+        names={str(tmp_path): "TMP", str(Path(__file__).parents[1]): "REPOSITORY"},
     )
     failed = request.session.testsfailed
     yield messages

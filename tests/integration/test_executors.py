@@ -125,6 +125,7 @@ def test_a_trace_whose_workers_are_always_lost_is_an_issue_of_the_run(kills):
         assert run.table(process).height == 3
 
 
+@pytest.mark.accuracy  # Dask does it
 def test_dask_repeats_the_tasks_of_a_killed_worker(kills):
     pytest.importorskip("distributed", reason="needs the extra [cluster]")
     kills(1)

@@ -295,7 +295,10 @@ def fields_of(value, *place):
 
 @pytest.mark.parametrize(
     "value",
-    [None, -1, 1 << 200, 1 << 20_000, "x", "9" * 400, 1e400, [], {}, [{}]],
+    [
+        *(None, 1 << 20_000, "x", [{}]),
+        *(pytest.param(value, marks=pytest.mark.accuracy) for value in (-1, 1 << 200, "9" * 400, 1e400, [], {})),
+    ],
     ids=lambda value: repr(value)[:8] if type(value) is not int else f"{value:#x}"[:8],
 )
 def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):

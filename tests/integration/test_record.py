@@ -14,7 +14,6 @@ import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
 from tests.support.python_path import REPOSITORY
-from tests.support.selection import others_in_accuracy
 from tracekit.analysis.compute import device_counters
 from tracekit.analysis.host import ops
 
@@ -189,25 +188,23 @@ def single_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 WAYS = ("in-backward", "compiled", "closure", "thread")
-EVERYDAY_WAYS = ("in-backward", "closure", "thread")  # importing what compiles takes as long as the others together
 
 
 @pytest.fixture(scope="module")
 def odd_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The losses of odd trainings without the recorder, one after the other in one process."""
-    done = do(script("plain_odd.py", *EVERYDAY_WAYS), tmp_path_factory.mktemp("odd"))
+    done = do(script("plain_odd.py", *WAYS), tmp_path_factory.mktemp("odd"))
     assert done.code == 0, done.err
-    return {way: [line] for way, line in zip(EVERYDAY_WAYS, done.out.splitlines(), strict=True)}
+    return {way: [line] for way, line in zip(WAYS, done.out.splitlines(), strict=True)}
 
 
-@pytest.mark.parametrize("way", others_in_accuracy(WAYS, EVERYDAY_WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_whatever_way_optimizers_step_steps_are_counted(
     tmp_path: Path, odd_alone: dict[str, list[str]], way: str
 ) -> None:
     done = do(command("--quiet", "--steps", "4:7", "--out", "run", "--", *script("plain_odd.py", way)), tmp_path)
     assert done.code == 0, done.err
-    alone = odd_alone.get(way) or losses(do(script("plain_odd.py", way), tmp_path))
-    assert losses(done) == alone != []
+    assert losses(done) == odd_alone[way] != []
     assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5, 6]}
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
 
@@ -267,7 +264,6 @@ def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     assert len(losses(done)) == 2
 
 
-@pytest.mark.accuracy  # tests/unit/capture/test_merge.py merges what ranks left on their own disks
 def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> None:
     """Each node has its recorder and its scratch disk; only the folder of runs is theirs together."""
     port = str(recorded.free_port())

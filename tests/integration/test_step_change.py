@@ -59,7 +59,11 @@ _LIBRARIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", list(_LIBRARIES), ids="-".join)
+@pytest.mark.parametrize(
+    "pair",
+    [_V100_A100, *(pytest.param(pair, marks=pytest.mark.accuracy) for pair in (_A100_MI300, _V100_MI300))],
+    ids="-".join,
+)
 def test_contributions_sum_for_public_recordings_of_resnet50_under_different_settings(pair) -> None:
     """One process on V100, DDP on A100, DDP in 16 bits on MI300X: 53 convolutions and batch norms a step in each."""
     folders = [TRACES / name for name in pair]

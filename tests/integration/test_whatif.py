@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
 SHARED = ROOT.parent / "shared" / "traces"
 REPRODUCED = 0.05
+EVERYDAY = {"torchrec_v100_4ranks"}
 
 
 def off(of):
@@ -55,9 +56,10 @@ def test_recorded_runs_are_reproduced_with_nothing_changed(name):
     assert off(tracekit.load(SAMPLES / name)) < REPRODUCED
 
 
-@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
+@pytest.mark.parametrize(
+    "name", others_in_accuracy(["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks", "nanogpt_h100_8ranks"], EVERYDAY)
+)
 def test_public_runs_without_recorded_waits_are_reproduced(name):
     assert off(tracekit.load(SHARED / name)) < REPRODUCED
 
@@ -69,9 +71,11 @@ def test_without_host_time_or_communication_a_step_still_computes(name):
     assert_still_computes(tracekit.load(SAMPLES / name))
 
 
-@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["tracelens_h100_memory_stacks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"])
+@pytest.mark.parametrize(
+    "name",
+    others_in_accuracy(["tracelens_h100_memory_stacks", "torchrec_v100_4ranks", "kineto_resnet_v100_memory"], EVERYDAY),
+)
 def test_public_runs_without_host_time_or_communication_still_compute(name):
     # In the first, 128 ms of loading before the first kernel and most of 512 ms of idle time are data loading.
     assert_still_computes(tracekit.load(SHARED / name))
@@ -84,9 +88,8 @@ def assert_still_computes(of):
         assert found.unavailable_reason or found.step_ns - found.saved_ns > 0.97 * computed, cause
 
 
-@pytest.mark.accuracy
 @pytest.mark.skipif(not SHARED.exists(), reason="the downloaded traces are not in ../shared")
-@pytest.mark.parametrize("name", ["torchrec_v100_4ranks", "nanogpt_h100_8ranks"])
+@pytest.mark.parametrize("name", others_in_accuracy(["torchrec_v100_4ranks", "nanogpt_h100_8ranks"], EVERYDAY))
 def test_findings_are_priced_where_work_was_queued_before_the_window(name):
     # Up to 24% of the device's work has no recorded launch, all of it before the first that has one.
     (late,) = [finding for finding in shared_findings.findings(SHARED / name) if finding.code == "HOST001"]

@@ -3,8 +3,6 @@
 Ranks with too few collectives are aligned by what they send to each other, see `message_clocks`.
 """
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -51,7 +49,12 @@ def offsets(run: Run) -> pl.DataFrame:
         rank_clocks = window_ranks.join(rough, on="rank", how="left", maintain_order="left").with_columns(
             pl.col("rough_ns").fill_null(0), pl.col("clock_domain").fill_null(pl.col("rank"))
         )
-        parts.append(_solve_window(rank_clocks, _ends(of_window)))
+        ends = (
+            of_window.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
+            .filter(pl.len().over("instance") > 1)
+            .select("rank", "instance", "start_ns", "end_ns", "matched_by")
+        )
+        parts.append(_solve_window(rank_clocks, ends))
     return pl.concat(parts) if parts else OFFSETS.empty()
 
 
@@ -60,8 +63,9 @@ def on_run_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[str,
     place = offsets.select("window", "rank", "offset_ns", "drift", "at_ns")
     joined = table.join(place, on=["window", "rank"], how="left", maintain_order="left")
     shifted = [
-        (pl.col(name) + pl.col("offset_ns") + _drift_correction(pl.col(name))).cast(pl.Int64).alias(name)
+        (pl.col(name) + pl.col("offset_ns") + correction.round().fill_null(0).cast(pl.Int64)).cast(pl.Int64).alias(name)
         for name in columns
+        for correction in [pl.col("drift") * (pl.col(name) - pl.col("at_ns"))]
     ]
     return joined.with_columns(shifted).drop("offset_ns", "drift", "at_ns")
 
@@ -114,15 +118,6 @@ def data_quality(run: Run) -> pl.DataFrame:
 # Solving -------------------------------------------------------------------------------------------------------------
 
 
-def _ends(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls used for alignment: of synchronizing collectives with at least two ranks, one per rank."""
-    return (
-        calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
-        .filter(pl.len().over("instance") > 1)
-        .select("rank", "instance", "start_ns", "end_ns", "matched_by")
-    )
-
-
 def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     """Return rows of OFFSETS for the ranks of one window, from initial offsets and shared ends."""
     ranks = rank_clocks["rank"].to_numpy()
@@ -131,17 +126,17 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
     rank = np.searchsorted(ranks, ends["rank"].to_numpy())
     _, instance = np.unique(ends["instance"].to_numpy(), return_inverse=True)
     end_ns = (ends["end_ns"].to_numpy() - origin).astype(np.float64)
-    calls = _Calls(rank, instance, (ends["start_ns"].to_numpy() - origin).astype(np.float64), end_ns)
+    start_ns = (ends["start_ns"].to_numpy() - origin).astype(np.float64)
     rough = rank_clocks["rough_ns"].to_numpy().astype(np.float64)
     ends_of_rank = np.bincount(rank, minlength=len(ranks))
     is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
     offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, end_ns), rough)
-    offset = np.where(is_aligned, _possible_offsets(offset, calls), offset)
+    offset = np.where(is_aligned, _possible_offsets(offset, rank, instance, start_ns, end_ns), offset)
     drift, at_ns = _drifts(len(ranks), offset, rank, instance, end_ns)
     correction = offset[rank] + drift[rank] * (end_ns - at_ns[rank])
     common = end_ns + correction
     deviation = _deviation_from_others(instance, common)
-    limit = _limits(calls.shift(correction), len(ranks))
+    limit = _limits(rank, instance, *_room(instance, start_ns + correction, common), len(ranks))
     domain, message_error = rank_clocks["clock_domain"].to_numpy(), rank_clocks["message_error_ns"].to_list()
     by_ends = [0] * len(ranks)
     for i in np.flatnonzero(is_aligned).tolist():
@@ -151,6 +146,7 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
     for i, number in enumerate(ranks):
         matched_by = ends.filter(pl.col("rank") == number)["matched_by"]
         error = message_error[i]
+        without_ends = collective_matching.NONE if error is None else collective_matching.MESSAGES
         is_linked = bool(is_aligned[i]) or error is not None
         first = int(np.flatnonzero(domain == domain[i])[0])
         rows.append(
@@ -162,7 +158,7 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
                 "at_ns": round(at_ns[i]) + origin if drift[i] or drift[first] else None,
                 "pairs": int(ends_of_rank[i]),
                 "clock_domain": int(domain[i]),
-                "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else _without_ends(error),
+                "matched_by": matched_by.mode().sort()[0] if is_aligned[i] else without_ends,
             }
         )
     # Conformed per window: where no rank is aligned, residual_ns has only nulls and no type that concat accepts.
@@ -178,10 +174,6 @@ def _error_ns(i: int, by_ends: list[int], by_messages: list[int | None], domain:
     return max(by_ends[i], error + max(peer_errors, default=0))
 
 
-def _without_ends(message_error_ns: int | None) -> str:
-    return collective_matching.NONE if message_error_ns is None else collective_matching.MESSAGES
-
-
 def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, end_ns: _Floats) -> _Floats:
     """Minimise the absolute differences of ends within instances: alternately estimate instance ends and offsets."""
     for _ in range(_ROUNDS if len(end_ns) else 0):
@@ -194,25 +186,15 @@ def _refine_offsets(offset: _Floats, rank: _Ints, instance: _Ints, end_ns: _Floa
     return offset
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """The calls of synchronizing collectives: rank and instance as indices, times in ns; each of shape (n,)."""
-
-    rank: _Ints
-    instance: _Ints
-    start: _Floats
-    end: _Floats
-
-    def shift(self, by_ns: _Floats) -> "_Calls":
-        return replace(self, start=self.start + by_ns, end=self.end + by_ns)
-
-
-def _possible_offsets(offset: _Floats, calls: _Calls) -> _Floats:
+def _possible_offsets(offset: _Floats, rank: _Ints, instance: _Ints, start_ns: _Floats, end_ns: _Floats) -> _Floats:
     """Return the offsets, moved until no rank leaves a collective before all have arrived; unmoved if that fails."""
     moved = offset
     for _ in range(_ROUNDS):
-        earlier, later = _room(calls.shift(moved[calls.rank]))
-        earliest, latest = (_least_by(calls.rank, room, len(offset)) for room in (earlier, later))
+        room = []
+        for call_room in _room(instance, start_ns + moved[rank], end_ns + moved[rank]):
+            room.append(np.full(len(offset), np.inf))
+            np.minimum.at(room[-1], rank, call_room)
+        earliest, latest = room
         if min(earliest.min(initial=0), latest.min(initial=0)) >= 0:
             return moved
         step = np.minimum(latest, 0) - np.minimum(earliest, 0)
@@ -221,23 +203,22 @@ def _possible_offsets(offset: _Floats, calls: _Calls) -> _Floats:
     return offset
 
 
-def _room(calls: _Calls) -> tuple[_Floats, _Floats]:
+def _room(instance: _Ints, start_ns: _Floats, end_ns: _Floats) -> tuple[_Floats, _Floats]:
     """Room to set the clock of each call's rank earlier and later: (n,), (n,); below 0: impossible.
 
     Earlier until it left before the last of the others arrived, later until it arrived after the first of them left.
     """
-    last_arrival = -_least_of_others(calls.instance, -calls.start)
-    return calls.end - last_arrival, _least_of_others(calls.instance, calls.end) - calls.start
+    last_arrival = -_least_of_others(instance, -start_ns)
+    return end_ns - last_arrival, _least_of_others(instance, end_ns) - start_ns
 
 
-def _limits(calls: _Calls, count: int) -> _Floats:
+def _limits(rank: _Ints, instance: _Ints, earlier: _Floats, later: _Floats, count: int) -> _Floats:
     """Largest possible error of each rank's clock, shape (count,); infinity where calls give no limit.
 
     Each set of ranks that share collectives limits its members relative to each other only, so the widest limit counts.
     """
-    earlier, later = _room(calls)
     members = pl.col("rank").sort().cast(pl.String).str.join(",")
-    rooms = pl.DataFrame({"rank": calls.rank, "instance": calls.instance, "earlier": earlier, "later": later})
+    rooms = pl.DataFrame({"rank": rank, "instance": instance, "earlier": earlier, "later": later})
     sets = rooms.group_by("instance").agg(members.alias("ranks"))
     is_possible = pl.min_horizontal("earlier", "later") >= 0
     limit_ns = pl.when(is_possible).then(pl.max_horizontal("earlier", "later")).otherwise(np.inf)
@@ -255,12 +236,6 @@ def _least_of_others(instance: _Ints, value: _Floats) -> _Floats:
     first = np.searchsorted(instances, instances, side="left")
     minima = np.empty(len(value))
     minima[order] = ordered[first + (np.arange(len(instances)) == first)]
-    return minima
-
-
-def _least_by(key: _Ints, value: _Floats, count: int) -> _Floats:
-    minima = np.full(count, np.inf)
-    np.minimum.at(minima, key, value)
     return minima
 
 
@@ -304,10 +279,6 @@ def _deviation_from_others(instance: _Ints, common: _Floats) -> _Floats:
     deviation = np.empty(len(common))
     deviation[order] = sorted_ends - median
     return deviation
-
-
-def _drift_correction(time: pl.Expr) -> pl.Expr:
-    return (pl.col("drift") * (time - pl.col("at_ns"))).round().fill_null(0).cast(pl.Int64)
 
 
 # Data quality --------------------------------------------------------------------------------------------------------

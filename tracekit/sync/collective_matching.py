@@ -75,7 +75,12 @@ def with_groups(trace: Trace, collectives: pl.DataFrame) -> pl.DataFrame:
     is_own = pl.col("ranks").list.contains(trace.rank)  # a file merged of several ranks lists the groups of one of them
     groups = trace.groups.filter(pl.col("ranks").list.len() > 1, is_own)
     only = groups.row(0, named=True)["group"] if groups.height == 1 else None
-    listed = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
+    ranks = pl.col("ranks").list
+    text = ranks.sort().cast(pl.List(pl.String)).list.join(",")
+    # Groups can have thousands of ranks, and this text is repeated in every row.
+    short = pl.format("{} ranks from {} to {}, {}", ranks.len(), ranks.min(), ranks.max(), text.hash(seed=0))
+    members = pl.when(ranks.len() <= 16).then(text).otherwise(short).alias("members")
+    listed = groups.select("group", members, ranks.len().cast(pl.Int64).alias("listed_size"))
     return (
         collectives.with_columns(pl.col("group").fill_null(pl.lit(only, pl.String)))
         .join(listed.unique("group", keep="first"), on="group", how="left", maintain_order="left")
@@ -133,21 +138,21 @@ def matched_calls(run: Run) -> pl.DataFrame:
     return pl.concat(parts).sort("call").drop("call")
 
 
-def _members() -> pl.Expr:
-    # Groups can have thousands of ranks, and this text is repeated in every row.
-    ranks = pl.col("ranks").list
-    text = ranks.sort().cast(pl.List(pl.String)).list.join(",")
-    short = pl.format("{} ranks from {} to {}, {}", ranks.len(), ranks.min(), ranks.max(), text.hash(seed=0))
-    return pl.when(ranks.len() <= 16).then(text).otherwise(short).alias("members")
-
-
 # One window ----------------------------------------------------------------------------------------------------------
 
 
 def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
     clocks = ClockGroups(rows["rank"].unique().to_list())
     pairs = rows.filter(_is_paired())
-    known_groups, unknown_groups, paired = _sorted_groups(rows)
+    known_groups: list[pl.DataFrame] = []
+    unknown_groups: list[pl.DataFrame] = []  # of ranks that are not known
+    paired: list[pl.DataFrame] = []
+    for group in _groups(rows):
+        members = group["members"][0]
+        if group["op"][0] == PAIRED and ">" in (members or ""):
+            paired.append(group)
+        else:
+            (known_groups if members is not None else unknown_groups).append(group)
     matches = [_match_group(group, clocks) for group in known_groups]
     parts = len(set(clocks.part.values()))
     # Before calls of which the group is not known: those of different groups would align clocks wrongly.
@@ -170,19 +175,6 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(
         instances.replace(UNKNOWN, None), pl.when(instances != UNKNOWN).then(matched_by).alias("matched_by")
     ).join(place, on="rank", how="left", maintain_order="left")
-
-
-def _sorted_groups(rows: pl.DataFrame) -> tuple[list[pl.DataFrame], list[pl.DataFrame], list[pl.DataFrame]]:
-    """Return the calls of groups whose ranks are known, of groups whose ranks are not known, and of each pair."""
-    known_groups: list[pl.DataFrame] = []
-    unknown_groups: list[pl.DataFrame] = []
-    paired: list[pl.DataFrame] = []
-    for group in _groups(rows):
-        if group["op"][0] == PAIRED and ">" in (group["members"][0] or ""):
-            paired.append(group)
-        else:
-            (known_groups if group["members"][0] is not None else unknown_groups).append(group)
-    return known_groups, unknown_groups, paired
 
 
 def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
@@ -315,7 +307,8 @@ def _has_too_many(group: pl.DataFrame) -> bool:
 
 def _match_group(group: pl.DataFrame, clocks: ClockGroups) -> _Match:
     described = _describe_calls(group)
-    sequenced = _has_seq(group)
+    # Kernels replayed by a CUDA graph repeat the sequence number of their capture.
+    sequenced = not group["seq"].null_count() and not group.select("rank", "op", "seq").is_duplicated().any()
     instance = np.full(group.height, UNKNOWN, np.int64)
     rows = described.drop("at").with_row_index("row")
     calls_of = RankCalls.by_rank(rows)
@@ -352,8 +345,3 @@ def _describe_calls(group: pl.DataFrame) -> pl.DataFrame:
         key.rank("dense").cast(pl.Int64).alias("token"),
         pl.col("op").is_in(SYNCHRONIZING).alias("together"),
     )
-
-
-def _has_seq(group: pl.DataFrame) -> bool:
-    # Kernels replayed by a CUDA graph repeat the sequence number of their capture.
-    return not group["seq"].null_count() and not group.select("rank", "op", "seq").is_duplicated().any()

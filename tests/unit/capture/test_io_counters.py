@@ -1,4 +1,5 @@
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -79,6 +80,14 @@ def test_only_a_sync_after_the_last_flush_makes_a_file_durable(tmp_path: Path) -
     assert written.durable() is None
 
 
+def is_joining() -> bool:
+    """Return whether the main thread waits for the end of another."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back is not None and frame.f_code.co_name != "join":
+        frame = frame.f_back
+    return frame.f_code.co_name == "join"
+
+
 def looked(work: str, steps: list[int]) -> bool:
     """Return whether a thread finds that training waited for it, which does `work` meanwhile."""
     found: list[bool] = []
@@ -87,7 +96,8 @@ def looked(work: str, steps: list[int]) -> bool:
     def save() -> None:
         looks = ThreadSampler(lambda: steps[-1])
         going.wait()
-        time.sleep(0.02)
+        while work != "training" and not is_joining():
+            time.sleep(0.001)
         looks.sample()
         if work == "a step":
             steps.append(steps[-1] + 1)

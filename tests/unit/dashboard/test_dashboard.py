@@ -126,7 +126,7 @@ def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
 
 
 def test_the_plan_warns_that_an_unsynced_write_rate_may_be_that_of_the_page_cache(tmp_path):
-    run = shutil.copytree(SAMPLE, tmp_path / "run")
+    run = shutil.copytree(FAULTS / "small-tensors", tmp_path / "run")
     for log in run.glob("*.checkpoint.jsonl"):
         lines = [line for line in log.read_text().splitlines(keepends=True) if '"fsync"' not in line]
         log.write_text("".join(lines))

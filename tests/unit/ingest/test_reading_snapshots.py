@@ -338,7 +338,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
         sample_snapshots.as_libtorch(simulated()),
     ]
     refused = []
-    for _ in range(80):  # `make fuzz` damages more, with fresh seeds
+    for _ in range(50):  # `make fuzz` damages more, with fresh seeds
         data = bytearray(rng.choice(whole))
         for _ in range(rng.randrange(1, 4)):
             place, other = (
@@ -350,7 +350,7 @@ def test_damaged_snapshots_are_read_or_refused_on_one_line(tmp_path):
             reader.read(_file(tmp_path, bytes(data)))
         except BadTraceError as error:
             refused.append(str(error))
-    assert 20 < len(refused) < 80
+    assert 12 < len(refused) < 50
     assert not any("\n" in data for data in refused)
 
 

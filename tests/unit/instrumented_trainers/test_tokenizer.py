@@ -54,7 +54,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(trained: Path, tmp_path: Path, w
         FileTokenizer(other, None)
     with wording.raises(InvalidConfigError):
         tokenizer.vocabulary(other)
-    with wording.raises(InvalidConfigError):
+    with pytest.raises(InvalidConfigError, match="'<nothing>' is no token"):
         FileTokenizer(trained, "<nothing>")
 
 

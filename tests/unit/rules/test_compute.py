@@ -66,7 +66,14 @@ class TestMisalignedProducts:
         assert "Pad 5185 to 5192" in found.fix
         assert found.cost_ns == pytest.approx(134e6, rel=0.01)
 
-    @pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "kineto_resnet_v100_memory", "nanogpt_h100_8ranks"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "megatron_tp8_a100_8ranks",
+            "kineto_resnet_v100_memory",
+            pytest.param("nanogpt_h100_8ranks", marks=pytest.mark.accuracy),
+        ],
+    )
     def test_public_traces_with_aligned_products_are_silent(self, name):
         assert findings(others(name), MisalignedProducts) == ()
 

@@ -292,7 +292,7 @@ FINDINGS = st.builds(
 @given(
     findings=st.lists(FINDINGS, max_size=3), notes=st.lists(st.text()), manifest=st.dictionaries(st.text(), st.text())
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_any_finding_is_restored_exactly(tmp_path_factory, findings, notes, manifest):
     trace = drawn_trace("step 0000\ncompute .aa.")
     run = Run("r", [Source(0, 0, "t", 5, lambda: trace)], manifest=manifest)

@@ -178,7 +178,11 @@ class _Splitter:
         if self.gap_rows.is_empty():
             return schema.empty(COLUMNS)
         items = self._items()
-        prepared, inflated_ns = self._inflation()
+        # The preparation spans, and the time in each at which its solo duration is exceeded.
+        prepared = intervals.from_table(self.prepared)
+        slowed_ns = (pl.col("dur_ns") - pl.col("alone_ns")).clip(0)
+        inflated = pl.when(pl.col("overlapped_ns") > 0).then(slowed_ns).fill_null(0)
+        inflated_ns = prepared[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()
         pieces = sweep_line.pieces(
             self.gaps, prepared.ravel(), inflated_ns, self.compute.spans.ravel(), self.copies.spans.ravel(),
             items.launched_ns, items.producer_end_ns, host_state.state_changes(self.trace),
@@ -187,7 +191,12 @@ class _Splitter:
         labels, which = self._causes(pieces, items)
         if len(prepared):
             self._prepare(pieces, prepared, inflated_ns, (*labels, which))
-        return self._table(pieces, labels, which)
+        first, merged = merge_adjacent(pieces, *labels, which)
+        place = self.gap_rows.select("gap", "device", "step", "phase", "unit", "collective_id")
+        frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
+        row = columns.rows_of(self.work.id, which[first])
+        names = launched_work.work(self.trace, self.device).select("name", activity_id="id")
+        return schema.select(frame.hstack(columns.rows_or_nulls(names, row)), COLUMNS)
 
     def _items(self) -> _Items:
         """Return the preparation and collectives that follow within each gap."""
@@ -201,20 +210,14 @@ class _Splitter:
         launched = np.concatenate((closing_launched_ns, launched_ns))
         order = np.lexsort((start, gap))
         gap, start, launched = gap[order], start[order], launched[order]
-        end = self._producer_end(start, launched)
+        # The work that ended last before each start, if it had been launched before it.
+        producer = self.producers.ended_until(start)
+        before = sweep_line.at(self.producers.launched_ns, producer, 0) <= launched
+        end = sweep_line.at(self.producers.spans[:, 1], np.where(before, producer, -1), sweep_line.NEVER)
         near = (end >= launched) & (start - end <= NEAR_NS)
-        return _Items(start, launched, end, near, self._reduces()[gap])
-
-    def _producer_end(self, start: Ints, launched: Ints) -> Ints:
-        """Return the end of the work that ended last before each start, if it had been launched before it."""
-        row = self.producers.ended_until(start)
-        before = sweep_line.at(self.producers.launched_ns, row, 0) <= launched
-        return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), sweep_line.NEVER)
-
-    def _reduces(self) -> Flags:
         ops = self.gap_rows["op"].to_list()
         gathers = {op: op is not None and bool(_GATHERS.search(op)) and "reduce" not in op for op in set(ops)}
-        return np.array([not gathers[op] for op in ops], np.bool_)
+        return _Items(start, launched, end, near, np.array([not gathers[op] for op in ops], np.bool_)[gap])
 
     def _causes(self, pieces: Pieces, items: _Items) -> tuple[Labels, Ints]:
         """Return the labels and the id of the awaited work of each piece, preparation excluded."""
@@ -229,6 +232,9 @@ class _Splitter:
         if self.device is None:
             waits |= ~is_launched
         is_known = launched != sweep_line.NEVER
+        following = np.searchsorted(self.compute.spans[:, 0], at_ns, side="right")
+        next_compute = np.where(following < len(self.compute.id), following, -1)
+        next_is_late = sweep_line.at(self.compute.launched_ns, next_compute, sweep_line.NEVER) > at_ns
         stalled, queued = stalled_at(self.trace, self.device, at_ns)
         cause, evidence = first_match(
             (stalled, DEVICE_STALL, RECURRING),
@@ -236,7 +242,7 @@ class _Splitter:
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
             (~is_launched, HOST, LAUNCH_TIME),
-            (waits & is_known & self._next_is_late(at_ns), HOST, LAUNCH_TIME),
+            (waits & is_known & next_is_late, HOST, LAUNCH_TIME),
         )
         weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
         evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
@@ -244,19 +250,6 @@ class _Splitter:
         which = np.where(cause == CAUSES.index(COMPUTE), sweep_line.at(self.compute.id, computing, -1), -1)
         which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
         return Labels(cause, detail, evidence), which
-
-    def _next_is_late(self, at_ns: Ints) -> Flags:
-        """Return at which times the next compute had not been launched."""
-        following = np.searchsorted(self.compute.spans[:, 0], at_ns, side="right")
-        index = np.where(following < len(self.compute.id), following, -1)
-        return sweep_line.at(self.compute.launched_ns, index, sweep_line.NEVER) > at_ns
-
-    def _inflation(self) -> tuple[Spans, Ints]:
-        """Return the preparation spans, and the time in each at which its solo duration is exceeded."""
-        spans = intervals.from_table(self.prepared)
-        alone_ns = pl.col("alone_ns")
-        inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone_ns).clip(0)).fill_null(0)
-        return spans, spans[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()
 
     def _prepare(self, pieces: Pieces, spans: Spans, inflated_ns: Ints, labels: tuple[Ints, Ints, Ints, Ints]) -> None:
         """Mark in `labels` the pieces that are preparation of the collective that ends their gap."""
@@ -275,14 +268,6 @@ class _Splitter:
         no_sample = sweep_line.at(unsampled.to_numpy().astype(np.int64), row, 0) > 0
         detail[prepares] = np.where(no_sample, _NO_SAMPLE, -1)[prepares]
         which[prepares] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[prepares]
-
-    def _table(self, pieces: Pieces, labels: Labels, which: Ints) -> pl.DataFrame:
-        first, merged = merge_adjacent(pieces, *labels, which)
-        place = self.gap_rows.select("gap", "device", "step", "phase", "unit", "collective_id")
-        frame = label_pieces(place, merged, Labels(*(label[first] for label in labels)))
-        row = columns.rows_of(self.work.id, which[first])
-        names = launched_work.work(self.trace, self.device).select("name", activity_id="id")
-        return schema.select(frame.hstack(columns.rows_or_nulls(names, row)), COLUMNS)
 
 
 DETAILS = (*host_state.HOST_STATES, "no_sample_alone", "queued")

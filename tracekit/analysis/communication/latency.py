@@ -12,7 +12,6 @@ from tracekit.analysis.time import backward_passes, breakdown, launched_work, tr
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
-from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
@@ -52,7 +51,8 @@ def bursts(trace: Trace) -> pl.DataFrame:
     null for other collectives.
     """
     parts = [schema.empty(BURST_COLUMNS)]
-    pooled = _pools(trace)
+    key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
+    pooled = backward_passes.gradient_reductions(trace).select("activity_id", key.alias("pool"))
     for device in breakdown.devices(trace):
         together = _launched_together(trace, device)
         if together.is_empty():
@@ -174,12 +174,6 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     return columns.where(bursts, trace_columns.in_steps(trace, calls))
 
 
-def _pools(trace: Trace) -> pl.DataFrame:
-    reduced = backward_passes.gradient_reductions(trace)
-    key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
-    return reduced.select("activity_id", key.alias("pool"))
-
-
 def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
     """Return the collectives with the exposed time of each, and of its burst."""
     spans = intervals.from_table(calls)
@@ -188,13 +182,8 @@ def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame
     np.minimum.at(start, burst, spans[:, 0])
     np.maximum.at(end, burst, spans[:, 1])
     burst_spans = np.stack((start, end), axis=1)[burst]
-    return calls.hstack(
-        [
-            pl.Series("exposed_ns", _exposed_ns(spans, compute)),
-            pl.Series("burst_exposed_ns", _exposed_ns(burst_spans, compute)),
-        ]
-    )
-
-
-def _exposed_ns(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
-    return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)
+    exposed = [
+        pl.Series(name, timed[:, 1] - timed[:, 0] - intervals.coverage(timed, compute))
+        for name, timed in (("exposed_ns", spans), ("burst_exposed_ns", burst_spans))
+    ]
+    return calls.hstack(exposed)

@@ -181,16 +181,13 @@ def _in_parallel_groups(run: Run, waits: dict[int, int]) -> list[list[int]]:
     Those that wait least, and those that share a place: no single collective shows them together.
     """
     of_places = (list(place.ranks) for place in rank_places.places(run))
+    # The ranks that wait least, each time before one of the largest differences between ranks.
+    ranking = sorted(waits, key=lambda rank: (waits[rank], rank))
+    pauses = {size: waits[ranking[size]] - waits[ranking[size - 1]] for size in range(2, len(ranking) // 2 + 1)}
+    sizes = sorted(pauses, key=lambda size: -pauses[size])[:_CANDIDATES]
     present = set(waits)
-    sets = (ranks for ranks in (*_least_waiting(waits), *of_places) if present >= set(ranks))
+    sets = (ranks for ranks in (*(sorted(ranking[:size]) for size in sizes), *of_places) if present >= set(ranks))
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, sets)) if 1 < len(ranks) <= len(present) // 2]
-
-
-def _least_waiting(waits: dict[int, int]) -> list[list[int]]:
-    """Return the sets of ranks that wait least, each before one of the largest differences between ranks."""
-    ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
-    pauses = {size: waits[ranks[size]] - waits[ranks[size - 1]] for size in range(2, len(ranks) // 2 + 1)}
-    return [sorted(ranks[:size]) for size in sorted(pauses, key=lambda size: -pauses[size])[:_CANDIDATES]]
 
 
 def _waits(arrivals: pl.DataFrame) -> dict[int, int]:

@@ -68,7 +68,8 @@ def last_arrivals(run: Run) -> pl.DataFrame:
     members = run.table(late_groups.groups)
     instances = run.table(collective_instances.instances)
     last = instances.join(late_groups.across_stages(run), on=_KEY, how="anti")
-    last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=_leader("last_known_rank", members))
+    leaders = dict(members.select("rank", "leader").iter_rows())
+    last = last.select(*_KEY, "step", "ranks", "max_wait_ns", late_rank=pl.col("last_known_rank").replace(leaders))
     of_group = _delayed_by_others(run, last, members).select(*_KEY, "late_rank")
     if members.is_empty():
         return of_group
@@ -170,19 +171,14 @@ def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:
     return _EMPTY.vstack(delayed.select(_EMPTY.columns).cast(pl.Int64))
 
 
-def _leader(column: str, members: pl.DataFrame) -> pl.Expr:
-    """Return a rank as the leader of its group, if it belongs to one."""
-    leaders = dict(members.select("rank", "leader").iter_rows())
-    return pl.col(column).replace(leaders)
-
-
 def _delayed_by_others(run: Run, last: pl.DataFrame, members: pl.DataFrame) -> pl.DataFrame:
     """Return collectives with the late_rank that delayed the one that arrived last.
 
     A rank that waits for one of another process group arrives late at the collectives of its own groups.
     """
+    leaders = dict(members.select("rank", "leader").iter_rows())
     waits = run.table(collective_instances.waits).select(
-        *_KEY, "step", waited_ns="wait_ns", waiting=_leader("rank", members)
+        *_KEY, "step", waited_ns="wait_ns", waiting=pl.col("rank").replace(leaders)
     )
     caused = waits.join(last.select(*_KEY, cause="late_rank"), on=_KEY).filter(pl.col("waiting") != pl.col("cause"))
     within = caused.group_by(*_STEP, "waiting", "cause").agg(pl.col("waited_ns").sum())

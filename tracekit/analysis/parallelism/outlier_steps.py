@@ -57,7 +57,13 @@ def outlier_stalls(run: Run) -> pl.DataFrame:
     compared with its own other stalls. Stalls in saves are left out.
     """
     all_stalls = run.table(host_stalls.host_stalls).filter(pl.col("cause") != host_stalls.SAVE).with_row_index("id")
-    stalls = _without_saves(run, all_stalls)
+    # Where steps are marked, saves have rules of their own.
+    saving = run.table(save_stages.save_spans).select("window", "step").drop_nulls().unique()
+    stalls = all_stalls
+    for step in ("step", "gap_step"):
+        stalls = stalls.join(
+            saving, left_on=["window", step], right_on=["window", "step"], how="anti", maintain_order="left"
+        )
     if stalls.is_empty():
         return schema.empty(STALL_COLUMNS)
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
@@ -144,17 +150,6 @@ def step_lengths(run: Run) -> pl.DataFrame:
     """Return the median rank's device window of each step. Columns window, step, duration_ns."""
     of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
     return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
-
-
-def _without_saves(run: Run, stalls: pl.DataFrame) -> pl.DataFrame:
-    """Return the stalls outside steps in which a rank saves, where steps are marked."""
-    saving = run.table(save_stages.save_spans).select("window", "step").drop_nulls().unique()
-    rows = stalls
-    for step in ("step", "gap_step"):
-        rows = rows.join(
-            saving, left_on=["window", step], right_on=["window", "step"], how="anti", maintain_order="left"
-        )
-    return rows
 
 
 def _usual(stalls: pl.DataFrame, steps: pl.DataFrame, key: list[str]) -> pl.Series:

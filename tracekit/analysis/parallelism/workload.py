@@ -43,15 +43,13 @@ def marks(trace: Trace) -> pl.DataFrame:
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
-    training, compiled = (_count_matches(trace, pattern) for pattern in (_TRAINING, _COMPILED))
+    training, compiled = (  # slices and kernels
+        int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
+        for pattern in (_TRAINING, _COMPILED)
+    )
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
     row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + training + reduced, compiled, graphs)
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
-
-
-def _count_matches(trace: Trace, pattern: str) -> int:
-    """Number of slices and kernels whose name a pattern matches."""
-    return int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
 
 
 def is_compiled(run: Run) -> bool:

@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import polars as pl
@@ -312,7 +312,8 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
 
 def _dropped_records(trace: Trace) -> Iterator[_Row]:
     """Records that the profiler reports as dropped, in the header's warnings."""
-    warnings = [str(line) for name in ("WARNING", "ERROR") for line in _as_list(trace.header.get(name))]
+    listed = [lines for name in ("WARNING", "ERROR") if isinstance(lines := trace.header.get(name), list)]
+    warnings = [str(line) for lines in listed for line in lines]
     lost = [match for line in warnings if (match := _DROPPED.search(line))]
     if not lost:
         return
@@ -352,9 +353,8 @@ def _has_more_work(trace: Trace, step: int) -> bool:
 
 def _cut(trace: Trace) -> Iterator[_Row]:
     """Steps that were recorded in part."""
-    cut = cut_steps(trace)
     total_ns = max(int(breakdown.by_step(trace)["duration_ns"].sum()), 1)
-    for row in cut.iter_rows(named=True):
+    for row in cut_steps(trace).iter_rows(named=True):
         which = "The window" if row["step"] is None else f"Step {row['step']}"
         what = (
             f"{which} has only the optimizer: its forward and backward pass were not recorded."
@@ -366,10 +366,6 @@ def _cut(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _may_be_optimizer(trace: Trace) -> bool:

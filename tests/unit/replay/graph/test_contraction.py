@@ -58,13 +58,13 @@ def brute_force(network):
     return [starts[node] for node in range(len(network.order))]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(networks())
 def test_starts_are_those_of_the_whole_graph(network):
     assert contraction.starts(network).tolist() == brute_force(network)
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(networks(), st.data())
 def test_nodes_that_shall_remain_do_and_change_nothing(network, data):
     count = len(network.order)

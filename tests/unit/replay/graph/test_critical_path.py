@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[4]
 SAMPLES = ROOT / "sample_traces"
 SHARED = ROOT.parent / "shared" / "traces"
 RUNS = [
-    *(SAMPLES / name for name in ("demo-fsdp2", "parallelism/pipeline-slow-stage")),
+    SAMPLES / "parallelism" / "pipeline-slow-stage",
     *(SHARED / name for name in ("hta_event_sync", "hta_dlrm_a100")),
 ]
 FURTHER = [
-    *(SAMPLES / name for name in ("demo-yafsdp", "faults/dataloader")),
+    *(SAMPLES / name for name in ("demo-fsdp2", "demo-yafsdp", "faults/dataloader")),
     *(SHARED / name for name in ("torchrec_v100_4ranks", "hta_nccl_args_a100")),
 ]
 CHECKED = ("slow rank", "pipeline with a slow stage")
@@ -179,7 +179,9 @@ def test_shortening_what_is_on_the_path_saves_that_and_nothing_else_does(path):
         assert saved_ns(times, node, int(times.own_ns[node]), found.last) == 0
 
 
-@pytest.mark.parametrize("kind", ["slow rank", "host-bound", "pipeline with a slow stage"])
+@pytest.mark.parametrize(
+    "kind", ["slow rank", "host-bound", pytest.param("pipeline with a slow stage", marks=pytest.mark.accuracy)]
+)
 def test_what_if_saves_what_is_taken_from_the_path(kind, tmp_path):
     job, _, _ = bench.simulate_run(random.Random(11), kind, tmp_path)
     found = chain(load(tmp_path, cache=False), job.steps - 2)
@@ -248,7 +250,9 @@ def test_a_step_that_the_run_does_not_have_is_an_error(wording):
         critical_path(one(SAMPLES / "demo-fsdp2"), 999)
 
 
-@pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-interleaved", "pipeline-slow-stage"])
+@pytest.mark.parametrize(
+    "name", ["pipeline-1f1b", pytest.param("pipeline-interleaved", marks=pytest.mark.accuracy), "pipeline-slow-stage"]
+)
 def test_a_path_goes_on_past_collectives_whose_waits_contradict_others(name):
     # Without sequence numbers, some broadcasts of one size from different roots are matched to each other.
     found = critical_path(load(SAMPLES / "parallelism" / name))

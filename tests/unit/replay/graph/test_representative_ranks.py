@@ -39,7 +39,7 @@ def priced(of: Report) -> dict[tuple[str, tuple[int, ...]], float]:
 def test_prices_are_those_of_a_replay_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording
 ) -> None:
-    written(job("fsdp2", layers=2, ranks_written=12), tmp_path, "slow-rank:7", "host-sync")
+    written(job("fsdp2", layers=2, ranks_written=12, steps=2), tmp_path, "slow-rank:7", "host-sync")
     everything = engine.check(tracekit.load(str(tmp_path), cache=False))
     monkeypatch.setattr(representative_ranks, "MAX_RANKS", 8)
     monkeypatch.setattr(representative_ranks, "_LEAST_RANKS", 4)
