@@ -40,7 +40,7 @@ class RuleError(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return which known names are similar, as a question to append to an error; "" if there are none.
+    """Known names that are similar, as a question to append to an error; "" if there are none.
 
     >>> did_you_mean("colectives", ["collectives", "ops"])
     ', did you mean collectives?'

@@ -17,7 +17,7 @@ from tests.support import cli_runner
 from tests.support.cli_runner import in_a_process, on_a_terminal
 from tests.support.selection import others_in_accuracy
 from tracekit.cli import output, question
-from tracekit.cli.formats import ReportFormat
+from tracekit.cli.commands.check import ReportFormat
 from tracekit.ingest import loader
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
 from typing import Annotated, Any
@@ -33,57 +33,6 @@ class LazyCommand:
     """The module of `tracekit.cli.commands`; by default, its name is that of the command."""
     context_settings: Mapping[str, Any] | None = None
 
-    def load(self) -> Any:
-        """Return typer's command, made of the function or group of this name in the module."""
-        name = self.name.replace("-", "_")
-        defined = getattr(importlib.import_module(f"tracekit.cli.commands.{self.module or name}"), name)
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        if isinstance(defined, typer.Typer):
-            app.add_typer(defined, name=self.name)
-        else:
-            settings = None if self.context_settings is None else dict(self.context_settings)
-            app.command(self.name, context_settings=settings)(defined)
-        return typer.main.get_group(app).commands[self.name]
-
-
-class LazyCommands(Mapping[str, Any]):
-    """Typer's commands by name, each of which is loaded when it is looked up."""
-
-    def __init__(self, listed: Sequence[LazyCommand]) -> None:
-        """Load none of the listed commands."""
-        self.listed = {command.name: command for command in listed}
-
-    def __getitem__(self, name: str) -> Any:
-        return self.listed[name].load()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.listed)
-
-    def __len__(self) -> int:
-        return len(self.listed)
-
-
-class LazyGroup(TyperGroup):
-    """A group whose `commands` are LazyCommands; subclasses list them."""
-
-    LISTED: Sequence[LazyCommand] = ()
-
-    def __init__(self, **attributes: Any) -> None:
-        """Replace the commands, of which there are none, by the listed ones."""
-        super().__init__(**attributes)
-        self._lazy = LazyCommands(self.LISTED)
-        self.commands = self._lazy  # type: ignore[assignment]  # nothing adds commands later
-
-    def list_commands(self, _context: Any) -> list[str]:
-        """Return the names of the commands, in the order of the list."""
-        return list(self.commands)
-
-    def format_commands(self, _context: Any, formatter: Any) -> None:
-        """Write the name and the help of each command."""
-        rows = [(command.name, command.short_help) for command in self.LISTED]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
 
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
@@ -92,10 +41,9 @@ _SYSTEM_ERRORS = (EACCES, EPERM, EROFS, ENOSPC, EDQUOT, EFBIG, EIO, ENAMETOOLONG
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-class Commands(LazyGroup):
-    """The commands of tracekit."""
-
-    LISTED = (
+COMMANDS = {
+    command.name: command
+    for command in (
         LazyCommand(
             "record",
             "Record a training without changing it: record -- COMMAND…",
@@ -129,10 +77,51 @@ class Commands(LazyGroup):
         LazyCommand("checkpoint", "Verify checkpoints on disk."),
         LazyCommand("history", "Store results of checks; show trends and changes."),
     )
+}
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Typer's commands by name, each of which is loaded when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        command, function_name = COMMANDS[name], name.replace("-", "_")
+        module = importlib.import_module(f"tracekit.cli.commands.{command.module or function_name}")
+        defined = getattr(module, function_name)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        if isinstance(defined, typer.Typer):
+            app.add_typer(defined, name=name)
+        else:
+            settings = None if command.context_settings is None else dict(command.context_settings)
+            app.command(name, context_settings=settings)(defined)
+        return typer.main.get_group(app).commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose `commands` are LazyCommands."""
+
+    def __init__(self, **attributes: Any) -> None:
+        """Replace the commands, of which there are none, by those of `COMMANDS`."""
+        super().__init__(**attributes)
+        self.commands = LazyCommands()  # type: ignore[assignment]  # nothing adds commands later
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """Return the names of the commands, in the order of the list."""
+        return list(COMMANDS)
+
+    def format_commands(self, _context: Any, formatter: Any) -> None:
+        """Write the name and the help of each command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(command.name, command.short_help) for command in COMMANDS.values()])
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=LazyGroup,
     help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",
     epilog="First steps: tracekit check --sample. For your own run: tracekit record -- COMMAND records it, "
     "tracekit check RUN analyzes it (a folder of traces or one trace.json), tracekit dashboard RUN shows it.",

@@ -106,7 +106,6 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
 
 
 def _size(files: Sequence[Path]) -> str:
-    """Return the size of the files of a run, in words."""
     events = sum(path.read_bytes().count(b'"ph"') for path in files)
     return f"{units.count(len(files), 'file')} with {units.count(events, 'event')}"
 

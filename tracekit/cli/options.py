@@ -16,7 +16,6 @@ from typer.models import ArgumentInfo
 from tracekit.cli import output, question, run_loading
 
 if TYPE_CHECKING:
-    from tracekit.cli.settings import Catalog, CheckSettings
     from tracekit.model.run import Run
     from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
@@ -47,15 +46,6 @@ class Format(StrEnum):
 
     TEXT = "text"
     JSON = "json"
-
-
-class FailOn(StrEnum):
-    """The severities from which findings fail a check."""
-
-    NEVER = "never"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
@@ -123,7 +113,7 @@ class ExecutorOptions:
             kind = ExecutorKind.PROCESSES if processes else ExecutorKind.THREADS
             workers = workers or processes
         if self.cluster or kind is ExecutorKind.DASK:
-            question.current().withdraw()
+            question.current.get().withdraw()
         return executors.open_executor(kind.value, workers=workers, cluster=self.cluster)
 
 
@@ -171,55 +161,6 @@ class TableOptions(OutputOptions):
         (self.write_json if self.is_json else self.write_text)(document)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingsOptions:
-    """Rules, thresholds, and the severity that fails a check."""
-
-    fail_on: Annotated[
-        FailOn | None,
-        typer.Option(help="Exit with 1 if a finding has this severity or a higher one.  [default: error]"),
-    ] = None
-    select: Annotated[
-        list[str] | None, typer.Option(metavar="RULE,…", help="Run only these rules: code, name or family. Repeatable.")
-    ] = None
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="CODE.FIELD=VALUE", help="Set a threshold of a rule. Repeatable."),
-    ] = None
-    config: ConfigFile = None
-    strict: Annotated[bool, typer.Option("--strict", help="Also fail on a budget whose verdict is 'inconclusive'.")] = (
-        False
-    )
-
-    def resolve(self, catalog: "Catalog") -> "CheckSettings":
-        """Return the settings of the file, overridden by these options. Raises ConfigError."""
-        from tracekit.cli import settings
-
-        return settings.resolve(
-            self.config,
-            catalog,
-            fail_on=self.fail_on,
-            select=self.select or (),
-            assignments=self.assignments or (),
-            strict=self.strict,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaselineOptions:
-    """What a check compares a run with."""
-
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|RUN", help="Fail only on findings and metrics that are worse than in this one."),
-    ] = None
-    repeat: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."),
-    ] = None
-    allow_different: AllowDifferent = False
-
-
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command for typer in which the fields of dataclass parameters are options of their own.
 
@@ -231,10 +172,18 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         kind = parameter.annotation
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             groups[parameter.name] = kind
-            parameters += map(_parameter, dataclasses.fields(kind))
+            for field in dataclasses.fields(kind):
+                default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-    signature = inspect.Signature(sorted(parameters, key=_is_option))
+    arguments: list[inspect.Parameter] = []
+    options: list[inspect.Parameter] = []
+    for parameter in parameters:
+        is_argument = any(isinstance(note, ArgumentInfo) for note in get_args(parameter.annotation))
+        (arguments if is_argument else options).append(parameter)
+    signature = inspect.Signature([*arguments, *options])
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -247,12 +196,3 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper
-
-
-def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
-
-
-def _is_option(parameter: inspect.Parameter) -> bool:
-    return not any(isinstance(arg, ArgumentInfo) for arg in get_args(parameter.annotation))

@@ -59,17 +59,14 @@ def color(output: Path | None = None) -> bool:
     )
 
 
-def emit(text: str, output: Path | None = None) -> None:
-    """Write a result without commands to CI. If the reader of stdout has gone, exit quietly."""
-    emit_commands(_without_ci_commands(text) if output is None else text, output)
-
-
-def emit_commands(text: str, output: Path | None = None) -> None:
-    """Write a result that may contain commands to CI."""
+def emit(text: str, output: Path | None = None, *, has_commands: bool = False) -> None:
+    """Write a result, without commands to CI unless it has some. If the reader of stdout has gone, exit quietly."""
     if output is not None:
-        _write(text, output)
+        with atomic_file(output) as file:
+            file.write(text.encode())
         return
-    question.current().prints(STDOUT, text)
+    text = text if has_commands else _without_ci_commands(text)
+    question.current.get().prints(STDOUT, text)
     _write_stdout(text)
 
 
@@ -103,7 +100,7 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
 
     A device or pipe, such as /dev/null, is written itself, and of a symbolic link the file that it points to.
     """
-    question.current().withdraw()
+    question.current.get().withdraw()
     try:
         if output.exists() and not output.is_file() and not output.is_dir():
             with output.open("wb") as file:
@@ -119,7 +116,8 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
     except OSError as error:
-        raise _write_error(output, error) from None
+        reason = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
+        raise InputError(f"{output}: cannot be written: {reason}; name another file") from None
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -141,7 +139,7 @@ def notify(message: str) -> None:
     from tracekit.model import escaping
 
     line = _without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n")
-    question.current().prints(STDERR, line)
+    question.current.get().prints(STDERR, line)
     sys.stderr.write(line)
     sys.stderr.flush()
 
@@ -157,7 +155,7 @@ class ProgressBar:
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
         self._task: TaskID | None = None
         self._done = 0
 
@@ -178,18 +176,19 @@ class ProgressBar:
         self._show("inspecting files", done, total)
 
     def _show(self, what: str, done: int, total: int) -> None:
-        if self._progress is None:
+        if self.progress is None:
             if not sys.stderr.isatty() or time.monotonic() - self._began_s < _DELAY_S:
                 return
-            self._progress, self._task = _progress()
-        assert self._task is not None
-        self._progress.update(self._task, description=what, completed=done, total=total)
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+            title = TextColumn("{task.description}", markup=False)
+            columns = (title, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.progress.start()
+            self._task = self.progress.add_task("", total=None)
+        assert self._task is not None
+        self.progress.update(self._task, description=what, completed=done, total=total)
 
 
 @contextlib.contextmanager
@@ -199,7 +198,8 @@ def progress() -> Iterator[ProgressBar]:
     try:
         yield bar
     finally:
-        bar.close()
+        if bar.progress is not None:
+            bar.progress.stop()
 
 
 def _without_ci_commands(text: str) -> str:
@@ -209,23 +209,3 @@ def _without_ci_commands(text: str) -> str:
     from tracekit.model import escaping
 
     return escaping.without_commands(text)
-
-
-def _progress() -> "tuple[Progress, TaskID]":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    progress.start()
-    return progress, progress.add_task("", total=None)
-
-
-def _write(text: str, output: Path) -> None:
-    with atomic_file(output) as file:
-        file.write(text.encode())
-
-
-def _write_error(output: Path, error: OSError) -> InputError:
-    reason = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
-    return InputError(f"{output}: cannot be written: {reason}; name another file")

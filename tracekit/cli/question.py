@@ -1,6 +1,6 @@
 """Questions: a command on unchanged input prints what it printed before, without importing tables and rules.
 
-A command states what it reads where it reads it (`current().reads`). One that reads or writes anything else withdraws
+A command states what it reads where it reads it (`Question.reads`). One that reads or writes anything else withdraws
 its answer.
 
 The key of a stored answer has the words of the command and all that shapes output around it: the current folder with
@@ -160,25 +160,21 @@ class Question:
             DiskCache.of_user("answers").put(_key(self._context), partial(_write, answer, self._inputs))
 
 
-_current: ContextVar[Question] = ContextVar("question", default=Question())  # noqa: B039  # it stores nothing
-
-
-def current() -> Question:
-    """The question that this process answers; one that stores nothing where there is none."""
-    return _current.get()
+current: ContextVar[Question] = ContextVar("question", default=Question())  # noqa: B039  # it stores nothing
+"""The question that this process answers; one that stores nothing where there is none."""
 
 
 @contextmanager
 def current_question(question: Question) -> Iterator[None]:
     """Make a question the current one. Its answer is stored when the command exits."""
-    token = _current.set(question)
+    token = current.set(question)
     try:
         yield
     except SystemExit as leaving:
         question.store(leaving.code or 0)
         raise
     finally:
-        _current.reset(token)
+        current.reset(token)
 
 
 def state_of(source: Input) -> State | None:
@@ -245,8 +241,8 @@ def _installed_packages() -> Iterator[str]:
             yield f"{place}/{name}/entry_points.txt"
 
 
-def _state(states: "FileStates", *others: object) -> State:
-    return State(json.dumps([states.stamp, *others]), states.touched_ns)
+def _state(states: "FileStates", *contexts: object) -> State:
+    return State(json.dumps([states.stamp, *contexts]), states.touched_ns)
 
 
 def _key(context: State) -> str:

@@ -79,7 +79,6 @@ def repeated_command(words: Sequence[str]) -> RepeatedCommand | None:
 
 
 def _texts(values: Mapping[str, Any], part: Any) -> list[str]:
-    """Return the values of an argument or option as words."""
     value = values.get(part.name)
     if value is None:
         return []

@@ -108,14 +108,14 @@ def _note(path: str, *, cache: bool) -> None:
     from tracekit.ingest import readers
 
     if not cache:
-        question.current().withdraw()
-    question.current().reads(Input(Kind.RUN, path, readers.companion_suffixes()))
+        question.current.get().withdraw()
+    question.current.get().reads(Input(Kind.RUN, path, readers.companion_suffixes()))
 
 
 def _require_all_read(run: "Run") -> None:
     """Store no answer on a run without one of its traces, which may be readable the next time."""
     if "unreadable" in run.data_quality["kind"]:
-        question.current().withdraw()
+        question.current.get().withdraw()
 
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from tracekit.cli import question, rule_names, settings_file
+from tracekit.cli import question, settings_file
 from tracekit.cli.question import Input, Kind
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
@@ -95,11 +95,11 @@ def resolve(
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
     file = path or settings_file.find_file(Path.cwd())
     if file is not None:
-        question.current().reads(Input(Kind.FILE, str(file)))
+        question.current.get().reads(Input(Kind.FILE, str(file)))
     config = with_settings(read(file, catalog) if file else CheckSettings(), assignments, catalog)
     selected = tuple(name.strip() for names in select for name in names.split(",") if name.strip())
     if any(ignore.until for ignore in config.ignore):
-        question.current().reads(Input(Kind.DAY))
+        question.current.get().reads(Input(Kind.DAY))
     return replace(
         config,
         select=selected or config.select,
@@ -134,7 +134,7 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
         if not (has_value and has_field):
             raise ConfigError(f"--set {setting}: expected CODE.field=value, such as COMM001.max_exposed_ratio=0.3")
         where = f"--set {setting}"
-        rule = rule_names.find(code, catalog, where)
+        rule = settings_file.find_rule(code, catalog, where)
         values = _thresholds(rule, {key.strip(): text.strip()}, where, is_text=True)
         thresholds.setdefault(rule.code, {}).update(values)
     return replace(config, thresholds=thresholds)
@@ -142,8 +142,14 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
 
 def configured_rules(config: CheckSettings, catalog: Catalog) -> tuple[Rule, ...]:
     """Return the selected rules with their thresholds set. Raises ConfigError where a selection matches no rule."""
-    rule_names.require_matches(config.select, catalog)
-    rules = [rule for rule in catalog if not config.select or any(rule_names.matches(p, rule) for p in config.select)]
+    for pattern in config.select:
+        if not any(settings_file.is_rule_named(pattern, rule) for rule in catalog):
+            raise ConfigError(settings_file.unknown_rule(pattern, catalog))
+    rules = [
+        rule
+        for rule in catalog
+        if not config.select or any(settings_file.is_rule_named(p, rule) for p in config.select)
+    ]
     return tuple(rule(**config.thresholds.get(rule.code, {})) for rule in rules)
 
 
@@ -174,7 +180,7 @@ def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *,
     rules = {rule.code: rule for rule in catalog}
     for ignore in ignores:
         rule = rules.get(finding.code)
-        is_named = ignore.code == finding.id or (rule is not None and rule_names.matches(ignore.code, rule))
+        is_named = ignore.code == finding.id or (rule is not None and settings_file.is_rule_named(ignore.code, rule))
         if is_named and not is_expired(ignore, today):
             return ignore
     return None
@@ -194,12 +200,12 @@ def _until(day: date | None) -> str:
 
 def _from_file(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings:
     for pattern in file.select:
-        rule_names.require(pattern, catalog, f"{path}: select")
+        settings_file.require_rule(pattern, catalog, f"{path}: select")
     for number, ignore in enumerate(file.ignore):
-        rule_names.require(ignore.code, catalog, f"{path}: ignore[{number}]")
+        settings_file.require_rule(ignore.code, catalog, f"{path}: ignore[{number}]")
     thresholds: dict[str, dict[str, Threshold]] = {}
     for code, table in file.rules.items():
-        rule = rule_names.find(code, catalog, f"{path}: rules.{code}")
+        rule = settings_file.find_rule(code, catalog, f"{path}: rules.{code}")
         thresholds.setdefault(rule.code, {}).update(_thresholds(rule, table, f"{path}: rules.{code}"))
     try:
         fail_on = _parse_key("fail_on", parse_fail_on, file.fail_on)

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,10 @@ from msgspec import Meta
 from tracekit.conventions import devices
 from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracekit.rules.documents import RuleDocument
+    from tracekit.rules.rule import Rule
 
 FILE = "tracekit.toml"
 PROJECT_FILE = "pyproject.toml"
@@ -37,6 +41,9 @@ class DeviceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_int8_tflops: PositiveNumber | None = None
     memory_gb_per_s: PositiveNumber | None = None
     link_gb_per_s: PositiveNumber | None = None
+
+
+R = TypeVar("R", bound="type[Rule] | RuleDocument")
 
 
 def find_file(folder: Path) -> Path | None:
@@ -163,7 +170,6 @@ def _message(problem: str, key: str, value: object, names: Sequence[str]) -> str
 
 
 def _value_at(value: Any, key: str) -> object:
-    """Return the value of a key such as ``ignore[0].until``."""
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", key):
         value = value[name or int(index)]
     return value
@@ -179,3 +185,46 @@ def suggestion(names: Iterable[str], word: str) -> str:
     if close:
         return f"did you mean {close[0]}?"
     return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit rules lists them all"
+
+
+def find_rule_of_finding(name: str, catalog: Sequence[R]) -> R:
+    """Return the rule of a code, a name or a finding's id. Raises ConfigError with the nearest match."""
+    code = name.partition("-")[0]
+    return find_rule(code if any(code == rule.code for rule in catalog) else name, catalog)
+
+
+def find_rule(pattern: str, catalog: Sequence[R], where: str = "") -> R:
+    """Return the rule of a code or a name. Raises ConfigError, which starts with `where`, with the nearest match."""
+    for rule in catalog:
+        if pattern in (rule.code, rule.name()):
+            return rule
+    start = f"{where}: " if where else ""
+    if family := [rule.code for rule in catalog if is_rule_named(pattern, rule)]:
+        raise ConfigError(f"{start}{pattern} is a family of rules: name one of {', '.join(family)}")
+    raise ConfigError(f"{start}no rule is called {pattern!r}: {suggestion(_names(catalog), pattern)}")
+
+
+def is_rule_named(pattern: str, rule: "type[Rule] | RuleDocument") -> bool:
+    """Return whether a rule has this code, name or family."""
+    return pattern in (rule.code, rule.name(), _family(rule))
+
+
+def require_rule(pattern: str, catalog: "Sequence[type[Rule] | RuleDocument]", where: str) -> None:
+    """Raise ConfigError if no rule has this code, name or family, or the code of this finding id."""
+    patterns = {pattern, pattern.partition("-")[0]}
+    if not any(is_rule_named(name, rule) for name in patterns for rule in catalog):
+        raise ConfigError(f"{where}: {unknown_rule(pattern, catalog)}")
+
+
+def unknown_rule(pattern: str, catalog: "Sequence[type[Rule] | RuleDocument]") -> str:
+    """Message that no rule has this code, name or family, with the nearest match."""
+    families = dict.fromkeys(map(_family, catalog))
+    return f"no rule is called {pattern!r}: {suggestion([*families, *_names(catalog)], pattern)}"
+
+
+def _family(rule: "type[Rule] | RuleDocument") -> str:
+    return rule.code.rstrip("0123456789")
+
+
+def _names(catalog: "Sequence[type[Rule] | RuleDocument]") -> list[str]:
+    return [text for rule in catalog for text in (rule.code, rule.name())]

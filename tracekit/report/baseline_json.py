@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import polars as pl
 from msgspec import Meta, Struct
 
 from tracekit.analysis.compute import step_charges
 from tracekit.errors import InputError
+from tracekit.model import units
 from tracekit.regression.baseline import (
     MAX_RECORDINGS,
     SCHEMA,
@@ -26,7 +28,10 @@ from tracekit.regression.baseline import (
     Plain,
     Recording,
 )
-from tracekit.regression.samples import SAMPLE_COLUMNS
+from tracekit.regression.metrics import compared_metrics
+from tracekit.regression.samples import SAMPLE_COLUMNS, job_samples
+from tracekit.report import phrases
+from tracekit.report.document import Cells, Document, Emphasis, heading, line
 from tracekit.rules.rule import Severity
 
 MAX_BASELINE_BYTES = 64 << 20
@@ -150,6 +155,24 @@ def read(path: Path) -> Baseline:
     return Baseline(document.name, fingerprint, recordings, document.tool_version)
 
 
+def document(baseline: Baseline) -> Document:
+    """What ran, the findings and the metrics of a baseline's recordings."""
+    recordings = units.count(len(baseline.recordings), "recording")
+    facts = tuple((name, str(value)) for name, value in baseline.fingerprint.items())
+    findings = Cells(("", "", "", "of time"), _findings(baseline), indent=2)
+    return Document(
+        (
+            [line((baseline.name, Emphasis.STRONG), f"  {recordings}")],
+            [heading("What ran"), Cells(("", ""), facts, indent=2)],
+            [heading("Findings"), findings],
+            [
+                heading("Metrics", "  the median of each recording"),
+                Cells(("", "mean", "least", "most"), _metrics(baseline), (1, 2, 3), indent=2),
+            ],
+        )
+    )
+
+
 def _check_schema(path: Path, schema: str | None) -> None:
     if schema != SCHEMA:
         stated = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
@@ -263,3 +286,22 @@ def _read_series(
                 if name in rows:
                     rows[name] += [key] * len(own_steps)
     return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])
+
+
+def _findings(baseline: Baseline) -> tuple[tuple[str, ...], ...]:
+    rows = []
+    for name, findings in baseline.known_findings.items():
+        worst = max(findings, key=lambda finding: (finding.severity, finding.impact))
+        rows.append((worst.severity.label, phrases.rule_name(worst.code), name, phrases.share_or_size(worst)))
+    return tuple(rows) or (("none", "", "", ""),)
+
+
+def _metrics(baseline: Baseline) -> tuple[tuple[str, ...], ...]:
+    recordings = [job_samples(recording.samples) for recording in baseline.recordings]
+    rows = []
+    for metric in compared_metrics():
+        medians = [float(np.median(samples[metric.key])) for samples in recordings if metric.key in samples]
+        if medians:
+            values = [float(np.mean(medians)), min(medians), max(medians)]
+            rows.append((metric.label, *(metric.text(value) for value in values)))
+    return tuple(rows)

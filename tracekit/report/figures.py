@@ -64,19 +64,19 @@ def draw(run: Run, name: str) -> RunFigure:
     """Figure of a run by its name in FIGURES. Raises InputError for another name, or where the run has no such data."""
     if name not in FIGURES:
         raise InputError(f"{name}: no such figure{did_you_mean(name, FIGURES)}; the figures are {', '.join(FIGURES)}")
-    drawn = FIGURES[name](run)
-    if drawn is None:
+    figure = FIGURES[name](run)
+    if figure is None:
         raise InputError(f"{run.name}: nothing to draw in the figure {name}: the run has no such data")
-    return drawn
+    return figure
 
 
 def of_report(report: Report, run: Run) -> Iterator[tuple[str, RunFigure]]:
     """Figures of a report, by name, with the evidence of its findings: those of REPORTED that the run has data for."""
     for name in REPORTED:
         draw_figure = partial(timeline, findings=report.findings) if name == "timeline" else FIGURES[name]
-        drawn = draw_figure(run)
-        if drawn is not None:
-            yield name, drawn
+        figure = draw_figure(run)
+        if figure is not None:
+            yield name, figure
 
 
 # Time ----------------------------------------------------------------------------------------------------------------
@@ -347,38 +347,38 @@ def _is_on(device: int | None) -> pl.Expr:
 
 def snapshot(run: Run) -> RunFigure | None:
     """Memory over the history of the first memory snapshot, by op and source line."""
-    shown = _first_snapshot(run)
-    if shown is None or shown.over_time.is_empty():
+    tables = _first_snapshot(run)
+    if tables is None or tables.over_time.is_empty():
         return None
-    caption = f"Memory of device {shown.device} on rank {shown.rank}, by the op and source line that allocated it."
-    return RunFigure("Allocated memory in the snapshot's history", caption, charts.memory_over_time(shown.over_time))
+    caption = f"Memory of device {tables.device} on rank {tables.rank}, by the op and source line that allocated it."
+    return RunFigure("Allocated memory in the snapshot's history", caption, charts.memory_over_time(tables.over_time))
 
 
 def memory_categories(run: Run) -> RunFigure | None:
     """What memory is for at the peak of the first memory snapshot: parameters, gradients, activations, …."""
-    shown = _first_snapshot(run)
-    if shown is None or not snapshot_facts.has_known_category(shown.at_peak):
+    tables = _first_snapshot(run)
+    if tables is None or not snapshot_facts.has_known_category(tables.at_peak):
         return None
     caption = (
-        f"What memory of device {shown.device} on rank {shown.rank} is for, at the peak of the snapshot's history."
+        f"What memory of device {tables.device} on rank {tables.rank} is for, at the peak of the snapshot's history."
     )
-    return RunFigure("Categories of memory at the peak", caption, charts.memory_categories(shown.at_peak))
+    return RunFigure("Categories of memory at the peak", caption, charts.memory_categories(tables.at_peak))
 
 
 def segments(run: Run) -> RunFigure | None:
     """Memory that the allocator has reserved at the first memory snapshot, in address order."""
-    shown = _first_snapshot(run)
-    if shown is None:
+    tables = _first_snapshot(run)
+    if tables is None:
         return None
     caption = (
-        f"Memory that the allocator of rank {shown.rank} has reserved on device {shown.device} at the snapshot, in "
+        f"Memory that the allocator of rank {tables.rank} has reserved on device {tables.device} at the snapshot, in "
         "address order. Each pool starts on its own line; a tick marks the end of a segment."
     )
-    return RunFigure("Device memory at the snapshot", caption, charts.segment_map(shown.segments))
+    return RunFigure("Device memory at the snapshot", caption, charts.segment_map(tables.segments))
 
 
 @dataclass(frozen=True, eq=False)
-class _ShownSnapshot:
+class _SnapshotTables:
     rank: int
     device: int
     over_time: pl.DataFrame
@@ -387,7 +387,7 @@ class _ShownSnapshot:
 
 
 @memoize
-def _first_snapshot(run: Run) -> _ShownSnapshot | None:
+def _first_snapshot(run: Run) -> _SnapshotTables | None:
     """Tables of the first memory snapshot. None without one, or if it is larger than what is read by default."""
     for file in snapshot_files.first_files(run)[:1]:
         try:
@@ -397,13 +397,13 @@ def _first_snapshot(run: Run) -> _ShownSnapshot | None:
     return None
 
 
-def _played_snapshot(read: MemorySnapshot, rank: int) -> _ShownSnapshot:
+def _played_snapshot(read: MemorySnapshot, rank: int) -> _SnapshotTables:
     events = read.events["device"]
     device = max(read.devices, default=0, key=lambda device: int((events == device).sum()))
     history, outcome = memory_usage.play_history(playback.from_snapshot(read, device))
     over_time = snapshot_facts.over_time(read, history, outcome)
     at_peak = snapshot_facts.categories_at_peak(read, history, outcome)
-    return _ShownSnapshot(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))
+    return _SnapshotTables(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -60,9 +60,9 @@ def _sections(hang: Diagnosis) -> Iterator[Section]:
 
 
 def _culprits(hang: Diagnosis) -> Iterator[Section]:
-    shown = hang.culprits[:_MOST_CULPRITS]
-    for culprit in shown:
-        rest = _more(len(hang.culprits) - _MOST_CULPRITS, "more") if culprit is shown[-1] else []
+    culprits = hang.culprits[:_MOST_CULPRITS]
+    for culprit in culprits:
+        rest = _more(len(hang.culprits) - _MOST_CULPRITS, "more") if culprit is culprits[-1] else []
         yield [line((f"Rank {culprit.rank}", Emphasis.STRONG), f" {culprit.reason}"), *items(culprit.evidence), *rest]
 
 

@@ -333,7 +333,6 @@ def _of(report: Report, *families: str) -> list[Finding]:
 
 
 def _waiting(states: pl.DataFrame) -> str:
-    """Return for which rank, and in which collective, most of the waiting is."""
     waits = states.filter(pl.col("state") == rank_timelines.WAITING)
     peers = (
         waits.group_by("peer_rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "peer_rank", descending=[True, False])

@@ -1,15 +1,22 @@
 """Report -> one HTML page with its scripts and figures inside, so that it can be mailed or archived."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io
+from plotly.offline import get_plotlyjs
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, schema, units
 from tracekit.model.run import Run
 from tracekit.regression.gate import CheckResult
-from tracekit.report import charts, figures, html_fragments, html_page, phrases
+from tracekit.report import charts, figures, html_fragments, phrases
 from tracekit.report.ci import results
 from tracekit.report.figures import RunFigure
 from tracekit.rules.rule import Report
@@ -38,7 +45,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
         for number, (report, run) in enumerate(reports)
     ]
     names = results.unique_names([run.name for _, run in reports])
-    return _page(
+    return _report_page(
         title=", ".join(run.name for _, run in reports),
         links=[(f"run{number}-top", name) for number, name in enumerate(names)] if several else [],
         top_figures=_mean_steps(names, [run for _, run in reports]) if several else {},
@@ -55,16 +62,64 @@ def as_fragment(report: Report, run: Run) -> str:
 def render_figure(figure: go.Figure, title: str) -> str:
     """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
     figure = figure if figure.layout.title.text else charts.with_title(figure, title)
-    return _page(title=title, links=[], top_figures={"only": RunFigure(title, "", figure)}, sections=[], version="")
+    return _report_page(
+        title=title, links=[], top_figures={"only": RunFigure(title, "", figure)}, sections=[], version=""
+    )
 
 
-def _page(*, title: str, top_figures: Mapping[str, RunFigure], sections: list[dict[str, Any]], **values: Any) -> str:
+def page(
+    template: str,
+    *,
+    title: str,
+    figures: Mapping[str, go.Figure],
+    modules: Sequence[str] = (),
+    packed: Mapping[str, bytes] | None = None,
+    styles: Sequence[str] = (),
+    version: str = "",
+    **values: object,
+) -> str:
+    """Return a page from a template that extends base.html.j2.
+
+    `figures` are drawn in the elements ``figure-NAME``. `modules` are scripts that run as modules; `packed` is gzip
+    data that they find as text in base64 by the id of its element. `styles` are assets added to the style sheet.
+    """
+    # Base64 has no character that could end a script element.
+    texts = {name: base64.b64encode(data).decode() for name, data in (packed or {}).items()}
+    scripts = []
+    if figures:
+        texts["plotly"] = _plotly_text()
+        scripts = [escaping.asset("inflate.js") + escaping.asset("page.js")]
+    hashes = [*map(_hash, (*scripts, *modules)), *([_plotly_hash()] if figures else [])]
+    return escaping.page(
+        template,
+        policy=f"default-src 'none'; script-src {' '.join(hashes)}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'",
+        style=html_fragments.style() + escaping.asset("page.css") + "".join(map(escaping.asset, styles)),
+        title=title,
+        figures={name: json.loads(plotly.io.to_json(figure)) for name, figure in figures.items()},
+        config=charts.CONFIG,
+        packed=texts,
+        scripts=scripts,
+        modules=modules,
+        version=version,
+        **values,
+    )
+
+
+def figure_bytes(figures: Iterable[go.Figure]) -> list[int]:
+    """Size of each figure on a page, in bytes."""
+    return [len(plotly.io.to_json(figure).encode()) for figure in figures]
+
+
+def _report_page(
+    *, title: str, top_figures: Mapping[str, RunFigure], sections: list[dict[str, Any]], **values: Any
+) -> str:
     figures_by_id = {name: top_figure.figure for name, top_figure in top_figures.items()}
     for section in sections:
         for name, section_figure in section["figures"].items():
             figure = charts.with_title(section_figure.figure, f"{section['name']} · {section_figure.heading}")
             figures_by_id[f"{section['prefix']}{name}"] = figure
-    return html_page.render(
+    return page(
         "page.html.j2",
         title=f"{title} · tracekit report",
         figures=figures_by_id,
@@ -97,3 +152,17 @@ def _section(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
         "notes": report.notes,
         "inputs": escaping.html_table(("file", "size", "SHA-256"), inputs, right=(False, True, False)),
     }
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+@functools.cache
+def _plotly_text() -> str:
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+@functools.cache
+def _plotly_hash() -> str:
+    return _hash(get_plotlyjs())

@@ -13,7 +13,7 @@ _EARLIER = "(allocated earlier, or without a stack)"
 
 
 def document(usage: MemoryUsage) -> Document:
-    """Peaks, live blocks at the peak, churn, and the replay and what changed where they were asked for."""
+    """Peaks, live blocks at the peak, churn, the replay, and what changed since another run or snapshot."""
     return Document((_headlines(usage), *_tables(usage)), values=_values(usage))
 
 
@@ -101,7 +101,6 @@ def _limit(oom: OutOfMemoryEvent) -> str:
 
 
 def _growth(oom: OutOfMemoryEvent) -> list[str]:
-    """Return a sentence on what grows from step to step."""
     return [
         f"Memory grows by {units.size(row['step_bytes'])} a step: {row['op']} requested it in each of the last "
         f"{row['steps']} steps, and it was not freed; that is {units.size(row['bytes'])}."

@@ -47,8 +47,12 @@ def cannot_judge(report: Report) -> str | None:
 
 def severity_counts(findings: Sequence[Finding]) -> str:
     """Number of findings of each severity: "1 error, 2 warnings, 3 info"."""
-    counts = [(severity, sum(f.severity is severity for f in findings)) for severity in sorted(Severity)[::-1]]
-    return ", ".join(_of_severity(number, severity) for severity, number in counts if number) or "No rule fired"
+    parts = []
+    for severity in sorted(Severity)[::-1]:
+        number = sum(finding.severity is severity for finding in findings)
+        text = f"{number} {severity.label}" if severity is Severity.INFO else units.count(number, severity.label)
+        parts += [text] if number else []
+    return ", ".join(parts) or "No rule fired"
 
 
 def subtitle(run: Run) -> str:
@@ -69,7 +73,9 @@ def rule_name(code: str) -> str:
 def cost(finding: Finding) -> str:
     """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
     parts = [f"{share_or_size(finding)} of {time_noun(finding)}"] if finding.impact else []
-    parts += [saving(finding) + _per_step(finding)] if finding.cost_ns else []
+    per_step = " an iteration" if finding.is_of_iterations else " a step"
+    per_step = "" if finding.is_of_window else per_step
+    parts += [saving(finding) + per_step] if finding.cost_ns else []
     parts += [units.size(finding.cost_bytes)] if finding.cost_bytes else []
     return " · ".join(parts)
 
@@ -134,15 +140,5 @@ def _rule_names() -> Mapping[str, str]:
     return {rule.code: rule.name() for rule in reversed(all_rules())}
 
 
-def _per_step(finding: Finding) -> str:
-    if finding.is_of_window:
-        return ""
-    return " an iteration" if finding.is_of_iterations else " a step"
-
-
 def _up_to(finding: Finding | KnownFinding) -> str:
     return "up to " if isinstance(finding, Finding) and finding.is_upper_bound else ""
-
-
-def _of_severity(number: int, severity: Severity) -> str:
-    return f"{number} {severity.label}" if severity is Severity.INFO else units.count(number, severity.label)

@@ -12,7 +12,7 @@ from tracekit import conventions
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.model.run import Run
-from tracekit.report import headlines, html_fragments, html_page, phrases, rank_rows, timeline
+from tracekit.report import headlines, html, html_fragments, phrases, rank_rows, timeline
 from tracekit.report.timeline_view import embedding, message, range_tables
 from tracekit.report.timeline_view.embedding import Embedded, PageState
 from tracekit.rules.rule import Report
@@ -106,7 +106,7 @@ def render(view: SharedView) -> str:
     parts, left_out = _fitting(view.parts)
     figures = {part.name: part.figure for part in parts if isinstance(part, Figure)}
     timelines = [part for part in parts if isinstance(part, Embedded)]
-    return html_page.render(
+    return html.page(
         "shared_view.html.j2",
         title=f"{view.page} · {view.run} · tracekit",
         figures=figures,
@@ -202,9 +202,7 @@ def embed_scene(
 def _fitting(parts: Sequence[Part]) -> tuple[list[Part], list[str]]:
     """Return the parts without the largest figures beyond the limit, and a note on each that is left out."""
     figures = [part for part in parts if isinstance(part, Figure)]
-    sizes = dict(
-        zip((part.name for part in figures), html_page.figure_bytes(part.figure for part in figures), strict=True)
-    )
+    sizes = dict(zip((part.name for part in figures), html.figure_bytes(part.figure for part in figures), strict=True))
     rest = sum(_size(part) for part in parts) + _FIXED_BYTES + _PLOTLY_BYTES * bool(figures)
     left_out = list(_too_large(sizes, MAX_BYTES - rest))
     fitting = [part for part in parts if not (isinstance(part, Figure) and part.name in left_out)]

@@ -48,6 +48,12 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
     return render_text.render_several(_findings_by_run(reports), documents, width=width, color=color)
 
 
+def render_gates(gates: Sequence[CheckResult], *, width: int = WIDTH, color: bool = False) -> str:
+    """Return the verdicts on runs, each with its report."""
+    documents = map(gate_document, gates)
+    return "\n".join(render_text.render(verdict, width=min(width, MAX_WIDTH), color=color) for verdict in documents)
+
+
 def document(report: Report, run: Run) -> Document:
     """The verdict, where the time goes, each finding with the first rows of its evidence, and the notes."""
     findings, cannot_judge = report.findings, report.cannot_judge

@@ -68,7 +68,7 @@ def as_html(answers: WhatIf) -> str:
 
 
 def worth(answer: Answer) -> dict[str, str]:
-    """Return what a saving is worth per day of training, by label; {} on CPUs."""
+    """GPU-hours and money that a saving is worth per day of training, by label; {} on CPUs."""
     values = {"GPU-hours per day": answer.gpu_hours_per_day, "worth per day": answer.per_day}
     return {label: f"{value:,.{row + 1}f}" for row, (label, value) in enumerate(values.items()) if value is not None}
 

@@ -7,7 +7,7 @@ from tests.support import drawn_kernels, drawn_traces
 from tests.support.drawn_kernels import Kernel
 from tracekit.analysis.compute import kernel_sequences
 from tracekit.errors import ConfigError
-from tracekit.report import kernels, query_rows
+from tracekit.report import query_rows, summary_tables
 from tracekit.report.render import text
 
 A, B, C = (Kernel(f"aten::{name}", us, name=f"{name}_kernel") for name, us in (("a", 2), ("b", 3), ("c", 4)))
@@ -44,7 +44,7 @@ def test_sequences_of_ranks_are_summed_and_counted_per_step():
         "a_kernel",
         "b_kernel",
     ]
-    shown = text.render(kernels.sequences(kernel_sequences.by_sequence(run, 2), 5), width=100)
+    shown = text.render(summary_tables.sequences(kernel_sequences.by_sequence(run, 2), 5), width=100)
     assert "a_kernel → b_kernel" in shown
 
 
@@ -66,4 +66,4 @@ def test_a_length_that_is_no_sequence_is_an_error(longest):
 def test_nothing_that_recurs_is_said_so():
     assert kernel_sequences.kernel_sequences(drawn_kernels.trace(A, steps=1)).is_empty()
     empty = kernel_sequences.by_sequence(drawn_kernels.run(A), 4)
-    assert "No sequence of kernels occurs twice" in text.render(kernels.sequences(empty, 5), width=100)
+    assert "No sequence of kernels occurs twice" in text.render(summary_tables.sequences(empty, 5), width=100)

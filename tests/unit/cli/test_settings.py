@@ -10,8 +10,8 @@ import pytest
 
 from tests.support import drawn_traces
 from tests.support.wording import Wording
-from tracekit.cli import rule_names, settings_file
 from tracekit.cli import settings as config
+from tracekit.cli import settings_file
 from tracekit.cli.settings import CheckSettings, Ignore
 from tracekit.conventions import devices
 from tracekit.conventions.devices import DeviceOverride
@@ -289,9 +289,9 @@ def test_ignored_findings_are_removed_and_noted(wording: Wording) -> None:
 
 @pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
 def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
-    assert rule_names.find_by_finding(name, CATALOG) is SlowStart
+    assert settings_file.find_rule_of_finding(name, CATALOG) is SlowStart
 
 
 def test_a_rule_that_is_not_there_is_not_found(wording: Wording) -> None:
     with wording.raises(ConfigError):
-        rule_names.find_by_finding("slow-strat", CATALOG)
+        settings_file.find_rule_of_finding("slow-strat", CATALOG)

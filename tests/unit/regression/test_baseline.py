@@ -17,7 +17,6 @@ from tracekit.errors import InputError, NotComparableError
 from tracekit.regression import baseline as baselines
 from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, Recording
 from tracekit.regression.samples import SAMPLE_COLUMNS
-from tracekit.report import baseline as baseline_report
 from tracekit.report import baseline_json as saved
 from tracekit.report.render import text as render_text
 
@@ -220,7 +219,7 @@ def test_a_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_baseline_is_shown_as_text() -> None:
-    text = render_text.render(baseline_report.document(drawn()), width=100)
+    text = render_text.render(saved.document(drawn()), width=100)
     assert "1 recording" in text
     assert "model.layers" in text
     assert "exposed-communication" in text

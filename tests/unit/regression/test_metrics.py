@@ -22,7 +22,6 @@ from tracekit.regression.history.entry import history_entry
 from tracekit.regression.metrics import METRICS, all_metrics
 from tracekit.regression.samples import run_samples
 from tracekit.regression.thresholds import Thresholds, parse_limit
-from tracekit.report import baseline as baseline_report
 from tracekit.report import baseline_json, comparison, text
 from tracekit.report import json as report_json
 from tracekit.report.charts import many_runs
@@ -81,7 +80,7 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
     baseline = sample_baselines.baseline(Recording.of(run), fingerprint={"device": "cpu"})
     path = tmp_path / "main.json"
     path.write_text(baseline_json.render(baseline))
-    assert "activities per step" in render_text.render(baseline_report.document(baseline_json.read(path)), width=120)
+    assert "activities per step" in render_text.render(baseline_json.document(baseline_json.read(path)), width=120)
     result = checks.judge(report, None, baseline=baseline, allow_different=True)
     assert result.comparison is not None
     assert plugin in [each.metric for each in result.comparison.changes]

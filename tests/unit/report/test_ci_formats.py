@@ -29,7 +29,7 @@ from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
 from tracekit.report import html, html_fragments
 from tracekit.report import json as report_json
-from tracekit.report.ci import codequality, comment, github, junit, sarif, text_charts
+from tracekit.report.ci import codequality, comment, github, junit, sarif
 from tracekit.report.ci.code_locations import Checkout
 from tracekit.report.render import markdown
 from tracekit.rules import engine
@@ -69,8 +69,8 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_appear_in_every_format(tm
     log = json.loads(sarif.render(gates, Checkout(tmp_path)))
     located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
-    for ci_format in (codequality, github, comment, junit):
-        ci_format.render(gates, Checkout(tmp_path)).encode()
+    for render in (codequality.render, github.render, comment.render, junit.render):
+        render(gates, Checkout(tmp_path)).encode()
     document = json.loads(report_json.render(report, report.run).encode())
     assert document["run"]["name"] == "run?"
     saved_baselines.render(baseline.of_reports([(report, report.run)])).encode()
@@ -440,12 +440,12 @@ def test_a_comment_has_a_name_that_hides(key: str, wording: Wording) -> None:
 def test_bars_are_as_long_as_the_times_they_show() -> None:
     comparison = sample_gates.with_baseline().comparison
     assert comparison is not None
-    rows = [re.split(r" {2,}", line) for line in text_charts.before_and_now(comparison).splitlines()]
+    rows = [re.split(r" {2,}", line) for line in comment.before_and_now(comparison).splitlines()]
     step = [len(re.findall("█", " ".join(row))) for row in rows[:2]]
-    assert step == [27, text_charts.WIDTH]  # 10 ms and 13 ms, give or take
+    assert step == [27, comment.WIDTH]  # 10 ms and 13 ms, give or take
 
 
 def test_the_parts_of_a_bar_are_the_shares_of_the_step() -> None:
-    first, *_, legend = text_charts.by_rank(sample_gates.findings_only().report.run).splitlines()
+    first, *_, legend = comment.by_rank(sample_gates.findings_only().report.run).splitlines()
     assert [first.count(letter) for letter in "█▓░"] == [22, 7, 4]  # of 50 ms: 30, 10 and 5
     assert legend == "█ compute 60.0%  ▓ exposed communication 20.0%  ▒ copy 10.0%  ░ idle 10.0%"

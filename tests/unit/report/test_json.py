@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import drawn_traces, sample_report
 from tracekit.analysis.time import breakdown
-from tracekit.cli.formats import ReportFormat, ReportOptions
+from tracekit.cli.commands.check import ReportFormat, ReportOptions
 from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.model.source import LoadedTraces, Measured, Source, Threads

@@ -30,14 +30,14 @@ def cache(
     from tracekit.model import units
 
     caches = {kind: DiskCache.of_user(kind) for kind in KINDS}
-    sizes = {kind: kept.size_bytes() for kind, kept in caches.items()}
+    sizes = {kind: disk_cache.size_bytes() for kind, disk_cache in caches.items()}
     store = caches["traces"]
     if store.folder == NOWHERE:
         raise InputError("there is no home directory for a cache; set TRACEKIT_CACHE_DIR to a folder")
     if action is Action.PATH:
         output.emit(f"{store.folder}\n")
     elif action is Action.CLEAR:
-        output.emit(f"freed {units.size(sum(kept.clear() for kept in caches.values()))}\n")
+        output.emit(f"freed {units.size(sum(disk_cache.clear() for disk_cache in caches.values()))}\n")
         if any(sizes.values()) and not os.access(store.folder, os.W_OK):
             raise InputError(f"{store.folder}: its files cannot be removed; check permissions")
     else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,9 +13,14 @@ import typer
 
 from tracekit.cli import output, run_loading, shared_pages
 from tracekit.cli.options import RunOptions, expand_options
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client.core import GaugeMetricFamily
+
+    from tracekit.cli.watch.rank_log import LogTail
     from tracekit.model.run import Run
 
 _ZIP_LEVEL = 2
@@ -45,6 +51,46 @@ class SelectedWork:
     def rank_numbers(self) -> list[int] | None:
         """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
         return None if self.ranks is None else parse_ranks(self.ranks)
+
+
+ADDRESS = "127.0.0.1"
+_FIRST_BYTES = 64 << 10
+_MAX_VALUE = 1e300
+
+
+class LatestMetrics:
+    """The latest numbers of each rank's metrics log, read on as the logs grow; what prometheus_client collects from."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start at the end of the logs. Raises InputError if the folder has none."""
+        from tracekit.report.export import step_metrics
+
+        step_metrics.logs(folder)
+        self._folder = folder
+        self._tails: dict[int, LogTail] = {}
+        self._rows: dict[int, dict[str, float]] = {}
+
+    def collect(self) -> "Iterable[GaugeMetricFamily]":
+        """Return the gauges of the latest step that has reached each log."""
+        from tracekit.cli.watch.rank_log import LogTail
+        from tracekit.report.export import step_metrics
+
+        for rank, path in step_metrics.logs(self._folder).items():
+            complete_path = path.with_name(path.name.removesuffix(".partial"))
+            tail = self._tails.setdefault(rank, LogTail(complete_path, first_bytes=_FIRST_BYTES))
+            rows = tail.read()
+            while tail.is_behind:
+                rows += tail.read()
+            if rows:
+                self._rows[rank] = {
+                    name: float(value)
+                    for name, value in rows[-1].items()
+                    if name != "rank"
+                    and isinstance(value, int | float)
+                    and not isinstance(value, bool)
+                    and abs(value) < _MAX_VALUE
+                }
+        return step_metrics.prometheus_latest(step_metrics.run_name(self._folder), self._rows)
 
 
 @expand_options
@@ -98,7 +144,7 @@ def export(
     They need no traces, and the training may still be running.
     """  # noqa: D301 click keeps the lines of a paragraph after \b
     if serve is not None:
-        _serve(source.run, serve, export_format, out)
+        _serve(Path(source.run), serve, export_format, out)
         return
     if out is None:
         raise ConfigError("--out PATH is needed, or --serve PORT with --format prometheus")
@@ -178,14 +224,27 @@ def parse_ranks(text: str) -> list[int]:
     return sorted(ranks)
 
 
-def _serve(folder: str, port: int, export_format: ExportFormat, out: Path | None) -> None:
-    from tracekit.cli import metrics_server
+def _serve(folder: Path, port: int, export_format: ExportFormat, out: Path | None) -> None:
+    """Serve the metrics at http://127.0.0.1:PORT/metrics until interrupted. Raises InputError if the port is in use."""
     from tracekit.report.export import step_metrics
 
     if out is not None or export_format not in (ExportFormat.PROMETHEUS, ExportFormat.OPENMETRICS):
         raise ConfigError("--serve is for --format prometheus, without --out")
     step_metrics.require_library()
-    metrics_server.serve(Path(folder), port)
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LatestMetrics(folder))
+    try:
+        server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
+    except OSError as error:
+        raise InputError(f"port {port}: {error.strerror}; choose another with --serve") from None
+    output.notify(f"metrics of {folder} at http://{ADDRESS}:{server.server_port}/metrics; stop with Ctrl-C")
+    try:
+        while thread.is_alive():
+            time.sleep(1)
+    except KeyboardInterrupt:
+        server.shutdown()
 
 
 def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None:
@@ -201,16 +260,10 @@ def _write_metrics(folder: Path, export_format: ExportFormat, out: Path) -> None
     else:
         step_metrics.require_library()
         is_latest = export_format is ExportFormat.PROMETHEUS
-        _write_bytes(_latest(folder) if is_latest else step_metrics.history(run, samples), out)
+        latest = step_metrics.prometheus_text(LatestMetrics(folder).collect()) if is_latest else None
+        _write_bytes(step_metrics.history(run, samples) if latest is None else latest, out)
     ranks = samples["rank"].n_unique()
     output.notify(f"{out}: {units.count(samples['name'].n_unique(), 'metric')} of {units.count(ranks, 'rank')}")
-
-
-def _latest(folder: Path) -> bytes:
-    from tracekit.cli import metrics_server
-    from tracekit.report.export import step_metrics
-
-    return step_metrics.prometheus_text(metrics_server.LatestMetrics(folder).collect())
 
 
 def _write_bytes(content: bytes, out: Path) -> None:

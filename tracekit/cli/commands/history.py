@@ -93,7 +93,6 @@ def _trained_commit(commit: str | None = None, branch: str | None = None) -> "Co
 
 
 def _entries(results: "Sequence[CheckResult]", commit: "Commit") -> "list[HistoryEntry]":
-    """Return the entries that a history stores of checked runs."""
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.history.entry import history_entry
     from tracekit.report import json

@@ -89,22 +89,22 @@ def kernels(
     """
     from tracekit.analysis.compute import kernel_sequences
     from tracekit.analysis.compute import kernels as analysis
-    from tracekit.report import kernels as report
+    from tracekit.report import summary_tables
 
     if sequences is not None and launched_by is not None:
         raise ConfigError("--sequences and --launched-by are two tables; give one of them")
     run = source.open()
     if sequences is not None:
-        table.write(kernel_sequences.by_sequence(run, sequences), report.sequences)
+        table.write(kernel_sequences.by_sequence(run, sequences), summary_tables.sequences)
         return
     if launched_by is not None:
-        table.write(kernel_sequences.by_call(run, launched_by), report.sequences)
+        table.write(kernel_sequences.by_call(run, launched_by), summary_tables.sequences)
         return
     ops = analysis.recorded_ops if eager_twin is None else _graph_ops(run, eager_twin, cache=source.cache)
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, output.split_names(by), ops=ops, on_progress=callback)
-    table.write(rows, report.document)
+    table.write(rows, summary_tables.totals)
 
 
 @expand_options
@@ -135,13 +135,13 @@ def ops(
     at least for the operations and bytes of the calls, over the time that they took.
     """
     from tracekit.analysis.host import ops as analysis
-    from tracekit.report import kernels as report
+    from tracekit.report import summary_tables
 
     run = source.open()
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.ops(run, output.split_names(by), output.split_names(kinds), on_progress=callback)
-    table.write(rows, report.document)
+    table.write(rows, summary_tables.totals)
 
 
 def _graph_ops(run: "Run", twin: str, *, cache: bool) -> "kernels_analysis.OpColumns":

@@ -118,7 +118,6 @@ def _is_snapshot(path: str) -> bool:
 
 
 def _snapshots_without_traces(path: str) -> list[tuple[int, Path]]:
-    """Return the snapshots in a folder that has no traces, each with its rank."""
     from tracekit.analysis.memory import snapshot_files
     from tracekit.ingest import files
 

@@ -10,10 +10,10 @@ from tracekit.cli.options import OutputOptions, TableOptions, expand_options
 @expand_options
 def rules(*, table: TableOptions) -> None:
     """List the rules and their thresholds."""
-    from tracekit.report import rule_catalog
+    from tracekit.report import schema_pages
     from tracekit.rules import documents
 
-    table.write(rule_catalog.document(documents.all_documents()))
+    table.write(schema_pages.rules_document(documents.all_documents()))
 
 
 @expand_options
@@ -23,8 +23,8 @@ def explain(
     result: OutputOptions,
 ) -> None:
     """Explain a rule: what it does, why it costs time, how it measures, how to fix its findings, its blind spots."""
-    from tracekit.cli import rule_names
-    from tracekit.report import rule_catalog
+    from tracekit.cli import settings_file
+    from tracekit.report import schema_pages
     from tracekit.rules import documents
 
-    result.write_text(rule_catalog.explanation(rule_names.find_by_finding(rule, documents.all_documents())))
+    result.write_text(schema_pages.explanation(settings_file.find_rule_of_finding(rule, documents.all_documents())))

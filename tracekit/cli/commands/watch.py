@@ -60,7 +60,7 @@ def watch(
     if once:
         watched.judge_pending()
         _show_once(watched, watch_format)
-    elif watch_format is Format.TEXT and _is_terminal():
+    elif watch_format is Format.TEXT and (sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")):
         _show_live(watched, interval_s or _TERMINAL_INTERVAL_S)
     else:
         _write_lines(watched, watch_format, interval_s or _LOG_INTERVAL_S)
@@ -122,10 +122,6 @@ def _follow(watched: "Watch", interval_s: float, show: Callable[[], None]) -> No
 
 
 # On a terminal -------------------------------------------------------------------------------------------------------
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
 
 def _show_live(watched: "Watch", interval_s: float) -> None:

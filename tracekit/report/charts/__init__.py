@@ -5,8 +5,7 @@ because Plotly reads a subset of HTML in labels and hovers. Backgrounds are tran
 own, so that a figure fits a light page and a dark one.
 """
 
-from tracekit.report.charts.bars import breakdown, comparison, step_times, top_bars
-from tracekit.report.charts.call_trees import difference_icicle, icicle
+from tracekit.report.charts.bars import breakdown, comparison, difference_icicle, icicle, step_times, top_bars
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.report.charts.communication import (
     ALGORITHM,
@@ -49,11 +48,22 @@ from tracekit.report.charts.parallelism import (
     pipeline_step,
     stage_balance,
 )
-from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
-from tracekit.report.charts.what_if import PATH_COLOURS, critical_path, path_parts, potential_savings, savings_by_rank
+from tracekit.report.charts.what_if import (
+    LOST,
+    PATH_COLOURS,
+    REPEATED,
+    SAVING,
+    bubbles,
+    critical_path,
+    lost_time,
+    memory_by_strategy,
+    path_parts,
+    potential_savings,
+    savings_by_rank,
+)
 
 __all__ = [
     "ALGORITHM",

@@ -169,7 +169,6 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
 
 
 def _longest(waited: pl.DataFrame, name: str) -> list[int]:
-    """Return the ranks in a column with the longest waits, in order."""
     sums = waited.drop_nulls(name).group_by(name).agg(pl.col("waited_ns").sum())
     longest = sums.sort("waited_ns", name, descending=[True, False]).head(MAX_MATRIX_RANKS // 2)
     return longest[name].sort().to_list()

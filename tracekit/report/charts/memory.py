@@ -79,13 +79,9 @@ def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go
     _mark_peak(figure, moments, begin_ns, divisor)
     style.scale_times(figure)
     figure.update_yaxes(title="allocated", ticksuffix=f" {unit}", rangemode="tozero")
-    return style.with_style(figure, height_px=_HEIGHT_PX + _legend_px([trace.name for trace in figure.data]))
-
-
-def _legend_px(names: Sequence[str]) -> int:
-    """Extra height of a figure, as in a narrow window each long name has a line of the legend."""
+    names = [trace.name for trace in figure.data]
     lines = len(names) if max(map(len, names)) > _LONG_NAME else 0
-    return _LEGEND_LINE_PX * max(0, lines - _USUAL_LINES)
+    return style.with_style(figure, height_px=_HEIGHT_PX + (_LEGEND_LINE_PX * max(0, lines - _USUAL_LINES)))
 
 
 def _hovers(rows: pl.DataFrame, column: str, begin_ns: int) -> list[list[str]]:

@@ -18,10 +18,12 @@ def render(document: Document) -> str:
         for part in section:
             if isinstance(part, Line):
                 text = escape("".join(word if isinstance(word, str) else word[0] for word in part.words))
-                is_item = bool(part.mark)
-                follows_item = is_item and bool(blocks) and blocks[-1].startswith("- ")
-                blocks += [f"- {text}"] if not follows_item else []
-                blocks[-1] += f"\n- {text}" if follows_item else ""
+                if not part.mark:
+                    blocks.append(text)
+                elif blocks and blocks[-1].startswith("- "):
+                    blocks[-1] += f"\n- {text}"
+                else:
+                    blocks.append(f"- {text}")
             elif isinstance(part, Cells):
                 header, *rows = ([escape(cell.strip()) for cell in row] for row in (part.header, *part.rows))
                 blocks.append(table(header, rows, part.numbers))

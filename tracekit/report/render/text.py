@@ -1,9 +1,10 @@
 """Document -> text for a terminal: sections with an empty line between them, tables as wide as the terminal."""
 
+import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import rich.table
 from rich.cells import cell_len
@@ -94,7 +95,6 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _print(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
-    """Return the parts one below the other, lines without trailing spaces."""
     console = Console(
         file=io.StringIO(),
         width=max(width, MIN_WIDTH),
@@ -183,21 +183,21 @@ def _cells(cells: Cells, width: int) -> list[RenderableType]:
     texts = texts or [[] for _ in cells.header]
     header = ["\n".join(map(escaping.inert, name.split("\n"))) for name in cells.header]
     heading_widths = [max(map(len, name.split("\n"))) for name in header]
-    full = [max(least, *map(cell_len, column), 0) for least, column in zip(heading_widths, texts, strict=True)]
-    least = [
+    widths = [max(width, *map(cell_len, column), 0) for width, column in zip(heading_widths, texts, strict=True)]
+    cut_widths = [
         length if number in cells.numbers else max(heading_widths[number], min(length, cells.least_text))
-        for number, length in enumerate(full)
+        for number, length in enumerate(widths)
     ]
     columns, gap, room = list(range(len(header))), 1 if width < _NARROW else 2, width - cells.indent
     for number in cells.early_drop:
-        if sum(full[column] + 2 for column in columns) - 2 <= room:
+        if sum(widths[column] + 2 for column in columns) - 2 <= room:
             break
         columns.remove(number)
     for number in cells.drop_order:
-        if sum(least[column] + gap for column in columns) - gap <= max(room, MIN_WIDTH):
+        if sum(cut_widths[column] + gap for column in columns) - gap <= max(room, MIN_WIDTH):
             break
         columns = [column for column in columns if column != number]
-    gap = 2 if sum(full[column] + 2 for column in columns) - 2 <= room else gap
+    gap = 2 if sum(widths[column] + 2 for column in columns) - 2 <= room else gap
     right = [column in cells.numbers for column in columns]
     table = _table(
         [header[column] for column in columns], [texts[column] for column in columns], cells.emphases, right, gap
@@ -227,51 +227,40 @@ def _table(
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name, is_number in zip(header, right, strict=True):
         table.add_column(name, header_style="dim", justify="right" if is_number else "left", no_wrap=is_number)
-    cut_texts = [_ColumnTexts(column) for column in columns]
+    column_texts = [frozenset(column) for column in columns]
     for number, row in enumerate(zip(*columns, strict=True)):
         emphasis = emphases[number] if emphases else None
         styles = [*[""] * (len(row) - 1), _STYLES[emphasis] if emphasis else ""]
-        table.add_row(*map(_Cell, row, cut_texts, styles))
+        table.add_row(*map(_Cell, row, column_texts, styles))
     return table
 
 
 class _Cell:
     """A text on one line, cut to the width of its column."""
 
-    def __init__(self, text: str, column: "_ColumnTexts", style: str) -> None:
-        self._text, self._column, self._style = text, column, style
+    def __init__(self, text: str, column_texts: frozenset[str], style: str) -> None:
+        self._text, self._column_texts, self._style = text, column_texts, style
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(len(self._text), 1), cell_len(self._text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        text = self._column.cut(options.max_width).get(self._text, self._text)
+        text = _cut_texts(self._column_texts, options.max_width).get(self._text, self._text)
         yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
 
 
-class _ColumnTexts:
-    """The texts of a column, cut so that different texts stay different: similar names often differ at their end."""
+@functools.lru_cache(maxsize=256)
+def _cut_texts(texts: frozenset[str], width: int) -> Mapping[str, str]:
+    """The cut form of each text of a column that is longer than `width`: different texts stay different.
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = set(texts)
-        self._cut: dict[int, dict[str, str]] = {}
-
-    def cut(self, width: int) -> dict[str, str]:
-        """Return the cut form of each text that is longer than `width`."""
-        if width not in self._cut:
-            long = [text for text in self._texts if cell_len(text) > width]
-            forms = kernel_names.short_names(self._texts) if long else {}
-            ways = [{text: way(form, width) for text, form in forms.items()} for way in (_beginning, escaping.inert)]
-            counts = [Counter(way.values()) for way in ways]
-            self._cut[width] = {
-                text: next((way[text] for way, n in zip(ways, counts, strict=True) if n[way[text]] == 1), ways[0][text])
-                for text in long
-            }
-        return self._cut[width]
-
-
-def _beginning(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+    Similar names often differ at their end.
+    """
+    long = [text for text in texts if cell_len(text) > width]
+    forms = kernel_names.short_names(texts) if long else {}
+    beginnings = {text: form if len(form) <= width else form[: max(width - 1, 0)] + "…" for text, form in forms.items()}
+    middles = {text: escaping.inert(form, width) for text, form in forms.items()}
+    ways = [(way, Counter(way.values())) for way in (beginnings, middles)]
+    return {text: next((way[text] for way, n in ways if n[way[text]] == 1), beginnings[text]) for text in long}
 
 
 def _trends(trends: Trends, width: int) -> rich.table.Table:
