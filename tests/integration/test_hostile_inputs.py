@@ -16,6 +16,7 @@ import pytest
 
 from tests.fuzz import inputs, runner
 from tests.support import cli_runner, kineto_files
+from tests.support.selection import others_in_accuracy
 from tracekit.ingest import files, untrusted_json
 from tracekit.ingest.readers.kineto import header
 
@@ -31,9 +32,17 @@ def check(folder, **files):
     return cli_runner.tracekit("check", folder, "--format", "json", "--no-cache", "--fail-on", "never")
 
 
-@pytest.mark.parametrize("number", ["1e999999999", "1e999990", "1e400", "0.1e-999999999", "9" * 5000])
-@pytest.mark.parametrize("place", ['"ts": 100.0', '"dur": 300', '"ts": 150.0'])
-def test_a_number_beyond_all_types_is_a_bad_time_at_once(tmp_path, number, place):
+NUMBERS = ("1e999999999", "1e999990", "1e400", "0.1e-999999999", "9" * 5000)
+PLACES = ('"ts": 100.0', '"dur": 300', '"ts": 150.0')
+EVERYDAY = {*((PLACES[0], number) for number in NUMBERS), *((place, NUMBERS[0]) for place in PLACES)}
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    others_in_accuracy(itertools.product(PLACES, NUMBERS), EVERYDAY),
+    ids=lambda value: value[:14],
+)
+def test_a_number_beyond_all_types_is_a_bad_time_at_once(tmp_path, place, number):
     text = TRACE.replace(place, f"{place.partition(':')[0]}: {number}")
     assert text != TRACE
     (tmp_path / "rank0.pt.trace.json").write_text(text, encoding="utf-8")
@@ -83,8 +92,12 @@ def test_steps_of_a_training_may_have_any_number(tmp_path, number):
     assert {row["step"] for row in json.loads(done.stdout)["summary"]} == {number + 3, number + 4, None}
 
 
-@pytest.mark.parametrize("number", [(1 << 63) - 1, -(1 << 63), 1 << 62, str((1 << 63) - 1)])
-@pytest.mark.parametrize("name", ["Bytes", "Total Allocated", "Total Reserved", "bytes"])
+SIZES = ((1 << 63) - 1, -(1 << 63), 1 << 62, str((1 << 63) - 1))
+SIZE_NAMES = ("Bytes", "Total Allocated", "Total Reserved", "bytes")
+EVERYDAY_SIZES = {*(("Bytes", size) for size in SIZES), *((name, SIZES[0]) for name in SIZE_NAMES)}
+
+
+@pytest.mark.parametrize(("name", "number"), others_in_accuracy(itertools.product(SIZE_NAMES, SIZES), EVERYDAY_SIZES))
 def test_a_size_in_a_trace_may_be_beyond_all_memory(tmp_path, name, number):
     trace = kineto_files.trace(0, 1, steps=3)
     args = {"Device Type": 1, "Device Id": 0, "Addr": 1 << 40, "Bytes": 512, "Total Allocated": 512} | {name: number}
@@ -100,10 +113,16 @@ def test_a_size_in_a_trace_may_be_beyond_all_memory(tmp_path, name, number):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def saved_report():
+    """The report of the sample run, as text."""
+    return cli_runner.tracekit("check", "--sample", "--format", "json").stdout
+
+
 @pytest.mark.parametrize("number", [1 << 63, 1 << 200])
 @pytest.mark.parametrize("key", ["rank", "window", "steps"])
-def test_a_number_beyond_64_bits_in_a_saved_report_is_refused(tmp_path, key, number):
-    report = json.loads(cli_runner.tracekit("check", "--sample", "--format", "json").stdout)
+def test_a_number_beyond_64_bits_in_a_saved_report_is_refused(tmp_path, saved_report, key, number):
+    report = json.loads(saved_report)
     series = report["samples"][0]
     series[key] = [number] * len(series["steps"]) if key == "steps" else number
     (tmp_path / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -415,7 +434,7 @@ def _tiled_kernel(folder, grid):
 @pytest.mark.parametrize(
     ("text", "damaged"), [(b"300x1x1", b"x300x1x"), (b"[[8, 16], [16, 4], []]", b"[[8, 16}, [16, 4], []]")]
 )
-@pytest.mark.parametrize("command", ["check", "kernels", "ops", "whatif"])
+@pytest.mark.parametrize("command", others_in_accuracy(["check", "kernels", "ops", "whatif"], ["check", "whatif"]))
 def test_a_text_of_an_export_may_be_no_grid_and_no_array(tmp_path, command, text, damaged):
     _tiled_kernel(tmp_path, "[300, 1, 1]")
     file = tmp_path / "run.pftrace"

@@ -22,27 +22,26 @@ ONE_WORKER = {
 """Folders and files that one worker runs, by a name for them."""
 LONG_FILES = (
     "tests/integration/test_record.py",
-    "tests/integration/test_yafsdp_parity.py",
-    "tests/integration/test_ci_guides.py",
-    "tests/integration/test_pipelines.py",
-    "tests/integration/test_remote_runs.py",
-    "tests/integration/test_executors.py",
-    "tests/integration/test_windows_without_steps.py",
-    "tests/integration/test_pytest_plugin.py",
-    "tests/integration/test_record_to_url.py",
-    "tests/integration/test_hang_watch.py",
-    "tests/integration/test_trainers_robust.py",
-    "tests/integration/test_hybrid_parity.py",
-    "tests/integration/test_yafsdp_random.py",
+    "tests/integration/test_stored_answers.py",
     "tests/integration/test_hostile_inputs.py",
+    "tests/integration/test_executors.py",
+    "tests/integration/test_hang_watch.py",
+    "tests/integration/test_hostile_folder.py",
+    "tests/integration/test_strategies.py",
+    "tests/integration/test_pipelines.py",
+    "tests/integration/test_pytest_plugin.py",
     "tests/integration/test_interruptions.py",
-    "tests/integration/test_lossless.py",
-    "tests/integration/test_loading.py",
-    "tests/integration/test_hta.py",
-    "tests/integration/test_fixes_agree_with_traces.py",
+    "tests/integration/test_run_being_written.py",
+    "tests/integration/test_record_to_url.py",
+    "tests/integration/test_yafsdp_parity.py",
+    "tests/integration/test_trainers_robust.py",
+    "tests/integration/test_trainers.py",
+    "tests/integration/test_one_meaning.py",
+    "tests/integration/test_remote_runs.py",
+    "tests/integration/test_ci_guides.py",
     "tests/unit/replay/graph/test_critical_path.py",
 )
-"""Files with most CPU time, 20 s or more, in that order: one that began last would leave the other workers idle."""
+"""Files with most CPU time, 15 s or more, in that order: one that began last would leave the other workers idle."""
 _Test = TypeVar("_Test")
 _MAX_WORKERS = 4
 
