@@ -100,6 +100,19 @@ def cut(module: nn.Module, name: str, axis: Axis, dim: int) -> None:
     mark(module, name, dataclasses.replace(before, cuts=(*before.cuts, (axis, dim))))
 
 
+def specialize(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Make a module an instance of `kind`, a subclass of its class, with further attributes, in place.
+
+    Parents, optimizers and hooks hold the module and its parameters, so no other module may take its place; FSDP2's
+    `fully_shard` changes the class for the same reason. Raises TypeError for a class that is no subclass.
+    """
+    if not issubclass(kind, type(module)):
+        raise TypeError(f"{kind.__name__} is no subclass of {type(module).__name__}")
+    module.__class__ = kind
+    for name, attribute in attributes.items():
+        setattr(module, name, attribute)
+
+
 def mark(module: nn.Module, name: str, region: Region) -> None:
     """Let the module know the region of its own parameter of that name."""
     setattr(module, _REGIONS, {**getattr(module, _REGIONS, {}), name: region})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from instrumented_trainers import regions
 from instrumented_trainers.model import Attention
 from instrumented_trainers.parallelism.collective_functions import gather_along
 from instrumented_trainers.parallelism.ring_attention import ring_attention
@@ -85,8 +86,7 @@ def parallelize(model: nn.Module, axis: Axis, method: str = GATHER) -> nn.Module
     model.token_split = split  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Attention):
-            module.__class__ = ATTENTION[method]
-            module.split = split  # type: ignore[assignment]
+            regions.specialize(module, ATTENTION[method], split=split)
     return model
 
 

@@ -61,8 +61,8 @@ def parallelize(model: nn.Module, axis: Axis, replicas: DeviceMesh) -> nn.Module
             for name in _WEIGHTS:
                 regions.cut(module, name, axis, _EXPERTS)
             is_tensor_parallel = isinstance(module, TensorParallelExperts)
-            module.__class__ = TensorExpertParallelExperts if is_tensor_parallel else ExpertParallelExperts
-            module.axis, module.replicas = axis, replicas  # type: ignore[assignment]
+            kind = TensorExpertParallelExperts if is_tensor_parallel else ExpertParallelExperts
+            regions.specialize(module, kind, axis=axis, replicas=replicas)
     return model
 
 

@@ -98,8 +98,7 @@ class _TokenStream(_WholeStream):
 
     def prepare_norm(self, norm: nn.Module) -> None:
         # Each rank sees a part of the tokens, so it has a part of the weight's gradient.
-        norm.__class__ = TokenShardedNorm
-        norm.axis = self.axis  # type: ignore[assignment]
+        regions.specialize(norm, TokenShardedNorm, axis=self.axis)
 
 
 class TokenShardedNorm(nn.RMSNorm):
@@ -138,8 +137,7 @@ class TensorParallelExperts(MixtureOfExperts):
 
 def _divide_embedding(embedding: nn.Embedding, axis: Axis, stream: _WholeStream) -> None:
     regions.cut(embedding, "weight", axis, _COLUMNS)
-    embedding.__class__ = VocabularyShardedEmbedding
-    embedding.stream = stream  # type: ignore[assignment]
+    regions.specialize(embedding, VocabularyShardedEmbedding, stream=stream)
 
 
 def _divide_layer(layer: Any, axis: Axis, stream: _WholeStream) -> None:
@@ -170,8 +168,7 @@ def _divide_experts(experts: MixtureOfExperts, axis: Axis, stream: _WholeStream)
     for name in ("gate", "up"):
         regions.cut(experts, name, axis, 1 + _COLUMNS)
     regions.cut(experts, "down", axis, 1 + _ROWS)
-    experts.__class__ = TensorParallelExperts
-    experts.stream = stream  # type: ignore[assignment]
+    regions.specialize(experts, TensorParallelExperts, stream=stream)
 
 
 def _divide_head(head: nn.Linear, axis: Axis, stream: _WholeStream, *, gather_logits: bool) -> None:

@@ -102,6 +102,7 @@ def fully_shard(
             buffer.data = buffer.data.to(device)
     _add_hooks(module)
     module._yafsdp_unit = unit  # type: ignore[assignment]
+    # In place, as FSDP2 does: parents, optimizers and hooks hold this module.
     module.__class__ = _sharded_class(type(module))
     hook_model(module)  # type: ignore[arg-type]
     marks = (_MARK_FOR_ACCELERATE, *(_MARKS_FOR_GENERATE if callable(getattr(module, "generate", None)) else ()))
