@@ -14,7 +14,7 @@ from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.model.run import Run
-from tracekit.replay.allocator import memory_usage, playback, run_snapshots, snapshot_facts
+from tracekit.replay.allocator import memory_usage, playback
 from tracekit.replay.allocator.memory_usage import AS_RECORDED, MemoryUsage
 from tracekit.replay.allocator.playback import History
 
@@ -114,19 +114,7 @@ def _cached_by_snapshot(*, max_entries: int) -> Callable[[Callable[..., _T]], Ca
 
 @_cached_by_snapshot(max_entries=40)
 def _snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
-    snapshot = memory_snapshots.read(file.path)
-    device = snapshot.main_device if device is None else device
-    history, outcome = memory_usage.play_history(playback.from_snapshot(snapshot, device))
-    at_peak = snapshot_facts.categories_at_peak(snapshot, history, outcome)
-    return {
-        "devices": pl.DataFrame({"device": list(snapshot.devices)}),
-        "over_time": snapshot_facts.over_time(snapshot, history, outcome),
-        "lifetimes": snapshot_facts.lifetimes(snapshot, history, outcome),
-        "segment_map": snapshot_facts.segment_map(snapshot, history.device),
-        "at_peak": snapshot_facts.at_peak(snapshot, history, outcome),
-        "categories": at_peak if snapshot_facts.has_known_category(at_peak) else at_peak.clear(),
-        "fragmentation": run_snapshots.fragmentation(snapshot).filter(device=history.device),
-    }
+    return memory_usage.snapshot_tables(memory_snapshots.read(file.path), device)
 
 
 @_cached_by_snapshot(max_entries=40)

@@ -26,17 +26,16 @@ from tracekit.analysis.parallelism import (
     rank_places,
     rank_timelines,
 )
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, rank_shares
 from tracekit.errors import InputError, TracekitError, did_you_mean
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
-from tracekit.model.trace import MemorySnapshot
-from tracekit.replay.allocator import memory_usage, playback, snapshot_facts
+from tracekit.replay.allocator import memory_usage
 from tracekit.replay.graph import what_if
 from tracekit.replay.graph.critical_path import path as critical_path_walk
-from tracekit.report import charts, rank_rows, trace_tracks
+from tracekit.report import charts, trace_tracks
 from tracekit.report import what_if as what_if_report
 from tracekit.rules.rule import Finding, Report
 
@@ -347,63 +346,46 @@ def _is_on(device: int | None) -> pl.Expr:
 
 def snapshot(run: Run) -> RunFigure | None:
     """Memory over the history of the first memory snapshot, by op and source line."""
-    tables = _first_snapshot(run)
-    if tables is None or tables.over_time.is_empty():
+    place, tables = _first_snapshot(run) or ("", {})
+    if not tables or tables["over_time"].is_empty():
         return None
-    caption = f"Memory of device {tables.device} on rank {tables.rank}, by the op and source line that allocated it."
-    return RunFigure("Allocated memory in the snapshot's history", caption, charts.memory_over_time(tables.over_time))
+    caption = f"Memory of {place}, by the op and source line that allocated it."
+    figure = charts.memory_over_time(tables["over_time"])
+    return RunFigure("Allocated memory in the snapshot's history", caption, figure)
 
 
 def memory_categories(run: Run) -> RunFigure | None:
     """What memory is for at the peak of the first memory snapshot: parameters, gradients, activations, …."""
-    tables = _first_snapshot(run)
-    if tables is None or not snapshot_facts.has_known_category(tables.at_peak):
+    place, tables = _first_snapshot(run) or ("", {})
+    if not tables or tables["categories"].is_empty():
         return None
-    caption = (
-        f"What memory of device {tables.device} on rank {tables.rank} is for, at the peak of the snapshot's history."
-    )
-    return RunFigure("Categories of memory at the peak", caption, charts.memory_categories(tables.at_peak))
+    caption = f"What memory of {place} is for, at the peak of the snapshot's history."
+    return RunFigure("Categories of memory at the peak", caption, charts.memory_categories(tables["categories"]))
 
 
 def segments(run: Run) -> RunFigure | None:
     """Memory that the allocator has reserved at the first memory snapshot, in address order."""
-    tables = _first_snapshot(run)
-    if tables is None:
+    place, tables = _first_snapshot(run) or ("", {})
+    if not tables:
         return None
     caption = (
-        f"Memory that the allocator of rank {tables.rank} has reserved on device {tables.device} at the snapshot, in "
-        "address order. Each pool starts on its own line; a tick marks the end of a segment."
+        f"Reserved memory of {place} at the snapshot, in address order. Each pool starts on its own line; a tick marks "
+        "the end of a segment."
     )
-    return RunFigure("Device memory at the snapshot", caption, charts.segment_map(tables.segments))
-
-
-@dataclass(frozen=True, eq=False)
-class _SnapshotTables:
-    rank: int
-    device: int
-    over_time: pl.DataFrame
-    at_peak: pl.DataFrame
-    segments: pl.DataFrame
+    return RunFigure("Device memory at the snapshot", caption, charts.segment_map(tables["segment_map"]))
 
 
 @memoize
-def _first_snapshot(run: Run) -> _SnapshotTables | None:
-    """Tables of the first memory snapshot. None without one, or if it is larger than what is read by default."""
+def _first_snapshot(run: Run) -> tuple[str, dict[str, pl.DataFrame]] | None:
+    """The place of the first memory snapshot, and its tables; None without one, or if it cannot be read."""
     for file in snapshot_files.first_files(run)[:1]:
         try:
-            return _played_snapshot(memory_snapshots.read(file.path), file.rank)
+            snapshot = memory_snapshots.read(file.path)
         except TracekitError:
             return None  # `tracekit memory` shows the reason; these figures are about the run
+        device = snapshot.main_device
+        return f"device {device} on rank {file.rank}", memory_usage.snapshot_tables(snapshot, device)
     return None
-
-
-def _played_snapshot(read: MemorySnapshot, rank: int) -> _SnapshotTables:
-    events = read.events["device"]
-    device = max(read.devices, default=0, key=lambda device: int((events == device).sum()))
-    history, outcome = memory_usage.play_history(playback.from_snapshot(read, device))
-    over_time = snapshot_facts.over_time(read, history, outcome)
-    at_peak = snapshot_facts.categories_at_peak(read, history, outcome)
-    return _SnapshotTables(rank, device, over_time, at_peak, snapshot_facts.segment_map(read, device))
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
@@ -443,8 +425,8 @@ def save_bandwidth(run: Run) -> RunFigure | None:
 
 def _drawn_ranks(run: Run) -> tuple[Mapping[int, str], str]:
     """Ranks that figures by rank draw, and the end of their captions."""
-    note = rank_rows.selection_note(run)
-    return rank_rows.drawn_ranks(run), f" {note}" if note else ""
+    note = rank_shares.selection_note(run)
+    return rank_shares.drawn_ranks(run), f" {note}" if note else ""
 
 
 REPORTED: Mapping[str, Draw] = {

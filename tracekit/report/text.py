@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, rank_shares
 from tracekit.model import schema, units
 from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import comparison, phrases, rank_rows
+from tracekit.report import comparison, phrases
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, Table, faint, heading, items, line
 from tracekit.report.render import text as render_text
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, has_found_iterations
@@ -160,7 +160,7 @@ def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section
 
 
 def _breakdown(run: Run) -> Section:
-    ranks = rank_rows.shares(run)
+    ranks = rank_shares.shares(run)
     if ranks.is_empty():
         return [faint("The traces contain no activities.")]
     step_ns = breakdown.step_time_ns(run)
@@ -171,7 +171,7 @@ def _breakdown(run: Run) -> Section:
     elif has_found_iterations(run):
         about = f"  median iteration {units.duration(step_ns)}, iterations {steps} (found by repetition)"
     is_long = ranks.height > MAX_RANKS
-    rows = rank_rows.with_quantiles(ranks) if is_long else ranks
+    rows = rank_shares.with_quantiles(ranks) if is_long else ranks
     headings = {name: name.removesuffix("_ns").removesuffix("_ratio") for name in rows.columns}
     more = [faint(f"  of {ranks.height:,} ranks; all of them: tracekit summary {run.path}")] if is_long else []
     return [heading("Where the time goes", about), Table(rows, headings, indent=2), *more]

@@ -123,6 +123,26 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
     )
 
 
+def snapshot_tables(snapshot: MemorySnapshot, device: int | None = None) -> dict[str, pl.DataFrame]:
+    """Tables of one device of a snapshot by name (None: the main one); `devices` lists all devices.
+
+    over_time, lifetimes, segment_map, at_peak, categories and fragmentation are those of `snapshot_facts` and
+    `run_snapshots`; categories is empty if none is known.
+    """
+    device = snapshot.main_device if device is None else device
+    history, outcome = play_history(playback.from_snapshot(snapshot, device))
+    categories = categories_at_peak(snapshot, history, outcome)
+    return {
+        "devices": pl.DataFrame({"device": list(snapshot.devices)}),
+        "over_time": snapshot_facts.over_time(snapshot, history, outcome),
+        "lifetimes": snapshot_facts.lifetimes(snapshot, history, outcome),
+        "segment_map": snapshot_facts.segment_map(snapshot, device),
+        "at_peak": snapshot_facts.at_peak(snapshot, history, outcome),
+        "categories": categories if snapshot_facts.has_known_category(categories) else categories.clear(),
+        "fragmentation": run_snapshots.fragmentation(snapshot).filter(device=device),
+    }
+
+
 def of_snapshots(snapshots: Sequence[tuple[int, MemorySnapshot]]) -> MemoryUsage:
     """Memory of the rank that ran out of memory first, else of that with the highest peak, and all ranks.
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import polars as pl
 
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, rank_shares
 from tracekit.errors import ConfigError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -18,7 +18,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, phrases, rank_rows
+from tracekit.report import comparison, phrases
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.report.render.markdown import code, escape, table
@@ -93,7 +93,9 @@ def by_rank(run: Run) -> str:
     ranks = ranks.filter(ranks["duration_ns"] > 0)
     if ranks.is_empty():
         return ""
-    labels = dict.fromkeys(ranks["rank"], "") if ranks.height <= MAX_RANKS else rank_rows.notable(rank_rows.shares(run))
+    labels = (
+        dict.fromkeys(ranks["rank"], "") if ranks.height <= MAX_RANKS else rank_shares.notable(rank_shares.shares(run))
+    )
     rows = ranks.filter(pl.col("rank").is_in(list(labels))).to_dicts()
     names = [f"rank {row['rank']} {labels[row['rank']]}".rstrip() for row in rows]
     width = max(map(len, names))

@@ -1,4 +1,4 @@
-"""Which ranks tables and figures show: all of a few; of many the typical one, the extremes, and quantiles."""
+"""Shares of each rank in its steps; of many ranks the typical one, the extremes and quantiles."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def shares(run: Run) -> pl.DataFrame:
 
 
 def drawn_ranks(run: Run) -> Mapping[int, str]:
-    """Return the ranks that a figure with a row for each rank draws, with what each is: "typical", "most idle".
+    """Ranks that a figure with a row for each rank draws, with what each is: "typical", "most idle".
 
     All ranks of a run with at most `MAX_DRAWN`, without a text; of larger ones those of `notable`.
     """
@@ -44,14 +44,14 @@ def drawn_ranks(run: Run) -> Mapping[int, str]:
 
 
 def selection_note(run: Run) -> str:
-    """Return a sentence about the ranks of `drawn`; '' where these are all ranks."""
+    """Sentence about the ranks of `drawn_ranks`; "" where these are all ranks."""
     if len(run.ranks) <= MAX_DRAWN:
         return ""
     return f"Of {len(run.ranks):,} ranks, the typical one and the extreme ones are drawn."
 
 
 def with_quantiles(ranks: pl.DataFrame) -> pl.DataFrame:
-    """Return the typical rank, the extreme ones, and quantiles of each column over all ranks (rank null).
+    """The typical rank, the extreme ones, and quantiles of each column over all ranks (rank null).
 
     `ranks` as from `shares`; the column "" in front says what a row is.
     """
@@ -65,7 +65,7 @@ def with_quantiles(ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def notable(ranks: pl.DataFrame) -> Mapping[int, str]:
-    """Return the typical rank and the extreme ones, with what each is; `ranks` as from `shares`, with a row or more.
+    """The typical rank and the extreme ones, with what each is; `ranks` as from `shares`, with a row or more.
 
     The typical one is nearest to the median of all shares. A rank that is several things is listed once.
     """
