@@ -5,6 +5,7 @@ import pytest
 from tests.browser import recorded
 from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import addressed_pages, keep_main, page, runs  # noqa: F401  fixtures
+from tracekit.analysis.time import rank_shares
 
 
 @pytest.fixture(autouse=True)
