@@ -19,8 +19,8 @@ from torch import distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
 for step in range(5):
     dist.all_reduce(torch.ones(4))
-while sys.argv[1] == "hang" and dist.get_rank() == 1:
-    time.sleep(0.05)
+if sys.argv[1] == "hang" and dist.get_rank() == 1:
+    time.sleep(300)  # in one call: whenever a busy machine looks, the rank sleeps
 dist.all_reduce(torch.ones(4))
 dist.destroy_process_group()
 """
@@ -61,6 +61,6 @@ def test_record_with_a_hang_timeout_reports_a_hang_and_leaves_nothing_without_on
         assert not (tmp_path / "run").exists()
         return
     assert done.returncode != 0
-    assert "for rank 1, which sleeps in <module> (train.py:" in " ".join(done.stderr.split())
+    assert "for rank 1, which sleeps in <module> (train.py:" in " ".join(done.stderr.split()), done.stderr
     dump = json.loads((tmp_path / "run" / "hang" / "rank00001.hang.json").read_text())
     assert dump["pg_config"]["0"]["ranks"] == "[0, 1]"

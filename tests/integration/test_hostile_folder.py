@@ -26,9 +26,9 @@ EXECUTED = "from pathlib import Path\nPath(__file__).parents[1].joinpath('EXECUT
 AFTER_RECORDING = """
 from pathlib import Path
 from tracekit.capture import uploader
-from tracekit.capture.launcher import exit_report, launch
+from tracekit.capture.launcher import exit_report
 exit_report.print_check(Path("rank0.json"))
-launch._print(Path("dumps"))
+exit_report.print_hang(Path("dumps"))
 upload = uploader.RunUpload("memory://nowhere/run", Path("staging").resolve())
 upload.begin(0, leads=True)
 upload.finish({"TRACEKIT_UPLOAD_WAIT_S": "20"})

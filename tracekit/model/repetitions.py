@@ -96,7 +96,8 @@ def recurring_runs(tokens: Ints, parts: Ints, *, longest: int, max_runs: int = 1
     tokens comes first, of equal ones the longer, then the earlier; each further run is chosen likewise among the tokens
     that are left. A run that occurs in a row, such as the layers of a model, counts each time, from the first on.
 
-    >>> [(run.length, run.starts.tolist()) for run in find(np.array([7, 1, 2, 1, 2, 8]), np.zeros(6, int), longest=4)]
+    >>> runs = recurring_runs(np.array([7, 1, 2, 1, 2, 8]), np.zeros(6, int), longest=4)
+    >>> [(run.length, run.starts.tolist()) for run in runs]
     [(2, [1, 3])]
     """
     grams = list(_recurring_grams(tokens, parts, longest))

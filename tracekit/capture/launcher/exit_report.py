@@ -73,6 +73,13 @@ def request_window(settings: Settings) -> None:
         (folder / conventions.NOW_FILE).touch()
 
 
+def print_hang(folder: Path) -> None:
+    """Print the diagnosis of a folder of dumps on stderr, if this Python can make it: stdout is the training's."""
+    if has_analysis():
+        command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
+        subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603 our own
+
+
 def has_analysis() -> bool:
     """Return whether this Python can check runs."""
     return all(importlib.util.find_spec(name) for name in _NEEDED_TO_CHECK)

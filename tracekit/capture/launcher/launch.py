@@ -20,7 +20,7 @@ from tracekit import conventions
 from tracekit.capture import notices
 from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import exit_report
-from tracekit.conventions import object_storage, python_child
+from tracekit.conventions import object_storage
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INJECTED = Path(__file__).parent / "inject"
@@ -108,9 +108,7 @@ def report_hang(settings: Settings, *, quiet: bool) -> None:
             _remove(folder)
         elif not quiet:
             notices.notify(f"the training hung or failed; next: tracekit hang {folder}")
-            if exit_report.has_analysis():  # stdout is the training's
-                command = python_child.module_command("tracekit", "hang", str(folder), "--min-wait", "0")
-                subprocess.run(command, stdout=sys.stderr, check=False, env=python_child.environment())  # noqa: S603
+            exit_report.print_hang(folder)
 
 
 @contextlib.contextmanager
