@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import equivalents
+from tests.support.selection import others_in_accuracy
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 PUBLIC = Path(__file__).parents[3] / "shared" / "traces"
@@ -20,7 +21,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", others_in_accuracy(RUNS, ["dtensor_tp"]))
 def test_a_run_written_in_another_way_gets_the_same_answers(tmp_path, run):
     if not RUNS[run]:
         pytest.skip("the public traces are not here")
