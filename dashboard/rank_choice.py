@@ -6,16 +6,16 @@ import streamlit as st
 
 from dashboard.run_store import OpenRun
 from dashboard.url_state import bind_several
-from tracekit.analysis.time import rank_shares
+from tracekit.report import rank_selection
 
 MAX_CHOSEN = 32
-"""How many ranks can be drawn at a time where a run has more than `rank_shares.MAX_DRAWN`."""
+"""How many ranks can be drawn at a time where a run has more than `rank_selection.MAX_DRAWN`."""
 _NAME = "drawn"
 
 
 def is_needed(rank_count: int) -> bool:
     """Return whether a run has too many ranks to draw all of them."""
-    return rank_count > rank_shares.MAX_DRAWN
+    return rank_count > rank_selection.MAX_DRAWN
 
 
 def choose(run: OpenRun, extra: Iterable[int] = (), also: Mapping[int, str] | None = None) -> Mapping[int, str] | None:
@@ -28,7 +28,7 @@ def choose(run: OpenRun, extra: Iterable[int] = (), also: Mapping[int, str] | No
     if not is_needed(len(ranks)):
         return None
     notable = dict(also or {})
-    for rank, what in run.result_of(rank_shares.drawn_ranks).items():
+    for rank, what in run.result_of(rank_selection.drawn_ranks).items():
         notable[rank] = f"{notable[rank]}, {what}" if rank in notable else what
     key = bind_several(_NAME, ranks, tuple(notable), at_most=MAX_CHOSEN)
     missing = [rank for rank in dict.fromkeys(extra) if rank in ranks and rank not in st.session_state[key]]

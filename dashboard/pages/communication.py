@@ -6,8 +6,7 @@ import streamlit as st
 from dashboard import findings, widgets
 from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, tables
-from tracekit.analysis.time import rank_shares
-from tracekit.report import charts, headlines
+from tracekit.report import charts, headlines, rank_selection
 
 GAPS = {
     tables.COMMUNICATION_GAPS: (
@@ -37,9 +36,9 @@ def show(run: OpenRun) -> None:
         "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
         "rank with a trace enters the collective."
     )
-    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.result_of(rank_shares.drawn_ranks))
+    figure = charts.communication_parts(run.table(tables.EXPOSED_BY_RANK), run.result_of(rank_selection.drawn_ranks))
     widgets.chart(figure, key="communication-hidden")
-    widgets.note(rank_shares.selection_note(run.run))
+    widgets.note(rank_selection.selection_note(run.run))
     _stragglers(run)
     _gaps(run, tables.COMPUTE_GAPS)
     _gaps(run, tables.COMMUNICATION_GAPS)
@@ -55,8 +54,8 @@ def _gaps(run: OpenRun, gap_kind: str) -> None:
     if rows.is_empty():
         widgets.caption("There is no such gap.")
         return
-    widgets.chart(charts.stall_causes(rows, run.result_of(rank_shares.drawn_ranks)), key=f"communication-{gap_kind}")
-    widgets.note(rank_shares.selection_note(run.run))
+    widgets.chart(charts.stall_causes(rows, run.result_of(rank_selection.drawn_ranks)), key=f"communication-{gap_kind}")
+    widgets.note(rank_selection.selection_note(run.run))
     with st.expander("By phase and host activity"):
         causes = run.table(tables.GAPS_BY_CAUSE).filter(gap_kind=gap_kind)
         sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())

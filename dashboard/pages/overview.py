@@ -9,9 +9,8 @@ from dashboard.findings import Findings
 from dashboard.pages.page import Page
 from dashboard.run_store import OpenRun, tables
 from dashboard.url_state import bind
-from tracekit.analysis.time import rank_shares
 from tracekit.model import units
-from tracekit.report import charts, headlines, html, html_fragments, phrases
+from tracekit.report import charts, headlines, html, html_fragments, phrases, rank_selection
 from tracekit.report import json as report_json
 
 BY_RANK, BY_STEP = "by rank", "by step"
@@ -67,12 +66,12 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     if by_rank.is_empty():
         widgets.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
-    drawn_ranks = run.result_of(rank_shares.drawn_ranks)
+    drawn_ranks = run.result_of(rank_selection.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn_ranks), key="breakdown_by_rank")
         window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])
         widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
-        widgets.note(rank_shares.selection_note(run.run))
+        widgets.note(rank_selection.selection_note(run.run))
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
     rank = st.selectbox("Rank", ranks, key=bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
@@ -85,7 +84,7 @@ def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) ->
     if step_times is not None:
         widgets.subheader("Step times")
         widgets.chart(step_times, key="step_times")
-        widgets.note(rank_shares.selection_note(run.run))
+        widgets.note(rank_selection.selection_note(run.run))
     if table.height:
         with st.expander("Where the time goes, in numbers"):
             display = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")

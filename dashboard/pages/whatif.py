@@ -11,10 +11,9 @@ from dashboard.pages.page import Needs, Page
 from dashboard.run_store import OpenRun, what_if
 from dashboard.run_store.what_if import Answer, NodeSpec, Prediction, WhatIf
 from dashboard.url_state import bind, bind_number, bind_several
-from tracekit.analysis.time import rank_shares
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
-from tracekit.report import charts, headlines, phrases
+from tracekit.report import charts, headlines, phrases, rank_selection
 from tracekit.report import what_if as answer_text
 
 MAX_PRICE = 10_000.0
@@ -123,7 +122,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
             widgets.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
         with st.expander("Savings by rank"):
             by_rank = what_if.savings_by_rank(run, [(name,) for name in table["cause"]])
-            if len(run.run.ranks) <= rank_shares.MAX_DRAWN:
+            if len(run.run.ranks) <= rank_selection.MAX_DRAWN:
                 by_rank = by_rank.with_columns(pl.format("rank {}_ns", "rank"))
                 by_rank = by_rank.pivot("rank", index="cause", values="saved_ns")
             widgets.frame(by_rank, key="whatif-by-rank")
@@ -166,9 +165,9 @@ def _chosen_causes(run: OpenRun, answers: WhatIf, price: float | None) -> None:
         widgets.caption(widgets.plain(f"Savings of each alone: {saved}."))
     widgets.caption(widgets.plain(_about(answer)))
     by_rank = what_if.savings_by_rank(run, [tuple(causes)])
-    drawn_ranks = run.result_of(rank_shares.drawn_ranks)
+    drawn_ranks = run.result_of(rank_selection.drawn_ranks)
     widgets.chart(charts.savings_by_rank(by_rank, answer.name, drawn_ranks), key="whatif-ranks")
-    widgets.note(rank_shares.selection_note(run.run))
+    widgets.note(rank_selection.selection_note(run.run))
     with st.expander("Step by step"):
         widgets.frame(widgets.drop_empty(what_if.steps_without(run, tuple(causes))), key="whatif-steps")
     _findings(run, causes)

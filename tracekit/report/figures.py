@@ -26,7 +26,7 @@ from tracekit.analysis.parallelism import (
     rank_places,
     rank_timelines,
 )
-from tracekit.analysis.time import breakdown, rank_shares
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError, TracekitError, did_you_mean
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.model import escaping, units
@@ -35,7 +35,7 @@ from tracekit.model.run import Run
 from tracekit.replay.allocator import memory_usage
 from tracekit.replay.graph import what_if
 from tracekit.replay.graph.critical_path import path as critical_path_walk
-from tracekit.report import charts, trace_tracks
+from tracekit.report import charts, rank_selection, trace_tracks
 from tracekit.report import what_if as what_if_report
 from tracekit.rules.rule import Finding, Report
 
@@ -425,8 +425,8 @@ def save_bandwidth(run: Run) -> RunFigure | None:
 
 def _drawn_ranks(run: Run) -> tuple[Mapping[int, str], str]:
     """Ranks that figures by rank draw, and the end of their captions."""
-    note = rank_shares.selection_note(run)
-    return rank_shares.drawn_ranks(run), f" {note}" if note else ""
+    note = rank_selection.selection_note(run)
+    return rank_selection.drawn_ranks(run), f" {note}" if note else ""
 
 
 REPORTED: Mapping[str, Draw] = {

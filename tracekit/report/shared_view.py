@@ -9,11 +9,10 @@ from urllib.parse import urlencode
 import plotly.graph_objects as go
 
 from tracekit import conventions
-from tracekit.analysis.time import rank_shares
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.model.run import Run
-from tracekit.report import headlines, html, html_fragments, phrases, timeline
+from tracekit.report import headlines, html, html_fragments, phrases, rank_selection, timeline
 from tracekit.report.timeline_view import embedding, message, range_tables
 from tracekit.report.timeline_view.embedding import Embedded, PageState
 from tracekit.rules.rule import Report
@@ -150,7 +149,7 @@ def timeline_view(
     Raises InputError if the run has no traces of the link's window.
     """
     window = parameters.get("window", "")
-    labels = rank_shares.drawn_ranks(run) if len(run.ranks) > rank_shares.MAX_DRAWN else None
+    labels = rank_selection.drawn_ranks(run) if len(run.ranks) > rank_selection.MAX_DRAWN else None
     number = int(window) if window.isascii() and window.isdigit() else min(source.window for source in run.sources)
     scene = timeline.open_scene(run, number, ranks=tuple(labels) if labels else None)
     by_key = {f"{number}-{finding.id}": finding for number, finding in enumerate(report.findings)}
@@ -169,7 +168,7 @@ def timeline_view(
     timeline_part = embed_scene(
         scene, parameters, marks=marks, finding=finding_key, totals_of=totals_of, max_bytes=max_bytes
     )
-    note = rank_shares.selection_note(run)
+    note = rank_selection.selection_note(run)
     return SharedView(run.name, PAGE, phrases.subtitle(run), [*parts, timeline_part], [note] if note else [])
 
 

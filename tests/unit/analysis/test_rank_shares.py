@@ -3,6 +3,7 @@ import pytest
 
 from tests.support import drawn_traces
 from tracekit.analysis.time import rank_shares
+from tracekit.report import rank_selection
 
 
 def shares(compute):
@@ -41,14 +42,14 @@ def test_a_rank_that_is_several_things_is_listed_once():
 def test_figures_draw_all_ranks_of_a_few_and_the_notable_ones_of_many(ranks):
     work = ["step 00000\ncompute aa..a", "step 00000\ncompute aaaaa"]
     drawn_run = drawn_traces.run(*(drawn_traces.trace(work[rank == 7], rank=rank) for rank in range(ranks)))
-    drawn = rank_shares.drawn_ranks(drawn_run)
+    drawn = rank_selection.drawn_ranks(drawn_run)
     if ranks == 64:
         assert drawn == dict.fromkeys(range(64), "")
-        assert rank_shares.selection_note(drawn_run) == ""
+        assert rank_selection.selection_note(drawn_run) == ""
     else:
         assert drawn[0] == "typical"
         assert "most compute" in drawn[7]
-        assert rank_shares.selection_note(drawn_run).startswith("Of 65 ranks")
+        assert rank_selection.selection_note(drawn_run).startswith("Of 65 ranks")
 
 
 def test_quantiles_are_of_all_ranks():

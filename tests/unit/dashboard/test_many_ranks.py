@@ -5,12 +5,12 @@ import pytest
 from tests.browser import recorded
 from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import addressed_pages, keep_main, page, runs  # noqa: F401  fixtures
-from tracekit.analysis.time import rank_shares
+from tracekit.report import rank_selection
 
 
 @pytest.fixture(autouse=True)
 def one_rank_is_drawn(monkeypatch):
-    monkeypatch.setattr(rank_shares, "MAX_DRAWN", 1)
+    monkeypatch.setattr(rank_selection, "MAX_DRAWN", 1)
 
 
 @pytest.mark.parametrize("address", [each.address for each in addressed_pages()])

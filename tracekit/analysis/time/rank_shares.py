@@ -7,8 +7,6 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 
-MAX_DRAWN = 64
-"""Figures with a row for each rank draw all ranks of runs that have no more."""
 _EXTREME_RATIO = 0.01
 """How far the share of an extreme rank is above the median: where all ranks are alike, none is extreme."""
 _QUANTILES = {"5th percentile": 0.05, "median": 0.5, "95th percentile": 0.95}
@@ -30,24 +28,6 @@ def shares(run: Run) -> pl.DataFrame:
         (pl.col("idle_ns") / duration_ns).alias("idle_ratio"),
         pl.when(communication_ns > 0).then(pl.col("overlapped_ns") / communication_ns).alias("comm hidden_ratio"),
     )
-
-
-def drawn_ranks(run: Run) -> Mapping[int, str]:
-    """Ranks that a figure with a row for each rank draws, with what each is: "typical", "most idle".
-
-    All ranks of a run with at most `MAX_DRAWN`, without a text; of larger ones those of `notable`.
-    """
-    if len(run.ranks) <= MAX_DRAWN:
-        return dict.fromkeys(run.ranks, "")
-    ranks = shares(run)
-    return dict.fromkeys(run.ranks[:MAX_DRAWN], "") if ranks.is_empty() else notable(ranks)
-
-
-def selection_note(run: Run) -> str:
-    """Sentence about the ranks of `drawn_ranks`; "" where these are all ranks."""
-    if len(run.ranks) <= MAX_DRAWN:
-        return ""
-    return f"Of {len(run.ranks):,} ranks, the typical one and the extreme ones are drawn."
 
 
 def with_quantiles(ranks: pl.DataFrame) -> pl.DataFrame:
