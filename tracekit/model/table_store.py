@@ -52,7 +52,7 @@ class TableStore:
         """Start without tables."""
         self._max_bytes = max_bytes
         self._tables: dict[Measure, pl.DataFrame] = {}
-        self._kept: set[Measure] = set()
+        self._run_facts: set[Measure] = set()
         self.parts: dict[TraceFact, tuple[Path, ...]] = {}
         """Parquet files of the facts whose tables are not in memory."""
         self._read: weakref.WeakValueDictionary[TraceFact, pl.DataFrame] = weakref.WeakValueDictionary()
@@ -83,13 +83,13 @@ class TableStore:
         """Table of a fact of the run, which was measured or saved; None if it has to be measured."""
         if fact not in self._tables and (table := self.saved(full_name(fact))) is not None:
             self._tables[fact] = table
-            self._kept.add(fact)
+            self._run_facts.add(fact)
         return self._tables.get(fact)
 
     def keep(self, fact: Measure, table: pl.DataFrame, measured_s: float) -> None:
         """Add and save the table of a fact of the run, which stays in memory: it is small and needed often."""
         self._tables[fact] = table
-        self._kept.add(fact)
+        self._run_facts.add(fact)
         self.save(full_name(fact), table, measured_s)
 
     def scan(self, fact: TraceFact) -> pl.LazyFrame:
@@ -105,14 +105,14 @@ class TableStore:
     def of_rows(self, rows: pl.Expr) -> "TableStore":
         """Some rows of the tables of facts of traces, in a store of its own."""
         store = TableStore(self._max_bytes)
-        for fact in (*(fact for fact in self._tables if fact not in self._kept), *self.parts):
+        for fact in (*(fact for fact in self._tables if fact not in self._run_facts), *self.parts):
             store.put(fact, self.scan(fact).filter(rows).collect())
         return store
 
     @property
     def free_bytes(self) -> int:
         """Memory that tables of facts of traces may still take."""
-        tables = (table for fact, table in self._tables.items() if fact not in self._kept)
+        tables = (table for fact, table in self._tables.items() if fact not in self._run_facts)
         return max(self._max_bytes - sum(int(table.estimated_size()) for table in tables), 0)
 
     def new_part(self) -> Path:

@@ -255,8 +255,8 @@ class GatheredWeights:
         self._gathered: dict[tuple[int, Part], int] = {}
 
     @property
-    def are_kept(self) -> bool:
-        """Return whether weights are gathered once per step: reshard_after_forward=False."""
+    def are_gathered_once(self) -> bool:
+        """Whether weights are gathered once per step: reshard_after_forward=False."""
         return self._job.gathers_weights and not self._job.impairments.gathers_every_micro_batch
 
     def gather(self, position: str, stage: int, part: Part) -> None:
@@ -264,7 +264,7 @@ class GatheredWeights:
         layer = part if isinstance(part, int) else None
         self._host.begin(f"{position} gather {stage} {part}")
         with self._host.span(f"FSDP::all_gather ({part if layer is None else f'layers.{layer}'})"):
-            if not self.are_kept:
+            if not self.are_gathered_once:
                 size_bytes = gathered_bytes(self._job, layer)
                 self._host.add(program.Allocate(_buffer(stage, part), size_bytes))
             self._host.follow(GATHER_STREAM, MAIN_STREAM)
@@ -273,19 +273,19 @@ class GatheredWeights:
         self._gathered[stage, part] = self._host.record(GATHER_STREAM)
 
     def enter(self, position: str, stage: int, part: Part, following: Part | None) -> None:
-        """Let the main stream wait for a part's weights; if none are kept, gather those of the following part too."""
+        """Let the main stream wait for a part's weights; unless all are gathered once, gather the next part's too."""
         if not self._job.gathers_weights:
             return
-        if not self.are_kept and (stage, part) not in self._gathered:
+        if not self.are_gathered_once and (stage, part) not in self._gathered:
             self.gather(position, stage, part)
         if (event := self._gathered.pop((stage, part), None)) is not None:
             self._host.wait(MAIN_STREAM, event)
-        if not self.are_kept and following is not None:
+        if not self.are_gathered_once and following is not None:
             self.gather(position, stage, following)
 
     def leave(self, stage: int, part: Part) -> None:
-        """Free a part's weights, unless they are kept."""
-        if self._job.gathers_weights and not self.are_kept:
+        """Free a part's weights, unless they are gathered once per step."""
+        if self._job.gathers_weights and not self.are_gathered_once:
             self._host.add(program.Free(_buffer(stage, part)))
 
 

@@ -98,8 +98,8 @@ class RankProgram(TrainingProgram):
         return action.kind in _ADD_GRADIENTS and (is_last or self.job.impairments.reduces_every_micro_batch)
 
     def _gather(self, number: int) -> None:
-        """Gather the sharded weights of all stages, where they are kept for the whole step."""
-        if not self._weights.are_kept:
+        """Gather the sharded weights of all stages, where they are gathered once per step."""
+        if not self._weights.are_gathered_once:
             return
         for stage in self.hybrid.stages_of(self.rank):
             with self._span(f"PP:{stage}UNSHARD"):
