@@ -140,9 +140,13 @@ def test_what_is_measured_is_what_was_predicted(
             assert measured[f"{kind}_bytes"] == formula[f"{kind}_bytes"]
         if "experts" not in RUNS[name][1]:
             assert measured["activations_bytes"] == pytest.approx(formula["activations_bytes"], rel=0.001)
-        # When FSDP frees a buffer depends on threads of gloo: at the peak there may be one more of them, or one less.
-        margin_bytes = buffer_bytes(name) if RUNS[name][0] in ("fsdp1", "fsdp2") else 0.01 * formula["buffers_bytes"]
-        assert abs(measured["buffers_bytes"] - formula["buffers_bytes"]) <= margin_bytes
+        if RUNS[name][0] in ("fsdp1", "fsdp2"):
+            # FSDP frees a buffer when a thread of gloo is done with it: on a busy machine those of all layers may be
+            # alive at the peak, and at least one is.
+            assert buffer_bytes(name) <= measured["buffers_bytes"]
+            assert measured["buffers_bytes"] <= formula["buffers_bytes"] + layers(name) * buffer_bytes(name)
+        else:
+            assert measured["buffers_bytes"] == pytest.approx(formula["buffers_bytes"], rel=0.01)
 
 
 def buffer_bytes(name: str) -> int:
@@ -150,6 +154,11 @@ def buffer_bytes(name: str) -> int:
     strategy, settings = RUNS[name]
     config = micro(strategy, Path(), **settings)
     return model_config(config).layer_parameters * max(COMPUTE_BYTES[config.precision], 4)
+
+
+def layers(name: str) -> int:
+    strategy, settings = RUNS[name]
+    return model_config(micro(strategy, Path(), **settings)).layers
 
 
 @pytest.mark.parametrize("name", others_in_accuracy(RUNS, EVERYDAY))
