@@ -13,7 +13,7 @@ from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
-from tracekit.report import charts, comparison, html_fragments, step_change
+from tracekit.report import charts, comparison, html_fragments, step_change, step_verdict
 from tracekit.report.headlines import Headline
 
 _BEFORE, STEP_TIME = "before", "step_time_ns"
@@ -144,7 +144,7 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column in cells.numbers for column in range(len(header))]
-    text = comparison.with_minus_signs(step_change.headline(changed))
+    text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")

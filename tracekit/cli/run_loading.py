@@ -120,9 +120,8 @@ def _require_all_read(run: "Run") -> None:
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
-    from tracekit.regression import baseline as baselines
+    from tracekit.regression import comparison
     from tracekit.regression.comparison import RunSamples
-    from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
     with _document(path) as document:
@@ -130,7 +129,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return RunSamples.of(open_measured(path, (samples, *baselines.COMPARED_FACTS), cache=cache))
+    return RunSamples.of(open_measured(path, comparison.FACTS, cache=cache))
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

@@ -13,10 +13,11 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparison, root_cause, significance
+from tracekit.regression import root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
+from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
@@ -288,7 +289,9 @@ def _is_certain_growth(
 ) -> Callable[[Finding], bool]:
     """Return a predicate: a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
-    is_unknown = _is_on_host(baseline) and comparison.is_unknown(before, after, thresholds)
+    # Too few recordings on shared processors do not show by how much costs of findings differ.
+    is_few = _is_on_host(baseline) and len(before) < thresholds.min_cpu_recordings
+    is_unknown = is_few and Disturbance.of(before, after, thresholds).is_disturbed
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
     known_findings, min_ratio = baseline.known_findings, thresholds.min_new_cost_ratio
     return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known_findings, min_ratio)

@@ -108,6 +108,7 @@ def _finite(number: float, value: object) -> float:
 
 ENTRY_POINTS = "tracekit.metrics"
 STEP_TIME = conventions.STEP_TIME_METRIC
+COMPUTE_TIME = "compute_ns"
 SM_CLOCK = device_metrics.SM_CLOCK
 
 
@@ -226,7 +227,7 @@ METRICS = (
         of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
     ),
     _of_steps(
-        "compute_ns", "compute", meaning="Time of the step in which any compute ran.",
+        COMPUTE_TIME, "compute", meaning="Time of the step in which any compute ran.",
         usual_spread=0.015, is_drawn=True, cause="compute", phrase="compute takes",
     ),
     _of_steps(
