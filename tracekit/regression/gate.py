@@ -17,11 +17,12 @@ from tracekit.regression import root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
+from tracekit.regression.contributions import PartPlaces
 from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
-from tracekit.regression.samples import job_samples
+from tracekit.regression.samples import job_samples, places_of_parts
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -192,7 +193,8 @@ def judge(
     ]
     work = baselines.work_difference(baseline.recordings[0].shares, candidate[0].shares)
     notes = [*([work] if work else []), *notes]
-    comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
+    places: tuple[PartPlaces, PartPlaces] = ({}, places_of_parts(report.run))
+    comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds, places=places)
     regressions = tuple(
         change
         for change in comparison.changes
@@ -229,6 +231,7 @@ def compare(
     *,
     notes: Sequence[str] = (),
     thresholds: Thresholds | None = None,
+    places: tuple[PartPlaces, PartPlaces] = ({}, {}),
 ) -> Comparison:
     """Compare each metric that both have. Raises NotComparableError where they share none."""
     return compare_groups(
@@ -237,6 +240,7 @@ def compare(
         notes=notes,
         on_host=_is_on_host(baseline),
         thresholds=thresholds,
+        places=places,
     )
 
 

@@ -26,6 +26,7 @@ _MOST_RATIO = 0.6
 """An operator stands for its kind where it contributes at least this share of it."""
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
+_MIN_KNOWN_RATIO = 0.01
 _MAX_OPERATORS = 3
 
 
@@ -39,7 +40,7 @@ def headline(compared: Comparison) -> str:
     if step.verdict is Verdict.SAME:
         return f"{b} is as fast as {a} ({times}, {_bounds(step)})"
     if step.verdict is Verdict.INCONCLUSIVE:
-        return f"it cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
+        return f"It cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
     because = _because(compared, step)
     certainty = f", {_bounds(step)}" if not because else ""
     return f"{b} is {_factor(step)} ({times}{certainty}){f': {because}' if because else ''}"
@@ -175,7 +176,7 @@ def _known(compared: Comparison, step: Change) -> str:
         for operator in ([part] if part.is_certain else [p for p in part.parts if p.is_certain])
     ]
     certain.sort(key=lambda part: -abs(part.certain_ns))
-    if certain and abs(certain[0].change_ns) >= _MIN_SHOWN_RATIO * step.reference:
+    if certain and abs(certain[0].certain_ns) >= _MIN_KNOWN_RATIO * step.reference:
         first = certain[0]
         more = "more" if first.certain_ns > 0 else "less"
         return f"{_label(first)} takes at least {units.duration(abs(first.certain_ns))} {more}"
