@@ -33,7 +33,7 @@ import tracekit
 from benchmarks import false_alarms, injected_changes, injected_faults, perturbation_graph
 from benchmarks.documents import put_between
 from benchmarks.perturbation_graph import Job as RecordedJob
-from tracekit.analysis.compute import step_parts
+from tracekit.analysis.host import step_parts
 from tracekit.plan import hardware, models
 from tracekit.regression import comparison
 from tracekit.regression.comparison import Comparison, RunSamples

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import step_parts
+from tracekit.analysis.host import step_parts
 from tracekit.regression import significance
 from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import PART_PREFIX

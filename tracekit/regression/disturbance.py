@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.compute import step_parts
+from tracekit.analysis.host import step_parts
 from tracekit.regression import significance
 from tracekit.regression.metrics import COMPUTE_TIME, PER_SECOND, STEP_TIME, Metric, metric_of
 from tracekit.regression.thresholds import Change, Thresholds

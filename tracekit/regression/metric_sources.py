@@ -9,7 +9,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
-from tracekit.analysis.compute import device_counters, efficiency, flops, step_parts
+from tracekit.analysis.compute import device_counters, efficiency, flops
+from tracekit.analysis.host import step_parts
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import device_metrics

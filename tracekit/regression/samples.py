@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, exposed_communication
-from tracekit.analysis.compute import step_parts
+from tracekit.analysis.host import step_parts
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run

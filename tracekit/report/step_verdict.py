@@ -1,6 +1,6 @@
 """The verdict on two runs in one sentence, the same everywhere: what changed, by how much, because of what."""
 
-from tracekit.analysis.compute import step_parts
+from tracekit.analysis.host import step_parts
 from tracekit.model import escaping, units
 from tracekit.regression import contributions
 from tracekit.regression.comparison import Comparison
@@ -65,7 +65,7 @@ def doubt(compared: Comparison) -> str:
     step = compared.step
     if step is None or not compared.disturbance.is_disturbed:
         return ""
-    is_slower = step.difference >= 0
+    is_slower = _is_slower(step)
     ratio = compared.disturbance.candidate_ratio if is_slower else compared.disturbance.reference_ratio
     if not ratio:
         return ""
@@ -139,7 +139,7 @@ def reasons(compared: Comparison) -> list[Contribution]:
     step = compared.step
     if step is None:
         return []
-    sign = 1 if step.difference >= 0 else -1
+    sign = 1 if _is_slower(step) else -1
     towards = [p for p in compared.contributions if p.kind != contributions.REST and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
     largest = [p for p in towards if sign * p.change_ns >= _MIN_SHARE_OF_FIRST * sign * towards[0].change_ns]
@@ -208,8 +208,15 @@ def _times(step: Change) -> str:
     return f"{number if after.endswith(f' {unit}') else before} → {after} a step"
 
 
+def _is_slower(step: Change) -> bool:
+    """Return whether a change is for the worse: by its verdict, which leaves out what other programs explain."""
+    return step.verdict is Verdict.WORSE if step.verdict in (Verdict.WORSE, Verdict.BETTER) else step.difference >= 0
+
+
 def _factor(step: Change) -> str:
-    is_slower = step.difference > 0
+    is_slower = _is_slower(step)
+    if is_slower is not (step.difference > 0):
+        return f"{'slower' if is_slower else 'faster'} than it seems, for other programs explain the rest"
     low, high = sorted((step.reference, step.candidate))
     comparative = "slower" if is_slower else "faster"
     if low > 0 and high / low >= _TIMES_FROM:

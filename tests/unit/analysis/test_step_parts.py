@@ -5,7 +5,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tracekit.analysis.compute.step_parts import KINDS, step_parts
+from tracekit.analysis.host.step_parts import KINDS, step_parts
 from tracekit.analysis.time import breakdown
 
 SAMPLES = "sample_traces/ci/red", "sample_traces/gpu/slow-rank", "sample_traces/parallelism/moe-ep2"
