@@ -5,6 +5,7 @@ from tracekit.model import escaping, units
 from tracekit.regression import contributions
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.contributions import Contribution
+from tracekit.regression.metrics import COMMUNICATION_TIME
 from tracekit.regression.thresholds import Change, Verdict
 from tracekit.report.document import Cells, Emphasis
 
@@ -27,7 +28,10 @@ _MOST_RATIO = 0.6
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
 _MIN_KNOWN_RATIO = 0.01
-_MAX_OPERATORS = 3
+_VAGUE_RATIO = 0.5
+_LONGER_RATIO = 0.5
+"""Exposed communication grew by itself where all communication grew by this share of it."""
+_MAX_OPERATORS = 2
 
 
 def headline(compared: Comparison) -> str:
@@ -42,7 +46,8 @@ def headline(compared: Comparison) -> str:
     if step.verdict is Verdict.INCONCLUSIVE:
         return f"It cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
     because = _because(compared, step)
-    certainty = f", {_bounds(step)}" if not because else ""
+    # A doubt says it on a line of its own.
+    certainty = "" if doubt(compared) or (because and not _is_vague(step)) else f", {_bounds(step)}"
     return f"{b} is {_factor(step)} ({times}{certainty}){f': {because}' if because else ''}"
 
 
@@ -143,7 +148,17 @@ def reasons(compared: Comparison) -> list[Contribution]:
     towards = [p for p in compared.contributions if p.kind != contributions.REST and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
     largest = [p for p in towards if sign * p.change_ns >= _MIN_SHARE_OF_FIRST * sign * towards[0].change_ns]
-    return sorted(largest, key=lambda part: not part.has_certain_part)[:_MAX_REASONS]
+    ranked = sorted(largest, key=lambda part: (_is_consequence(part, compared), not part.has_certain_part))
+    return ranked[:_MAX_REASONS]
+
+
+def _is_consequence(part: Contribution, compared: Comparison) -> bool:
+    """Return whether communication is more exposed, or less, although it does not take longer: what hid it changed."""
+    if part.kind != step_parts.COMMUNICATION:
+        return False
+    of_all = [c.difference for c in compared.changes if c.metric == COMMUNICATION_TIME]
+    sign = 1 if part.change_ns >= 0 else -1
+    return bool(of_all) and sign * of_all[0] < _LONGER_RATIO * sign * part.change_ns
 
 
 def _because(compared: Comparison, step: Change) -> str:
@@ -223,6 +238,13 @@ def _factor(step: Change) -> str:
         return f"{high / low:.1f} times {comparative}"
     ratio = abs(step.difference) / step.reference if step.reference else 1.0
     return f"{100 * ratio:.0f}% {comparative}" if ratio >= 0.1 else f"{100 * ratio:.1f}% {comparative}"
+
+
+def _is_vague(step: Change) -> bool:
+    """Return whether much less of a change is certain than it seems to be."""
+    if step.low is None or step.high is None or step.change is None:
+        return False
+    return min(abs(step.low), abs(step.high)) < _VAGUE_RATIO * abs(step.change)
 
 
 def _bounds(step: Change) -> str:
