@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 # Waiting ends as soon as it can. CI has two cores, on which other tests and mypy run while Chromium starts.
 WAIT_MS = 120_000
 VIEWPORT = {"width": 1400, "height": 1000}
-# The shell without a window first: for every page, the others also start that of their address bar, a quarter of the CPU time.
+# First the shell without a window: for each page, others also start one of their address bar, a quarter of the time.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--disable-gpu",
