@@ -134,7 +134,7 @@ def test_clock_skew_is_reported_only_beyond_the_residual(pair, tmp_path):
     ("arguments", "expected"),
     [
         (["query", "RUN", "SELECT durr_ns FROM ops"], 'did you mean "dur_ns"'),
-        (["query", "RUN", "SELECT 1", "--format", "parquet"], "name a file with --output"),
+        (["query", "RUN", "SELECT 1", "--format", "parquet"], "name a file with --out"),
         (["query", "absent", "SELECT 1"], "absent: no such file or folder"),
         (["query", "RUN", "PIVOT ops ON kind USING count(*)"], "list the values of a PIVOT"),
         (["query", "RUN", "SELECT levenshtein(repeat('a', 200000), repeat('b', 200000))", "--timeout", "0.3"], "0.3 s"),
