@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.selection import others_in_accuracy
+from tracekit.errors import BadTraceError
 from tracekit.ingest import loader
 from tracekit.report import json as report_json
 from tracekit.rules import engine
@@ -127,9 +129,30 @@ def said_without(recording: str, categories: tuple[str, ...], count: int) -> dic
         return judge(changed(traces, places, lambda event: []), Path(folder) / "without")[0]
 
 
-@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, two ranks", "CPU, FSDP2"]))
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("wrong", WRONG)
+def followed(traces: dict[str, dict[str, Any]], categories: Sequence[str], count: int) -> list[int]:
+    """Return the places of some events whose name recurs and that several others follow on their thread or stream."""
+    events = next(iter(traces.values()))["traceEvents"]
+    rows = [
+        (str(event["pid"]), str(event["tid"]), float(event["ts"]), event["name"], place)
+        for place, event in enumerate(events)
+        if event.get("ph") == "X" and event.get("cat") in categories
+    ]
+    names = Counter(name for *_, name, _ in rows)
+    of_lane = Counter((pid, tid) for pid, tid, *_ in rows)
+    main = max(of_lane, key=lambda lane: of_lane[lane])
+    ordered = sorted(row for row in rows if row[:2] == main)[:-10]
+    usual = [row[-1] for row in ordered if names[row[3]] >= FEW * COUNTS["many"] // 4]
+    return sorted(random.Random(0).sample(usual, min(count, len(usual) // 20)))
+
+
+CASES = [(recording, wrong, count) for recording in RECORDINGS for wrong in WRONG for count in COUNTS]
+EVERYDAY = [("GPU, two ranks", wrong, "few") for wrong in WRONG] + [
+    ("CPU, FSDP2", "time 0", "many"),
+    ("CPU, FSDP2", "in nanoseconds", "one"),
+]
+
+
+@pytest.mark.parametrize(("recording", "wrong", "count"), others_in_accuracy(CASES, EVERYDAY))
 def test_events_at_wrong_times_are_left_out(recording, wrong, count, tmp_path):
     traces = read(RECORDINGS[recording])
     change, kinds = WRONG[wrong]
@@ -141,3 +164,109 @@ def test_events_at_wrong_times_are_left_out(recording, wrong, count, tmp_path):
         said, report = judge(odd, tmp_path / str(number))
         assert said == said_without(recording, categories, COUNTS[count]), categories
         assert {"bad_times", "bad_durations"} & quality(report).keys()
+
+
+@pytest.mark.parametrize("by_us", [4e6, 5e4])
+@pytest.mark.parametrize("categories", [KERNELS[:1], OPS], ids=["kernels", "ops"])
+@pytest.mark.parametrize("count", others_in_accuracy(COUNTS, ["few"]))
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, two ranks"]))
+def test_durations_that_contain_what_follows_are_left_out(recording, count, categories, by_us, tmp_path):
+    traces = read(RECORDINGS[recording])
+    if recording.startswith("CPU") and categories != OPS:
+        pytest.skip("no kernels")
+    places = followed(traces, categories, COUNTS[count])
+    assert places
+    odd = changed(traces, places, lambda event: [event | {"dur": float(event["dur"]) + by_us}])
+    without = changed(traces, places, lambda event: [])
+    said, report = judge(odd, tmp_path / "odd")
+    expected, _ = judge(without, tmp_path / "without")
+    assert said == expected
+    assert f"{len(places)} event" in quality(report)["bad_durations"]
+
+
+@pytest.mark.parametrize("categories", [KERNELS, CALLS, OPS, None], ids=["kernels", "calls", "ops", "all"])
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, two ranks", "CPU, FSDP2"]))
+def test_events_that_are_written_twice_count_once(recording, categories, tmp_path):
+    traces = read(RECORDINGS[recording])
+    events = next(iter(traces.values()))["traceEvents"]
+    kinds = categories or {event.get("cat") for event in events}
+    is_slice = [event.get("ph") == "X" and event.get("cat") in kinds for event in events]
+    places = [place for place, chosen in enumerate(is_slice) if chosen]
+    if not places:
+        pytest.skip("no such events")
+    said, report = judge(changed(traces, places, lambda event: [event, event]), tmp_path / "twice")
+    expected, once = judge(traces, tmp_path / "once")
+    assert said == expected
+    assert "duplicate_events" in quality(report)
+    assert "duplicate_events" not in quality(once)
+    assert "dropped_events" not in quality(report).keys() - quality(once).keys()
+
+
+def test_calls_of_one_number_under_two_names_are_one_call(tmp_path):
+    """Nsight Systems exported a call and its version, cudaMemcpy and cudaMemcpy_v3020."""
+    traces = read(RECORDINGS["GPU, two ranks"])
+    events = next(iter(traces.values()))["traceEvents"]
+    places = [
+        place for place, event in enumerate(events) if event.get("cat") in CALLS and "correlation" in event["args"]
+    ]
+
+    def twice(event: Event) -> list[Event]:
+        alias = event | {"name": event["name"] + "_v3020", "ts": float(event["ts"]) + 0.2}
+        return [event, alias | {"dur": max(float(event["dur"]) - 0.4, 0)}]
+
+    said, report = judge(changed(traces, places, twice), tmp_path / "twice")
+    expected, _ = judge(traces, tmp_path / "once")
+    assert said == expected
+    assert f"{len(places):,} event" in quality(report)["duplicate_events"]
+
+
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, two ranks", "CPU, FSDP2"]))
+def test_ids_may_be_text(recording, tmp_path):
+    def as_text(event: Event) -> list[Event]:
+        if "tid" not in event:
+            return [event]
+        args = event.get("args", {})
+        ids = ("correlation", "External id", "device", "stream", "Sequence number", "Fwd thread id")
+        texts = {key: str(value) if key in ids else value for key, value in args.items()}
+        return (
+            [event | {"pid": str(event["pid"]), "tid": str(event["tid"]), "args": texts}] if "tid" in event else [event]
+        )
+
+    traces = read(RECORDINGS[recording])
+    name, trace = next(iter(traces.items()))
+    info = trace.get("distributedInfo")
+    header = (
+        {"distributedInfo": {**info, "rank": str(info["rank"]), "world_size": str(info["world_size"])}} if info else {}
+    )
+    odd = changed({**traces, name: trace | header}, range(len(trace["traceEvents"])), as_text)
+    assert judge(odd, tmp_path / "text")[0] == judge(traces, tmp_path / "numbers")[0]
+
+
+def test_waits_and_allocations_at_wrong_times_are_left_out(tmp_path):
+    traces = read(RECORDINGS["CPU, FSDP2"])
+    events = next(iter(traces.values()))["traceEvents"]
+    memory = [place for place, event in enumerate(events) if event.get("name") == "[memory]"][:FEW]
+    assert memory
+    odd, report = judge(changed(traces, memory, lambda event: [event | {"ts": 0}]), tmp_path / "odd")
+    assert odd == judge(changed(traces, memory, lambda event: []), tmp_path / "without")[0]
+    assert "bad_times" in quality(report)
+
+
+@pytest.mark.parametrize("document", [[{"a": 1}, {"b": 2}], {"traceEvents": [{"value": 3}]}])
+def test_a_list_of_objects_that_are_no_events_is_no_trace(document, tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(BadTraceError):
+        loader.load(str(path), cache=False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "rank"), [("3", 3), (" 3", 3), (3.0, 3), ("three", 0), (True, 0), (2.5, 0), ("-1", 0)]
+)
+def test_a_rank_as_text_is_that_rank(stated, rank, tmp_path):
+    traces = read(RECORDINGS["GPU, two ranks"])
+    trace = next(iter(traces.values()))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"distributedInfo": {"rank": stated, "world_size": "8"}, **trace}), encoding="utf-8")
+    run = loader.load(str(path), cache=False)
+    assert [source.rank for source in run.sources] == [rank]

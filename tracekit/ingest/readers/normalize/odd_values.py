@@ -347,36 +347,53 @@ def _without_overlong_work(slices: Slices, names: pl.Series, odd: OddValues) -> 
     return _without_overlong(slices, np.zeros(slices.host.height, bool), flags, names, odd)
 
 
-def overlong_calls(host: Host) -> Flags:
-    """Flag host slices that end after the slice in which they began, and contain what follows on the thread.
+def overlong_calls(host: Host, work_end_ns: int) -> Flags:
+    """Flag host slices whose duration contradicts others, and is ten times that of the same call elsewhere.
 
-    Slices of a thread nest. Which of two that do not is wrong is certain only where the same call is at least ten times
-    shorter elsewhere. What need not nest: calls of Python, whose ends are not exact; calls of the runtime, which have a
-    clock of their own in recordings of 2021; and collectives of gloo, which end when their data has arrived.
+    They end after the slice in which they began, and contain what follows on the thread: slices of a thread nest. Or
+    they contain all that follows on the thread, and end long after all others and the device's work (`work_end_ns`).
     """
     flags = np.zeros(len(host.row), bool)
-    late, around = host.crossings
-    nests = (host.is_kind("cpu_op") | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
-    is_certain = nests[around] & (nests | host.is_kind("runtime"))[late]
-    late, around = late[is_certain], around[is_certain]
-    lane_end = np.cumsum(np.bincount(host.lane)) if len(late) else late
-    # The next slice of the thread after the end of the enclosing one.
-    following = np.array([
-        place + np.searchsorted(host.start_ns[place : lane_end[host.lane[place]]], end_ns)
-        for place, end_ns in zip(late.tolist(), host.end_ns[around].tolist(), strict=True)
-    ], np.int64)  # fmt: skip
-    inside = np.minimum(following, len(flags) - 1)
-    contains = (following < len(flags)) & (host.lane[inside] == host.lane[late])
-    contains &= host.start_ns[inside] < host.end_ns[late]
-    candidates = np.unique(late[contains])
+    late = _leaving(host)
+    lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
+    candidates = np.union1d(late, lasting)
     if not len(candidates):
         return flags
     usual = ~flags
     usual[candidates] = False
     dur_ns = host.end_ns - host.start_ns
-    longest_ns = _longest_by(host.name_id[None], dur_ns, usual)[candidates]
-    flags[candidates] = (longest_ns >= 0) & (dur_ns[candidates] > _LONG_TIMES * longest_ns)
-    return flags
+    longest_ns = _longest_by(host.name_id[None], dur_ns, usual)
+    is_long = (longest_ns >= 0) & (dur_ns > _LONG_TIMES * np.maximum(longest_ns, 1))
+    others = lasting[~is_long[lasting]]
+    end_ns = max(int(host.start_ns.max()), work_end_ns, int(host.end_ns[others].max(initial=0)))
+    lane_end = np.cumsum(np.bincount(host.lane))[host.lane[lasting]]
+    contains = lane_end - lasting > _LEAST_SWALLOWED
+    lasting = lasting[contains & (host.end_ns[lasting] - end_ns > longest_ns[lasting])]
+    flags[np.union1d(late, lasting)] = True
+    return flags & is_long
+
+
+def _leaving(host: Host) -> Ints:
+    """Host slices that end after one in which they began, and contain what follows that one on the thread.
+
+    What need not nest: calls of Python, whose ends are not exact; calls of the runtime, which have a clock of their own
+    in recordings of 2021; and collectives of gloo, which end when their data has arrived.
+    """
+    late, around = host.crossings
+    nests = (host.is_kind("cpu_op") | host.is_kind("annotation")) & ~host.names.runs_collective[host.name_id]
+    is_certain = nests[around] & (nests | host.is_kind("runtime"))[late]
+    late, around = late[is_certain], around[is_certain]
+    if not len(late):
+        return late
+    lane_end = np.cumsum(np.bincount(host.lane))
+    # The next slice of the thread after the end of the enclosing one.
+    following = np.array([
+        place + np.searchsorted(host.start_ns[place : lane_end[host.lane[place]]], end_ns)
+        for place, end_ns in zip(late.tolist(), host.end_ns[around].tolist(), strict=True)
+    ], np.int64)  # fmt: skip
+    inside = np.minimum(following, len(host.row) - 1)
+    contains = (following < len(host.row)) & (host.lane[inside] == host.lane[late])
+    return np.unique(late[contains & (host.start_ns[inside] < host.end_ns[late])])
 
 
 def without_calls(slices: pl.DataFrame, host: Host, flags: Flags, odd: OddValues) -> pl.DataFrame:

@@ -60,7 +60,8 @@ def build_trace(
     slices, device = timed.host, timed.device
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
-    overlong = odd_values.overlong_calls(built)
+    work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
+    overlong = odd_values.overlong_calls(built, work_end_ns)
     if overlong.any():
         slices = odd_values.without_calls(slices, built, overlong, odd)
         threads, lanes = _lanes(events, slices)
