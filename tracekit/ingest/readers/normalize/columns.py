@@ -227,7 +227,7 @@ class ColumnBuilder:
         return (
             part
             | _columns(args, numbers.ints, "device", "stream")
-            | _columns(args, numbers.sizes, "bytes")
+            | _columns(args, numbers.moved_bytes, "bytes")
             | {
                 "kind": place - np.uint8(event_categories.FIRST_DEVICE),
                 "correlation": numbers.ids([a.correlation for a in args]),

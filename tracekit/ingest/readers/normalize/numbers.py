@@ -141,6 +141,12 @@ def sizes(values: list[Any]) -> Ints:
     return np.where(too_large, MISSING, integers) if too_large.any() else integers
 
 
+def moved_bytes(values: list[Any]) -> Ints:
+    """Return bytes that work moves, as `sizes`; MISSING also where they are negative."""
+    integers = sizes(values)
+    return np.where(integers < 0, MISSING, integers)
+
+
 def plain(values: list[Any]) -> Ints | None:
     """Return integers if all values are int64; otherwise None."""
     try:

@@ -108,8 +108,10 @@ def within_recording(frame: pl.DataFrame, at_ns: Ints, slices: Slices, odd: OddV
     begin_ns, end_ns = int(start_ns.min()), int((start_ns + slices.dur_ns).max())
     least_ns = max(_LEAST_DISTANCE_NS, _FAR_SPANS * (end_ns - begin_ns))
     is_far = (at_ns < begin_ns - least_ns) | (at_ns > end_ns + least_ns)
+    if not is_far.any() or is_far.mean() >= _MOST_RATIO:
+        return frame
     odd.distant += int(is_far.sum())
-    return frame.filter(pl.Series(~is_far)) if is_far.any() else frame
+    return frame.filter(pl.Series(~is_far))
 
 
 # Events that are written twice --------------------------------------------------------------------------------------
