@@ -174,7 +174,8 @@ def _without_distant(slices: Slices, odd: OddValues) -> Slices:
     is_far = np.maximum(begins[core] - ends, begins - ends[core]) > least_ns
     for which in np.flatnonzero(is_far & (counts >= _FEW_RATIO * len(start))):
         others = cluster != which
-        is_far[which] = not _is_window(slices.without(others[:hosts], others[hosts:]))
+        part = slices.without(others[:hosts], others[hosts:])
+        is_far[which] = (slices.device.height > 0 and part.device.is_empty()) or not _is_window(part)
     far = is_far[cluster]
     if far.sum() >= _MOST_RATIO * len(start):
         return slices
