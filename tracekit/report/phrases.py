@@ -19,12 +19,12 @@ _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_
 
 
 def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
-    """Return the sentence to read first: why the run cannot be judged, else the message of the costliest finding."""
+    """Return the sentence to read first: why the run cannot be judged, else the costliest finding."""
     if cannot_judge is not None:
         return f"Cannot judge this run: {cannot_judge}"
     if not findings:
         return "No problems found"
-    return max(findings, key=cost_order).message
+    return max(findings, key=cost_order).sentence
 
 
 def no_problems(report: Report) -> str:
@@ -71,25 +71,10 @@ def rule_name(code: str) -> str:
 
 
 def cost(finding: Finding) -> str:
-    """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
-    parts = [f"{share_or_size(finding)} of {time_noun(finding)}"] if finding.impact else []
-    per_step = " an iteration" if finding.is_of_iterations else " a step"
-    per_step = "" if finding.is_of_window else per_step
-    parts += [saving(finding) + per_step] if finding.cost_ns else []
+    """Return the cost of a finding in a few words: "saves 16.1 ms a step (38.9%)"; '' if it has no cost."""
+    parts = [finding.cost_in_words] if finding.impact else []
     parts += [units.size(finding.cost_bytes)] if finding.cost_bytes else []
     return " · ".join(parts)
-
-
-def time_noun(finding: Finding) -> str:
-    """Time that the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
-
-    Of iterations that were found by repetition it is "iteration time", of findings on saves "training time".
-    """
-    if finding.is_of_training:
-        return "training time"
-    if finding.is_of_iterations:
-        return "iteration time"
-    return "the window" if finding.is_of_window else "step time"
 
 
 def step_note(run: Run) -> str | None:

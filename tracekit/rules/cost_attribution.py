@@ -22,6 +22,8 @@ _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
 _MIN_PART_RATIO = 0.25
 """Share of what a late rank costs from which the time that its host takes longer for a cause is a reason."""
+_MAX_DIFFERENCE_RATIO = 0.1
+"""Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
 _UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
@@ -35,8 +37,8 @@ def attribute_costs(report: Report) -> Report:
     This needs a finding with a `what_if`, and a run that can be replayed: with the launches of 90% of its device work
     (on a CPU run, of its collectives), 100 activities or more on each rank, and a replay within 5% of the recorded
     steps. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is the
-    difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share. The
-    message states both.
+    difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share.
+    Where it differs from what the rule measured, the message says why.
 
     So that no time is priced twice, causes are priced in this order:
 
@@ -123,13 +125,12 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
     """The finding on waiting for late ranks, with the waiting that remains without the causes in `removed`."""
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    codes = " and ".join(dict.fromkeys(removal.code for removal in removed))
     return replace(
         finding,
         severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
         cost_ns=int(ratio * finding.cost_ns),
         impact=ratio * finding.impact,
-        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {codes}.",
+        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
     )
 
 
@@ -206,13 +207,9 @@ def _price(
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     impact = min(1.0, saved_ns / mean.step_ns)
     before_ns = min(saved_ns, mean.before_steps_ns)
-    before = ""
+    message = finding.message + _difference(finding, saved_ns, first)
     if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
-        before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
-    codes = f" after {' and '.join(dict.fromkeys(cause.code for cause in first))}" if first else ""
-    per = "in the window" if finding.is_of_window else "per step"
-    message = f"{finding.message} Potential saving by replay{codes}: "
-    message += f"{units.duration(saved_ns)} {per} ({units.share(impact)}){before}."
+        message += f" {units.duration(before_ns)} of the saving is before the first device work of the recording."
     other_ranks = _other_ranks(run, finding, what_if.cause)
     if other_ranks:
         message += f" Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
@@ -227,6 +224,7 @@ def _price(
         finding,
         severity=severity,
         cost_ns=saved_ns,
+        measured_ns=finding.cost_ns,
         impact=impact,
         before_steps_ratio=min(impact, before_ns / mean.step_ns),
         is_priced=True,
@@ -237,6 +235,22 @@ def _price(
         removals=(*causing, removal),
     )
     return [priced]
+
+
+def _difference(finding: Finding, saved_ns: int, first: tuple[Removal, ...]) -> str:
+    """Why a replay saves more or less than the rule measured; "" where both agree."""
+    measured_ns = finding.cost_ns
+    if abs(saved_ns - measured_ns) <= _MAX_DIFFERENCE_RATIO * measured_ns:
+        return ""
+    if saved_ns > measured_ns:
+        return " Removing it saves more than that on average, because delays pass on to later work and other ranks."
+    if first:
+        return f" Removing it saves less than that, because part of it ends with {_codes(first)}."
+    return " Removing it saves less than that on average, because other work or other steps are then the limit."
+
+
+def _codes(removals: Sequence[Removal]) -> str:
+    return " and ".join(dict.fromkeys(removal.code for removal in removals))
 
 
 def _other_ranks(run: Run, finding: Finding, cause: Cause) -> list[int]:
