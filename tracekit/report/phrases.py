@@ -92,7 +92,7 @@ def share_or_size(finding: Finding | KnownFinding) -> str:
 
 
 def saving(finding: Finding) -> str:
-    """Saving per step from fixing a finding: "16.1 ms", "up to 16.1 ms" of an upper bound."""
+    """Saving per step from fixing a finding: "16.1 ms" by replay, else "up to 16.1 ms"."""
     return _up_to(finding) + units.duration(finding.cost_ns)
 
 
@@ -102,6 +102,29 @@ def scope(finding: Finding) -> str:
     noun = "iteration" if finding.is_of_iterations else "step"
     parts += [units.numbered(noun, finding.steps)] if finding.steps else []
     return " · ".join([*parts, f"confidence {finding.confidence:.0%}"])
+
+
+def place(finding: Finding) -> str:
+    """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward"."""
+    rows = finding.evidence.head(1).to_dicts()
+    row = {name: value for name, value in (rows[0] if rows else {}).items() if value not in (None, "")}
+    ranks = (row["rank"],) if "rank" in row else finding.ranks
+    steps = (row["step"],) if "step" in row else finding.steps
+    noun = "iteration" if finding.is_of_iterations else "step"
+    at = [units.numbered("rank", ranks)] if ranks else []
+    at += [units.numbered(noun, steps)] if steps else []
+    called = str(row.get("op") or row.get("name") or "").replace("_", "-")
+    what = [escaping.inert(called, _MAX_WORD)] if called else []
+    what += [("of " if what else "") + escaping.inert(str(row["unit"]), _MAX_WORD)] if "unit" in row else []
+    what += [f"in {row['phase']}"] if "phase" in row else []
+    what += [f"at {escaping.inert(str(row['stack']), _MAX_WORD)}"] if "stack" in row else []
+    return ": ".join(filter(None, (", ".join(at), " ".join(what))))
+
+
+def has_moment(finding: Finding) -> bool:
+    """Whether the evidence names ranks and times that the timeline can show."""
+    needed = ["rank", "start_ns", "dur_ns"]
+    return set(needed) <= set(finding.evidence.columns) and bool(finding.evidence.drop_nulls(needed).height)
 
 
 def from_run_start(table: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
@@ -126,4 +149,4 @@ def _rule_names() -> Mapping[str, str]:
 
 
 def _up_to(finding: Finding | KnownFinding) -> str:
-    return "up to " if isinstance(finding, Finding) and finding.is_upper_bound else ""
+    return "up to " if isinstance(finding, Finding) and not finding.is_priced else ""

@@ -84,7 +84,7 @@ class SmallCollectives(Rule):
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
-            claim=f"Small collectives ({largest['op'].replace('_', '-')}) of rank {loss.row['rank']} are bound by latency",
+            claim=f"Small collectives ({largest['op'].replace('_', '-')}) of rank {largest['rank']} are latency-bound",
         )
 
     def _lost(self, run: Run) -> pl.DataFrame:
