@@ -196,7 +196,7 @@ def _row(verdict: JudgedFinding, *, has_baseline: bool) -> tuple[str, ...]:
     if verdict.status is FindingStatus.WORSE and verdict.impact_before is not None:
         sentence += f", {100 * verdict.impact_before:.1f}% before"
     status = f"{finding.severity.label}, {verdict.status}" if has_baseline else finding.severity.label
-    return escape(sentence, 200), code(finding.id), f"❌ {status}" if verdict.fails else status
+    return escape(sentence, 160), code(finding.id), f"❌ {status}" if verdict.fails else status
 
 
 def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
