@@ -368,7 +368,7 @@ def _place(rows: pl.DataFrame) -> str:
     """Clause on the function with more than half of the time of host gaps; "" without one."""
     sums = _by_function(rows)
     is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
-    return f" at {_FRAME.sub(r'\1:\2 (\3)', sums['stack'][0])}" if is_most else ""
+    return " at " + _FRAME.sub(r"\1:\2 (\3)", sums["stack"][0]) if is_most else ""
 
 
 def _by_function(rows: pl.DataFrame) -> pl.DataFrame:
