@@ -91,6 +91,8 @@ class Finding:
     """What a replay removed for the cost: causes that other findings price, and last its own. () without a replay."""
     is_priced: bool = False
     """Whether a replay without the cause gave impact and cost."""
+    consequence_of: str = ""
+    """The id of the finding on its cause, where a replay shows that both are one trouble."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     stall: str = ""
