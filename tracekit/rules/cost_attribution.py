@@ -84,9 +84,7 @@ def attribute_costs(report: Report) -> Report:
             removed.append(removal)
             causing.setdefault(cause, repriced[0])
     if removed:
-        findings = [
-            _beyond(run, finding, removed, causing) if finding.code == _UNEVEN else finding for finding in findings
-        ]
+        findings = [_beyond(run, finding, removed, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
     notes = report.notes
     if run is not report.run:
@@ -127,17 +125,28 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
-    """The finding on waiting for late ranks, with the waiting that remains without the causes in `removed`."""
+    """A finding on waiting for late ranks, with the waiting that remains without the causes in `removed`.
+
+    If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
+    their own keep it.
+    """
+    is_uneven = finding.code == _UNEVEN
+    is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
+    if not is_uneven and (not is_minor or finding.consequence_of):
+        return finding
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    return replace(
+    if is_minor and ratio >= _MIN_OWN_RATIO:
+        return finding
+    explained = replace(
         finding,
         severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
         consequence_of=_costliest_of(removed, causing) if ratio < _MIN_OWN_RATIO else "",
-        cost_ns=int(ratio * finding.cost_ns),
-        impact=ratio * finding.impact,
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
     )
+    if is_minor:
+        return explained
+    return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
 
 
 def _pricing(finding: Finding) -> Pricing:
