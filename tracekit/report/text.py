@@ -211,7 +211,7 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
 
 def _finding_lines(finding: Finding, consequences: Sequence[Finding]) -> Section:
     severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
-    rows = [("where", phrases.place(finding)), ("so", "; ".join(caused.claim for caused in consequences))]
+    rows = [("where", phrases.place(finding)), ("also", "; ".join(caused.claim for caused in consequences))]
     rows.append(("fix", _first_advice(finding.fix)))
     if phrases.has_moment(finding):
         rows.append(("open", f"{ADDRESS}/timeline?finding={finding.id}"))

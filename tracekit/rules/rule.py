@@ -92,7 +92,7 @@ class Finding:
     is_priced: bool = False
     """Whether a replay without the cause gave impact and cost."""
     consequence_of: str = ""
-    """The id of the finding on its cause, where a replay shows that both are one trouble."""
+    """The id of the finding on its cause, or on the whole of which it is a part: both are one trouble."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     stall: str = ""
@@ -264,6 +264,8 @@ class Rule(ABC):
     code: ClassVar[str]
     facts: ClassVar[tuple[TraceFact, ...]] = ()
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
+    part_of: ClassVar[str] = ""
+    """Code of the rule whose findings contain the time of this rule's: with one, both are one trouble."""
 
     @classmethod
     def name(cls) -> str:
