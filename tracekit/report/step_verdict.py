@@ -31,7 +31,6 @@ _MIN_KNOWN_RATIO = 0.01
 _VAGUE_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
-_MAX_OPERATORS = 2
 
 
 def headline(compared: Comparison) -> str:
@@ -202,11 +201,12 @@ def _known(compared: Comparison, step: Change) -> str:
 
 def _row(part: Contribution) -> tuple[str, ...]:
     interval = "—" if part.low_ns is None or part.high_ns is None else _interval(part.low_ns, part.high_ns)
-    operators = [p for p in part.parts if p.name and p.change_ns * part.change_ns > 0][:_MAX_OPERATORS]
-    main = [f"{escaping.inert(p.name, _MAX_OPERATOR)} {signed_duration(p.change_ns)}" for p in operators]
+    # The number first: where there is little room, the name is cut.
+    operators = (p for p in part.parts if p.name and p.change_ns * part.change_ns > 0)
+    main = next((f"{signed_duration(p.change_ns)} {escaping.inert(p.name, _MAX_OPERATOR)}" for p in operators), "")
     preposition = "for" if part.kind == step_parts.WAIT else "at"
     place = f"{preposition} {escaping.inert(part.place, _MAX_NAME)}" if part.place else ""
-    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], ", ".join(main) or place
+    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], main or place
 
 
 def _interval(low_ns: int, high_ns: int) -> str:

@@ -120,6 +120,7 @@ def gate_document(gate: CheckResult, *, is_detailed: bool = False) -> Document:
         sections.append([title, findings if findings.rows else faint("none in either run", indent=2)])
         if gate.comparison.contributions:
             sections.append([heading("Change of the step"), step_verdict.contribution_cells(gate.comparison)])
+    if gate.comparison is not None and is_detailed:
         title = heading("Metrics", "  median over steps, mean over recordings")
         sections.append([title, metric_cells(gate, gate.comparison), *items(comparison.remarks(gate.comparison))])
     is_first = gate.comparison is None
