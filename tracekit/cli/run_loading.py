@@ -66,10 +66,15 @@ def open_measured(
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
     run = open_run(path, cache=cache, executor=executor)
+    measure(run, facts)
+    return run
+
+
+def measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
+    """Measure facts of a run, and show the progress."""
     with output.progress() as bar:
         run.measure(facts, bar.trace_callback(len(run.sources)))
     _require_all_read(run)
-    return run
 
 
 def open_baseline(
@@ -118,9 +123,13 @@ def _require_all_read(run: "Run") -> None:
         question.current.get().withdraw()
 
 
-def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
-    """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
+def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
+    """Return a measured run, or the samples of a saved report or a baseline.
+
+    Raises InputError if the path is none of them.
+    """
     from tracekit.regression import baseline as baselines
+    from tracekit.regression import scaling
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
@@ -130,7 +139,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return RunSamples.of(open_measured(path, (samples, *baselines.COMPARED_FACTS), cache=cache))
+    return open_measured(path, (samples, *baselines.COMPARED_FACTS, *scaling.SIZE_FACTS), cache=cache)
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

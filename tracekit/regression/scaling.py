@@ -1,0 +1,409 @@
+"""Runs of one job on other numbers of GPUs or nodes, or with other batches: throughput, efficiency and what grew.
+
+What a token costs in GPU time, ranks x step time / tokens of a step, is the measure: it is the same under perfect
+scaling, whether the batch of the job (strong scaling) or that of a GPU (weak scaling) stays. Efficiency is the
+reference's GPU time per token over the candidate's, so what grew in GPU time per token is what the efficiency lacks.
+Step times would not do: under strong scaling a perfect step is shorter, so that a part which stayed as long has grown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.parallelism import rank_places, time_by_part
+from tracekit.analysis.parallelism.time_by_part import PARTS, WAIT
+from tracekit.analysis.quality import trace_quality
+from tracekit.errors import NotComparableError
+from tracekit.model import schema
+from tracekit.model.fact import trace_fact
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace, TraceFact
+from tracekit.regression import baseline, metric_sources, significance, step_change
+from tracekit.regression.metrics import STEP_TIME, metric_of
+from tracekit.regression.samples import Values
+from tracekit.regression.significance import MetricSides
+from tracekit.regression.thresholds import Change, Thresholds
+
+MAX_TOKEN_SPREAD = 0.05
+"""Batches of tokens that differ by less are the same: sequences of a job need not be equally long."""
+_TOKEN_COLUMNS = schema.columns("step tokens gpu_tokens", tokens=pl.Float64, gpu_tokens=pl.Float64)
+_MUST_AGREE = ("device", "device_name", "model")
+_SIZES = (
+    "world_size", "mesh", "arguments.batch", "arguments.batch_size", "arguments.micro_batch_size",
+    "arguments.global_batch_size", "arguments.local_batch_size", "arguments.micro_batches",
+    "arguments.gradient_accumulation_steps",
+)  # fmt: skip
+_IN_STEP = ("window", "step")
+
+
+@trace_fact
+def step_tokens(trace: Trace) -> pl.DataFrame:
+    """Tokens of each step by the metrics log: its throughput times its time. Columns step, tokens, gpu_tokens.
+
+    tokens are those of all ranks, gpu_tokens their share of one; null where the log does not state it.
+    """
+    names = {conventions.TOKENS_METRIC: "tokens", conventions.TOKENS_PER_GPU_METRIC: "gpu_tokens"}
+    logged = trace.metrics.filter(pl.col("name").is_in([*names, STEP_TIME]))
+    of_name = [pl.col("value").filter(pl.col("name") == name).first().alias(column) for name, column in names.items()]
+    time_s = pl.col("value").filter(pl.col("name") == STEP_TIME).first() / 1e9
+    by_step = logged.group_by("step", maintain_order=True).agg(*of_name, time_s.alias("time_s"))
+    return by_step.with_columns(pl.col(*names.values()) * pl.col("time_s")).pipe(schema.select, _TOKEN_COLUMNS)
+
+
+SIZE_FACTS: tuple[TraceFact, ...] = (step_tokens, trace_quality.versions, *rank_places.FACTS)
+"""The facts that `RunSize` reads."""
+FACTS: tuple[TraceFact, ...] = (*SIZE_FACTS, *time_by_part.FACTS, metric_sources.flop_samples)
+"""The facts that `scaling` reads."""
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """How large a job is."""
+
+    gpus: int | None
+    """Its ranks; None where neither the manifest nor the traces state them: some may not be recorded."""
+    nodes: int | None
+    tokens: float | None
+    """Those of a step, of all ranks; None where no log states them."""
+
+    @classmethod
+    def of(cls, run: Run) -> "RunSize":
+        """Return the size of a run; of nodes and tokens what is known."""
+        gpus = _world_size(run)
+        tokens = _logged_tokens(run, gpus)
+        is_stated = _stated_world_size(run) is not None
+        median = None if tokens.is_empty() else float(np.median(tokens["tokens"]))
+        return cls(gpus if is_stated else None, _nodes(run, gpus), median)
+
+    def differs(self, other: "RunSize") -> bool:
+        """Whether two runs differ in GPUs; where the tokens of a step are known, also in these or in nodes."""
+        if self.gpus is not None and other.gpus is not None and self.gpus != other.gpus:
+            return True
+        if self.tokens is None or other.tokens is None:
+            return False
+        is_moved = self.nodes is not None and other.nodes is not None and self.nodes != other.nodes
+        return is_moved or not _is_same(self.tokens, other.tokens)
+
+
+class Scaling(StrEnum):
+    """What stays the same while a job grows."""
+
+    STRONG = "strong"
+    """The batch of the job."""
+    WEAK = "weak"
+    """The batch of a GPU."""
+    MIXED = "mixed"
+    """Neither."""
+    BATCH = "batch"
+    """The number of GPUs: only the batch grows."""
+    PLACES = "places"
+    """GPUs and batch: they are on another number of nodes."""
+
+
+class Work(StrEnum):
+    """What the work of a step is counted in."""
+
+    TOKENS = "token"
+    FLOPS = "FLOP"
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledRun:
+    """One of the runs: its size, its typical step, and what each GPU does in it."""
+
+    name: str
+    gpus: int
+    nodes: int | None
+    step_work: float
+    """Tokens, or floating-point operations, of a step of all ranks."""
+    step_ns: float
+    """Step time, as `compare` has it: the median over steps of the slowest rank's."""
+    parts_ns: Mapping[str, float]
+    """Time of each of PARTS in that step, the mean over ranks; they sum to it."""
+    recorded_ranks: int
+    times_ns: Values
+    """Time of each step."""
+
+    @property
+    def work_per_second(self) -> float:
+        """Throughput of all GPUs together."""
+        return self.step_work * 1e9 / self.step_ns
+
+    @property
+    def gpu_ns_per_work(self) -> float:
+        """GPU time that one token, or operation, takes."""
+        return self.gpus * self.step_ns / self.step_work
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one part of the step adds to the time that the step lacks for perfect scaling."""
+
+    part: str
+    ideal_ns: float
+    """Time that the reference spends on it for as much work per GPU."""
+    step_ns: float
+    """Time of the candidate's step."""
+    lost_ratio: float
+    """Share of the candidate's step by which it is longer: these sum to 1 - efficiency."""
+
+    @property
+    def change_ns(self) -> float:
+        """By how much it is longer."""
+        return self.step_ns - self.ideal_ns
+
+
+@dataclass(frozen=True, eq=False)
+class ScalingStep:
+    """A run compared with the reference run."""
+
+    run: ScaledRun
+    kind: Scaling
+    gpus_ratio: float
+    throughput_ratio: float
+    efficiency: float
+    """GPU time per token of the reference over that of this run: throughput ratio over that of GPUs."""
+    low: float | None
+    high: float | None
+    """Its interval, at `CONFIDENCE`; None with too few steps."""
+    ideal_step_ns: float
+    """Step time at the reference's GPU time per token."""
+    contributions: tuple[Contribution, ...]
+    """Of each part that takes time in either run, the largest growth first; change_ns sums to what the step is longer
+    than `ideal_step_ns`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScalingComparison:
+    """Runs of one job of different size: the first is the reference of the others."""
+
+    reference: ScaledRun
+    steps: tuple[ScalingStep, ...]
+    work: Work
+    notes: tuple[str, ...]
+
+    @property
+    def runs(self) -> tuple[ScaledRun, ...]:
+        """All runs, the reference first."""
+        return (self.reference, *(step.run for step in self.steps))
+
+
+def differ_in_size(runs: Sequence[Run]) -> bool:
+    """Return whether runs differ in the number of GPUs or nodes, or in the tokens of a step, as far as is known."""
+    first, *others = (RunSize.of(run) for run in runs)
+    return any(size.differs(first) for size in others)
+
+
+def is_work_known(runs: Sequence[Run]) -> bool:
+    """Return whether the work of a step of all runs can be counted in the same unit."""
+    sizes = [_world_size(run) for run in runs]
+    tokens = [_logged_tokens(run, gpus) for run, gpus in zip(runs, sizes, strict=True)]
+    return not any(map(pl.DataFrame.is_empty, tokens)) or not any(_operations(run).is_empty() for run in runs)
+
+
+def compare_sizes(
+    runs: Sequence[Run],
+    names: Sequence[str] = (),
+    *,
+    allow_different: bool = False,
+    thresholds: Thresholds | None = None,
+) -> ScalingComparison:
+    """Compare runs of one job that differ in GPUs, nodes or batch, with the first one.
+
+    Raises NotComparableError where model or device differ, unless allowed, where a run marks no steps, or where the
+    work of a step is not known: neither tokens in the metrics log nor floating-point operations in the traces.
+    """
+    names = names or [run.name for run in runs]
+    notes = _differences(runs, names, allow_different=allow_different)
+    work, amounts, work_notes = _work(runs, names)
+    reference, *others = (_scaled(run, name, amount) for run, name, amount in zip(runs, names, amounts, strict=True))
+    steps = tuple(scaling_step(reference, other, thresholds) for other in others)
+    partial = [
+        f"{run.name}: {run.recorded_ranks} of {run.gpus} ranks are recorded, and count for all"
+        for run in (reference, *others)
+        if run.recorded_ranks < run.gpus
+    ]
+    return ScalingComparison(reference, steps, work, (*notes, *work_notes, *partial))
+
+
+def scaling_step(reference: ScaledRun, run: ScaledRun, thresholds: Thresholds | None = None) -> ScalingStep:
+    """Compare a run with the reference run."""
+    efficiency = reference.gpu_ns_per_work / run.gpu_ns_per_work
+    ideal_step_ns = run.step_ns * efficiency
+    stretch = ideal_step_ns / reference.step_ns
+    contributions = []
+    for part, before_ns in reference.parts_ns.items():
+        ideal_ns, now_ns = before_ns * stretch, run.parts_ns[part]
+        if ideal_ns or now_ns:
+            contributions.append(Contribution(part, ideal_ns, now_ns, (now_ns - ideal_ns) / run.step_ns))
+    contributions.sort(key=lambda contribution: -contribution.change_ns)
+    low, high = _interval(reference, run, efficiency, thresholds or Thresholds())
+    return ScalingStep(
+        run,
+        _kind(reference, run),
+        run.gpus / reference.gpus,
+        run.work_per_second / reference.work_per_second,
+        efficiency,
+        low,
+        high,
+        ideal_step_ns,
+        tuple(contributions),
+    )
+
+
+def _world_size(run: Run) -> int:
+    return _stated_world_size(run) or len(run.ranks)
+
+
+def _stated_world_size(run: Run) -> int | None:
+    """Number of ranks of a job by its manifest, else by the headers of its traces; None where neither states it."""
+    in_headers = baseline.environment(run).get("world_size", "")
+    return Manifest.of(run.manifest).world_size or (int(in_headers) if in_headers.isdigit() else None)
+
+
+def _nodes(run: Run, gpus: int) -> int | None:
+    """Number of nodes of a job; where not all ranks are recorded, by the ranks of a node. None where not known."""
+    hardware = run.manifest.get("hardware")
+    node_size = hardware.get("gpus_per_node") if isinstance(hardware, Mapping) else None
+    by_node = run.table(rank_places.nodes).group_by("node").len()["len"]
+    if len(run.ranks) == gpus and not by_node.is_empty():
+        return len(by_node)
+    if not isinstance(node_size, int) or node_size < 1:
+        node_size = int(str(by_node.max() or 0))
+    if node_size:
+        return -(-gpus // node_size)
+    return 1 if len(run.ranks) == gpus and rank_places.share_node(run, run.ranks) else None
+
+
+def _logged_tokens(run: Run, gpus: int) -> pl.DataFrame:
+    """Tokens of each step that a rank logged: columns step, tokens."""
+    tokens = pl.coalesce("tokens", pl.col("gpu_tokens") * gpus)
+    by_step = run.table(step_tokens).group_by("step").agg(tokens.median().alias("tokens"))
+    return by_step.filter(pl.col("tokens") > 0).sort("step")
+
+
+def _is_same(a: float, b: float) -> bool:
+    return abs(a - b) <= MAX_TOKEN_SPREAD * min(a, b)
+
+
+def _differences(runs: Sequence[Run], names: Sequence[str], *, allow_different: bool) -> list[str]:
+    """Notes on what differs between the jobs, other than their size; raise where that makes speed incomparable."""
+    first, *others = (baseline.fingerprint(run) for run in runs)
+    refused: list[str] = []
+    notes: list[str] = []
+    for name, other in zip(names[1:], others, strict=True):
+        for field in sorted(first.keys() | other.keys()):
+            if first.get(field) == other.get(field) or any(_is_of(field, size) for size in _SIZES):
+                continue
+            a, b = baseline.shown(first, field), baseline.shown(other, field)
+            text = f"{field} differs: {a} in {names[0]}, {b} in {name}"
+            is_refused = field in first and field in other and any(_is_of(field, part) for part in _MUST_AGREE)
+            (refused if is_refused else notes).append(text)
+    if refused and not allow_different:
+        raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
+    return refused + notes
+
+
+def _is_of(field: str, group: str) -> bool:
+    return field == group or field.startswith(f"{group}.")
+
+
+def _work(runs: Sequence[Run], names: Sequence[str]) -> tuple[Work, list[pl.DataFrame], list[str]]:
+    """What work is counted in, and that of the steps of each run: columns step, work."""
+    tokens = [_logged_tokens(run, _world_size(run)).rename({"tokens": "work"}) for run in runs]
+    without = [name for name, table in zip(names, tokens, strict=True) if table.is_empty()]
+    if not without:
+        return Work.TOKENS, tokens, []
+    operations = [_operations(run) for run in runs]
+    unknown = [name for name, table in zip(names, operations, strict=True) if table.is_empty()]
+    if unknown:
+        sizes = ", ".join(f"{_world_size(run)} in {name}" for run, name in zip(runs, names, strict=True))
+        raise NotComparableError(
+            f"world_size differs: {sizes}, and no log of {', '.join(without)} states the tokens of a step: record with "
+            "Recorder.step(tokens=…) or --tokens-per-step; or pass --allow-different to compare the metrics of two runs"
+        )
+    note = (
+        f"no log of {', '.join(without)} states the tokens of a step, so work is counted in floating-point operations, "
+        "which recomputation adds to"
+    )
+    return Work.FLOPS, operations, [note]
+
+
+def _operations(run: Run) -> pl.DataFrame:
+    """Floating-point operations of each step of all ranks: columns step, work."""
+    mean = pl.col("value").mean() * _world_size(run)
+    return run.table(metric_sources.flop_samples).group_by("step").agg(mean.alias("work")).filter(pl.col("work") > 0)
+
+
+def _scaled(run: Run, name: str, amounts: pl.DataFrame) -> ScaledRun:
+    rows = run.table(time_by_part.time_by_part).drop_nulls("step").filter(pl.col("duration_ns") > 0)
+    if rows.is_empty():
+        raise NotComparableError(
+            f"{name} marks no steps; call profiler.step() after each optimizer step when recording"
+        )
+    # A rank that drives several devices is as slow as the slowest of them.
+    slowest = rows.sort("duration_ns").group_by("window", "rank", "step", maintain_order=True).last()
+    by_step = slowest.group_by(_IN_STEP).agg(
+        pl.col("duration_ns").max().alias("time_ns"), pl.col(*(f"{part}_ns" for part in PARTS)).mean()
+    )
+    by_step = by_step.sort(_IN_STEP)
+    times_ns = by_step["time_ns"].to_numpy().astype(np.float64)
+    step_ns = _median(times_ns)
+    weights = _weights(times_ns, step_ns)
+    parts_ns = {part: float(weights @ by_step[f"{part}_ns"].to_numpy()) for part in PARTS}
+    # The steps of ranks begin and end at different times: what the slowest rank's step is longer than the mean.
+    parts_ns[WAIT] += max(0.0, step_ns - sum(parts_ns.values()))
+    return ScaledRun(
+        name, _world_size(run), _nodes(run, _world_size(run)), _step_work(by_step, weights, amounts), step_ns, parts_ns,
+        len(run.ranks), times_ns,
+    )  # fmt: skip
+
+
+def _median(times_ns: Values) -> float:
+    """Step time as `significance` has it, which compares logarithms; in whole ns."""
+    return float(round(np.exp(np.median(np.log(times_ns)))))
+
+
+def _weights(times_ns: Values, step_ns: float) -> Values:
+    """Weights of steps that sum to 1: only of the middle half, so that their weighted mean is the step time."""
+    order = np.argsort(times_ns, kind="stable")
+    cut = len(order) // 4
+    middle = order[cut : len(order) - cut]
+    weights = np.zeros(len(times_ns))
+    weights[middle] = step_change.tilted_weights(times_ns[middle], step_ns)
+    return weights
+
+
+def _step_work(by_step: pl.DataFrame, weights: Values, amounts: pl.DataFrame) -> float:
+    """Work of the typical step; by the median of all logged steps where those of the trace are not in the log."""
+    work = by_step.join(amounts, on="step", how="left", maintain_order="left")["work"]
+    if work.null_count():
+        return float(round(np.median(amounts["work"])))
+    return float(round(weights @ work.to_numpy()))
+
+
+def _interval(
+    reference: ScaledRun, run: ScaledRun, efficiency: float, thresholds: Thresholds
+) -> tuple[float | None, float | None]:
+    """Interval of the efficiency by that of the change of the step time."""
+    sides = MetricSides(metric_of(STEP_TIME), reference=[reference.times_ns], candidate=[run.times_ns])
+    change: Change = significance.compare_metrics([sides], thresholds)[0]
+    if change.change is None or change.low is None or change.high is None or change.low <= -1:
+        return None, None
+    scale = efficiency * (1 + change.change)
+    return scale / (1 + change.high), scale / (1 + change.low)
+
+
+def _kind(reference: ScaledRun, run: ScaledRun) -> Scaling:
+    is_same_work = _is_same(reference.step_work, run.step_work)
+    if reference.gpus == run.gpus:
+        return Scaling.PLACES if is_same_work else Scaling.BATCH
+    if is_same_work:
+        return Scaling.STRONG
+    is_weak = _is_same(reference.step_work / reference.gpus, run.step_work / run.gpus)
+    return Scaling.WEAK if is_weak else Scaling.MIXED
