@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples
+    from tracekit.regression.scaling import ScalingSide
     from tracekit.rules.rule import Report, Rule
 
 SAMPLE = "sample_run"
@@ -66,15 +67,16 @@ def open_measured(
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
     run = open_run(path, cache=cache, executor=executor)
-    measure(run, facts)
+    _measure(run, facts)
     return run
 
 
-def measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
-    """Measure facts of a run, and show the progress."""
-    with output.progress() as bar:
-        run.measure(facts, bar.trace_callback(len(run.sources)))
-    _require_all_read(run)
+def scaling_side(run: "Run") -> "ScalingSide":
+    """Return a run to compare with one of another size. Raises NotComparableError where it marks no steps."""
+    from tracekit.regression import scaling
+
+    _measure(run, scaling.FACTS)
+    return scaling.ScalingSide.of(run)
 
 
 def open_baseline(
@@ -106,6 +108,12 @@ def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = Non
     devices = settings_file.nearest_devices()
     with output.progress() as bar:
         return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
+
+
+def _measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
+    with output.progress() as bar:
+        run.measure(facts, bar.trace_callback(len(run.sources)))
+    _require_all_read(run)
 
 
 def _note(path: str, *, cache: bool) -> None:

@@ -58,7 +58,7 @@ def step_tokens(trace: Trace) -> pl.DataFrame:
 SIZE_FACTS: tuple[TraceFact, ...] = (step_tokens, trace_quality.versions, *rank_places.FACTS)
 """The facts that `RunSize` reads."""
 FACTS: tuple[TraceFact, ...] = (*SIZE_FACTS, *time_by_part.FACTS, metric_sources.flop_samples)
-"""The facts that `scaling` reads."""
+"""The facts that `ScalingSide` reads."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunSize:
         gpus = _world_size(run)
         tokens = _logged_tokens(run, gpus)
         is_stated = _stated_world_size(run) is not None
-        median = None if tokens.is_empty() else float(np.median(tokens["tokens"]))
+        median = None if tokens.is_empty() else float(np.median(tokens["work"]))
         return cls(gpus if is_stated else None, _nodes(run, gpus), median)
 
     def differs(self, other: "RunSize") -> bool:
@@ -140,6 +140,27 @@ class ScaledRun:
         return self.gpus * self.step_ns / self.step_work
 
 
+@dataclass(frozen=True, eq=False)
+class ScalingSide:
+    """One run to compare: what it measured, and what must agree."""
+
+    name: str
+    fingerprint: Mapping[str, baseline.Plain]
+    world_size: int
+    by_work: Mapping[Work, ScaledRun]
+    """Its step by each unit in which its work is known."""
+
+    @classmethod
+    def of(cls, run: Run, name: str = "") -> "ScalingSide":
+        """Return a run under its own name or another. Raises NotComparableError where it marks no steps."""
+        name, gpus = name or run.name, _world_size(run)
+        steps = _steps(run, name)
+        amounts = {Work.TOKENS: _logged_tokens(run, gpus), Work.FLOPS: _operations(run, gpus)}
+        known = {work: table for work, table in amounts.items() if not table.is_empty()}
+        by_work = {work: _scaled(run, name, steps, table) for work, table in known.items()}
+        return cls(name, baseline.fingerprint(run), gpus, by_work)
+
+
 @dataclass(frozen=True)
 class Contribution:
     """What one part of the step adds to the time that the step lacks for perfect scaling."""
@@ -199,36 +220,42 @@ def differ_in_size(runs: Sequence[Run]) -> bool:
     return any(size.differs(first) for size in others)
 
 
-def is_work_known(runs: Sequence[Run]) -> bool:
+def is_work_known(sides: Sequence[ScalingSide]) -> bool:
     """Return whether the work of a step of all runs can be counted in the same unit."""
-    sizes = [_world_size(run) for run in runs]
-    tokens = [_logged_tokens(run, gpus) for run, gpus in zip(runs, sizes, strict=True)]
-    return not any(map(pl.DataFrame.is_empty, tokens)) or not any(_operations(run).is_empty() for run in runs)
+    return _common_work(sides) is not None
 
 
 def compare_sizes(
-    runs: Sequence[Run],
-    names: Sequence[str] = (),
-    *,
-    allow_different: bool = False,
-    thresholds: Thresholds | None = None,
+    sides: Sequence[ScalingSide], *, allow_different: bool = False, thresholds: Thresholds | None = None
 ) -> ScalingComparison:
     """Compare runs of one job that differ in GPUs, nodes or batch, with the first one.
 
-    Raises NotComparableError where model or device differ, unless allowed, where a run marks no steps, or where the
-    work of a step is not known: neither tokens in the metrics log nor floating-point operations in the traces.
+    Raises NotComparableError where model or device differ, unless allowed, or where the work of a step is not known:
+    neither tokens in the metrics log nor floating-point operations in the traces.
     """
-    names = names or [run.name for run in runs]
-    notes = _differences(runs, names, allow_different=allow_different)
-    work, amounts, work_notes = _work(runs, names)
-    reference, *others = (_scaled(run, name, amount) for run, name, amount in zip(runs, names, amounts, strict=True))
-    steps = tuple(scaling_step(reference, other, thresholds) for other in others)
-    partial = [
+    notes = _differences(sides, allow_different=allow_different)
+    work = _common_work(sides)
+    without_tokens = [side.name for side in sides if Work.TOKENS not in side.by_work]
+    if work is None:
+        ranks = ", ".join(f"{side.world_size} in {side.name}" for side in sides)
+        raise NotComparableError(
+            f"world_size differs: {ranks}, and no log of {', '.join(without_tokens)} states the tokens of a step: "
+            "record with Recorder.step(tokens=…) or --tokens-per-step; or pass --allow-different to compare the "
+            "metrics of two runs"
+        )
+    if work is Work.FLOPS:
+        notes.append(
+            f"no log of {', '.join(without_tokens)} states the tokens of a step, so work is counted in floating-point "
+            "operations, which recomputation adds to"
+        )
+    reference, *others = (side.by_work[work] for side in sides)
+    notes += [
         f"{run.name}: {run.recorded_ranks} of {run.gpus} ranks are recorded, and count for all"
         for run in (reference, *others)
         if run.recorded_ranks < run.gpus
     ]
-    return ScalingComparison(reference, steps, work, (*notes, *work_notes, *partial))
+    steps = tuple(scaling_step(reference, other, thresholds) for other in others)
+    return ScalingComparison(reference, steps, work, tuple(notes))
 
 
 def scaling_step(reference: ScaledRun, run: ScaledRun, thresholds: Thresholds | None = None) -> ScalingStep:
@@ -281,66 +308,50 @@ def _nodes(run: Run, gpus: int) -> int | None:
 
 
 def _logged_tokens(run: Run, gpus: int) -> pl.DataFrame:
-    """Tokens of each step that a rank logged: columns step, tokens."""
+    """Tokens of each step that a rank logged: columns step, work."""
     tokens = pl.coalesce("tokens", pl.col("gpu_tokens") * gpus)
-    by_step = run.table(step_tokens).group_by("step").agg(tokens.median().alias("tokens"))
-    return by_step.filter(pl.col("tokens") > 0).sort("step")
+    by_step = run.table(step_tokens).group_by("step").agg(tokens.median().alias("work"))
+    return by_step.filter(pl.col("work") > 0).sort("step")
 
 
 def _is_same(a: float, b: float) -> bool:
     return abs(a - b) <= MAX_TOKEN_SPREAD * min(a, b)
 
 
-def _differences(runs: Sequence[Run], names: Sequence[str], *, allow_different: bool) -> list[str]:
+def _differences(sides: Sequence[ScalingSide], *, allow_different: bool) -> list[str]:
     """Notes on what differs between the jobs, other than their size; raise where that makes speed incomparable."""
-    first, *others = (baseline.fingerprint(run) for run in runs)
+    first, *others = sides
     refused: list[str] = []
     notes: list[str] = []
-    for name, other in zip(names[1:], others, strict=True):
-        for field in sorted(first.keys() | other.keys()):
-            if first.get(field) == other.get(field) or any(_is_of(field, size) for size in _SIZES):
+    for other in others:
+        a, b = first.fingerprint, other.fingerprint
+        for field in sorted(a.keys() | b.keys()):
+            if a.get(field) == b.get(field) or any(_is_of(field, size) for size in _SIZES):
                 continue
-            a, b = baseline.shown(first, field), baseline.shown(other, field)
-            text = f"{field} differs: {a} in {names[0]}, {b} in {name}"
-            is_refused = field in first and field in other and any(_is_of(field, part) for part in _MUST_AGREE)
-            (refused if is_refused else notes).append(text)
+            stated = f"{baseline.shown(a, field)} in {first.name}, {baseline.shown(b, field)} in {other.name}"
+            is_refused = field in a and field in b and any(_is_of(field, part) for part in _MUST_AGREE)
+            (refused if is_refused else notes).append(f"{field} differs: {stated}")
     if refused and not allow_different:
         raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
+
+
+def _common_work(sides: Sequence[ScalingSide]) -> Work | None:
+    return next((work for work in Work if all(work in side.by_work for side in sides)), None)
 
 
 def _is_of(field: str, group: str) -> bool:
     return field == group or field.startswith(f"{group}.")
 
 
-def _work(runs: Sequence[Run], names: Sequence[str]) -> tuple[Work, list[pl.DataFrame], list[str]]:
-    """What work is counted in, and that of the steps of each run: columns step, work."""
-    tokens = [_logged_tokens(run, _world_size(run)).rename({"tokens": "work"}) for run in runs]
-    without = [name for name, table in zip(names, tokens, strict=True) if table.is_empty()]
-    if not without:
-        return Work.TOKENS, tokens, []
-    operations = [_operations(run) for run in runs]
-    unknown = [name for name, table in zip(names, operations, strict=True) if table.is_empty()]
-    if unknown:
-        sizes = ", ".join(f"{_world_size(run)} in {name}" for run, name in zip(runs, names, strict=True))
-        raise NotComparableError(
-            f"world_size differs: {sizes}, and no log of {', '.join(without)} states the tokens of a step: record with "
-            "Recorder.step(tokens=…) or --tokens-per-step; or pass --allow-different to compare the metrics of two runs"
-        )
-    note = (
-        f"no log of {', '.join(without)} states the tokens of a step, so work is counted in floating-point operations, "
-        "which recomputation adds to"
-    )
-    return Work.FLOPS, operations, [note]
-
-
-def _operations(run: Run) -> pl.DataFrame:
+def _operations(run: Run, gpus: int) -> pl.DataFrame:
     """Floating-point operations of each step of all ranks: columns step, work."""
-    mean = pl.col("value").mean() * _world_size(run)
+    mean = pl.col("value").mean() * gpus
     return run.table(metric_sources.flop_samples).group_by("step").agg(mean.alias("work")).filter(pl.col("work") > 0)
 
 
-def _scaled(run: Run, name: str, amounts: pl.DataFrame) -> ScaledRun:
+def _steps(run: Run, name: str) -> pl.DataFrame:
+    """Steps of a run: columns window, step, time_ns (of the slowest rank), and of each part the mean over ranks."""
     rows = run.table(time_by_part.time_by_part).drop_nulls("step").filter(pl.col("duration_ns") > 0)
     if rows.is_empty():
         raise NotComparableError(
@@ -351,17 +362,19 @@ def _scaled(run: Run, name: str, amounts: pl.DataFrame) -> ScaledRun:
     by_step = slowest.group_by(_IN_STEP).agg(
         pl.col("duration_ns").max().alias("time_ns"), pl.col(*(f"{part}_ns" for part in PARTS)).mean()
     )
-    by_step = by_step.sort(_IN_STEP)
-    times_ns = by_step["time_ns"].to_numpy().astype(np.float64)
+    return by_step.sort(_IN_STEP)
+
+
+def _scaled(run: Run, name: str, steps: pl.DataFrame, amounts: pl.DataFrame) -> ScaledRun:
+    times_ns = steps["time_ns"].to_numpy().astype(np.float64)
     step_ns = _median(times_ns)
     weights = _weights(times_ns, step_ns)
-    parts_ns = {part: float(weights @ by_step[f"{part}_ns"].to_numpy()) for part in PARTS}
+    parts_ns = {part: float(weights @ steps[f"{part}_ns"].to_numpy()) for part in PARTS}
     # The steps of ranks begin and end at different times: what the slowest rank's step is longer than the mean.
     parts_ns[WAIT] += max(0.0, step_ns - sum(parts_ns.values()))
-    return ScaledRun(
-        name, _world_size(run), _nodes(run, _world_size(run)), _step_work(by_step, weights, amounts), step_ns, parts_ns,
-        len(run.ranks), times_ns,
-    )  # fmt: skip
+    gpus = _world_size(run)
+    work = _step_work(steps, weights, amounts)
+    return ScaledRun(name, gpus, _nodes(run, gpus), work, step_ns, parts_ns, len(run.ranks), times_ns)
 
 
 def _median(times_ns: Values) -> float:

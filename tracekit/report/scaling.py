@@ -22,6 +22,8 @@ PART_LABELS = {
     "copy": "exposed copies",
     "idle": "other idle time",
 }
+WARNING_RATIO = 0.1
+"""Share of GPU time that is lost to scaling, from which on pages call it a warning: jobs rarely scale without any."""
 _MAX_NAME = 40
 _MAX_COLUMN = 14
 _MIN_SHOWN_RATIO = 0.01
@@ -53,7 +55,7 @@ def headline(step: ScalingStep, compared: ScalingComparison) -> str:
 def losses(step: ScalingStep) -> str:
     """One sentence: by how much the step is longer than under perfect scaling, and which parts grew."""
     lost_ns = step.run.step_ns - step.ideal_step_ns
-    takes = f"its step takes {units.duration(step.run.step_ns)}"
+    takes = f"Its step takes {units.duration(step.run.step_ns)}"
     more = "more" if lost_ns >= 0 else "less"
     amount = f"{units.duration(abs(lost_ns))} ({units.share(abs(lost_ns) / step.run.step_ns)})"
     whole = f"{takes}, {amount} {more} than with perfect scaling"
@@ -66,6 +68,11 @@ def losses(step: ScalingStep) -> str:
     if len(named) < len(by_size):
         texts.append(f"the rest {_signed(rest_ns)}")
     return f"{whole}: {', '.join(texts)}"
+
+
+def status(step: ScalingStep) -> str:
+    """Colour of a run's headline: a warning from the loss on that is worth acting on."""
+    return "warning" if 1 - step.efficiency >= WARNING_RATIO else "good"
 
 
 def run_cells(compared: ScalingComparison) -> Cells:

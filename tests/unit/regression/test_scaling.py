@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tracekit.errors import NotComparableError
 from tracekit.model.run import Run
 from tracekit.plan.hardware import HARDWARE
 from tracekit.regression import scaling
-from tracekit.regression.scaling import RunSize, ScaledRun, Scaling, Work
+from tracekit.regression.scaling import RunSize, ScaledRun, Scaling, ScalingComparison, ScalingSide, Work
 from tracekit.regression.thresholds import Verdict
 from tracekit.report import scaling as report
 from tracekit.simulate.job import Job
@@ -30,6 +30,10 @@ from tracekit.simulate.run import Simulated
 
 WITHIN = 0.03
 HOST_PARTS = ("launch", "data", "idle")
+
+
+def compare(runs: Sequence[Run], *, allow_different: bool = False) -> ScalingComparison:
+    return scaling.compare_sizes([ScalingSide.of(run) for run in runs], allow_different=allow_different)
 
 
 def jittered(of: Job) -> Job:
@@ -69,7 +73,7 @@ def true_gpu_ns(of: Simulated) -> Mapping[str, float]:
 
 def test_efficiency_and_contributions_are_the_simulators(simulated: tuple[list[Simulated], list[Run]]) -> None:
     of_jobs, runs = simulated
-    compared = scaling.compare_sizes(runs)
+    compared = compare(runs)
     before = true_gpu_ns(of_jobs[0])
     for of, step in zip(of_jobs[1:], compared.steps, strict=True):
         after = true_gpu_ns(of)
@@ -86,7 +90,7 @@ def test_efficiency_and_contributions_are_the_simulators(simulated: tuple[list[S
 
 def test_contributions_add_up_to_what_the_step_lacks(simulated: tuple[list[Simulated], list[Run]]) -> None:
     _, runs = simulated
-    compared = scaling.compare_sizes(runs)
+    compared = compare(runs)
     for run in compared.runs:
         assert sum(run.parts_ns.values()) == pytest.approx(run.step_ns, abs=1)
         assert min(run.parts_ns.values()) >= 0
@@ -173,17 +177,17 @@ def drawn(name: str, ranks: int, *, model: str = "m", tokens: float | None = 100
 
 def test_runs_of_another_model_or_without_tokens_are_refused() -> None:
     with pytest.raises(NotComparableError, match=r"model.name differs: m in a, other in b"):
-        scaling.compare_sizes([drawn("a", 2), drawn("b", 4, model="other")])
-    allowed = scaling.compare_sizes([drawn("a", 2), drawn("b", 4, model="other")], allow_different=True)
+        compare([drawn("a", 2), drawn("b", 4, model="other")])
+    allowed = compare([drawn("a", 2), drawn("b", 4, model="other")], allow_different=True)
     assert any(note.startswith("model.name differs") for note in allowed.notes)
     runs = [drawn("a", 2), drawn("b", 4, tokens=None)]
-    assert not scaling.is_work_known(runs)
+    assert not scaling.is_work_known([ScalingSide.of(run) for run in runs])
     with pytest.raises(NotComparableError, match="world_size differs: 2 in a, 4 in b, and no log of b states"):
-        scaling.compare_sizes(runs)
+        compare(runs)
 
 
 def test_throughput_is_that_of_all_ranks() -> None:
-    compared = scaling.compare_sizes([drawn("a", 2), drawn("b", 4)])
+    compared = compare([drawn("a", 2), drawn("b", 4)])
     assert compared.work is Work.TOKENS
     assert [run.work_per_second for run in compared.runs] == pytest.approx([1e10, 1e10], rel=0.3)
     assert [run.gpu_ns_per_work for run in compared.runs] == pytest.approx([0.2, 0.4], rel=0.3)
@@ -217,7 +221,7 @@ def test_logs_of_one_gpus_speed_are_multiplied_by_the_ranks(folders: dict[int, P
 def test_a_run_on_more_gpus_is_compared_by_efficiency_and_never_called_worse(folders: dict[int, Path]) -> None:
     done = command("compare", folders[8], folders[16], COLUMNS="200")
     assert done.returncode == 0, done.stderr
-    step = scaling.compare_sizes([tracekit.load(str(folders[gpus]), cache=False) for gpus in (8, 16)]).steps[0]
+    step = compare([tracekit.load(str(folders[gpus]), cache=False) for gpus in (8, 16)]).steps[0]
     first = done.stdout.splitlines()[0]
     for number in (f"{step.throughput_ratio:.2f} times", "2 times the GPUs", f"{step.efficiency:.1%}", "weak scaling"):
         assert number in first
@@ -234,7 +238,7 @@ def test_several_sizes_are_one_table_with_a_column_of_contributions_each(folders
         assert sum(changes) == pytest.approx(run["step_time_ns"] - run["ideal_step_ns"], abs=1)
     rows = pl.read_csv(command("compare", *folders.values(), "--format", "csv").stdout.encode())
     assert rows["efficiency"].to_list() == pytest.approx([run["efficiency"] for run in values["runs"]])
-    compared = scaling.compare_sizes([tracekit.load(str(path), cache=False) for path in folders.values()])
+    compared = compare([tracekit.load(str(path), cache=False) for path in folders.values()])
     assert len(report.contribution_cells(compared).header) == 3
 
 

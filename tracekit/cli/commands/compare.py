@@ -1,6 +1,5 @@
 """``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +73,7 @@ def compare(
     from tracekit.regression import comparison as comparing
     from tracekit.regression import scaling, thresholds
     from tracekit.report import comparison, query_rows, step_change
+    from tracekit.report import scaling as report
 
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     paths = (reference, *candidates)
@@ -81,11 +81,13 @@ def compare(
         sides = [run_loading.comparison_side(path, cache=cache) for path in paths]
         runs = [side for side in sides if isinstance(side, Run)]
         if len(runs) == len(sides) and scaling.differ_in_size(runs):
-            for run in runs:
-                run_loading.measure(run, scaling.FACTS)
+            sized = [run_loading.scaling_side(run) for run in runs]
             # Where the work of a step is not known, only the metrics of two runs can be compared.
-            if not allow_different or len(runs) > 2 or scaling.is_work_known(runs):
-                _compare_sizes(runs, parsed, comparison_format, output_options, allow_different=allow_different)
+            if not allow_different or len(runs) > 2 or scaling.is_work_known(sized):
+                by_size = scaling.compare_sizes(sized, allow_different=allow_different)
+                _write(report.document(by_size), report.as_csv(by_size), comparison_format, output_options)
+                for run in runs[1:] if parsed else ():
+                    _judge(parsed, comparing.compare(_samples(runs[0]), _samples(run), allow_different=True))
                 return
         _require_two(paths)
         compared = comparing.compare(*map(_samples, sides), allow_different=allow_different)
@@ -96,25 +98,6 @@ def compare(
         as_csv = query_rows.as_csv(changed.rows)
     _write(document, as_csv, comparison_format, output_options)
     _judge(parsed, compared)
-
-
-def _compare_sizes(
-    runs: "Sequence[Run]",
-    limits: "list[Limit]",
-    comparison_format: ComparisonFormat,
-    output_options: OutputOptions,
-    *,
-    allow_different: bool,
-) -> None:
-    """Compare runs of different size. Limits hold for each of them."""
-    from tracekit.regression import comparison as comparing
-    from tracekit.regression import scaling
-    from tracekit.report import scaling as report
-
-    compared = scaling.compare_sizes(runs, allow_different=allow_different)
-    _write(report.document(compared), report.as_csv(compared), comparison_format, output_options)
-    for run in runs[1:] if limits else ():
-        _judge(limits, comparing.compare(_samples(runs[0]), _samples(run), allow_different=True))
 
 
 def _write(
