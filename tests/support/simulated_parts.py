@@ -10,7 +10,7 @@ from tracekit.simulate.recording import Activity, RankRecord, Recording
 def parts_of_steps(job: Job, recording: Recording) -> Mapping[str, float]:
     """Return the mean time of a step and rank by part, in ns: those of `time_by_part`, idle time as a whole.
 
-    Without the first step, in which the host has not run ahead yet.
+    Without the first step, in which the host has not run ahead yet, and the last one, which nothing follows.
     """
     arrivals: dict[tuple[str, int], int] = {}
     for record in recording.ranks.values():
@@ -20,11 +20,11 @@ def parts_of_steps(job: Job, recording: Recording) -> Mapping[str, float]:
                 arrivals[key] = max(arrivals.get(key, 0), activity.start_ns)
     totals: dict[str, float] = {}
     for record in recording.ranks.values():
-        for step in range(1, job.steps):
+        for step in range(1, job.steps - 1):
             pipeline = _pipeline_span(job, recording, record.rank, step)
             for part, time_ns in _parts(record, step, record.account.windows[step], arrivals, pipeline).items():
                 totals[part] = totals.get(part, 0) + time_ns
-    return {part: total / len(recording.ranks) / (job.steps - 1) for part, total in totals.items()}
+    return {part: total / len(recording.ranks) / (job.steps - 2) for part, total in totals.items()}
 
 
 def _pipeline_span(job: Job, recording: Recording, rank: int, step: int) -> tuple[int, int]:
