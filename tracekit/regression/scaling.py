@@ -6,6 +6,7 @@ reference's GPU time per token over the candidate's, so what grew in GPU time pe
 Step times would not do: under strong scaling a perfect step is shorter, so that a part which stayed as long has grown.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,8 +15,8 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.parallelism import rank_places, time_by_part
-from tracekit.analysis.parallelism.time_by_part import PARTS, WAIT
+from tracekit.analysis.parallelism import pipeline_communication, rank_places, time_by_part
+from tracekit.analysis.parallelism.time_by_part import COMMUNICATION, PARTS, WAIT
 from tracekit.analysis.quality import trace_quality
 from tracekit.errors import NotComparableError
 from tracekit.model import schema
@@ -39,6 +40,8 @@ _SIZES = (
     "arguments.gradient_accumulation_steps",
 )  # fmt: skip
 _IN_STEP = ("window", "step")
+_MOST_RATIO = 0.5
+"""An op is named for a change of exposed communication from this share of it on."""
 
 
 @trace_fact
@@ -128,6 +131,8 @@ class ScaledRun:
     recorded_ranks: int
     times_ns: Values
     """Time of each step."""
+    exposed_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Exposed time of collectives by op, without waits, the mean over steps and ranks; concurrent ones all count."""
 
     @property
     def work_per_second(self) -> float:
@@ -172,6 +177,8 @@ class Contribution:
     """Time of the candidate's step."""
     lost_ratio: float
     """Share of the candidate's step by which it is longer: these sum to 1 - efficiency."""
+    op: str = ""
+    """Of exposed communication: the collective that grew by most of it, if one did."""
 
     @property
     def change_ns(self) -> float:
@@ -207,6 +214,8 @@ class ScalingComparison:
     steps: tuple[ScalingStep, ...]
     work: Work
     notes: tuple[str, ...]
+    is_on_host: bool = False
+    """Whether the ranks train on CPUs."""
 
     @property
     def runs(self) -> tuple[ScaledRun, ...]:
@@ -255,7 +264,9 @@ def compare_sizes(
         if run.recorded_ranks < run.gpus
     ]
     steps = tuple(scaling_step(reference, other, thresholds) for other in others)
-    return ScalingComparison(reference, steps, work, tuple(notes))
+    return ScalingComparison(
+        reference, steps, work, tuple(notes), is_on_host=sides[0].fingerprint.get("device") == "cpu"
+    )
 
 
 def scaling_step(reference: ScaledRun, run: ScaledRun, thresholds: Thresholds | None = None) -> ScalingStep:
@@ -267,7 +278,8 @@ def scaling_step(reference: ScaledRun, run: ScaledRun, thresholds: Thresholds | 
     for part, before_ns in reference.parts_ns.items():
         ideal_ns, now_ns = before_ns * stretch, run.parts_ns[part]
         if ideal_ns or now_ns:
-            contributions.append(Contribution(part, ideal_ns, now_ns, (now_ns - ideal_ns) / run.step_ns))
+            op = _grown_op(reference, run, stretch, now_ns - ideal_ns) if part == COMMUNICATION else ""
+            contributions.append(Contribution(part, ideal_ns, now_ns, (now_ns - ideal_ns) / run.step_ns, op))
     contributions.sort(key=lambda contribution: -contribution.change_ns)
     low, high = _interval(reference, run, efficiency, thresholds or Thresholds())
     return ScalingStep(
@@ -281,6 +293,16 @@ def scaling_step(reference: ScaledRun, run: ScaledRun, thresholds: Thresholds | 
         ideal_step_ns,
         tuple(contributions),
     )
+
+
+def _grown_op(reference: ScaledRun, run: ScaledRun, stretch: float, change_ns: float) -> str:
+    """The op whose exposed time changed by most of a change in its direction; '' where none did."""
+    changes = {
+        op: run.exposed_ns.get(op, 0.0) - stretch * reference.exposed_ns.get(op, 0.0)
+        for op in sorted(reference.exposed_ns.keys() | run.exposed_ns.keys())
+    }
+    largest = max(changes, key=lambda op: changes[op] * change_ns, default="")
+    return largest if largest and changes[largest] / change_ns >= _MOST_RATIO else ""
 
 
 def _world_size(run: Run) -> int:
@@ -374,7 +396,14 @@ def _scaled(run: Run, name: str, steps: pl.DataFrame, amounts: pl.DataFrame) -> 
     parts_ns[WAIT] += max(0.0, step_ns - sum(parts_ns.values()))
     gpus = _world_size(run)
     work = _step_work(steps, weights, amounts)
-    return ScaledRun(name, gpus, _nodes(run, gpus), work, step_ns, parts_ns, len(run.ranks), times_ns)
+    nodes, exposed_ns = _nodes(run, gpus), _exposed_by_op(run)
+    return ScaledRun(name, gpus, nodes, work, step_ns, parts_ns, len(run.ranks), times_ns, exposed_ns)
+
+
+def _exposed_by_op(run: Run) -> dict[str, float]:
+    calls = run.table(pipeline_communication.exposed_transfers).drop_nulls(["step", "op"])
+    steps = max(1, calls.select(pl.struct("window", "rank", "step").n_unique()).item())
+    return dict(calls.group_by("op").agg(pl.col("exposed_ns").sum() / steps).iter_rows())
 
 
 def _median(times_ns: Values) -> float:

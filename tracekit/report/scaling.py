@@ -46,10 +46,16 @@ def headline(step: ScalingStep, compared: ScalingComparison) -> str:
     """One sentence: throughput, GPUs and efficiency of a run against the reference."""
     reference, run = compared.reference, step.run
     name, reference_name = (escaping.inert(side.name, _MAX_NAME) for side in (run, reference))
-    what = "tokens" if compared.work is Work.TOKENS else "FLOP"
+    what, noun = "tokens" if compared.work is Work.TOKENS else "FLOP", device_noun(compared)
     speed = f"{name} trains {step.throughput_ratio:.2f} times the {what} per second of {reference_name}"
-    on = "the same GPUs" if step.gpus_ratio == 1 else f"{_times(step.gpus_ratio)} the GPUs"
-    return f"{speed} on {on}: efficiency {units.share(step.efficiency)} ({_kind(step, reference)})"
+    on = f"the same {noun}s" if step.gpus_ratio == 1 else f"{_times(step.gpus_ratio)} the {noun}s"
+    interval = "" if step.low is None else f" ({_interval(step)})"
+    return f"{speed} on {on}: efficiency {units.share(step.efficiency)}{interval}, {_kind(step, reference, noun)}"
+
+
+def device_noun(compared: ScalingComparison) -> str:
+    """What a rank trains on."""
+    return "rank" if compared.is_on_host else "GPU"
 
 
 def losses(step: ScalingStep) -> str:
@@ -64,7 +70,7 @@ def losses(step: ScalingStep) -> str:
     if not named:
         return whole
     rest_ns = lost_ns - sum(part.change_ns for part in named)
-    texts = [f"{PART_LABELS[part.part]} {_signed(part.change_ns)}" for part in named]
+    texts = [f"{PART_LABELS[part.part]} {_signed(part.change_ns)}{_op(part)}" for part in named]
     if len(named) < len(by_size):
         texts.append(f"the rest {_signed(rest_ns)}")
     return f"{whole}: {', '.join(texts)}"
@@ -79,22 +85,12 @@ def run_cells(compared: ScalingComparison) -> Cells:
     """One row per run: its size, step time, throughput of all GPUs and of one, efficiency, GPU time per token."""
     steps = {id(step.run): step for step in compared.steps}
     what, unit, factor = ("tokens", "token", 1.0) if compared.work is Work.TOKENS else ("FLOP", "GFLOP", 1e9)
-    header: tuple[str, ...] = (
-        "",
-        "GPUs",
-        "nodes",
-        f"{what}/step",
-        "step",
-        f"{what}/s",
-        "per GPU",
-        "efficiency",
-        "interval",
-        f"GPU time/{unit}",
-    )
+    noun = device_noun(compared)
+    header: tuple[str, ...] = ("", f"{noun}s", "nodes", f"{what}/step", "step", f"{what}/s", f"per {noun}")
+    header = (*header, "efficiency", "interval", f"{noun} time/{unit}")
     rows = []
     for run in compared.runs:
         step = steps.get(id(run))
-        has_interval = step is not None and step.low is not None
         rows.append(
             (
                 escaping.inert(run.name, _MAX_NAME),
@@ -105,7 +101,7 @@ def run_cells(compared: ScalingComparison) -> Cells:
                 _amount(run.work_per_second, compared.work),
                 _amount(run.work_per_second / run.gpus, compared.work),
                 "reference" if step is None else units.share(step.efficiency),
-                f"{step.low:.0%} to {step.high:.0%}" if step is not None and has_interval else "—",
+                "—" if step is None or step.low is None else _interval(step),
                 units.duration(run.gpu_ns_per_work * factor),
             )
         )
@@ -143,6 +139,7 @@ def _values(compared: ScalingComparison) -> dict[str, object]:
                 "step_ns": part.step_ns,
                 "change_ns": part.change_ns,
                 "lost_ratio": part.lost_ratio,
+                "op": part.op or None,
             }
             for step in compared.steps
             for part in step.contributions
@@ -225,12 +222,20 @@ def _change(part: Contribution | None) -> str:
     return "—" if part is None else f"{_signed(part.change_ns)} ({_signed_share(part.lost_ratio)})"
 
 
-def _kind(step: ScalingStep, reference: ScaledRun) -> str:
+def _op(part: Contribution) -> str:
+    return f" (mostly {part.op.replace('_', '-')})" if part.op else ""
+
+
+def _interval(step: ScalingStep) -> str:
+    return "—" if step.low is None or step.high is None else f"{100 * step.low:.0f} to {step.high:.0%}"
+
+
+def _kind(step: ScalingStep, reference: ScaledRun, noun: str) -> str:
     run = step.run
     nodes = f"on {_nodes(run.nodes)} instead of {reference.nodes:,}" if run.nodes and reference.nodes else ""
     return {
         Scaling.STRONG: "strong scaling: the same batch for the job",
-        Scaling.WEAK: "weak scaling: the same batch per GPU",
+        Scaling.WEAK: f"weak scaling: the same batch per {noun}",
         Scaling.MIXED: f"{_times(run.step_work / reference.step_work)} the batch",
         Scaling.BATCH: f"{_times(run.step_work / reference.step_work)} the batch",
         Scaling.PLACES: f"the same batch {nodes}",

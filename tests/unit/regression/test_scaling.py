@@ -155,6 +155,19 @@ def test_perfect_scaling_has_no_losses_and_a_smaller_job_may_be_more_efficient()
 SIZES = list(itertools.product((8, 16, None), (1, 2, None), (1000.0, 1030.0, 2000.0, None)))
 
 
+def test_a_collective_is_named_where_it_grew_by_most_of_the_exposed_communication() -> None:
+    before = replace(scaled(8, 1000), exposed_ns={"all_gather": 6e7, "reduce_scatter": 5e7})
+    larger = {**before.parts_ns, "communication": 3e8}
+    after = replace(scaled(16, 2000), parts_ns=larger, step_ns=sum(larger.values()))
+    for exposed_ns, op in (
+        ({"all_gather": 2.2e8, "reduce_scatter": 8e7}, "all_gather"),
+        ({"all_gather": 1.3e8, "reduce_scatter": 1.3e8, "all_reduce": 4e7}, ""),
+        ({}, ""),
+    ):
+        step = scaling.scaling_step(before, replace(after, exposed_ns=exposed_ns))
+        assert {part.part: part.op for part in step.contributions}["communication"] == op
+
+
 def test_sizes_differ_only_where_they_are_known_to() -> None:
     for gpus, nodes, tokens in SIZES:
         differs = RunSize(8, 1, 1000.0).differs(RunSize(gpus, nodes, tokens))

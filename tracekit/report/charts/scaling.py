@@ -5,7 +5,7 @@ from plotly.subplots import make_subplots
 
 from tracekit.analysis.parallelism import time_by_part
 from tracekit.model import escaping, units
-from tracekit.regression.scaling import ScaledRun, ScalingComparison, Work
+from tracekit.regression.scaling import ScalingComparison, Work
 from tracekit.report import scaling as report
 from tracekit.report.charts import style
 
@@ -29,7 +29,11 @@ _IDEAL = "rgba(128, 138, 150, 0.9)"
 def scaling(compared: ScalingComparison) -> go.Figure:
     """Return GPU time per token as stacked bars, one per run, beside throughput over the number of GPUs."""
     figure = make_subplots(rows=1, cols=2, column_widths=[0.55, 0.45], horizontal_spacing=0.12)
-    labels = [f"{escaping.escape(escaping.inert(run.name, _MAX_NAME))}<br>{_size(run)}" for run in compared.runs]
+    noun = report.device_noun(compared)
+    labels = [
+        f"{escaping.escape(escaping.inert(run.name, _MAX_NAME))}<br>{units.count(run.gpus, noun)}"
+        for run in compared.runs
+    ]
     unit, factor = ("token", 1.0) if compared.work is Work.TOKENS else ("GFLOP", 1e9)
     for part, colour in PART_COLOURS.items():
         costs = [factor * run.gpus * run.parts_ns[part] / run.step_work for run in compared.runs]
@@ -50,7 +54,7 @@ def scaling(compared: ScalingComparison) -> go.Figure:
             )
     _add_throughput(figure, compared)
     figure.update_layout(barmode="stack", bargap=0.35)
-    figure.update_yaxes(title=f"GPU time per {unit}", ticksuffix=" µs", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title=f"{noun} time per {unit}", ticksuffix=" µs", rangemode="tozero", row=1, col=1)
     return style.with_style(figure, height_px=380)
 
 
@@ -86,9 +90,5 @@ def _add_throughput(figure: go.Figure, compared: ScalingComparison) -> None:
         row=1,
         col=2,
     )
-    figure.update_xaxes(title="GPUs", tickvals=sorted(set(gpus)), row=1, col=2)
+    figure.update_xaxes(title=f"{report.device_noun(compared)}s", tickvals=sorted(set(gpus)), row=1, col=2)
     figure.update_yaxes(title=what, rangemode="tozero", row=1, col=2)
-
-
-def _size(run: ScaledRun) -> str:
-    return units.count(run.gpus, "GPU")
