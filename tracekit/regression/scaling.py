@@ -302,7 +302,8 @@ def _grown_op(reference: ScaledRun, run: ScaledRun, stretch: float, change_ns: f
         for op in sorted(reference.exposed_ns.keys() | run.exposed_ns.keys())
     }
     largest = max(changes, key=lambda op: changes[op] * change_ns, default="")
-    return largest if largest and changes[largest] / change_ns >= _MOST_RATIO else ""
+    is_most = bool(largest) and change_ns != 0 and changes[largest] / change_ns >= _MOST_RATIO
+    return largest if is_most else ""
 
 
 def _world_size(run: Run) -> int:

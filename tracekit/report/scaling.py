@@ -46,8 +46,9 @@ def headline(step: ScalingStep, compared: ScalingComparison) -> str:
     """One sentence: throughput, GPUs and efficiency of a run against the reference."""
     reference, run = compared.reference, step.run
     name, reference_name = (escaping.inert(side.name, _MAX_NAME) for side in (run, reference))
-    what, noun = "tokens" if compared.work is Work.TOKENS else "FLOP", device_noun(compared)
-    speed = f"{name} trains {step.throughput_ratio:.2f} times the {what} per second of {reference_name}"
+    noun = device_noun(compared)
+    verb, what = ("trains", "tokens") if compared.work is Work.TOKENS else ("computes", "FLOP")
+    speed = f"{name} {verb} {step.throughput_ratio:.2f} times the {what} per second of {reference_name}"
     on = f"the same {noun}s" if step.gpus_ratio == 1 else f"{_times(step.gpus_ratio)} the {noun}s"
     interval = "" if step.low is None else f" ({_interval(step)})"
     return f"{speed} on {on}: efficiency {units.share(step.efficiency)}{interval}, {_kind(step, reference, noun)}"

@@ -199,6 +199,21 @@ def test_runs_of_another_model_or_without_tokens_are_refused() -> None:
         compare(runs)
 
 
+def test_without_tokens_work_is_counted_in_operations(tmp_path: Path) -> None:
+    sample = REPOSITORY / "sample_traces" / "demo-fsdp2"
+    for file in sample.iterdir():
+        if not file.name.endswith(conventions.METRICS_SUFFIX):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    logged, unlogged = (ScalingSide.of(tracekit.load(str(path), cache=False)) for path in (sample, tmp_path))
+    assert (set(logged.by_work), set(unlogged.by_work)) == ({Work.TOKENS, Work.FLOPS}, {Work.FLOPS})
+    compared = scaling.compare_sizes([logged, unlogged])
+    assert (compared.work, compared.is_on_host) == (Work.FLOPS, True)
+    assert compared.steps[0].efficiency == pytest.approx(1)
+    assert compared.reference.step_work > 1e6
+    (note,) = compared.notes
+    assert "floating-point" in note
+
+
 def test_throughput_is_that_of_all_ranks() -> None:
     compared = compare([drawn("a", 2), drawn("b", 4)])
     assert compared.work is Work.TOKENS
