@@ -136,10 +136,8 @@ def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
 
     Raises InputError if the path is none of them.
     """
-    from tracekit.regression import baseline as baselines
-    from tracekit.regression import scaling
+    from tracekit.regression import comparison, scaling
     from tracekit.regression.comparison import RunSamples
-    from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
     with _document(path) as document:
@@ -147,7 +145,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return open_measured(path, (samples, *baselines.COMPARED_FACTS, *scaling.SIZE_FACTS), cache=cache)
+    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache)
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

@@ -26,6 +26,7 @@ from tracekit.report import (
     scaling,
     shared_view,
     step_change,
+    step_verdict,
     text,
 )
 from tracekit.report.render import json as render_json
@@ -86,7 +87,7 @@ class StepComparison(Answer):
     def as_html(self) -> str:
         """One sentence, and the rows with the largest changes."""
         headline = html_fragments.headline(
-            step_change.headline(self.changed),
+            step_verdict.headline(self.changed.compared),
             step_change.count_statuses(self.changed),
             html_fragments.change_status(self.changed.step),
         )

@@ -24,7 +24,7 @@ from tracekit.model.fact import trace_fact
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
-from tracekit.regression import baseline, metric_sources, significance, step_change
+from tracekit.regression import baseline, metric_sources, significance, step_weights
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
 from tracekit.regression.significance import MetricSides
@@ -414,11 +414,9 @@ def _median(times_ns: Values) -> float:
 
 def _weights(times_ns: Values, step_ns: float) -> Values:
     """Weights of steps that sum to 1: only of the middle half, so that their weighted mean is the step time."""
-    order = np.argsort(times_ns, kind="stable")
-    cut = len(order) // 4
-    middle = order[cut : len(order) - cut]
+    middle = step_weights.middle_steps(times_ns)
     weights = np.zeros(len(times_ns))
-    weights[middle] = step_change.tilted_weights(times_ns[middle], step_ns)
+    weights[middle] = step_weights.tilted_weights(times_ns[middle], step_ns)
     return weights
 
 

@@ -10,7 +10,7 @@ from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, Table, faint, heading, items, line
 from tracekit.report.render import text as render_text
 from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, has_found_iterations
@@ -77,6 +77,7 @@ def gate_document(gate: CheckResult) -> Document:
     run = gate.report.run
     first = [
         line((headline(gate), Emphasis.WORSE if gate.failures else Emphasis.BETTER)),
+        *(comparison.verdict_lines(gate.comparison) if gate.comparison is not None else ()),
         faint(f"{run.name}  {phrases.subtitle(run)}"),
         *(line((f"{cause.name}: ", Emphasis.STRONG), cause.message, mark="Why") for cause in gate.causes),
     ]
@@ -92,6 +93,8 @@ def gate_document(gate: CheckResult) -> Document:
         findings = finding_cells(gate)
         title = heading("Findings", f"  compared with {gate.baseline}")
         sections.append([title, findings if findings.rows else faint("none in either run", indent=2)])
+        if gate.comparison.contributions:
+            sections.append([heading("Change of the step"), step_verdict.contribution_cells(gate.comparison)])
         title = heading("Metrics", "  median over steps, mean over recordings")
         sections.append([title, metric_cells(gate, gate.comparison), *items(comparison.remarks(gate.comparison))])
     is_first = gate.comparison is None

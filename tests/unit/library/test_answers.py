@@ -17,7 +17,7 @@ from tracekit.library.answers import COLUMNS, Answer
 from tracekit.library.comparison import SizeComparison
 from tracekit.library.run import Run
 from tracekit.replay.graph import what_if
-from tracekit.report import comparison, figures, step_change
+from tracekit.report import comparison, figures, step_verdict
 from tracekit.report import json as json_report
 from tracekit.report.render import text as render_text
 from tracekit.rules import engine
@@ -112,7 +112,7 @@ def test_a_comparison_is_that_of_the_command_with_the_other_run_as_reference(run
     assert render_text.render(comparison.document(compared.compared), width=100) == compared.formats()[".txt"]()
     changed = answers["by operator"]
     assert changed.to_frame()["change_ns"].sum() == pytest.approx(changed.changed.step.difference, abs=1)
-    assert html.escape(step_change.headline(changed.changed)) in changed._repr_html_()
+    assert html.escape(step_verdict.headline(changed.changed.compared)) in changed._repr_html_()
 
 
 def test_a_run_is_compared_with_a_run_a_path_and_a_saved_report(run, tmp_path, wording):

@@ -54,6 +54,7 @@ def compare(
             help="Explain the change of the step by operator, kernel or module; add path or shapes with commas.",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the table of metrics, too.")] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,
     comparison_format: Annotated[
         ComparisonFormat, typer.Option("--format", help="Output format.")
@@ -91,7 +92,9 @@ def compare(
                 return
         _require_two(paths)
         compared = comparing.compare(*map(_samples, sides), allow_different=allow_different)
-        document, as_csv = comparison.document(compared), comparison.as_csv(compared)
+        with_metrics = verbose or comparison_format is not ComparisonFormat.TEXT
+        document = comparison.document(compared, with_metrics=with_metrics)
+        as_csv = comparison.as_csv(compared)
     else:
         changed = _step_change(_require_two(paths), by, allow_different=allow_different, cache=cache)
         document, compared = step_change.document(changed, top), changed.compared

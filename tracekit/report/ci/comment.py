@@ -18,7 +18,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.report.render.markdown import code, escape, table
@@ -125,6 +125,9 @@ def _head(name: str, gate: CheckResult, *, several: bool) -> str:
     mark = f"{_MARKS[bool(gate.failures)]} " if several else ""
     against = f" · against {code(gate.baseline)}" if gate.baseline else ""
     parts = [f"{mark}**{code(name) or 'run'}** · {escape(phrases.subtitle(gate.report.run), 200)}{against}"]
+    if gate.comparison is not None:
+        sentence = comparison.with_minus_signs(step_verdict.headline(gate.comparison))
+        parts += [f"**{escape(sentence)}**"] if sentence else []
     parts += [f"**{escape(cause.name)}** {escape(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
     picture = (gate.comparison and before_and_now(gate.comparison)) or by_rank(gate.report.run)
     parts += [_metrics(gate), _budgets(gate), _findings(gate), f"```text\n{picture}\n```" if picture else ""]
@@ -147,7 +150,8 @@ def _changes(compared: Comparison, changes: Iterable[Change], failing: Collectio
     for change in changes:
         metric = metric_of(change.metric)
         before, now = metric.text(change.reference), metric.text(change.candidate)
-        verdict = f"❌ {change.verdict}" if change.metric in failing else change.verdict.value
+        verdict = step_verdict.VERDICTS[change.verdict]
+        verdict = f"❌ {verdict}" if change.metric in failing else verdict
         rows.append((metric.label, before, now, comparison.change_text(change), verdict))
     header = ("metric", "before", "now", f"change ({compared.confidence:.0%} interval)", "verdict")
     return table(header, rows, right=(1, 2, 3))

@@ -15,7 +15,7 @@ from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout
 
@@ -77,7 +77,7 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = _case(f"{run}.metrics", change.metric)
     before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
-    summary = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
+    summary = f"{before} before, {now} now, {comparison.change_text(change)}: {step_verdict.VERDICTS[change.verdict]}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
         _add(case, "failure", summary, [summary, *causes], "regression")
