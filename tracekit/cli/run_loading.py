@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples
+    from tracekit.regression.scaling import ScalingSide
     from tracekit.rules.rule import Report, Rule
 
 SAMPLE = "sample_run"
@@ -81,10 +82,16 @@ def open_measured(
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
     run = open_run(path, cache=cache, executor=executor)
-    with output.progress() as bar:
-        run.measure(facts, bar.trace_callback(len(run.sources)))
-    _require_all_read(run)
+    _measure(run, facts)
     return run
+
+
+def scaling_side(run: "Run") -> "ScalingSide":
+    """Return a run to compare with one of another size. Raises NotComparableError where it marks no steps."""
+    from tracekit.regression import scaling
+
+    _measure(run, scaling.FACTS)
+    return scaling.ScalingSide.of(run)
 
 
 def open_baseline(
@@ -118,6 +125,12 @@ def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = Non
         return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
 
 
+def _measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
+    with output.progress() as bar:
+        run.measure(facts, bar.trace_callback(len(run.sources)))
+    _require_all_read(run)
+
+
 def _note(path: str, *, cache: bool) -> None:
     """Note for a stored answer that a run, or a baseline, is read."""
     from tracekit.ingest import readers
@@ -133,9 +146,12 @@ def _require_all_read(run: "Run") -> None:
         question.current.get().withdraw()
 
 
-def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
-    """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
-    from tracekit.regression import comparison
+def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
+    """Return a measured run, or the samples of a saved report or a baseline.
+
+    Raises InputError if the path is none of them.
+    """
+    from tracekit.regression import comparison, scaling
     from tracekit.regression.comparison import RunSamples
     from tracekit.report import baseline_json, json
 
@@ -144,7 +160,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return RunSamples.of(open_measured(path, comparison.FACTS, cache=cache))
+    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache)
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from tracekit.library.answers import Report, Timeline, WhatIf
-    from tracekit.library.comparison import Comparison, StepComparison
+    from tracekit.library.comparison import Comparison, SizeComparison, StepComparison
 
 
 class Run(model.Run):
@@ -84,8 +84,10 @@ class Run(model.Run):
 
     def compare(
         self, other: "model.Run | str | Path", *, by: str | Sequence[str] = (), allow_different: bool = False
-    ) -> "Comparison | StepComparison":
+    ) -> "Comparison | SizeComparison | StepComparison":
         """Whether this run is better or worse than another one, the reference: verdicts with 99% intervals.
+
+        Of a run on another number of GPUs or nodes, or with another batch: throughput, efficiency, and what grew.
 
         Args:
             other: A run, or the path of one, of a saved JSON report or of a baseline.
