@@ -66,7 +66,7 @@ def attribute_costs(report: Report) -> Report:
     stalled = slow_collectives.removal(report.run, priced)
     findings: list[Finding] = []
     removed: list[Removal] = []
-    for finding in sorted(priced, key=_pricing):
+    for finding in _in_order(run, priced):
         if finding.what_if is None or finding.what_if.cause.is_of_finding:
             findings.append(finding)
             continue
@@ -81,7 +81,7 @@ def attribute_costs(report: Report) -> Report:
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
     if removed:
-        findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
+        findings = [_beyond(run, finding, removed) if _is_of_waiting(finding) else finding for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
     notes = report.notes
     if run is not report.run:
@@ -132,6 +132,24 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
         impact=ratio * finding.impact,
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
     )
+
+
+def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
+    ordered = sorted(findings, key=_pricing)
+    late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
+    if len(late) < 2:
+        return ordered
+    alone_ns = {}
+    for finding in late:
+        saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
+        alone_ns[id(finding)] = saving.saved_ns if saving else 0
+    return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
+
+
+def _is_of_waiting(finding: Finding) -> bool:
+    """Whether a finding is on all waiting for late ranks, which no replay of one cause prices."""
+    return finding.code == _UNEVEN and finding.what_if is None
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -197,11 +215,15 @@ def _price(
     The causes of which it is a consequence, and stalled collectives, are removed before: only what remains is the
     finding's.
     """
-    solo = None if finding.ranks and not set(finding.ranks) & set(run.ranks) else _mean_saving(run, removal)
+    # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
+    late = [before for before in removed if before.cause.pricing is Pricing.LATE_RANKS]
+    others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
+    is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
+    solo = _mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []
     causing = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *causing)
+    first = (*_stalled_before(removal, stalled), *causing, *others)
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
