@@ -144,7 +144,8 @@ def is_conclusive(change: Change) -> bool:
 
 def finding(finding: Finding) -> str:
     """Return a finding without its evidence: severity, sentence, message, fix, name and id of its rule, scope."""
-    return escaping.fragment("finding", finding, phrases.rule_name(finding.code), phrases.scope(finding))
+    details, name = phrases.details(finding), phrases.rule_name(finding.code)
+    return escaping.fragment("finding", finding, details, name, phrases.scope(finding))
 
 
 def evidence(finding: Finding, clock: pl.DataFrame) -> str:

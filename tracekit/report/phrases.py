@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from tracekit.model import escaping, units
+from tracekit.model import escaping, kernel_names, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
@@ -104,6 +104,11 @@ def scope(finding: Finding) -> str:
     return " · ".join([*parts, f"confidence {finding.confidence:.0%}"])
 
 
+def details(finding: Finding) -> str:
+    """The evidence in words; "" where the sentence of the finding says it already."""
+    return "" if finding.message.rstrip(".") in finding.sentence else finding.message
+
+
 def place(finding: Finding) -> str:
     """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward"."""
     rows = finding.evidence.head(1).to_dicts()
@@ -113,7 +118,7 @@ def place(finding: Finding) -> str:
     noun = "iteration" if finding.is_of_iterations else "step"
     at = [units.numbered("rank", ranks)] if ranks else []
     at += [units.numbered(noun, steps)] if steps else []
-    called = str(row.get("op") or row.get("name") or "").replace("_", "-")
+    called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
     what = [escaping.inert(called, _MAX_WORD)] if called else []
     what += [("of " if what else "") + escaping.inert(str(row["unit"]), _MAX_WORD)] if "unit" in row else []
     what += [f"in {row['phase']}"] if "phase" in row else []

@@ -196,11 +196,8 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     if not verdict and not of_training:
         verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
     sections: list[Section] = [verdict] if verdict else []
-    sections += [_finding_lines(finding, run) for finding in picked]
-    rows: list[tuple[Line, ...]] = []
-    if time := _time(run):
-        rows.append((line(("time", Emphasis.FAINT)), line(time)))
-    rows.append((line(("data", Emphasis.FAINT)), line(_trust(doubts))))
+    sections += [_finding_lines(finding) for finding in picked]
+    rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
     more = len(findings) - len(picked)
     more_text = f"shows {units.count(more, 'more finding')} and the evidence" if more else "shows the evidence"
     served = any(map(phrases.has_moment, picked))
@@ -209,7 +206,7 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     return [*sections, [Definitions(tuple(rows))]]
 
 
-def _finding_lines(finding: Finding, run: Run) -> Section:
+def _finding_lines(finding: Finding) -> Section:
     severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
     rows = [("where", phrases.place(finding)), ("fix", _first_advice(finding.fix))]
     if phrases.has_moment(finding):
@@ -228,7 +225,7 @@ def _time(run: Run) -> str:
     """Where the time goes, over all ranks: shares that add up to 100%."""
     ranks = rank_shares.shares(run)
     if ranks.is_empty():
-        return ""
+        return "the traces contain no activities"
     totals = ranks.select(pl.col(name).mean() for name in ranks.columns if name.endswith("_ratio")).row(0, named=True)
     parts = {name: ratio for name, ratio in totals.items() if ratio and name in _TIME_PARTS}
     text = ", ".join(f"{_TIME_PARTS[name]} {units.share(parts[name])}" for name in _TIME_PARTS if name in parts)
@@ -250,15 +247,14 @@ def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section
     clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
     for finding in findings:
         severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
-        name = phrases.rule_name(finding.code), Emphasis.STRONG
-        identifier = "  " + finding.id, Emphasis.FAINT
+        rule = f"{phrases.rule_name(finding.code)} {finding.id} · {phrases.scope(finding)}"
+        details = phrases.details(finding)
         sections.append(
             [
-                Line((severity, "  ", name, identifier)),
-                line((f"{finding.sentence}.", Emphasis.STRONG), indent=2),
-                line(finding.message, indent=2),
+                line(severity, "  ", (f"{finding.sentence}.", Emphasis.STRONG)),
+                *([line(details, indent=2)] if details else []),
                 *([line(finding.fix, mark="Fix")] if finding.fix else []),
-                faint(phrases.scope(finding), indent=2),
+                faint(rule, indent=2),
                 *_evidence(finding.evidence, clock),
             ]
         )

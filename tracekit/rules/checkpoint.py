@@ -160,7 +160,7 @@ class BlockingCheckpoint(Rule):
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,
-            confidence=0.6 if often else 0.4,
+            confidence=0.6 if often else 0.5,
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),

@@ -15,6 +15,7 @@ from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
+from tracekit.rules.severity import grade
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
@@ -53,9 +54,9 @@ def attribute_costs(report: Report) -> Report:
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
     ranks is the one that its rule measured.
 
-    If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding becomes
-    information, or is left out if it already was information, or if the rule did not measure more either. In all other
-    cases the cost that the rule measured stays. Findings are sorted again.
+    If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding
+    becomes information, or is left out if what the rule measured is information, too. In all other cases the cost
+    that the rule measured stays. Findings are sorted again.
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
@@ -239,7 +240,7 @@ def _price(
     if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
         severity = Severity.INFO  # most of it is the fault that makes the rank late
     elif impact < what_if.min_saved_ratio:
-        if severity <= Severity.INFO or not _is_costly(finding):
+        if severity <= Severity.INFO or grade(finding.impact, finding.confidence) <= Severity.INFO:
             return []
         severity = Severity.INFO
     priced = replace(

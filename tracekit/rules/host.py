@@ -1,5 +1,6 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -35,6 +36,7 @@ _ACTIVITIES = {
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
+_FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -366,7 +368,7 @@ def _place(rows: pl.DataFrame) -> str:
     """Clause on the function with more than half of the time of host gaps; "" without one."""
     sums = _by_function(rows)
     is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
-    return f" at {sums['stack'][0]}" if is_most else ""
+    return " at " + _FRAME.sub(r"\1:\2 (\3)", sums["stack"][0]) if is_most else ""
 
 
 def _by_function(rows: pl.DataFrame) -> pl.DataFrame:

@@ -145,16 +145,28 @@ def excess_time(run: Run, late: pl.DataFrame, *, left_out: tuple[int, ...] = ())
     stages = {stage_of.get(rank) for rank in members}
     mates = [rank for rank in run.ranks if rank not in left_out and stage_of.get(rank) in stages]
     others = [rank for rank in mates if rank not in members]
-    compared_ranks = [*_some(members), *(_some(others) if len(run.ranks) > _MOST_COMPARED else others)]
     if len(mates) < 2:
         return None
-    compared = run if len(run.ranks) <= _MOST_COMPARED else run.of_ranks(compared_ranks)
-    charges = compared.table(step_charges.step_charges).filter(pl.col("rank").is_in(compared_ranks))
-    own = excess_times.own_time(charges)
+    own = _own_charges(run, members, others)
     in_steps = own.join(late.select(_STEP).unique(), on=_STEP, how="semi", nulls_equal=True, maintain_order="left")
     keys = [*_STEP, "rank"]
     sides = [in_steps.join(late, on=keys, how=how, nulls_equal=True, maintain_order="left") for how in _LATE_AND_OTHERS]
     return None if sides[1].is_empty() else excess_times.split(*sides)
+
+
+def excess_of_stages(run: Run, stages: Sequence[int]) -> ExcessTime | None:
+    """What some pipeline stages take longer for than the others, per rank and step; None if there are no others.
+
+    Layers count as the same module, whatever their number, since stages have different ones.
+    """
+    stage_of = rank_places.stages(run)
+    late = [rank for rank in run.ranks if stage_of.get(rank) in stages]
+    others = [rank for rank in run.ranks if rank in stage_of and rank not in late]
+    if not late or not others:
+        return None
+    own = _own_charges(run, late, others).with_columns(pl.col("module").str.replace_all(r"\d+", "*"))
+    is_late = pl.col("rank").is_in(late)
+    return excess_times.split(own.filter(is_late), own.filter(~is_late))
 
 
 def of_steps(ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
@@ -178,6 +190,15 @@ def unrelated(run: Run, members: tuple[int, ...], steps: pl.DataFrame) -> list[t
         ranks_by_kind.setdefault(excess.largest, []).append(rank)
         longest_ns[excess.largest] = max(longest_ns.get(excess.largest, 0), excess.total_ns)
     return [tuple(ranks_by_kind[kind]) for kind in sorted(ranks_by_kind, key=lambda kind: -longest_ns[kind])]
+
+
+def _own_charges(run: Run, late: Sequence[int], others: Sequence[int]) -> pl.DataFrame:
+    """Return the charges of these ranks, without waits; of a run of many ranks, of some of either side."""
+    is_small = len(run.ranks) <= _MOST_COMPARED
+    ranks = [*late, *others] if is_small else [*_some(late), *_some(others)]
+    compared = run if is_small else run.of_ranks(ranks)
+    charges = compared.table(step_charges.step_charges).filter(pl.col("rank").is_in(ranks))
+    return excess_times.own_time(charges)
 
 
 def _some(ranks: Sequence[int]) -> list[int]:

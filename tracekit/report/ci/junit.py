@@ -105,7 +105,7 @@ def _finding_text(verdict: JudgedFinding, gate: CheckResult, checkout: Checkout)
     location = checkout.locate(gate.report.run, finding)
     lines = [
         f"{finding.severity.label} {finding.id}: {finding.sentence}.",
-        finding.message,
+        phrases.details(finding),
         f"Fix: {finding.fix}" if finding.fix else "",
         phrases.scope(finding),
         f"{location.path}:{location.line}",
