@@ -145,6 +145,7 @@ class UnbalancedStages(Rule):
 
     code: ClassVar[str] = "PIPE002"
     facts: ClassVar[tuple[TraceFact, ...]] = FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.005
     warning_lost_ratio: float = 0.02
     min_slowdown: float = 1.15

@@ -258,6 +258,8 @@ class Rule(ABC):
     code: ClassVar[str]
     facts: ClassVar[tuple[TraceFact, ...]] = ()
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = ()
+    """Facts that `check` reads only to explain a finding: too many rows to measure them of all ranks of every run."""
 
     @classmethod
     def name(cls) -> str:

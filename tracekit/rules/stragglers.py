@@ -34,7 +34,8 @@ class Straggler(Rule):
 
     What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
     `min_steps_ratio` of the steps since the first such step, and in more than one. It names what the rank takes longer
-    for: its kernels, or its launches. Ranks that arrive late together, such as those of one node, belong to RANK004.
+    for: calls that the others do not have, larger inputs, slower kernels, or a late host. Ranks that arrive late
+    together, such as those of one node, belong to RANK004.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow rank slows all.
 
@@ -60,10 +61,11 @@ class Straggler(Rule):
     97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
     others do not have.
 
-    How to fix: where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock setting. Where
-    the clocks are equal, check the data and the host: uneven batches or experts, a busy host (HOST001, HOST003), other
-    jobs on the node. Without counters, record with `--device-metrics`, or move the rank to another node, to separate
-    hardware from data.
+    How to fix: remove extra calls, or divide them among the ranks; give each rank as many tokens (packing, bucketing by
+    length, balanced experts). Where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock
+    setting. Where the host is late, see what Python does before the launches, and which other processes run (HOST001,
+    HOST003). Without counters, record with `--device-metrics`, or move the rank to another node, to separate hardware
+    from data.
 
     Blind spots: needs traces of several ranks of a group and three shared collectives; a rank without a trace may
     arrive even later. Delays that move between ranks, as with uneven data, belong to RANK003. A rank that another
@@ -72,6 +74,7 @@ class Straggler(Rule):
 
     code: ClassVar[str] = "RANK001"
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
@@ -258,6 +261,7 @@ class UnevenRanks(Rule):
 
     code: ClassVar[str] = "RANK003"
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.1
     min_latest_ratio: float = 0.03
 
@@ -382,8 +386,8 @@ class LateGroup(Straggler):
     What it does: reports ranks that arrive late together at collectives, while the others are idle, as one finding
     named by what these ranks share: a node, a replica, a coordinate of another mesh axis, a process group. The others
     lose more than `min_wait_ratio` of the step for them, in at least `min_steps_ratio` of the steps since the first
-    such step, by a time that varies by at most `max_spread_ratio`. It names what the late ranks take longer for: their
-    kernels, or their launches.
+    such step, by a time that varies by at most `max_spread_ratio`, or too often for chance (`max_chance`). It names
+    what the late ranks take longer for: their kernels, or their launches.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow node slows all.
 
@@ -391,9 +395,10 @@ class LateGroup(Straggler):
     twice as long for all of them as for any one, and would still wait for each one if all but that one came early. In a
     hybrid mesh, where the ranks of a late node have no collective in common with other nodes, each of them must be late
     in its own process groups, and must not wait itself for more than half as long as the other ranks do. At most half
-    of the ranks are a late group. Nodes come from the host names in file names, else from device indices that start
-    again every few ranks, else from the GPUs per node in run.json; axes from the mesh or groups in run.json, else from
-    the names of process groups. The cost is the saving of a replay in which nobody waits for these ranks. Below
+    of the ranks are a late group. Ranks of a group that take longer for different kinds of work are late for different
+    causes: each is a finding of RANK001. Nodes come from the host names in file names, else from device indices that
+    start again every few ranks, else from the GPUs per node in run.json; axes from the mesh or groups in run.json, else
+    from the names of process groups. The cost is the saving of a replay in which nobody waits for these ranks. Below
     `min_cost_ratio` of the step the finding is information.
 
     How to fix: check what these ranks share before the ranks themselves: power and clocks of the node, its network
@@ -441,6 +446,7 @@ class OccasionalStraggler(Rule):
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
     )
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:

@@ -66,6 +66,8 @@ FACTS: tuple[TraceFact, ...] = (
     *save_stages.FACTS,
 )
 """The facts that the run tables of this module read."""
+EXCESS_FACTS: tuple[TraceFact, ...] = (step_charges.step_charges,)
+"""The facts that explain by how much a rank is late."""
 
 
 @run_fact
