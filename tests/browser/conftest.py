@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 # Waiting ends as soon as it can. CI has two cores, on which other tests and mypy run while Chromium starts.
 WAIT_MS = 120_000
 VIEWPORT = {"width": 1400, "height": 1000}
+# First the shell without a window: for each page, others also start one of their address bar, a quarter of the time.
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--disable-gpu",
     "--disable-quic",
@@ -37,7 +39,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def chromium():
     """Return Debian's (or another installed) Chromium, driven by Playwright."""
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if not binary:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
     from playwright.sync_api import sync_playwright
@@ -152,7 +154,7 @@ SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testSc
 
 def settle(page):
     """Wait until the page is complete: earlier clicks and keys may hit elements that move or are replaced."""
-    page.wait_for_function(SETTLED)
+    page.wait_for_function(SETTLED, polling=100)  # by default it is called for each frame, and so there are frames
 
 
 @dataclass(frozen=True)

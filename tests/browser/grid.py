@@ -19,6 +19,7 @@ def cells(page):
 
 def row_of(page, name):
     """Return the number of the row that has a cell `name`."""
+    page.locator(ROWS).filter(has_text=name).first.wait_for(state="attached")  # the list may be one of a moment before
     return next(number for number, row in enumerate(cells(page)) if name in row)
 
 

@@ -1,4 +1,7 @@
-"""Every page audited by axe-core, in both themes, wide and narrow: no serious or critical item, nothing cut off."""
+"""Every page opened at its address and audited by axe-core, in both themes, wide and narrow.
+
+There is no serious or critical item, nothing is cut off, no page fails.
+"""
 
 import contextlib
 
@@ -6,8 +9,8 @@ import pytest
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from playwright.sync_api import expect
 
-from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, settle
+from tests.browser import conftest, recorded
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.support.dashboard_pages import addressed_pages
 
 pytestmark = pytest.mark.browser
@@ -46,21 +49,25 @@ def axe():
 @pytest.fixture(scope="module")
 def visited(chromium):
     """Return one page for all tests, whose browser has Streamlit's files in its cache from the second one on."""
-    context = chromium.new_context()
-    context.set_default_timeout(WAIT_MS)
-    yield context.new_page()
-    context.close()
+    for context in conftest._context(chromium):
+        yield context.new_page()
 
 
 @pytest.mark.parametrize(
-    "address", [*(page.address for page in addressed_pages()), "runs?view=charts", "timeline?range=0-9000000"]
+    ("address", "title"),
+    [
+        *((page.address, page.title) for page in addressed_pages()),
+        ("runs?view=charts", "Runs"),
+        ("timeline?range=0-9000000", "Timeline"),
+    ],
 )
-def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address):
+def test_a_page_opens_at_its_address_has_no_serious_item_and_fits(visited, server, axe, address, title):
     page = visited
+    heard(page)
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(WIDE)
     page.goto(f"{server.url}/{address}{'&' if '?' in address else '?'}run={recorded.GOOD}")
-    page.locator("[data-testid=stSidebarNavLink][aria-current=page]").wait_for()
+    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(title)
     for theme, size in (("light", WIDE), ("dark", NARROW)):
         page.emulate_media(color_scheme=theme)
         page.set_viewport_size(size)
@@ -73,6 +80,8 @@ def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address):
         with contextlib.suppress(PlaywrightTimeout):  # figures take the width of a resized window a moment later
             page.wait_for_function(f"({CUT_OFF})().length === 0", timeout=20_000)
         assert page.evaluate(CUT_OFF) == [], size
+    expect(page.locator("[data-testid=stException]")).to_have_count(0)
+    assert_clean(page)
 
 
 def test_the_headline_of_a_page_stays_where_it_is_first_shown(page, server):

@@ -174,23 +174,34 @@ def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at
     assert_clean(page)
 
 
+@pytest.fixture(scope="module")
+def hostile(chromium, server):
+    """Return one page for all tests, opened on a run whose names are hostile."""
+    for context in conftest._context(chromium):
+        page = context.new_page()
+        page.goto(f"{server.url}/?run={recorded.HOSTILE}")
+        page.locator(".tk-verdict").wait_for()
+        yield page
+
+
+# test_accessibility.py opens each at its address.
 @pytest.mark.parametrize("listed", dashboard_pages.addressed_pages(), ids=lambda page: page.address)
-@pytest.mark.parametrize("run", [recorded.GOOD, recorded.HOSTILE])
-def test_every_page_opens_at_its_address_and_names_run_nothing(shown, server, listed, run):
-    heard(shown)
-    shown.goto(f"{server.url}/{listed.address}?run={run}")
-    expect(shown.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(listed.title)
-    settle(shown)
-    found = shown.locator(f"{TEXT} h3, {TEXT} .tk-title, {TEXT} [data-testid=stAlert]").filter(visible=True)
+def test_names_run_nothing_on_any_page(hostile, listed):
+    heard(hostile)
+    _turn_to(hostile, listed.title)
+    expect(hostile.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(listed.title)
+    settle(hostile)
+    found = hostile.locator(f"{TEXT} h3, {TEXT} .tk-title, {TEXT} [data-testid=stAlert]").filter(visible=True)
     found.first.wait_for()
-    expect(shown.locator("[data-testid=stException]")).to_have_count(0)
-    assert shown.evaluate("window.hacked") is None
-    assert_clean(shown)
+    expect(hostile).to_have_url(re.compile(f"run={recorded.HOSTILE}"))
+    expect(hostile.locator("[data-testid=stException]")).to_have_count(0)
+    assert hostile.evaluate("window.hacked") is None
+    assert_clean(hostile)
 
 
-def test_names_are_shown_as_text(at, shown, server):
-    shown.goto(f"{server.url}/kernels?run={recorded.HOSTILE}")
-    expect(shown.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
+def test_names_are_shown_as_text(hostile):
+    _turn_to(hostile, "Kernels")
+    expect(hostile.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
 
 
 def test_a_row_of_evidence_leads_to_its_moment(shown, server):

@@ -192,9 +192,9 @@ def test_hostile_text_in_every_place_of_a_view_stays_text(offline, tmp_path):
 def test_a_shared_page_shows_its_headline_figures_and_tables(page, server, offline, tmp_path, address):
     page.goto(f"{server.url}/{address}{'&' if '?' in address else '?'}run={recorded.GOOD}")
     page.locator(".tk-headline").first.wait_for()
+    settle(page)
     headline = page.locator(".tk-headline b").first.inner_text()
     figures = page.locator("[data-testid=stPlotlyChart]").count()
-    settle(page)
     file = _download(page, tmp_path)
     offline.goto(file.as_uri())
     expect(offline.locator(".tk-headline b").first).to_have_text(headline)

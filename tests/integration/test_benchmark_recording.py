@@ -44,6 +44,7 @@ def test_the_cost_of_a_window_is_relative_to_the_steps_before_it() -> None:
     assert "`Recorder.step` itself takes 90 µs of CPU" in rows[-1]
 
 
+@pytest.mark.accuracy  # which measures with it
 def test_training_alternates_between_plain_and_recorded(tmp_path: Path) -> None:
     subjects = (recording.ALONE, recording.RECORD)
     found = recording.take_turns("empty", tmp_path, turns=3, steps=2, subjects=subjects)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import recorded
 from tests.support import hung_jobs
 from tracekit.analysis.hangs.causes import Kind
 from tracekit.analysis.hangs.diagnosis import diagnose
@@ -38,7 +39,7 @@ def test_a_real_hang_is_dumped_and_diagnosed(case: str, kind: Kind, rank: int, t
 @pytest.mark.parametrize("how", ["hang", "end"])
 def test_record_with_a_hang_timeout_reports_a_hang_and_leaves_nothing_without_one(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", how]
+    training = [*recorded.TORCHRUN, "2", "train.py", how] if how == "hang" else [sys.executable, "train.py", how]
     command = [
         sys.executable,
         "-m",
@@ -53,8 +54,9 @@ def test_record_with_a_hang_timeout_reports_a_hang_and_leaves_nothing_without_on
         "--",
     ]
     variables = {**os.environ, "PYTHONPATH": str(hung_jobs.ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= recorded.of_rank(0, 1) if how == "end" else {}
     done = subprocess.run(
-        [*command, *torchrun], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+        [*command, *training], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     if how == "end":
         assert done.returncode == 0, done.stderr

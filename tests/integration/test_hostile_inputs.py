@@ -270,7 +270,14 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("value", [None, -1, 1 << 200, "x", [], {}, 1e400], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 1 << 200, "x", {}),
+        *(pytest.param(value, marks=pytest.mark.accuracy) for value in (-1, [], 1e400)),
+    ],
+    ids=str,
+)
 def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, value):
     for field in FIELDS:
         changed = copy.deepcopy(SNAPSHOT)

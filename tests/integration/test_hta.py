@@ -101,9 +101,7 @@ def _sample(tmp_path):
 
 @pytest.fixture(
     scope="module",
-    params=others_in_accuracy(
-        [_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample], [_made_by_hand, _sample]
-    ),
+    params=others_in_accuracy([_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample], [_made_by_hand]),
 )
 def pair(request, tmp_path_factory):
     """Return HTA's analysis of some files, and the one made of them loaded."""

@@ -50,6 +50,7 @@ def test_the_line_here_shows_rows_or_a_figure(run, question):
     assert hasattr(answer, "_repr_html_")
 
 
+@pytest.mark.accuracy  # what another project does
 @pytest.mark.filterwarnings("ignore::Warning")
 @pytest.mark.usefixtures("_in_folder")
 def test_the_lines_of_hta_run_on_the_same_recording():

@@ -202,7 +202,7 @@ def _clock_set_back(reading: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("reading", [0, 3, 20])
+@pytest.mark.parametrize("reading", [0, 3, pytest.param(20, marks=pytest.mark.accuracy)])
 def test_a_clock_that_is_set_back_changes_no_report_and_loses_no_run(run: Path, reading: int) -> None:
     tracekit = functools.partial(cli_runner.tracekit, cwd=run, TRACEKIT_CACHE_DIR=str(run / "cache"))
     report = tracekit("check", "run", "--format", "json")

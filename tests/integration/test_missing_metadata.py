@@ -1,6 +1,7 @@
 """Recordings without the metadata that older PyTorch versions, other backends and tools leave out."""
 
 import gzip
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 
 import tracekit
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.parallelism import axis_communication, group_axes, pipeline_stages
 from tracekit.model.run import Run
 from tracekit.rules.rule import Severity
@@ -127,7 +129,7 @@ def test_no_rank_is_named_as_the_peer_of_a_send_that_it_did_not_receive(tmp_path
     assert run.table(group_axes.group_axes)["ranks"].to_list() == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 3, 2, 0), (3, 0, 1, 2)])
+@pytest.mark.parametrize("order", [(1, 3, 2, 0), pytest.param((0, 1, 2, 3), marks=pytest.mark.accuracy), (3, 0, 1, 2)])
 def test_groups_of_experts_are_found_whatever_numbers_their_ranks_have(tmp_path, order):
     number = dict(zip((0, 1, 2, 3), order, strict=True))
     for rank in range(4):
@@ -147,27 +149,36 @@ def test_a_rank_whose_peers_have_no_trace_is_not_matched_with_another_group(tmp_
     assert not any(1 in finding.ranks for finding in findings)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.accuracy)])
 def test_a_pipeline_without_the_trace_of_an_inner_stage_is_not_judged(tmp_path, rank):
     run = without(PARALLELISM / "pipeline-1f1b", tmp_path, ranks=tuple({0, 1, 2, 3} - {rank}))
     assert not [finding for finding in tracekit.check(run).findings if finding.code.startswith("PIPE")]
 
 
-@pytest.mark.parametrize("name", ["moe-ep2", "megatron_tp2_pp2", "pipeline-1f1b"])
-@pytest.mark.parametrize("has_header", [True, False], ids=["header of rank 0", "no header"])
-def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path, name, has_header):
+HEADERS = {"header of rank 0": True, "no header": False}
+MERGED = ("moe-ep2", "megatron_tp2_pp2", "pipeline-1f1b")
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    others_in_accuracy(
+        itertools.product(HEADERS, MERGED),
+        [("header of rank 0", "moe-ep2"), ("no header", "megatron_tp2_pp2"), ("no header", "pipeline-1f1b")],
+    ),
+)
+def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path, header, name):
     folder = next(path for path in (PARALLELISM / name, RECORDINGS / name) if path.exists())
-    header: Trace = {}
+    start: Trace = {}
     merged = []
     for rank, path in enumerate(sorted(folder.glob("*.json.gz"))):
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        header = header or {key: value for key, value in trace.items() if key != "traceEvents"}
+        start = start or {key: value for key, value in trace.items() if key != "traceEvents"}
         for event in trace["traceEvents"]:
             args = {"args": event.get("args", {}) | {"rank": rank}} if event["ph"] == "X" else {}
             merged.append(event | {"pid": f"{rank}/{event.get('pid')}"} | args)
-    if not has_header:
-        del header["distributedInfo"]
-    (tmp_path / "merged.json").write_text(json.dumps(header | {"traceEvents": merged}))
+    if not HEADERS[header]:
+        del start["distributedInfo"]
+    (tmp_path / "merged.json").write_text(json.dumps(start | {"traceEvents": merged}))
     run = tracekit.load(tmp_path / "merged.json", cache=False)
     assert run.ranks == (0, 1, 2, 3)
     kinds = {"moe-ep2": "all_to_all", "megatron_tp2_pp2": "all_reduce"}
@@ -179,7 +190,7 @@ def test_a_merged_file_is_read_as_its_ranks_whatever_its_header_states(tmp_path,
         assert messages["instance"].null_count() == 0
 
 
-@pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-slow-stage"])
+@pytest.mark.parametrize("name", ["pipeline-1f1b", pytest.param("pipeline-slow-stage", marks=pytest.mark.accuracy)])
 def test_no_pipeline_is_judged_of_which_one_rank_alone_shows_its_actions(tmp_path, name):
     run = without(PARALLELISM / name, tmp_path, no_annotations)
     assert run.table(pipeline_stages.staged_actions).is_empty()

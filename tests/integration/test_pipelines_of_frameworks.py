@@ -1,5 +1,6 @@
 """Pipelines that DeepSpeed, Megatron-core and torchtitan ran: their actions and axes (tests/recordings/README.md)."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import tracekit
 from tests.support.python_path import REPOSITORY
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.parallelism import axis_communication, pipeline_bubbles, pipeline_stages
 from tracekit.analysis.parallelism.pipeline_actions import BACKWARD, FORWARD, pipeline_actions
 from tracekit.model.run import Run
@@ -106,8 +108,15 @@ def test_without_stacks_the_same_actions_are_inferred(name: str) -> None:
         assert both.select(overlaps.all()).item()
 
 
-@pytest.mark.parametrize("absent", range(4))
-@pytest.mark.parametrize("name", ["megatron_tp2_pp2", "torchtitan_1f1b_tp2"])
+PAIRED = ("megatron_tp2_pp2", "torchtitan_1f1b_tp2")
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    others_in_accuracy(
+        itertools.product(PAIRED, range(4)), [(PAIRED[0], 0), (PAIRED[0], 3), (PAIRED[1], 1), (PAIRED[1], 2)]
+    ),
+)
 def test_a_stage_whose_tensor_parallel_peer_has_no_trace_is_not_slow(name: str, absent: int, tmp_path: Path) -> None:
     # The other rank waits for it in each layer. With all traces, PIPE002 reports neither recording.
     files = sorted((REPOSITORY / "tests" / "recordings" / name).glob("*.json.gz"))

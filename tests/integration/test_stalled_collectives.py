@@ -13,6 +13,7 @@ from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.rules.slow_collectives import StalledCollective
 
+RECORDING = Path(__file__).parents[1] / "recordings" / "stopped_in_collective"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 STOP_NS = 3_000_000_000
@@ -21,9 +22,11 @@ COMPUTING, WAITING, SLEEPING, LAST = 5, 7, 9, 12
 """Steps in which ranks stop or pause; of 13, from 0."""
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
+@pytest.fixture(scope="module", params=["recorded before", pytest.param("now", marks=pytest.mark.accuracy)])
+def report(request, tmp_path_factory):
     """Return the report on three ranks: rank 1 is stopped while it computes, rank 2 while it waits, rank 0 pauses."""
+    if request.param == "recorded before":
+        return check(load(RECORDING))
     for _ in range(4):
         found = recorded(tmp_path_factory.mktemp("stopped"))
         if not was_disturbed(found.run):

@@ -19,7 +19,12 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 _COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
-_LOGGED = (conventions.TOKENS_METRIC, conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
+_LOGGED = (
+    conventions.TOKENS_METRIC,
+    conventions.TOKENS_PER_GPU_METRIC,
+    conventions.CPU_TIME_METRIC,
+    conventions.DATA_WAIT_METRIC,
+)
 _CHECKPOINT_COLUMNS = {
     "checkpoint_blocked_ns": "dur_ns",
     "checkpoint_cpu_ns": "cpu_ns",

@@ -300,9 +300,16 @@ METRICS = (
         phrase="the number of write calls is",
     ),
     Metric(
-        conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput by the metrics log.",
+        conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput of all ranks by the metrics log.",
         of_trace=sources.logged_samples, lower_is_better=False, usual_spread=0.015, fails_check=True,
         cause="compute", phrase="the tokens per second are",
+        if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
+    ),
+    Metric(
+        conventions.TOKENS_PER_GPU_METRIC, "tokens per second and GPU", PER_SECOND,
+        "Throughput by the metrics log over the number of ranks.",
+        of_trace=sources.logged_samples, lower_is_better=False, usual_spread=0.015, cause="compute",
+        phrase="the tokens per second and GPU are",
         if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
     ),
     Metric(
