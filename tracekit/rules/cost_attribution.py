@@ -68,7 +68,7 @@ def attribute_costs(report: Report) -> Report:
     findings: list[Finding] = []
     removed: list[Removal] = []
     causing: dict[Cause, Finding] = {}
-    for finding in sorted(priced, key=_pricing):
+    for finding in _in_order(run, priced):
         if finding.what_if is None or finding.what_if.cause.is_of_finding:
             findings.append(finding)
             continue
@@ -130,7 +130,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
     their own keep it.
     """
-    is_uneven = finding.code == _UNEVEN
+    is_uneven = _is_of_waiting(finding)
     is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
     if not is_uneven and (not is_minor or finding.consequence_of):
         return finding
@@ -147,6 +147,24 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     if is_minor:
         return explained
     return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
+
+
+def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
+    ordered = sorted(findings, key=_pricing)
+    late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
+    if len(late) < 2:
+        return ordered
+    alone_ns = {}
+    for finding in late:
+        saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
+        alone_ns[id(finding)] = saving.saved_ns if saving else 0
+    return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
+
+
+def _is_of_waiting(finding: Finding) -> bool:
+    """Whether a finding is on all waiting for late ranks, which no replay of one cause prices."""
+    return finding.code == _UNEVEN and finding.what_if is None
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -219,11 +237,15 @@ def _price(
     finding's. `causing` are the findings on causes. If less than half remains, and that is no warning by itself, both
     are one trouble.
     """
-    solo = None if finding.ranks and not set(finding.ranks) & set(run.ranks) else _mean_saving(run, removal)
+    # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
+    late = [before for before in removed if before.cause.pricing is Pricing.LATE_RANKS]
+    others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
+    is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
+    solo = _mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []
     before = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *before)
+    first = (*_stalled_before(removal, stalled), *before, *others)
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)

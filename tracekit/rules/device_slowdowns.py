@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import device_counters
+from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison
 from tracekit.analysis.time import device_stalls
@@ -16,6 +17,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import CLOCK_DROP, DEVICE_STALL
 from tracekit.rules import quoted_step
+from tracekit.rules.late_work import Reason
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -309,19 +311,19 @@ _RECORD_CLOCKS = " Or record the clocks of the GPUs: tracekit record --device-me
 _RESET_DEVICE = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
 
 
-def compare_late_devices(
-    run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, fix: str, *, is_compute: bool, is_host: bool
-) -> tuple[str, str]:
-    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and `fix` without.
+def compare_late_devices(run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, reason: Reason) -> tuple[str, str]:
+    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and its own without.
 
-    `steps` are those in which they are late, columns window and step. `is_compute`, `is_host`: whether their kernels,
-    or their hosts, are known to take longer. A slow GPU does not explain a late host.
+    `steps` are those in which they are late, columns window and step. A slow GPU does not explain a late host, extra
+    calls or larger inputs.
     """
+    is_explained = reason.kind in (EXTRA, LARGER, LATE)
+    fix, who = reason.fix, units.numbered("rank", ranks)
     compared, errors = device_comparison.compare(run, ranks, steps), device_comparison.memory_errors(run, ranks)
     several, message = len(ranks) > 1, ""
     reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
     if compared is None:
-        fix += reset + ("" if is_host else _RECORD_CLOCKS)
+        fix += reset + ("" if is_explained else _RECORD_CLOCKS)
     else:
         own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
         message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"
@@ -330,10 +332,10 @@ def compare_late_devices(
             if compared.is_slower
             else (f", the others at {peers}: the hardware is not slower.")
         )
-        if not is_host and compared.is_slower:
-            fix = _CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK
-        elif not is_host:
-            fix = _MORE_WORK if is_compute else _DATA_OR_HOST
+        if not is_explained and compared.is_slower:
+            fix = (_CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK).format(ranks=who)
+        elif not is_explained:
+            fix = (_MORE_WORK if reason.kind else _DATA_OR_HOST).format(ranks=who)
         fix += reset
     if errors.uncorrected:
         count = units.count(errors.uncorrected, "uncorrected memory error")

@@ -266,6 +266,8 @@ class Rule(ABC):
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
     part_of: ClassVar[str] = ""
     """Code of the rule whose findings contain the time of this rule's: with one, both are one trouble."""
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = ()
+    """Facts that `check` reads only to explain a finding: too many rows to measure them of all ranks of every run."""
 
     @classmethod
     def name(cls) -> str:
