@@ -10,6 +10,7 @@ from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.cli.settings import CheckSettings
     from tracekit.conventions.devices import DeviceOverride
     from tracekit.model.run import Run
     from tracekit.model.source import Executor
@@ -60,6 +61,20 @@ def check_runs(
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
             _require_all_read(run)
     return reports
+
+
+def check_by_settings(
+    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True
+) -> "tuple[Report, CheckSettings]":
+    """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings."""
+    from tracekit.cli import settings
+    from tracekit.rules.registry import all_rules
+
+    catalog = all_rules()
+    resolved = settings.resolve(None, catalog)
+    rules = settings.configured_rules(resolved, catalog)
+    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, devices=resolved.devices)
+    return settings.apply_ignores(report, resolved.ignore, catalog), resolved
 
 
 def open_measured(
