@@ -32,7 +32,7 @@ _MOST_NAMED = 3
 _MIN_ROW_RATIO = 0.0005
 """Parts that add less of the step to any run are one row."""
 _REST, _WHOLE = "the rest", "step"
-_DROP_ORDER = (8, 2, 3, 6)
+_DROP_ORDER = (8, 2, 3, 6, 9, 4)
 
 
 def document(compared: ScalingComparison) -> Document:
@@ -183,7 +183,7 @@ def _of_one(step: ScalingStep) -> Cells:
         for part in (*_rows(step, _large_parts([step])), _whole(step))
     ]
     header = ("", "ideal", escaping.inert(step.run.name, _MAX_COLUMN), "change", "of step")
-    return Cells(header, tuple(rows), (1, 2, 3, 4), drop_order=(1, 4), cuts_first=False)
+    return Cells(header, tuple(rows), (1, 2, 3, 4), drop_order=(1, 4, 2), cuts_first=False)
 
 
 def _of_several(compared: ScalingComparison) -> Cells:
@@ -192,7 +192,9 @@ def _of_several(compared: ScalingComparison) -> Cells:
     names = [name for name in (*PART_LABELS, _REST, _WHOLE) if any(name in of_run for of_run in by_run)]
     rows = [(PART_LABELS.get(name, name), *(_change(of_run.get(name)) for of_run in by_run)) for name in names]
     header = ("above the ideal", *(escaping.inert(step.run.name, _MAX_COLUMN) for step in compared.steps))
-    return Cells(header, tuple(rows), tuple(range(1, len(header))), cuts_first=False)
+    return Cells(
+        header, tuple(rows), tuple(range(1, len(header))), drop_order=tuple(range(1, len(header) - 1)), cuts_first=False
+    )
 
 
 def _large_parts(steps: Sequence[ScalingStep]) -> set[str]:
