@@ -198,13 +198,16 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     # A recording that cannot be trusted comes before what was read from it.
     doubts = [finding for finding in findings if is_data_quality(finding.code)]
     first = [doubt for doubt in doubts if doubt.severity is Severity.ERROR][:1] + of_training
-    picked = first[:MAX_BRIEF]
+    picked = [finding for finding in first if finding.severity > Severity.INFO][:MAX_BRIEF] or first[:1]
     verdict = _verdict(report)
     if not verdict and not of_training:
         verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
     sections: list[Section] = [verdict] if verdict else []
     sections += [_finding_lines(finding, phrases.consequences(finding, findings)) for finding in picked]
     rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
+    if report.ignored:
+        ignored = "; ".join(f"{aside.finding.code} ({aside.reason})" for aside in report.ignored)
+        rows.append((line(("ignored", Emphasis.FAINT)), line(ignored)))
     more = len(findings) - sum(1 + len(phrases.consequences(finding, findings)) for finding in picked)
     more_text = f"shows {units.count(more, 'more finding')} and the evidence" if more else "shows the evidence"
     served = any(map(phrases.has_moment, picked))
