@@ -13,7 +13,7 @@ from dashboard.run_store.regression import Change, Comparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
-from tracekit.report import charts, comparison, html_fragments, step_change
+from tracekit.report import charts, comparison, html_fragments, step_change, step_verdict
 from tracekit.report.headlines import Headline
 
 _BEFORE, STEP_TIME = "before", "step_time_ns"
@@ -56,14 +56,12 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
     for entry in candidates:
         with contextlib.suppress(NotComparableError):  # shown below
             compared = regression.compare(reference, entry)
-            changes += [(entry, change) for change in compared.changes if change.metric == STEP_TIME]
+            changes += [(compared, compared.step)] if compared.step is not None else []
     if not changes:
         return None
-    entry, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
-    status = html_fragments.change_status(change)
-    name, reference_name = (escaping.inert(run.name, MAX_NAME) for run in (entry, reference))
-    text = comparison.with_minus_signs(comparison.change_text(change))
-    return Headline(f"{name}: step time {text} against {reference_name}: {change.verdict.value}", status=status)
+    compared, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
+    text = comparison.with_minus_signs(step_verdict.headline(compared))
+    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(change))
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -144,7 +142,7 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column in cells.numbers for column in range(len(header))]
-    text = comparison.with_minus_signs(step_change.headline(changed))
+    text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
@@ -183,7 +181,7 @@ def _cell(change: Change | None, reference: str) -> str:
     base = regression.metric_text(change.metric, change.reference)
     against = "" if base == reference else f" against {base}"
     value = f"{regression.metric_text(change.metric, change.candidate)}{against} · {comparison.change_text(change)}"
-    return comparison.with_minus_signs(f"{value}: {change.verdict.value}")
+    return comparison.with_minus_signs(f"{value}: {step_verdict.VERDICTS[change.verdict]}")
 
 
 PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL, TOOLS)

@@ -83,8 +83,6 @@ def test_a_run_without_findings_exits_with_0(runs: Path) -> None:
         "--select",
         "COMM001",
         "--set",
-        "COMM001.info_exposed_ratio=1",
-        "--set",
         "COMM001.max_exposed_ratio=1",
         "--fail-on",
         "info",

@@ -10,6 +10,7 @@ from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.cli.settings import CheckSettings
     from tracekit.conventions.devices import DeviceOverride
     from tracekit.model.run import Run
     from tracekit.model.source import Executor
@@ -59,6 +60,20 @@ def check_runs(
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
             _require_all_read(run)
     return reports
+
+
+def check_by_settings(
+    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True
+) -> "tuple[Report, CheckSettings]":
+    """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings."""
+    from tracekit.cli import settings
+    from tracekit.rules.registry import all_rules
+
+    catalog = all_rules()
+    resolved = settings.resolve(None, catalog)
+    rules = settings.configured_rules(resolved, catalog)
+    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, devices=resolved.devices)
+    return settings.apply_ignores(report, resolved.ignore, catalog), resolved
 
 
 def open_measured(
@@ -120,9 +135,8 @@ def _require_all_read(run: "Run") -> None:
 
 def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
-    from tracekit.regression import baseline as baselines
+    from tracekit.regression import comparison
     from tracekit.regression.comparison import RunSamples
-    from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
     with _document(path) as document:
@@ -130,7 +144,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return RunSamples.of(open_measured(path, (samples, *baselines.COMPARED_FACTS), cache=cache))
+    return RunSamples.of(open_measured(path, comparison.FACTS, cache=cache))
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

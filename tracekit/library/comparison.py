@@ -13,7 +13,7 @@ from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing
 from tracekit.regression import step_change as explaining
 from tracekit.regression.comparison import RunSamples
-from tracekit.report import baseline_json, comparison, html_fragments, json, query_rows, step_change, text
+from tracekit.report import baseline_json, comparison, html_fragments, json, query_rows, step_change, step_verdict, text
 from tracekit.report.render import json as render_json
 from tracekit.report.render import markdown as render_markdown
 from tracekit.report.render import text as render_text
@@ -69,7 +69,7 @@ class StepComparison(Answer):
     def as_html(self) -> str:
         """One sentence, and the rows with the largest changes."""
         headline = html_fragments.headline(
-            step_change.headline(self.changed),
+            step_verdict.headline(self.changed.compared),
             step_change.count_statuses(self.changed),
             html_fragments.change_status(self.changed.step),
         )

@@ -101,11 +101,14 @@ class Run(model.Run):
         return comparison.compare_steps(reference, self, keys, allow_different=allow_different)
 
     def what_if(self, *causes: str, gpu_hour_price: float | None = None) -> "WhatIf":
-        """Saving per step without each of `causes`, by replay; by default of all that save anything."""
-        from tracekit.library.answers import WhatIf
-        from tracekit.replay.graph import what_if
+        """Saving per step without each of `causes`, by replay; by default of all that save anything.
 
-        return WhatIf(self.name, what_if.answer(self, causes, gpu_hour_price=gpu_hour_price))
+        Causes of findings come first, with the savings that `check` states.
+        """
+        from tracekit.library.answers import WhatIf
+        from tracekit.rules import stated_savings
+
+        return WhatIf(self.name, stated_savings.answer(self.check(), causes, gpu_hour_price=gpu_hour_price))
 
     def plot(self, name: str) -> "go.Figure":
         """A figure of the dashboard by its name in docs/notebook.md. Raises InputError for another name."""

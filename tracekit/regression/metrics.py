@@ -107,6 +107,7 @@ def _finite(number: float, value: object) -> float:
 
 ENTRY_POINTS = "tracekit.metrics"
 STEP_TIME = conventions.STEP_TIME_METRIC
+COMPUTE_TIME, COMMUNICATION_TIME = "compute_ns", "communication_ns"
 SM_CLOCK = device_metrics.SM_CLOCK
 
 
@@ -225,11 +226,11 @@ METRICS = (
         of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
     ),
     _of_steps(
-        "compute_ns", "compute", meaning="Time of the step in which any compute ran.",
+        COMPUTE_TIME, "compute", meaning="Time of the step in which any compute ran.",
         usual_spread=0.015, is_drawn=True, cause="compute", phrase="compute takes",
     ),
     _of_steps(
-        "communication_ns", "communication", meaning="Time of the step in which any collective ran.",
+        COMMUNICATION_TIME, "communication", meaning="Time of the step in which any collective ran.",
         usual_spread=0.03, cause="communication", phrase="communication takes",
     ),
     _of_steps(

@@ -88,6 +88,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.WARNING,
+                f"Another process, or throttling, stops the device of {units.numbered('rank', ranks)}",
                 f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
                 f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
                 f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
@@ -101,6 +102,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.INFO,
+                f"Devices idle although work is queued, on {units.numbered('rank', distinct(unknown.steps, 'rank'))}",
                 f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
                 f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
                 "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
@@ -142,7 +144,7 @@ class ClockDrop(Rule):
     """A clock drop: from some step on, all kernels of a device take longer by about the same factor.
 
     What it does: reports the ranks whose kernels become slower together during the window, by how much, and from which
-    step on, if that costs `min_cost_ratio` of the window; below `warning_cost_ratio` it is information.
+    step on, if that costs `min_cost_ratio` of the window.
 
     Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, and the ranks that
     exchange data with it wait.
@@ -171,7 +173,6 @@ class ClockDrop(Rule):
         *save_stages.FACTS,
     )
     min_cost_ratio: float = 0.01
-    warning_cost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks whose clock drops."""
@@ -193,7 +194,6 @@ class ClockDrop(Rule):
             return
         worst = largest_first(costly, "lost_ratio", "rank").row(0, named=True)
         ranks, places = distinct(costly, "rank"), losses.join(costly, on=_DEVICE, how="semi", nulls_equal=True)
-        is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
         fell, clock = None, ""
@@ -208,7 +208,7 @@ class ClockDrop(Rule):
         what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
         yield Finding(
             self.code,
-            Severity.WARNING if is_warning else Severity.INFO,
+            Severity.WARNING,
             f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
             f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
             f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
@@ -222,6 +222,7 @@ class ClockDrop(Rule):
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
+            claim=f"{what} from {since} on",
         )
 
 
@@ -245,7 +246,7 @@ def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | N
     )
 
 
-def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss) -> Finding:
+def _finding(code: str, severity: Severity, claim: str, message: str, fix: str, loss: _Loss) -> Finding:
     is_warning = severity > Severity.INFO
     return Finding(
         code,
@@ -261,6 +262,7 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
         what_if=WhatIf(DEVICE_STALL) if is_warning else None,
         subject="" if is_warning else "unknown cause",
         is_of_window=loss.is_of_window,
+        claim=claim,
     )
 
 

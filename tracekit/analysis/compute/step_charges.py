@@ -50,7 +50,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
     launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
     """
-    op, launch = _operator_rows(trace)
+    op, launch = operator_rows(trace)
     described = trace.activities.select(
         "id",
         _PART.alias("own_part"),
@@ -63,15 +63,15 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     )
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
-        windows = _windows(trace, device)
-        if windows.height:
+        step_windows = windows(trace, device)
+        if step_windows.height:
             # Activities that each step launched: columns step, id, order_ns, count, work_ns.
-            begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+            begun = step_windows.select("step", begun_ns="start_ns").unique("step", keep="first")
             work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
             order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
             rows = pl.concat(
                 [
-                    _charge_moments(trace, device, windows),
+                    charge_moments(trace, device, step_windows),
                     work.select(
                         "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
                     ),
@@ -86,6 +86,75 @@ def step_charges(trace: Trace) -> pl.DataFrame:
             )
             parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
+
+
+def operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
+    """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
+    launch = trace.activities["launch_id"]
+    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
+    if trace.ops.is_empty():
+        return op_row, op_row
+    is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
+    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
+    operator = pl.Series(outer).gather(op_row)
+    inner = pl.Series(kernels.innermost_op(trace))
+    op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
+    return op.set(op < 0, None), op_row
+
+
+def windows(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Device windows of the steps, by start: rows of `schema.STEPS`."""
+    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    return (
+        trace.steps.drop_nulls(["start_ns", "end_ns"])
+        .filter(on_device, pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns")
+    )
+
+
+def charge_moments(trace: Trace, device: int | None, step_windows: pl.DataFrame) -> pl.DataFrame:
+    """Charge each moment of the windows to one activity, or to a gap.
+
+    Columns step, part, id (of the activity, or of the compute that ends the gap), cause, detail, gap (the row of
+    `gap_causes`, -1 for none), dur_ns.
+    """
+    # Lanes in the order in which they count: by part, then by time, the longest first.
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
+    lanes = work.partition_by("part", "lane")
+    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
+    lane_spans = [intervals.from_table(rows) for rows in lanes]
+    causes = gap_causes(trace, device)
+    gaps = intervals.from_table(causes)
+    spans = step_windows.select("start_ns", "end_ns").to_numpy()
+    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
+    # The activity (its id) that each moment is charged to, -1 for none, and the part.
+    owner = np.full(len(pieces.start_ns), -1, np.int64)
+    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
+    for rows, busy in zip(lanes, lane_spans, strict=True):
+        free = np.flatnonzero(owner < 0)
+        running = sweep_line.running(busy, pieces.start_ns[free])
+        charged = free[running >= 0]
+        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
+        part[charged] = PARTS.index(rows["part"][0])
+    moments = pl.DataFrame(
+        {
+            "step": step_windows["step"].gather(pieces.span),
+            "part": pl.Series(PARTS, dtype=pl.String).gather(part),
+            "owner": owner,
+            "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
+            "dur_ns": pieces.end_ns - pieces.start_ns,
+        }
+    )
+    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
+    number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
+    caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
+    activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
+    return caused.select("step", "part", activity_id, "cause", "detail", "gap", "dur_ns")
+
+
+def gap_causes(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Pieces of the compute gaps of one device with their causes, as `compute_gap_causes`."""
+    return compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
 
 @trace_fact
@@ -153,65 +222,6 @@ def save_work(trace: Trace) -> pl.DataFrame:
         kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
     )
     return _typical(stages, max(1, stages["step"].n_unique()))
-
-
-def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
-    """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
-    launch = trace.activities["launch_id"]
-    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
-    if trace.ops.is_empty():
-        return op_row, op_row
-    is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
-    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
-    operator = pl.Series(outer).gather(op_row)
-    inner = pl.Series(kernels.innermost_op(trace))
-    op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
-    return op.set(op < 0, None), op_row
-
-
-def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
-    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-    return (
-        trace.steps.drop_nulls(["start_ns", "end_ns"])
-        .filter(on_device, pl.col("end_ns") > pl.col("start_ns"))
-        .sort("start_ns")
-    )
-
-
-def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
-    """Charge each moment of the windows: columns step, part, id, cause, detail, dur_ns."""
-    # Lanes in the order in which they count: by part, then by time, the longest first.
-    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
-    lanes = work.partition_by("part", "lane")
-    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
-    lane_spans = [intervals.from_table(rows) for rows in lanes]
-    causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
-    gaps = intervals.from_table(causes)
-    spans = windows.select("start_ns", "end_ns").to_numpy()
-    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
-    # The activity (its id) that each moment is charged to, -1 for none, and the part.
-    owner = np.full(len(pieces.start_ns), -1, np.int64)
-    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
-    for rows, busy in zip(lanes, lane_spans, strict=True):
-        free = np.flatnonzero(owner < 0)
-        running = sweep_line.running(busy, pieces.start_ns[free])
-        charged = free[running >= 0]
-        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
-        part[charged] = PARTS.index(rows["part"][0])
-    moments = pl.DataFrame(
-        {
-            "step": windows["step"].gather(pieces.span),
-            "part": pl.Series(PARTS, dtype=pl.String).gather(part),
-            "owner": owner,
-            "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
-            "dur_ns": pieces.end_ns - pieces.start_ns,
-        }
-    )
-    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
-    number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
-    caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
-    activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
-    return caused.select("step", "part", activity_id, "cause", "detail", "dur_ns")
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:

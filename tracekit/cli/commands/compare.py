@@ -47,6 +47,7 @@ def compare(
             help="Explain the change of the step by operator, kernel or module; add path or shapes with commas.",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the table of metrics, too.")] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,
     comparison_format: Annotated[
         ComparisonFormat, typer.Option("--format", help="Output format.")
@@ -70,7 +71,7 @@ def compare(
     if by is None:
         sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
         compared = comparing.compare(*sides, allow_different=allow_different)
-        document = comparison.document(compared)
+        document = comparison.document(compared, with_metrics=verbose or comparison_format is not ComparisonFormat.TEXT)
     else:
         changed = _step_change((reference, candidate), by, allow_different=allow_different, cache=cache)
         document, compared = step_change.document(changed, top), changed.compared

@@ -26,7 +26,7 @@ _STYLES = {
     Emphasis.DOUBTFUL: "yellow",
     Emphasis.NOTE: "bold cyan",
 }
-MIN_WIDTH, _RULER_WIDTH = 60, 100
+MIN_WIDTH, _RULER_WIDTH = 40, 100
 _NARROW = 100
 """A table that does not fit into fewer characters has one space between its columns."""
 _MAX_LINE = 2000
@@ -152,7 +152,7 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> rich.table.Table:
     """Return rows whose last cell wraps within its column; the other cells never wrap."""
     grid = rich.table.Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for number in range(len(rows[0]) if rows else 0):
-        grid.add_column(no_wrap=number < len(rows[0]) - 1)
+        grid.add_column(no_wrap=number < len(rows[0]) - 1, overflow="fold")
     for row in rows:
         grid.add_row(*row)
     return grid
