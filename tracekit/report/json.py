@@ -44,7 +44,7 @@ _MANIFEST_KEYS = (
 )
 _FINDING_FIELDS = (
     "impact", "cost_ns", "cost_bytes", "measured_ns", "confidence", "sentence", "message", "fix", "subject",
-    "ranks", "steps", "is_upper_bound", "is_priced",
+    "ranks", "steps", "is_upper_bound", "is_priced", "consequence_of",
 )  # fmt: skip
 
 

@@ -109,6 +109,11 @@ def details(finding: Finding) -> str:
     return "" if finding.message.rstrip(".") in finding.sentence else finding.message
 
 
+def consequences(finding: Finding, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings that are consequences of a finding: with it they are one trouble."""
+    return [other for other in findings if other.consequence_of == finding.id]
+
+
 def place(finding: Finding) -> str:
     """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward"."""
     rows = finding.evidence.head(1).to_dicts()

@@ -187,18 +187,21 @@ def _verdict(report: Report) -> list[Line]:
 
 def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:
     """The first findings, one sentence each with place, fix and address; time, data, and how many more there are."""
-    of_training = [finding for finding in findings if not is_data_quality(finding.code)]
+    ids = {finding.id for finding in findings}
+    of_training = [
+        finding for finding in findings if not is_data_quality(finding.code) and finding.consequence_of not in ids
+    ]
     # A recording that cannot be trusted comes before what was read from it.
-    doubts = [finding for finding in findings if finding not in of_training]
+    doubts = [finding for finding in findings if is_data_quality(finding.code)]
     first = [doubt for doubt in doubts if doubt.severity is Severity.ERROR][:1] + of_training
     picked = first[:MAX_BRIEF]
     verdict = _verdict(report)
     if not verdict and not of_training:
         verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
     sections: list[Section] = [verdict] if verdict else []
-    sections += [_finding_lines(finding) for finding in picked]
+    sections += [_finding_lines(finding, phrases.consequences(finding, findings)) for finding in picked]
     rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
-    more = len(findings) - len(picked)
+    more = len(findings) - sum(1 + len(phrases.consequences(finding, findings)) for finding in picked)
     more_text = f"shows {units.count(more, 'more finding')} and the evidence" if more else "shows the evidence"
     served = any(map(phrases.has_moment, picked))
     more_text += f"; tracekit dashboard {run.path} serves these addresses" if served else ""
@@ -206,9 +209,10 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
     return [*sections, [Definitions(tuple(rows))]]
 
 
-def _finding_lines(finding: Finding) -> Section:
+def _finding_lines(finding: Finding, consequences: Sequence[Finding]) -> Section:
     severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
-    rows = [("where", phrases.place(finding)), ("fix", _first_advice(finding.fix))]
+    rows = [("where", phrases.place(finding)), ("also", "; ".join(caused.claim for caused in consequences))]
+    rows.append(("fix", _first_advice(finding.fix)))
     if phrases.has_moment(finding):
         rows.append(("open", f"{ADDRESS}/timeline?finding={finding.id}"))
     lines = tuple((line((name, Emphasis.FAINT)), line(text)) for name, text in rows if text)
@@ -248,6 +252,7 @@ def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section
     for finding in findings:
         severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
         rule = f"{phrases.rule_name(finding.code)} {finding.id} · {phrases.scope(finding)}"
+        rule += f" · consequence of {finding.consequence_of}" if finding.consequence_of else ""
         details = phrases.details(finding)
         sections.append(
             [

@@ -128,6 +128,7 @@ _MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
 _EVIDENCE_ROWS = 20
 _DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
+_PLURALS = {"recv": "Receives"}
 _SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
 _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
@@ -232,7 +233,7 @@ class ExposedCommunication(Rule):
         if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
             awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
             message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
-        op_name = f"{op.replace('_', '-').capitalize()}s" if op else "Collectives"
+        op_name = _PLURALS.get(op or "", f"{(op or 'collective').replace('_', '-').capitalize()}s")
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
         fix = fix_for(

@@ -1,7 +1,7 @@
 """The cost of a finding: how much shorter the mean step is in a replay without its cause."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -67,6 +67,7 @@ def attribute_costs(report: Report) -> Report:
     stalled = slow_collectives.removal(report.run, priced)
     findings: list[Finding] = []
     removed: list[Removal] = []
+    causing: dict[Cause, Finding] = {}
     for finding in _in_order(run, priced):
         if finding.what_if is None or finding.what_if.cause.is_of_finding:
             findings.append(finding)
@@ -74,15 +75,16 @@ def attribute_costs(report: Report) -> Report:
         cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
         ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
         removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
-        repriced = _price(run, finding, finding.what_if, removal, removed, stalled)
+        repriced = _price(run, finding, finding.what_if, removal, removed, stalled, causing)
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
         confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
         is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
+            causing.setdefault(cause, repriced[0])
     if removed:
-        findings = [_beyond(run, finding, removed) if _is_of_waiting(finding) else finding for finding in findings]
+        findings = [_beyond(run, finding, removed, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
     notes = report.notes
     if run is not report.run:
@@ -119,20 +121,32 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     if removal is None:
         return [finding]
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None)]
+    return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None, {})]
 
 
-def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
-    """The finding on waiting for late ranks, with the waiting that remains without the causes in `removed`."""
+def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
+    """A finding on waiting for late ranks, with the waiting that remains without the causes in `removed`.
+
+    If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
+    their own keep it.
+    """
+    is_uneven = finding.code == _UNEVEN and finding.what_if is None
+    is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
+    if not is_uneven and (not is_minor or finding.consequence_of):
+        return finding
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    return replace(
+    if is_minor and ratio >= _MIN_OWN_RATIO:
+        return finding
+    explained = replace(
         finding,
         severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
-        cost_ns=int(ratio * finding.cost_ns),
-        impact=ratio * finding.impact,
+        consequence_of=_costliest_of(removed, causing) if ratio < _MIN_OWN_RATIO else "",
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
     )
+    if is_minor:
+        return explained
+    return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
 
 
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
@@ -146,11 +160,6 @@ def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
         saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
     return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
-
-
-def _is_of_waiting(finding: Finding) -> bool:
-    """Whether a finding is on all waiting for late ranks, which no replay of one cause prices."""
-    return finding.code == _UNEVEN and finding.what_if is None
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -209,22 +218,29 @@ def _is_costly(finding: Finding) -> bool:
 
 
 def _price(
-    run: Run, finding: Finding, what_if: WhatIf, removal: Removal, removed: list[Removal], stalled: Removal | None
+    run: Run,
+    finding: Finding,
+    what_if: WhatIf,
+    removal: Removal,
+    removed: list[Removal],
+    stalled: Removal | None,
+    causing: Mapping[Cause, Finding],
 ) -> list[Finding]:
     """The finding, with the cost from a replay if there is one; empty if the cost is too small.
 
     The causes of which it is a consequence, and stalled collectives, are removed before: only what remains is the
-    finding's.
+    finding's. `causing` are the findings on causes. If less than half remains, and that is no warning by itself, both
+    are one trouble.
     """
     # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
-    late = [before for before in removed if before.cause.pricing is Pricing.LATE_RANKS]
+    late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
     others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
     solo = _mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []
-    causing = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *causing, *others)
+    before = _causes_before(run, finding, removed)
+    first = (*_stalled_before(removal, stalled), *before, *others)
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
@@ -236,9 +252,13 @@ def _price(
     other_ranks = _other_ranks(run, finding, what_if.cause)
     if other_ranks:
         message += f" Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
-    severity = finding.severity
-    if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
-        severity = Severity.INFO  # most of it is the fault that makes the rank late
+    severity, confidence = finding.severity, min(finding.confidence, mean.confidence)
+    is_explained = bool(after and before) and mean.saved_ns < _MIN_OWN_RATIO * solo.saved_ns
+    consequence_of = _costliest_of(before, causing) if is_explained else ""
+    if consequence_of and what_if.cause.pricing is not Pricing.LATE_RANKS:
+        consequence_of = "" if grade(impact, confidence) > Severity.INFO else consequence_of
+    if consequence_of:
+        severity = Severity.INFO
     elif impact < what_if.min_saved_ratio:
         if severity <= Severity.INFO or grade(finding.impact, finding.confidence) <= Severity.INFO:
             return []
@@ -252,12 +272,19 @@ def _price(
         before_steps_ratio=min(impact, before_ns / mean.step_ns),
         is_priced=True,
         is_upper_bound=False,
-        confidence=min(finding.confidence, mean.confidence),
+        confidence=confidence,
+        consequence_of=consequence_of,
         message=message,
         ranks=tuple(sorted({*finding.ranks, *other_ranks})) if other_ranks else finding.ranks,
-        removals=(*causing, removal),
+        removals=(*before, *others, removal),
     )
     return [priced]
+
+
+def _costliest_of(removals: Iterable[Removal], causing: Mapping[Cause, Finding]) -> str:
+    """The id of the costliest finding on one of these causes; "" without one."""
+    findings = [causing[removal.cause] for removal in removals if removal.cause in causing]
+    return max(findings, key=lambda finding: finding.cost_ns).id if findings else ""
 
 
 def _difference(finding: Finding, saved_ns: int, first: tuple[Removal, ...]) -> str:

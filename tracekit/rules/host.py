@@ -108,7 +108,7 @@ class LateLaunch(Rule):
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
-            claim=f"Rank {loss.row['rank']} is launch-bound: its host is {_ACTIVITIES[longest['detail']]}"
+            claim=f"The host of rank {loss.row['rank']} launches kernels late: it is {_ACTIVITIES[longest['detail']]}"
             + _place(loss.rows(late)),
         )
 

@@ -82,7 +82,7 @@ class Finding:
     steps: tuple[int, ...] = ()
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
     claim: str = ""
-    """The cause in one clause, without a full stop; "" of a rule of a plug-in: the first sentence of the message."""
+    """The cause in one clause, without a full stop; by default the first sentence of the message."""
     measured_ns: int = 0
     """The cost that the rule measured, where a replay gave another one; else 0."""
     what_if: WhatIf | None = None
@@ -91,6 +91,8 @@ class Finding:
     """What a replay removed for the cost: causes that other findings price, and last its own. () without a replay."""
     is_priced: bool = False
     """Whether a replay without the cause gave impact and cost."""
+    consequence_of: str = ""
+    """The id of the finding on its cause, or on the whole of which it is a part: both are one trouble."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     stall: str = ""
@@ -106,6 +108,12 @@ class Finding:
     is_upper_bound: bool = False
     """Whether impact and cost are only an upper bound, which no replay has confirmed."""
 
+    def __post_init__(self) -> None:
+        """Take the first sentence of the message as the claim, where a rule, such as one of a plug-in, makes none."""
+        first = _FIRST_SENTENCE.match(self.message)
+        if not self.claim and first is not None:
+            object.__setattr__(self, "claim", first[0].rstrip("."))
+
     @property
     def id(self) -> str:
         """Return an id that is stable across runs: the code, and a hash of the subject if there is one."""
@@ -116,9 +124,7 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The finding in one sentence with one number, without a full stop: "Rank 1 computes longer: saves 9 ms …"."""
-        claim = self.claim or _FIRST_SENTENCE.match(self.message)[0].rstrip(".")  # type: ignore[index]
-        cost = self.cost_in_words
-        return f"{claim}: {cost}" if cost else claim
+        return f"{self.claim}: {self.cost_in_words}" if self.cost_in_words else self.claim
 
     @property
     def cost_in_words(self) -> str:
@@ -260,6 +266,8 @@ class Rule(ABC):
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
     finding_facts: ClassVar[tuple[TraceFact, ...]] = ()
     """Facts that `check` reads only to explain a finding: too many rows to measure them of all ranks of every run."""
+    part_of: ClassVar[str] = ""
+    """Code of the rule whose findings contain the time of this rule's: with one, both are one trouble."""
 
     @classmethod
     def name(cls) -> str:

@@ -27,6 +27,7 @@ class StalledSave(Rule):
     kind: ClassVar[str]
     subject: ClassVar[str]
     """The start of the message, such as "Writing", before the cost."""
+    part_of: ClassVar[str] = "CKPT001"
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
