@@ -155,7 +155,7 @@ def test_the_guide_shows_what_is_printed(folder: Path) -> None:
         "\n\n**Why**"
     )[0]
     against = ("--baseline", folder / "healthy-ddp.json", "--select", "MEM010")
-    printed = tracekit("check", FAULTS / "churn", *against, COLUMNS="100").stdout.partition("\nWhere the time")[0]
+    printed = tracekit("check", FAULTS / "churn", *against, COLUMNS="100").stdout.partition("\n\ntime  ")[0]
     assert [line.removeprefix("    ") for line in shown.splitlines()] == printed.rstrip().splitlines()
 
 

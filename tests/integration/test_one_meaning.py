@@ -122,10 +122,10 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
     assert "step time" not in said
     saved = json.loads(render_json.render(told))
     assert saved["step_ns"] == answers.step_ns
-    replayed_causes = {answer.name for answer in answers.answers if answer.causes}
+    replayed_causes = {answer.name for answer in answers.answers if answer.finding is None}
     for line in saved["without"]:
         assert line["without_ns"] == answers.step_ns - line["saved_ns"]
-        if line["cause"] in replayed_causes:  # what rules measure are shares of the step that they quote
+        if line["cause"] in replayed_causes:  # what rules measure is a share of the step that they quote
             assert line["saved_ratio"] == pytest.approx(line["saved_ns"] / answers.step_ns, abs=1e-6)
 
 

@@ -1,6 +1,7 @@
 """A check as text: in a dozen lines the costliest findings with place, fix and address; in detail, all of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import polars as pl
 
@@ -120,9 +121,11 @@ def gate_document(gate: CheckResult, *, is_detailed: bool = False) -> Document:
         sections.append([title, findings if findings.rows else faint("none in either run", indent=2)])
         if gate.comparison.contributions:
             sections.append([heading("Change of the step"), step_verdict.contribution_cells(gate.comparison)])
+    title = heading("Metrics", "  median over steps, mean over recordings")
     if gate.comparison is not None and is_detailed:
-        title = heading("Metrics", "  median over steps, mean over recordings")
         sections.append([title, metric_cells(gate, gate.comparison), *items(comparison.remarks(gate.comparison))])
+    elif gate.comparison is not None and gate.regressions:
+        sections.append([title, metric_cells(gate, replace(gate.comparison, changes=gate.regressions))])
     is_first = gate.comparison is None
     new = [verdict.finding for verdict in gate.findings if is_first or verdict.status is not FindingStatus.KNOWN]
     body = _body(gate.report, run, new) if is_detailed else _brief(gate.report, run, new)

@@ -130,7 +130,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
     their own keep it.
     """
-    is_uneven = _is_of_waiting(finding)
+    is_uneven = finding.code == _UNEVEN and finding.what_if is None
     is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
     if not is_uneven and (not is_minor or finding.consequence_of):
         return finding
@@ -160,11 +160,6 @@ def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
         saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
     return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
-
-
-def _is_of_waiting(finding: Finding) -> bool:
-    """Whether a finding is on all waiting for late ranks, which no replay of one cause prices."""
-    return finding.code == _UNEVEN and finding.what_if is None
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -238,7 +233,7 @@ def _price(
     are one trouble.
     """
     # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
-    late = [before for before in removed if before.cause.pricing is Pricing.LATE_RANKS]
+    late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
     others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
     is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
     solo = _mean_saving(run, removal, others or None) if is_replayed else None
@@ -281,7 +276,7 @@ def _price(
         consequence_of=consequence_of,
         message=message,
         ranks=tuple(sorted({*finding.ranks, *other_ranks})) if other_ranks else finding.ranks,
-        removals=(*before, removal),
+        removals=(*before, *others, removal),
     )
     return [priced]
 

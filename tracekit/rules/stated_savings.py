@@ -18,9 +18,10 @@ def answer(report: Report, names: tuple[str, ...] = (), *, gpu_hour_price: float
     answers = what_if.answer(report.run, names, gpu_hour_price=gpu_hour_price)
     findings = [finding for finding in report.findings if _has_saving(finding)]
     by_cause: dict[Cause | None, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        by_cause[finding.what_if.cause if finding.what_if is not None and finding.is_priced else None].append(finding)
     replayed = {given.causes[0]: given for given in answers.answers}
+    for finding in findings:
+        cause = finding.what_if.cause if finding.what_if is not None else None
+        by_cause[cause if cause in replayed else None].append(finding)
     stated = [_stated(replayed[cause], alike, answers.gpus) for cause, alike in by_cause.items() if cause in replayed]
     if not names:
         blank = Answer((), 0, 0.0, answers.step_ns, None, None, 1.0)
