@@ -28,7 +28,7 @@ _MOST_RATIO = 0.6
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
 _MIN_KNOWN_RATIO = 0.01
-_VAGUE_RATIO = 0.5
+_VAGUE_RATIO = _MOSTLY_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
 _MAX_OPERATORS = 2
@@ -46,6 +46,10 @@ def headline(compared: Comparison) -> str:
     if step.verdict is Verdict.INCONCLUSIVE:
         return f"It cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
     because = _because(compared, step)
+    if _is_mostly_explained(compared, step):
+        worse = "slower" if _is_slower(step) else "faster"
+        explained = f"{b} is {worse}, {_bounds(step)} ({times}, most of which other programs can explain)"
+        return f"{explained}: {because}" if because else explained
     # A doubt says it on a line of its own.
     certainty = "" if doubt(compared) or (because and not _is_vague(step)) else f", {_bounds(step)}"
     return f"{b} is {_factor(step)} ({times}{certainty}){f': {because}' if because else ''}"
@@ -147,6 +151,9 @@ def reasons(compared: Comparison) -> list[Contribution]:
     sign = 1 if _is_slower(step) else -1
     towards = [p for p in compared.contributions if p.kind != contributions.REST and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
+    certain = [part for part in towards if part.has_certain_part]
+    if certain and compared.disturbance.is_disturbed:
+        return certain[:_MAX_REASONS]  # other programs can explain the others
     largest = [p for p in towards if sign * p.change_ns >= _MIN_SHARE_OF_FIRST * sign * towards[0].change_ns]
     ranked = sorted(largest, key=lambda part: (_is_consequence(part, compared), not part.has_certain_part))
     return ranked[:_MAX_REASONS]
@@ -228,10 +235,17 @@ def _is_slower(step: Change) -> bool:
     return step.verdict is Verdict.WORSE if step.verdict in (Verdict.WORSE, Verdict.BETTER) else step.difference >= 0
 
 
+def _is_mostly_explained(compared: Comparison, step: Change) -> bool:
+    """Return whether other programs can explain most of the change, or that it is in the other direction."""
+    if not compared.disturbance.is_disturbed:
+        return False
+    is_slower = _is_slower(step)
+    explained_ns = compared.explained_ns[1 if is_slower else 0]
+    return is_slower is not (step.difference > 0) or explained_ns > _MOSTLY_RATIO * abs(step.difference)
+
+
 def _factor(step: Change) -> str:
     is_slower = _is_slower(step)
-    if is_slower is not (step.difference > 0):
-        return f"{'slower' if is_slower else 'faster'} than it seems, for other programs explain the rest"
     low, high = sorted((step.reference, step.candidate))
     comparative = "slower" if is_slower else "faster"
     if low > 0 and high / low >= _TIMES_FROM:
