@@ -213,7 +213,8 @@ def _with_step_growth(
             operator = _slow_operator(job, strength, draw)
         else:
             operator, kind = "", _KINDS[fault]
-            if len(job.ranks) < kind.needs_ranks:
+            needs_others = step_parts.COMMUNICATION in _REPLAYED[fault]
+            if len(job.ranks) < kind.needs_ranks or (needs_others and not job.instances):
                 return None
             kind.apply(job, strength, draw)
         after = _written(job, scratch / "replay")
