@@ -80,7 +80,7 @@ def test_a_cause_of_another_distribution_prices_its_rule_and_is_listed_everywher
     assert named == answer
     assert "slow-kernels" in what_if.cause_names()
     assert "Kernels that take time." in printed("explain", "MINE001")
-    assert "MINE001" in printed("rules")
+    assert "MINE001" in printed("explain", "--kind", "rule")
 
 
 def test_without_the_distribution_the_cause_is_unknown():

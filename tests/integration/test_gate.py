@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a baseline of each healthy sample that the tests hold others against."""
     made = tmp_path_factory.mktemp("gate")
     for name in ("healthy-ddp", "healthy-save"):
-        done = tracekit("baseline", "save", FAULTS / name, "--output", made / f"{name}.json")
+        done = tracekit("baseline", "save", FAULTS / name, "--out", made / f"{name}.json")
         assert (done.returncode, done.stdout) == (0, "")
         assert f"1 recording of {name}" in only_line(done)
     return made

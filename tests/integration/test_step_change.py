@@ -128,7 +128,7 @@ def test_an_unknown_key_is_refused(arguments: tuple[str, ...], part: str) -> Non
 
 def test_a_saved_report_has_no_operators(tmp_path: Path) -> None:
     saved = tmp_path / "report.json"
-    command("check", PAIR[0], "--format", "json", "--output", saved)
+    command("check", PAIR[0], "--format", "json", "--out", saved)
     done = command("compare", saved, PAIR[1], "--by", "operator")
     assert done.returncode == 2
     assert "needs the traces of both runs" in only_line(done)

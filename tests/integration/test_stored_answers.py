@@ -193,8 +193,8 @@ def test_a_change_of_another_file_that_is_read_gives_a_fresh_answer(kind, run, l
         other.with_suffix(".toml").write_text('fail_on = "never"\n')
         option, changed = ["--config", other.with_suffix(".toml")], other.with_suffix(".toml")
     elif kind == "baseline":
-        cli_runner.tracekit("check", run, "--format", "json", "--output", other)
-        cli_runner.tracekit("baseline", "save", run, "--output", other)
+        cli_runner.tracekit("check", run, "--format", "json", "--out", other)
+        cli_runner.tracekit("baseline", "save", run, "--out", other)
         option, changed = ["--baseline", other], other
     else:
         recorded.write_run(other, kernel="gemm")
@@ -286,7 +286,7 @@ def test_files_that_changed_a_moment_ago_are_not_trusted(change, run, tmp_path, 
 
 @pytest.mark.parametrize(
     "options",
-    [["--no-cache"], ["--output", "out"], ["--also", "json=out"], ["--history", "h.db"], ["--executor", "dask"]],
+    [["--no-cache"], ["--out", "out"], ["--also", "json=out"], ["--history", "h.db"], ["--executor", "dask"]],
     ids=lambda options: options[0],
 )
 def test_no_answer_is_stored_of_a_command_that_does_more_than_print(options, run, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ A metric that another distribution adds stands in its entry point group ``tracek
 source of its own (see `tracekit.regression.metric_sources`).
 """
 
-import difflib
 import functools
 import math
 import re
@@ -14,7 +13,7 @@ from enum import StrEnum
 
 from tracekit import conventions
 from tracekit.conventions import device_metrics
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, similar_names
 from tracekit.model import escaping, plugins, units
 from tracekit.model.run import RunFact
 from tracekit.model.trace import TraceFact
@@ -357,7 +356,7 @@ def find(name: str, metrics: Iterable[Metric]) -> Metric:
     candidates = list(metrics)
     by_name = {metric.short: metric for metric in candidates} | {metric.key: metric for metric in candidates}
     if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=1)
+        close = similar_names(name, by_name, limit=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(m.short for m in candidates)}"
         raise ConfigError(f"{name} is not a metric: {hint}")
     return by_name[name]

@@ -89,7 +89,9 @@ class LateLaunch(Rule):
         first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
         device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
         is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
-        first_ns = int(first["dur_ns"].sum())
+        # A stall goes on where the device has work again: only its part in the quoted idle time is of that time.
+        idle = intervals.union(intervals.from_table(loss.rows(late)))
+        first_ns = intervals.length(intervals.intersect(intervals.union(intervals.from_table(first)), idle))
         cold_ns = first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
         cold = (
             f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
