@@ -17,7 +17,7 @@ EMPHASES = {
     Verdict.SAME: Emphasis.FAINT,
     Verdict.INCONCLUSIVE: Emphasis.DOUBTFUL,
 }
-_MAX_NAME, _MAX_OPERATOR = 60, 50
+_MAX_NAME, _MAX_OPERATOR, _MAX_CELL = 60, 50, 28
 _TIMES_FROM = 1.5
 """From this factor on, a run is "2.0 times slower"; below it "12% slower"."""
 _MAX_REASONS = 2
@@ -31,7 +31,6 @@ _MIN_KNOWN_RATIO = 0.01
 _VAGUE_RATIO = _MOSTLY_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
-_MAX_OPERATORS = 2
 
 
 def headline(compared: Comparison) -> str:
@@ -103,7 +102,7 @@ def contribution_cells(compared: Comparison) -> Cells:
     emphases = [EMPHASES[part.verdict] for part in shown]
     emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[step.verdict]]
     header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it")
-    return Cells(header, tuple(rows), (1, 2), tuple(emphases), drop_order=(2,), cuts_first=False)
+    return Cells(header, tuple(rows), (1, 2), tuple(emphases), early_drop=(2, 4), cuts_first=False)
 
 
 def step_total(step: Change) -> int:
@@ -209,11 +208,11 @@ def _known(compared: Comparison, step: Change) -> str:
 
 def _row(part: Contribution) -> tuple[str, ...]:
     interval = "—" if part.low_ns is None or part.high_ns is None else _interval(part.low_ns, part.high_ns)
-    operators = [p for p in part.parts if p.name and p.change_ns * part.change_ns > 0][:_MAX_OPERATORS]
-    main = [f"{escaping.inert(p.name, _MAX_OPERATOR)} {signed_duration(p.change_ns)}" for p in operators]
+    operator = next((piece for piece in part.parts if piece.name and piece.change_ns * part.change_ns > 0), None)
+    main = f"{escaping.inert(operator.name, _MAX_CELL)} {signed_duration(operator.change_ns)}" if operator else ""
     preposition = "for" if part.kind == step_parts.WAIT else "at"
     place = f"{preposition} {escaping.inert(part.place, _MAX_NAME)}" if part.place else ""
-    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], ", ".join(main) or place
+    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], main or place
 
 
 def _interval(low_ns: int, high_ns: int) -> str:
