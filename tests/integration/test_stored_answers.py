@@ -255,14 +255,14 @@ def test_a_rule_of_a_plugin_is_an_input(run, tmp_path):
     source.write_text(RULE.replace("MESSAGE", "first"))
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{plugin}"}
     time.sleep(2.1)
-    assert "first" not in in_a_process("check", run, **path).stdout
+    assert "first" not in in_a_process("check", run, "-v", **path).stdout
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-a-plugin\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[tracekit.rules]\nof-a-plugin = of_a_plugin:OfAPlugin\n")
     time.sleep(2.1)
-    assert "first" in in_a_process("check", run, **path).stdout
+    assert "first" in in_a_process("check", run, "-v", **path).stdout
     assert len(entries(tmp_path)) == 2
     source.write_text(RULE.replace("MESSAGE", "other"))
-    assert "other" in in_a_process("check", run, **path).stdout
+    assert "other" in in_a_process("check", run, "-v", **path).stdout
 
 
 def test_a_run_that_changes_while_it_is_read_is_not_stored(run, tmp_path, monkeypatch):

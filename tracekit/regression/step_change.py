@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import kernels, step_charges
+from tracekit.analysis.compute import call_matching, kernels, step_charges
 from tracekit.analysis.time import breakdown
 from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import call_matching, comparison, contributions, significance, step_separation, step_weights
+from tracekit.regression import comparison, contributions, significance, step_separation, step_weights
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values

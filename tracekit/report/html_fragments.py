@@ -146,9 +146,9 @@ def is_conclusive(change: Change) -> bool:
 
 
 def finding(finding: Finding) -> str:
-    """Return a finding without its evidence: severity, code and name of its rule, cost, message, fix, scope."""
-    name, scope = phrases.rule_name(finding.code), phrases.scope(finding)
-    return escaping.fragment("finding", finding, name, phrases.cost(finding), scope)
+    """Return a finding without its evidence: severity, sentence, message, fix, name and id of its rule, scope."""
+    details, name = phrases.details(finding), phrases.rule_name(finding.code)
+    return escaping.fragment("finding", finding, details, name, phrases.scope(finding))
 
 
 def evidence(finding: Finding, clock: pl.DataFrame) -> str:

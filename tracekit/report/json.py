@@ -43,8 +43,8 @@ _MANIFEST_KEYS = (
     "created_ns",
 )
 _FINDING_FIELDS = (
-    "impact", "cost_ns", "cost_bytes", "confidence", "message", "fix", "subject", "ranks", "steps",
-    "is_upper_bound",
+    "impact", "cost_ns", "cost_bytes", "measured_ns", "confidence", "sentence", "message", "fix", "subject",
+    "ranks", "steps", "is_upper_bound", "is_priced", "consequence_of",
 )  # fmt: skip
 
 

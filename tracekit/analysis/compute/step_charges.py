@@ -7,7 +7,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import call_paths, compute_gap_causes, flops, kernels
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown, trace_columns
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -17,8 +17,8 @@ IDLE = "idle"
 PARTS = (*breakdown.PARTS, IDLE)
 KEYS = ("part", "operator", "kernel", "module", "path", "shapes")
 COLUMNS = schema.columns(
-    "step device part operator kernel module path shapes chain cause detail order_ns count work_ns dur_ns",
-    **dict.fromkeys((*KEYS, "chain", "cause", "detail"), pl.String),
+    "step device part operator kernel module path shapes extent chain cause detail order_ns calls count work_ns dur_ns",
+    **dict.fromkeys((*KEYS, "extent", "chain", "cause", "detail"), pl.String),
 )
 _PARAMETERS = "record_param_comms"
 """The profiler's own operator inside that of a collective."""
@@ -29,7 +29,7 @@ _PART_OF_KIND = {
 }
 _PART = pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
 """The part of the breakdown that an activity belongs to by its kind."""
-_PLACE = ("step", "device", *KEYS, "cause", "detail")
+_PLACE = ("step", "device", *KEYS, "extent", "cause", "detail")
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
@@ -43,12 +43,14 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     """Charge each moment of the device window of each step to a part, operator and kernel.
 
     Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
-    path and shapes. The operator is the innermost one around the launch, of a collective its own and not
-    ``record_param_comms``; path, shapes and chain (see `call_paths`) are its own. Idle time has cause and detail as in
-    `compute_gap_causes`; its operator to shapes are those of the compute that ends the gap. dur_ns sums to the window
-    exactly, and each part to that of `breakdown.by_step`: where several activities run, the part is the breakdown's,
-    and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
-    launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
+    path, shapes and extent (grid and block of a kernel, else its bytes; null where not known). The operator is the
+    innermost one around the launch, of a collective its own and not ``record_param_comms``; path, shapes and chain (see
+    `call_paths`) are its own. Idle time has cause and detail as in `compute_gap_causes`; its operator to extent are
+    those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to that of
+    `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with most
+    work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included; calls
+    of those that are the first of their operator's call. order_ns is the time from the start of the window to the first
+    of them.
     """
     op, launch = operator_rows(trace)
     described = trace.activities.select(
@@ -59,6 +61,8 @@ def step_charges(trace: Trace) -> pl.DataFrame:
         call_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
+        _extents(trace),
+        (op.is_null() | pl.struct(op.alias("op"), _PART).is_first_distinct()).cast(pl.Int64).alias("calls"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
     )
     parts = [schema.empty(COLUMNS)]
@@ -77,12 +81,15 @@ def step_charges(trace: Trace) -> pl.DataFrame:
                     ),
                 ],
                 how="diagonal",
-            ).join(described, on="id", how="left", maintain_order="left")
+            )
+            rows = rows.join(described, on="id", how="left", maintain_order="left").with_columns(
+                calls=pl.when(pl.col("count") == 1).then("calls")
+            )
             charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
                 pl.coalesce("part", "own_part").alias("part")
             )
             sums = charged.group_by(_PLACE, maintain_order=True).agg(
-                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
+                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("calls", "count", "work_ns", "dur_ns").sum()
             )
             parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
@@ -222,6 +229,16 @@ def save_work(trace: Trace) -> pl.DataFrame:
         kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
     )
     return _typical(stages, max(1, stages["step"].n_unique()))
+
+
+def _extents(trace: Trace) -> pl.Series:
+    """What shows the size of each activity where shapes are not recorded: grid and block, else its bytes."""
+    work = trace.activities.select("id", "grid", "block", "bytes")
+    sent = launched_work.messages(trace).select("id", "message_bytes")
+    sized = work.join(sent, on="id", how="left", maintain_order="left")
+    size = pl.coalesce("bytes", "message_bytes").cast(pl.String)
+    of_grid = pl.concat_str("grid", pl.lit(" of "), pl.col("block").fill_null("?"))
+    return sized.select(pl.coalesce(of_grid, size).alias("extent")).to_series()
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tracekit.cli import run_loading
 from tracekit.cli.options import RunOptions, TableOptions, expand_options
 from tracekit.errors import ConfigError, InputError
 
@@ -154,7 +155,8 @@ def whatif(
     """Replay each step on its dependency graph without one cause of lost time, and report the saving.
 
     The replay uses durations, order, waits and host time between calls, but no recorded start times. The first line of
-    the result shows how closely it reproduces the recorded steps without a change. Savings of several causes overlap.
+    the result shows how closely it reproduces the recorded steps without a change. The causes of findings come first,
+    with the savings that tracekit check states. Savings of several causes overlap.
 
     --critical-path shows instead what one step waited for, over all ranks: shortening what is not on the path saves
     nothing. The path goes back from the end of the step on its slowest rank, from each host call, kernel or collective
@@ -170,12 +172,16 @@ def whatif(
         raise ConfigError("--step and --top are for --critical-path")
     from tracekit.replay.graph import causes, dependency_graph, what_if
     from tracekit.report import what_if as report
+    from tracekit.rules import stated_savings
 
     names = tuple(causes.find(name).name for name in without or ())
-    run = source.measure(dependency_graph.FACTS)
+    judged, _ = run_loading.check_by_settings(source.run, dependency_graph.FACTS, cache=source.cache)
+    run = judged.run
     predictions = change.predict(run)
-    asks = bool(names) or not predictions
-    savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
+    if names or not predictions:
+        savings = stated_savings.answer(judged, names, gpu_hour_price=gpu_hour_price)
+    else:
+        savings = what_if.answer(run, with_causes=False)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
     table.write(document)

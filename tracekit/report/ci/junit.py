@@ -65,7 +65,7 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
     skipped = [*ignored, gate.report.blind_spots.get(code)][0]
     if failing:
         texts = [_finding_text(verdict, gate, checkout) for verdict in failing]
-        _add(case, "failure", failing[0].finding.message, texts, "finding")
+        _add(case, "failure", failing[0].finding.sentence, texts, "finding")
     elif not findings and skipped:
         _add(case, "skipped", skipped)
     passing = [verdict for verdict in findings if not verdict.fails]
@@ -103,10 +103,9 @@ def _budget(run: str, budget: BudgetResult, gate: CheckResult) -> ET.Element:
 def _finding_text(verdict: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
     finding = verdict.finding
     location = checkout.locate(gate.report.run, finding)
-    costs = phrases.cost(finding)
     lines = [
-        f"{finding.severity.label} {finding.id}" + (f", {costs}" if costs else ""),
-        finding.message,
+        f"{finding.severity.label} {finding.id}: {finding.sentence}.",
+        phrases.details(finding),
         f"Fix: {finding.fix}" if finding.fix else "",
         phrases.scope(finding),
         f"{location.path}:{location.line}",

@@ -91,9 +91,9 @@ def level(verdict: JudgedFinding) -> Level:
 def _finding(verdict: JudgedFinding) -> CheckItem:
     finding = verdict.finding
     worse = verdict.status is FindingStatus.WORSE and verdict.impact_before is not None
-    was = f" It was {100 * (verdict.impact_before or 0):.1f}% of {phrases.time_noun(finding)} in the baseline."
+    was = f" It was {100 * (verdict.impact_before or 0):.1f}% of {finding.time_noun} in the baseline."
     before = was if worse else ""
-    message = f"{finding.message}{before}" + (f" Fix: {finding.fix}" if finding.fix else "")
+    message = f"{finding.sentence}.{before}" + (f" Fix: {finding.fix}" if finding.fix else "")
     name, status = phrases.rule_name(finding.code), verdict.status
     title = f"{name} ({finding.code})" if name != finding.code else name
     return CheckItem(ItemKind.FINDING, finding.id, title, message, level(verdict), verdict.fails, status, finding)

@@ -132,7 +132,7 @@ def _repeated(frame: pl.DataFrame) -> Flags:
     if not frame["start_ns"].is_duplicated().any():
         return np.zeros(frame.height, bool)
     identity = ["name", "kind", "lane", "start_ns", "dur_ns", "correlation", "external_id"]
-    identity += [name for name in ("device", "stream", "sequence") if name in frame.columns]
+    identity += [name for name in ("device", "stream", "sequence", "rank") if name in frame.columns]
     is_again = frame.select(~pl.struct(identity).is_first_distinct()).to_series().to_numpy()
     has_id = frame.select((pl.col("correlation") > 0) | (pl.col("external_id") > 0)).to_series().to_numpy()
     if not (is_again & has_id).any():
@@ -152,9 +152,12 @@ def _aliases(host: pl.DataFrame) -> Flags:
         return flags
     start, lane = host["start_ns"].to_numpy()[places], host["lane"].to_numpy()[places].astype(np.int64)
     end = start + host["dur_ns"].to_numpy()[places]
-    order = np.lexsort((-end, start, lane, number))
-    start, end, lane, number = start[order], end[order], lane[order], number[order]
-    is_inside = (number[1:] == number[:-1]) & (lane[1:] == lane[:-1]) & (start[1:] <= end[:-1])
+    # In a file of several ranks, each has numbers of its own.
+    rank = host["rank"].fill_null(-1).to_numpy()[places] if "rank" in host.columns else np.zeros(len(places), np.int64)
+    order = np.lexsort((-end, start, lane, rank, number))
+    keys = np.stack([number, rank, lane])[:, order]
+    start, end = start[order], end[order]
+    is_inside = (keys[:, 1:] == keys[:, :-1]).all(axis=0) & (start[1:] <= end[:-1])
     flags[places[order[1:][is_inside]]] = True
     return flags
 
