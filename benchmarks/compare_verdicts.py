@@ -51,7 +51,7 @@ _ATTEMPTS, _MAX_FACTOR = 4, 8.0
 _LEAST_SHARE, _MOST_SHARE = 0.75, 1.5
 """A fault has a size if it makes the step longer by so many times it."""
 _DECIDED = (Verdict.WORSE, Verdict.BETTER)
-_SIMULATED: dict[str, tuple[str, float, str]] = {
+SIMULATED: dict[str, tuple[str, float, str]] = {
     "dataloader-stall": ("us", 4.0, step_parts.DATA),
     "late-launch": ("us", 4.0, step_parts.LAUNCH),
     "host-sync": ("us", 4.0, step_parts.LAUNCH),
@@ -129,24 +129,25 @@ def simulated(seeds: range, scratch: Path) -> Iterator[Outcome]:
     """Yield the outcomes of simulated pairs, planted and A/A."""
     for strategy in (jobs.DDP, jobs.FSDP2):
         population = f"simulated {strategy}, 8 GPUs"
-        healthy = [_simulate(_job(strategy, seed), scratch) for seed in seeds]
+        healthy = [simulate(simulated_job(strategy, seed), scratch) for seed in seeds]
         for before, after in permutations(healthy, 2):
             yield Outcome.of(population, "", 0.0, comparison.compare(before, after))
-        for fault, (unit, largest, kind) in _SIMULATED.items():
+        for fault, (unit, largest, kind) in SIMULATED.items():
             for size in SIZES:
                 for before, seed in zip(healthy, seeds, strict=True):
-                    job = _with_growth(_job(strategy, seed + 500), fault, unit, largest, size)
+                    job = with_growth(simulated_job(strategy, seed + 500), fault, unit, largest, size)
                     if job is not None:
-                        compared = comparison.compare(before, _simulate(job, scratch))
+                        compared = comparison.compare(before, simulate(job, scratch))
                         yield Outcome.of(population, fault.partition(":")[0], size, compared, names([kind]))
 
 
-def _job(strategy: str, seed: int) -> jobs.Job:
+def simulated_job(strategy: str, seed: int) -> jobs.Job:
+    """Return a job on 8 GPUs of one node without a fault."""
     model, machine = models.find("llama2-7b", layers=3), hardware.find("h100-80")
     return jobs.Job(strategy, model, machine, 8, 2048, steps=_WARM_UP + _STEPS, seed=seed, ranks_written=2)
 
 
-def _with_growth(healthy: jobs.Job, fault: str, unit: str, largest: float, growth: float) -> jobs.Job | None:
+def with_growth(healthy: jobs.Job, fault: str, unit: str, largest: float, growth: float) -> jobs.Job | None:
     """Return the job with a fault of the size that makes it longer by this share; None where no size does."""
     step_ns = _steady_ns(healthy)
     target_ns = step_ns * (1 + growth)
@@ -169,7 +170,8 @@ def _steady_ns(job: jobs.Job) -> float:
     return (engine.total_ns(job) - engine.total_ns(replace(job, steps=_WARM_UP))) / _STEPS
 
 
-def _simulate(job: jobs.Job, scratch: Path) -> RunSamples:
+def simulate(job: jobs.Job, scratch: Path) -> RunSamples:
+    """Return the samples of a simulated job after its warm-up."""
     out = scratch / "simulated"
     run.simulate(job, (), out, arguments={}, force=True)
     side = _samples(out)
@@ -211,7 +213,8 @@ def _with_step_growth(
             operator = _slow_operator(job, strength, draw)
         else:
             operator, kind = "", _KINDS[fault]
-            if len(job.ranks) < kind.needs_ranks:
+            needs_others = step_parts.COMMUNICATION in _REPLAYED[fault]
+            if len(job.ranks) < kind.needs_ranks or (needs_others and not job.instances):
                 return None
             kind.apply(job, strength, draw)
         after = _written(job, scratch / "replay")

@@ -7,16 +7,18 @@ from tracekit.regression.samples import Values
 
 _MAX_TILT = 1e9
 _BISECTIONS = 200
+_FEW_STEPS = 5
 
 
 def middle_steps(times: Values) -> npt.NDArray[np.int64]:
-    """Return the indices of the middle half of steps by their times.
+    """Return the indices of the middle half of steps by their times; of fewer than five the one or two in the middle.
 
     >>> middle_steps(np.array([5.0, 1.0, 9.0, 4.0])).tolist()
     [3, 0]
     """
     order = np.argsort(times, kind="stable")
-    cut = len(times) // 4
+    # Of few steps the longest may be a warm-up, which is no part of the median step.
+    cut = len(times) // 4 if len(times) >= _FEW_STEPS else (len(times) - 1) // 2
     return order[cut : len(times) - cut]
 
 

@@ -17,7 +17,7 @@ EMPHASES = {
     Verdict.SAME: Emphasis.FAINT,
     Verdict.INCONCLUSIVE: Emphasis.DOUBTFUL,
 }
-_MAX_NAME, _MAX_OPERATOR = 60, 50
+_MAX_NAME, _MAX_OPERATOR, _MAX_CELL = 60, 50, 28
 _TIMES_FROM = 1.5
 """From this factor on, a run is "2.0 times slower"; below it "12% slower"."""
 _MAX_REASONS = 2
@@ -28,7 +28,7 @@ _MOST_RATIO = 0.6
 _MIN_SHOWN_RATIO = 0.001
 """Contributions of less of the step are summed up in one row."""
 _MIN_KNOWN_RATIO = 0.01
-_VAGUE_RATIO = 0.5
+_VAGUE_RATIO = _MOSTLY_RATIO = 0.5
 _LONGER_RATIO = 0.5
 """Exposed communication grew by itself where all communication grew by this share of it."""
 
@@ -45,6 +45,10 @@ def headline(compared: Comparison) -> str:
     if step.verdict is Verdict.INCONCLUSIVE:
         return f"It cannot be told whether {b} is slower or faster than {a} ({times}): {_known(compared, step)}"
     because = _because(compared, step)
+    if _is_mostly_explained(compared, step):
+        worse = "slower" if _is_slower(step) else "faster"
+        explained = f"{b} is {worse}, {_bounds(step)} ({times}, most of which other programs can explain)"
+        return f"{explained}: {because}" if because else explained
     # A doubt says it on a line of its own.
     certainty = "" if doubt(compared) or (because and not _is_vague(step)) else f", {_bounds(step)}"
     return f"{b} is {_factor(step)} ({times}{certainty}){f': {because}' if because else ''}"
@@ -98,7 +102,7 @@ def contribution_cells(compared: Comparison) -> Cells:
     emphases = [EMPHASES[part.verdict] for part in shown]
     emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[step.verdict]]
     header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it")
-    return Cells(header, tuple(rows), (1, 2), tuple(emphases), drop_order=(2,), cuts_first=False)
+    return Cells(header, tuple(rows), (1, 2), tuple(emphases), early_drop=(2, 4), cuts_first=False)
 
 
 def step_total(step: Change) -> int:
@@ -146,6 +150,9 @@ def reasons(compared: Comparison) -> list[Contribution]:
     sign = 1 if _is_slower(step) else -1
     towards = [p for p in compared.contributions if p.kind != contributions.REST and sign * p.change_ns > 0]
     towards.sort(key=lambda part: -sign * part.change_ns)
+    certain = [part for part in towards if part.has_certain_part]
+    if certain and compared.disturbance.is_disturbed:
+        return certain[:_MAX_REASONS]  # other programs can explain the others
     largest = [p for p in towards if sign * p.change_ns >= _MIN_SHARE_OF_FIRST * sign * towards[0].change_ns]
     ranked = sorted(largest, key=lambda part: (_is_consequence(part, compared), not part.has_certain_part))
     return ranked[:_MAX_REASONS]
@@ -201,9 +208,8 @@ def _known(compared: Comparison, step: Change) -> str:
 
 def _row(part: Contribution) -> tuple[str, ...]:
     interval = "—" if part.low_ns is None or part.high_ns is None else _interval(part.low_ns, part.high_ns)
-    # The number first: where there is little room, the name is cut.
-    operators = (p for p in part.parts if p.name and p.change_ns * part.change_ns > 0)
-    main = next((f"{signed_duration(p.change_ns)} {escaping.inert(p.name, _MAX_OPERATOR)}" for p in operators), "")
+    operator = next((piece for piece in part.parts if piece.name and piece.change_ns * part.change_ns > 0), None)
+    main = f"{escaping.inert(operator.name, _MAX_CELL)} {signed_duration(operator.change_ns)}" if operator else ""
     preposition = "for" if part.kind == step_parts.WAIT else "at"
     place = f"{preposition} {escaping.inert(part.place, _MAX_NAME)}" if part.place else ""
     return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], main or place
@@ -228,10 +234,17 @@ def _is_slower(step: Change) -> bool:
     return step.verdict is Verdict.WORSE if step.verdict in (Verdict.WORSE, Verdict.BETTER) else step.difference >= 0
 
 
+def _is_mostly_explained(compared: Comparison, step: Change) -> bool:
+    """Return whether other programs can explain most of the change, or that it is in the other direction."""
+    if not compared.disturbance.is_disturbed:
+        return False
+    is_slower = _is_slower(step)
+    explained_ns = compared.explained_ns[1 if is_slower else 0]
+    return is_slower is not (step.difference > 0) or explained_ns > _MOSTLY_RATIO * abs(step.difference)
+
+
 def _factor(step: Change) -> str:
     is_slower = _is_slower(step)
-    if is_slower is not (step.difference > 0):
-        return f"{'slower' if is_slower else 'faster'} than it seems, for other programs explain the rest"
     low, high = sorted((step.reference, step.candidate))
     comparative = "slower" if is_slower else "faster"
     if low > 0 and high / low >= _TIMES_FROM:
