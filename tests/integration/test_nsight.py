@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import tracekit
-from tests.support import nsight_export
+from tests.support import nsight_export, shared_findings
 from tests.support.cli_runner import ROOT
 from tests.support.cli_runner import tracekit as command
 from tests.support.nsight_export import HOST, Export
@@ -109,9 +109,8 @@ def test_two_files_give_the_straggler_that_the_kineto_traces_give(tmp_path):
         export = Export(tmp_path / f"rank{rank}.sqlite", "2023.4")
         nsight_export.of_kineto(export, kineto("slow-rank", rank), PID)
         export.close()
-    found, expected = (
-        {each.code: each for each in check(tracekit.load(run)).findings} for run in (tmp_path, SAMPLES / "slow-rank")
-    )
+    found = {each.code: each for each in check(tracekit.load(tmp_path)).findings}
+    expected = {each.code: each for each in shared_findings.findings(SAMPLES / "slow-rank")}
     for code in ("COMM001", "RANK001"):
         assert (found[code].ranks, found[code].cost_ns) == (expected[code].ranks, expected[code].cost_ns)
 

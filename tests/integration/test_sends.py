@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import tracekit
+from tests.integration.recorded import wait_until
 from tests.support import process_group
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
@@ -33,13 +34,16 @@ def pipeline(folder: Path) -> None:
     with profile(
         activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=write, record_shapes=True
     ) as recording:
-        for _ in range(STEPS + 1):
+        for step in range(STEPS + 1):
             for _ in range(20):
                 torch.mm(w, w)
+            arrived = folder / f"arrived-in-step-{step}"
             if rank == 0:
+                wait_until(arrived.exists)  # on busy cores the receiver may come late itself
                 time.sleep(LATE_NS / 1e9)
                 dist.send(x, 1)
             else:
+                arrived.touch()
                 dist.recv(x, 0)
             for _ in range(TIES):
                 dist.all_reduce(w.clone())  # aligns their clocks

@@ -153,6 +153,7 @@ def test_a_window_on_the_runs_clock_is_moved_to_that_of_the_trace():
     assert timeline.call_paths(run, moved, 0, (15, 30)).is_empty()
 
 
+@pytest.mark.accuracy
 @pytest.mark.skipif(not STACKS.exists(), reason="shared traces are not here")
 def test_python_frames_of_a_public_run_are_those_of_brute_force():
     run = tracekit.load(STACKS, cache=False)

@@ -43,7 +43,10 @@ def ops(*rows: tuple[str, int, int]) -> pl.DataFrame:
 MOVING = {(0, 0): Clock(0), (0, 1): Clock(-123_456)}
 
 
-@pytest.fixture(scope="module", params=["demo-fsdp2", "faults/churn", "faults/small-tensors"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("demo-fsdp2", marks=pytest.mark.accuracy), "faults/churn", "faults/small-tensors"],
+)
 def recorded(request: pytest.FixtureRequest) -> Run:
     return tracekit.load(SAMPLES / request.param)
 

@@ -62,7 +62,8 @@ def named_causes(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in NAMES and "-" in node.value:
             yield node.lineno, node.value
-        is_call = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PRICES
+        function = node.func if isinstance(node, ast.Call) else None
+        is_call = getattr(function, "attr", None) in PRICES or getattr(function, "id", None) in PRICES
         is_comparison = isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("cause.name")
         for part in ast.walk(node) if is_call or is_comparison else ():
             if isinstance(part, ast.Constant) and part.value in NAMES:
