@@ -105,8 +105,10 @@ accuracy: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.labelled_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/labelled_runs.md
 	@$(BIN)/python -m benchmarks.hybrid_runs --runs $(RUNS) --jobs $(JOBS) --out docs/lab/hybrid_runs.md
 	@$(BIN)/python -m benchmarks.critical_path --runs $(RUNS) --out docs/lab/critical_path_accuracy.md
+	@$(BIN)/python -m benchmarks.scaling --pairs $(RUNS) --out docs/lab/scaling_accuracy.md
 	@$(BIN)/python -m benchmarks.labelled_savings --runs $(RUNS) --out docs/lab/whatif_savings.md
 	@$(BIN)/python -m benchmarks.labelled_together --runs $(RUNS) --out docs/lab/whatif_together.md
+	@$(BIN)/python -m benchmarks.compare_verdicts --seeds 3 --out docs/lab/compare_verdicts.md
 	@$(BIN)/python -m benchmarks.published_table --out docs/lab/published_table.md
 	@$(BIN)/python -m tests.fuzz --seconds 600
 	@$(BIN)/python -m tests.fuzz.growth

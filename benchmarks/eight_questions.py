@@ -245,7 +245,7 @@ def _questions(runs: dict[str, Path]) -> dict[str, tuple[Answer, ...]]:
             _hta(lambda hta: hta.difference(healthy, commit)),
         ),
         "Which kernel is furthest from the roofline? (recorded on an H100)": (
-            _ours("ops", str(runs["kernels"]), "--by", "name,shapes"),
+            _ours("kernels", str(runs["kernels"]), "--of", "host", "--by", "name,shapes"),
         ),
         f"{TWENTY_RUNS} (sequences of {' and '.join(map(str, SEQUENCES))} tokens)": (
             _history(sorted(map(str, runs["twenty"].iterdir())), runs["twenty"].with_name("history.duckdb")),

@@ -62,7 +62,7 @@ def measure(folder: Path, seed: int, scratch: Path) -> Draw:
     draw = random.Random(f"{folder.name} {seed}")  # a draw to be repeated, no secret
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     operators = [kernels_by_operator(rank) for rank in job.ranks]
-    operator = draw.choice(_drawable(operators))
+    operator = draw.choice(drawable(operators))
     own_us = sum(kernel.end - kernel.start for kernels in operators for kernel in kernels.get(operator, ()))
     growth = draw.uniform(MIN_GROWTH_RATIO, MAX_GROWTH_RATIO)
     factor = 1 + growth * sum(_taken_us(rank) for rank in job.ranks) / own_us
@@ -104,7 +104,7 @@ def kernels_by_operator(rank: Rank) -> Mapping[str, list[Kernel]]:
     return by_operator
 
 
-def _drawable(operators: Sequence[Mapping[str, list[Kernel]]]) -> list[str]:
+def drawable(operators: Sequence[Mapping[str, list[Kernel]]]) -> list[str]:
     sums: dict[str, float] = defaultdict(float)
     for kernels in operators:
         for name, operator_kernels in kernels.items():

@@ -133,7 +133,7 @@ def report_picture(run: Path, folder: Path) -> bytes:
 
     file = folder / "report.html"
     command = [sys.executable, "-m", "tracekit", "check", str(run), "--fail-on", "never", "--format", "html"]
-    subprocess.run([*command, "--output", str(file)], check=True, env=_environment())
+    subprocess.run([*command, "--out", str(file)], check=True, env=_environment())
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), chromium_sandbox=False)
         page = browser.new_page(viewport=REPORT_SIZE)

@@ -40,7 +40,7 @@ def show(finding: Finding, run: OpenRun, *, key: str) -> None:
             return
         with st.expander(f"Evidence, {units.count(rows, 'row')}"):
             head, selection = finding.evidence.head(MAX_EVIDENCE_ROWS), None
-            if has_moment(finding):
+            if phrases.has_moment(finding):
                 selection = f"evidence-{run.entry.name}-{key}"
                 # Above the table, which appears a moment later and would move the button away from the pointer.
                 _show_in_timeline(finding, run, moments.selected_row(head, selection), key=key)
@@ -81,13 +81,7 @@ def show_families(run: OpenRun, *families: str) -> None:
 
 def label(finding: Finding) -> str:
     """Return a finding in one line, for a list to choose from."""
-    return escaping.inert(f"{finding.id}  {phrases.cost(finding)}  {finding.message}", 120)
-
-
-def has_moment(finding: Finding) -> bool:
-    """Return whether the evidence names ranks and times that the timeline can show."""
-    needed = ["rank", "start_ns", "dur_ns"]
-    return set(needed) <= set(finding.evidence.columns) and bool(finding.evidence.drop_nulls(needed).height)
+    return escaping.inert(f"{finding.id}  {finding.sentence}", 120)
 
 
 def by_key(findings: Sequence[Finding]) -> Findings:

@@ -53,7 +53,7 @@ def _analyze(runs: list[Path], report: Path) -> int:
     for what, words in (
         ("findings in both runs", check),
         (f"{STRATEGIES[1]} against {STRATEGIES[0]}", ["compare", *map(str, runs)]),
-        ("the findings as an HTML page", [*check, "--format", "html", "--output", str(report)]),
+        ("the findings as an HTML page", [*check, "--format", "html", "--out", str(report)]),
     ):
         _print(f"{what}\n$ tracekit {shlex.join(words)}")
         code = _call("tracekit", *words)

@@ -7,6 +7,7 @@ import torch
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.model_config import ModelConfig
 from instrumented_trainers.sizes import model_config
+from tracekit import conventions
 from tracekit.capture.metrics import Pending
 from tracekit.conventions import devices
 
@@ -52,10 +53,10 @@ class Throughput:
         return cls(config.tokens_per_step, flops, config.world_size, peak)
 
     def scalars(self, step_time_ns: float) -> dict[str, float]:
-        """Return tokens and model FLOP/s of all ranks, and MFU where the peak is known."""
-        tokens_per_s = self.tokens_per_step * 1e9 / step_time_ns
-        flops_per_s = tokens_per_s * self.flops_per_token
-        values = {"tokens_per_second": tokens_per_s, "model_flops_per_second": flops_per_s}
+        """Return tokens of all ranks and per GPU, model FLOP/s of all ranks, and MFU where the peak is known."""
+        values = conventions.throughput(self.tokens_per_step, step_time_ns, ranks=self.devices)
+        flops_per_s = values[conventions.TOKENS_METRIC] * self.flops_per_token
+        values["model_flops_per_second"] = flops_per_s
         if self.peak:
             values["mfu_ratio"] = flops_per_s / self.devices / self.peak
         return values
@@ -69,5 +70,5 @@ class Throughput:
         values = self.scalars(step_time_ns)
         flops_per_s = values["model_flops_per_second"]
         prefix, scale = next(((p, s) for p, s in _SCALES if flops_per_s >= s), ("", 1.0))
-        words = f"{values['tokens_per_second']:,.0f} tokens/s   {flops_per_s / scale:.1f} {prefix}FLOP/s"
+        words = f"{values[conventions.TOKENS_METRIC]:,.0f} tokens/s   {flops_per_s / scale:.1f} {prefix}FLOP/s"
         return f"{words}   MFU {values['mfu_ratio']:.1%}" if "mfu_ratio" in values else words

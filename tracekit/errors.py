@@ -45,5 +45,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("colectives", ["collectives", "ops"])
     ', did you mean collectives?'
     """
-    similar = difflib.get_close_matches(name.lower(), list(known), n=2)
-    return f", did you mean {' or '.join(similar)}?" if similar else ""
+    names = similar_names(name, known)
+    return f", did you mean {' or '.join(names)}?" if names else ""
+
+
+def similar_names(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]:
+    """Known names that were probably meant, whatever their case: the most similar ones, in the order of `known`.
+
+    >>> similar_names("COM001", ["COMM001", "COMP001", "HOST001"])
+    ['COMM001', 'COMP001']
+    """
+    ratios = {text: _similarity(name.casefold(), text.casefold()) for text in known}
+    least = max(_LEAST_SIMILARITY, max(ratios.values(), default=0.0) - _SIMILARITY_SPREAD)
+    names = [text for text, ratio in ratios.items() if ratio >= least]
+    return sorted(names, key=lambda text: -ratios[text])[:limit]
+
+
+def _similarity(name: str, text: str) -> float:
+    return difflib.SequenceMatcher(None, name, text).ratio()
+
+
+_LEAST_SIMILARITY = 0.6
+"""That of `difflib.get_close_matches`: below it, names have little more than single letters in common."""
+_SIMILARITY_SPREAD = 0.05
+"""Names this close to the most similar one are as probable: one typo in a code makes two codes equally similar."""

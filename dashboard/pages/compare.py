@@ -9,11 +9,11 @@ from dashboard import downloads, run_store, widgets
 from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_entry import RunEntry
 from dashboard.run_store import regression
-from dashboard.run_store.regression import Change, Comparison
+from dashboard.run_store.regression import Change, Comparison, ScalingComparison
 from dashboard.url_state import bind_flag
 from tracekit.errors import NotComparableError
 from tracekit.model import escaping
-from tracekit.report import charts, comparison, html_fragments, step_change
+from tracekit.report import charts, comparison, html_fragments, scaling, step_change, step_verdict
 from tracekit.report.headlines import Headline
 
 _BEFORE, STEP_TIME = "before", "step_time_ns"
@@ -34,8 +34,11 @@ def show(entries: Sequence[RunEntry]) -> None:
     steps = [(entry, widgets.try_reading(entry, run_store.breakdown_by_step)) for entry in entries]
     usable = [entry for entry, table in steps if table is not None]
     if len(usable) >= 2:
+        by_size = _by_size(usable)
         with headline:
-            widgets.headline(_headline(usable[0], usable[1:]))
+            widgets.headline(_scaling_headline(by_size) if by_size else _headline(usable[0], usable[1:]))
+        if by_size:
+            _scaling(by_size)
         _differences(usable[0], usable[1:])
         candidate = _choose_candidate(usable[1:])
         _step_change(usable[0], candidate)
@@ -56,14 +59,42 @@ def _headline(reference: RunEntry, candidates: Sequence[RunEntry]) -> Headline |
     for entry in candidates:
         with contextlib.suppress(NotComparableError):  # shown below
             compared = regression.compare(reference, entry)
-            changes += [(entry, change) for change in compared.changes if change.metric == STEP_TIME]
+            changes += [(compared, compared.step)] if compared.step is not None else []
     if not changes:
         return None
-    entry, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
-    status = html_fragments.change_status(change)
-    name, reference_name = (escaping.inert(run.name, MAX_NAME) for run in (entry, reference))
-    text = comparison.with_minus_signs(comparison.change_text(change))
-    return Headline(f"{name}: step time {text} against {reference_name}: {change.verdict.value}", status=status)
+    compared, change = max(changes, key=lambda pair: abs(pair[1].change or 0.0))
+    text = comparison.with_minus_signs(step_verdict.headline(compared))
+    return Headline(text[:1].upper() + text[1:], status=html_fragments.change_status(change))
+
+
+def _by_size(entries: Sequence[RunEntry]) -> ScalingComparison | None:
+    """Return the comparison of runs of different size; None where their sizes, or the work of a step, do not say so."""
+    with contextlib.suppress(NotComparableError):
+        return regression.sizes(*entries)
+    return None
+
+
+def _scaling_headline(compared: ScalingComparison) -> Headline:
+    """Sentence on the run with the most GPUs."""
+    largest = max(compared.steps, key=lambda step: (step.run.gpus, step.run.step_work))
+    return Headline(scaling.headline(largest, compared), scaling.losses(largest), status=scaling.status(largest))
+
+
+def _scaling(compared: ScalingComparison) -> None:
+    """Show throughput, efficiency and what each part of the step grew by."""
+    widgets.subheader("Scaling")
+    widgets.chart(charts.scaling(compared), key="scaling")
+    for cells in (scaling.run_cells(compared), scaling.contribution_cells(compared)):
+        header, rows = list(cells.header), [list(map(comparison.with_minus_signs, row)) for row in cells.rows]
+        right = [column in cells.numbers for column in range(len(header))]
+        widgets.html(escaping.html_table(header, rows, right=right))
+    downloads.table(scaling.as_table(compared), key="scaling")
+    widgets.caption(
+        "Efficiency is throughput per GPU over that of the first run. The ideal step has its GPU time per token; what "
+        "the parts take longer adds up to what the step does. Verdicts below compare steps of different work."
+    )
+    for note in compared.notes:
+        widgets.note(f"{note}.")
 
 
 def _differences(reference: RunEntry, candidates: Sequence[RunEntry]) -> None:
@@ -144,7 +175,7 @@ def _step_change(reference: RunEntry, candidate: RunEntry) -> None:
     verdicts = changed.rows["verdict"].head(len(rows)).to_list()
     classes = [[*("" for _ in header[1:]), verdict] for verdict in verdicts]
     right = [column in cells.numbers for column in range(len(header))]
-    text = comparison.with_minus_signs(step_change.headline(changed))
+    text = comparison.with_minus_signs(step_verdict.headline(changed.compared))
     st.markdown(widgets.plain(text[:1].upper() + text[1:]))
     widgets.html(escaping.html_table(header, rows, right=right, classes=classes))
     downloads.table(changed.rows, key="step_change")
@@ -183,7 +214,7 @@ def _cell(change: Change | None, reference: str) -> str:
     base = regression.metric_text(change.metric, change.reference)
     against = "" if base == reference else f" against {base}"
     value = f"{regression.metric_text(change.metric, change.candidate)}{against} · {comparison.change_text(change)}"
-    return comparison.with_minus_signs(f"{value}: {change.verdict.value}")
+    return comparison.with_minus_signs(f"{value}: {step_verdict.VERDICTS[change.verdict]}")
 
 
 PAGE = Page.described_by(__doc__, "compare", show, Needs.SEVERAL, TOOLS)

@@ -105,7 +105,7 @@ def _show_stacks(run: OpenRun, place: DeltaGenerator) -> None:
             if kind == kinds[-1]
             else "The outermost frames are kinds of threads. "
         )
-        + "Python frames need recorded stacks. `tracekit flamegraph` writes all of it for other viewers."
+        + "Python frames need recorded stacks. `tracekit kernels --by stack` writes all of it for other viewers."
     )
     widgets.chart(charts.icicle(tree, f"{kind} time of {run.entry.name}"), key="kernels-stacks")
 

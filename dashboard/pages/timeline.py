@@ -22,7 +22,7 @@ from dashboard.run_store import LoadedRun, OpenRun, critical_path, tables
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report import headlines, shared_view
+from tracekit.report import headlines, phrases, shared_view
 from tracekit.report import timeline as tiles
 from tracekit.report.timeline_view import message
 from tracekit.report.timeline_view.embedding import Embedded
@@ -246,7 +246,7 @@ def _wanted_ranks(entry: RunEntry, run: OpenRun, window: int) -> list[int]:
         return ranks
     st.session_state[seen] = name
     for key, finding in findings.by_key(run.report.findings).items():
-        if name in (key, finding.id) and findings.has_moment(finding):
+        if name in (key, finding.id) and phrases.has_moment(finding):
             longest = finding.evidence.drop_nulls("rank").sort("dur_ns", descending=True, nulls_last=True)
             ranks += [int(longest["rank"][0]), *moments.late_and_waiting(finding.evidence)]
     return ranks
@@ -269,7 +269,7 @@ def _findings(entry: RunEntry) -> Findings:
         widgets.caption(widgets.plain(f"The findings are not shown: {error}"))
         return {}
     all_findings = findings.by_key(report.findings)
-    return {key: finding for key, finding in all_findings.items() if findings.has_moment(finding)}
+    return {key: finding for key, finding in all_findings.items() if phrases.has_moment(finding)}
 
 
 def _choose_finding(by_key: Findings, key: str) -> str:

@@ -121,7 +121,7 @@ def _single_causes(run: OpenRun, answers: WhatIf) -> None:
         for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):
             widgets.caption(widgets.plain(f"Less certain: {', '.join(rows['cause'])}, because {caveat}."))
         with st.expander("Savings by rank"):
-            by_rank = what_if.savings_by_rank(run, [(name,) for name in table["cause"]])
+            by_rank = what_if.savings_by_rank(run, [(given.name,) for given in answers.answers if given.causes])
             if len(run.run.ranks) <= rank_selection.MAX_DRAWN:
                 by_rank = by_rank.with_columns(pl.format("rank {}_ns", "rank"))
                 by_rank = by_rank.pivot("rank", index="cause", values="saved_ns")

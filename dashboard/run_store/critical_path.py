@@ -1,4 +1,4 @@
-"""The critical path of an open run, as `tracekit critical-path` gives it. Each raises TracekitError."""
+"""The critical path of an open run, as `tracekit whatif --critical-path` gives it. Each raises TracekitError."""
 
 import polars as pl
 

@@ -14,16 +14,17 @@ from tracekit.analysis.host import call_trees
 from tracekit.errors import InputError, TracekitError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
-from tracekit.regression import comparison, gate, step_change
+from tracekit.regression import comparison, gate, scaling, step_change
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.trends import Group, Series
 from tracekit.regression.metrics import metric_of
+from tracekit.regression.scaling import RunSize, ScalingComparison, ScalingSide
 from tracekit.regression.step_change import RunSteps, StepChange
 from tracekit.regression.thresholds import Change
 
-__all__ = ["Change", "Comparison", "Group", "Series", "StepChange"]
+__all__ = ["Change", "Comparison", "Group", "ScalingComparison", "Series", "StepChange"]
 CALL_TREE_KINDS = call_trees.KINDS
 STEP_KEYS = ("operator", "kernel", "module")
 """What the change of a step is explained by."""
@@ -34,6 +35,19 @@ MAX_COMPARISONS = 64
 def compare(reference: RunEntry, candidate: RunEntry) -> Comparison:
     """Return the comparison; runs that differ in kind are compared too, with a note. Raises NotComparableError."""
     return comparison.compare(_samples(reference), _samples(candidate), allow_different=True)
+
+
+@cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)
+def sizes(*entries: RunEntry) -> ScalingComparison | None:
+    """Return the comparison of runs of different size with the first one; None where their sizes do not differ.
+
+    Raises NotComparableError.
+    """
+    first, *others = (run_store.open_run(entry).result_of(RunSize.of) for entry in entries)
+    if not any(size.differs(first) for size in others):
+        return None
+    sides = [replace(run_store.open_run(entry).result_of(ScalingSide.of), name=entry.name) for entry in entries]
+    return scaling.compare_sizes(sides, allow_different=True)
 
 
 @cached_per_run(max_entries=MAX_COMPARISONS, max_private=MAX_COMPARISONS)

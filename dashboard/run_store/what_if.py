@@ -13,6 +13,7 @@ from tracekit.replay.graph import causes, dependency_graph, representative_ranks
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.strategies import NodeSpec, Prediction
 from tracekit.replay.graph.what_if import MIN_SAVED_RATIO, Answer, WhatIf
+from tracekit.rules import stated_savings
 
 __all__ = ["MIN_SAVED_RATIO", "Answer", "NodeSpec", "Prediction", "WhatIf"]
 STRATEGIES, HSDP = strategies.NAMES, strategies.HSDP
@@ -55,7 +56,7 @@ def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
 
 def without(run: OpenRun, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:
     """Return the run without each cause named, or without each that would save anything."""
-    return run.compute(lambda run: what_if.answer(run, names, gpu_hour_price=gpu_hour_price))
+    return run.compute(lambda _: stated_savings.answer(run.report, names, gpu_hour_price=gpu_hour_price))
 
 
 def together(run: OpenRun, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:

@@ -3,7 +3,6 @@
 Streamlit runs this file for each answer (`dashboard.server.app`).
 """
 
-import difflib
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from dashboard.pages import DEFAULT, all_pages
 from dashboard.pages.page import ALL_RUNS, ONE_RUN, TOOLS, Needs, Page, Selection
 from dashboard.run_catalog import Catalog
 from dashboard.run_entry import RunEntry
-from tracekit.errors import TracekitError
+from tracekit.errors import TracekitError, similar_names
 from tracekit.model import escaping
 
 # A local file: Streamlit would fetch icons given by name from a network.
@@ -122,7 +121,7 @@ def _say_unknown(name: str, entries: Sequence[RunEntry]) -> None:
     widgets.problem(f"There is no run named {escaping.inert(name, MAX_NAME)} here; it may have been moved or renamed.")
     names = [entry.name for entry in entries]
     with st.container(horizontal=True):
-        for similar in difflib.get_close_matches(name, names, n=4, cutoff=0.5) or names[:1]:
+        for similar in similar_names(name, names, limit=4) or names[:1]:
             if st.button(f"Open {widgets.plain(similar)}", key=f"open-{similar}"):
                 widgets.go_to(DEFAULT.address, run=similar)
         if st.button("List all runs"):

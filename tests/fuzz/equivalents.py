@@ -14,8 +14,9 @@ from tests.support import cli_runner
 Trace = dict[str, Any]
 COMMANDS = (
     ("check", "--fail-on", "never"), ("summary", "--by", "step"), ("summary", "--by", "collective"),
-    ("summary", "--by", "stream"), ("kernels",), ("ops", "--kind", "cpu_op,annotation,runtime,python"), ("memory",),
-    ("whatif",), ("critical-path",),
+    ("summary", "--by", "stream"), ("kernels",),
+    ("kernels", "--of", "host", "--kind", "cpu_op,annotation,runtime,python"), ("memory",), ("whatif",),
+    ("whatif", "--critical-path"),
 )  # fmt: skip
 _OF_THE_FILE = ("sha256", "size_bytes", "path", "lane")
 

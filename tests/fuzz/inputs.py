@@ -522,11 +522,11 @@ CHECK = ("check", FOLDER, "--format", "json", "--no-cache")
 _JSON = ("--format", "json", "--no-cache")
 _OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
     "what if": ("whatif", FOLDER, *_JSON),
-    "critical path": ("critical-path", FOLDER, *_JSON),
+    "critical path": ("whatif", "--critical-path", FOLDER, *_JSON),
     "kernels": ("kernels", FOLDER, "--by", "name,op,shapes,module,unit,phase", *_JSON),
-    "operators": ("ops", FOLDER, "--by", "name,shapes,module,unit,phase,span", *_JSON),
+    "operators": ("kernels", FOLDER, "--of", "host", "--by", "name,shapes,module,unit,phase,span", *_JSON),
     "steps": ("summary", FOLDER, "--by", "step", *_JSON),
-    "flame graph": ("flamegraph", FOLDER, "-o", f"{FOLDER}/out.speedscope.json", "--no-cache"),
+    "flame graph": ("kernels", "--by", "stack", FOLDER, "-o", f"{FOLDER}/out.speedscope.json", "--no-cache"),
     "Perfetto export": ("export", FOLDER, "-o", f"{FOLDER}/out.pftrace", "--no-cache"),
     "page": ("export", FOLDER, "--format", "html", "-o", f"{FOLDER}/out.html", "--no-cache"),
     "memory": ("memory", FOLDER, *_JSON),

@@ -141,6 +141,6 @@ def test_what_a_user_states_of_devices_replaces_the_table_in_every_command(tmp_p
 def shares(run, folder):
     """Return the MFU of the first step and the share of the roofline of an elementwise operator, from the commands."""
     step = json.loads(command("summary", run, "--by", "step", "--format", "json", cwd=folder).stdout)[0]
-    rows = json.loads(command("ops", run, "--format", "json", cwd=folder).stdout)
+    rows = json.loads(command("kernels", run, "--of", "host", "--format", "json", cwd=folder).stdout)
     (row,) = (each for each in rows if each["name"] == "aten::threshold_backward")
     return [step["mfu_ratio"], row["roofline_ratio"]]

@@ -1,4 +1,4 @@
-"""query, kernels, ops, summary and export as a shell and a terminal see them."""
+"""query, kernels, summary and export as a shell and a terminal see them."""
 
 import csv
 import io
@@ -55,7 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         ("kernels", "RUN"),
-        ("ops", "RUN", "--format", "csv"),
+        ("kernels", "RUN", "--of", "host", "--format", "csv"),
         ("query", "RUN", "SELECT name FROM ops"),
         ("query", "RUN", "SELECT name FROM ops", "--format", "csv"),
         ("query", "RUN", "SELECT name, [name] AS l, {'x': name} AS s FROM ops", "--format", "json"),
@@ -84,7 +84,7 @@ def test_machine_readable_output_has_names_unchanged(nasty, tmp_path):
     assert [row["name"] for row in json.loads(output.stdout)] == names
     as_csv = tracekit("query", nasty, sql, "--format", "csv").stdout
     assert [row["name"] for row in csv.DictReader(io.StringIO(as_csv))] == names
-    tracekit("query", nasty, sql, "--format", "parquet", "--output", tmp_path / "names.parquet")
+    tracekit("query", nasty, sql, "--format", "parquet", "--out", tmp_path / "names.parquet")
     assert pl.read_parquet(tmp_path / "names.parquet")["name"].to_list() == names
 
 
@@ -134,13 +134,13 @@ def test_clock_skew_is_reported_only_beyond_the_residual(pair, tmp_path):
     ("arguments", "expected"),
     [
         (["query", "RUN", "SELECT durr_ns FROM ops"], 'did you mean "dur_ns"'),
-        (["query", "RUN", "SELECT 1", "--format", "parquet"], "name a file with --output"),
+        (["query", "RUN", "SELECT 1", "--format", "parquet"], "name a file with --out"),
         (["query", "absent", "SELECT 1"], "absent: no such file or folder"),
         (["query", "RUN", "PIVOT ops ON kind USING count(*)"], "list the values of a PIVOT"),
         (["query", "RUN", "SELECT levenshtein(repeat('a', 200000), repeat('b', 200000))", "--timeout", "0.3"], "0.3 s"),
         (["query", "RUN", "SELECT length(repeat('x', 4000000000))", "--memory", "0.05"], "0.05 GiB"),
         (["kernels", "RUN", "--by", "nmae"], "--by nmae: expected some of name, op"),
-        (["ops", "RUN", "--kind", ""], "--kind: expected some of cpu_op"),
+        (["kernels", "RUN", "--of", "host", "--kind", ""], "--kind: expected some of cpu_op"),
         (["export", "RUN", "--out", "OUT", "--ranks", ""], "--ranks: expected ranks"),
         (["export", "RUN", "--out", "OUT", "--ranks", "7"], "--ranks 7: no trace of that rank"),
         (["export", "RUN", "--out", "OUT", "--step", "99"], "--step 99: no such step; the traces have 0, 1, 2, 3"),
@@ -163,7 +163,7 @@ def test_exporting_ranks_without_a_common_clock_prints_a_warning(tmp_path):
     assert "ranks 0–1 share too few collectives" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["query", "kernels", "ops", "export"])
+@pytest.mark.parametrize("command", ["query", "kernels", "export"])
 def test_without_cache_no_file_is_written(pair, tmp_path, command):
     more = {"query": ["SELECT 1 FROM ops"], "export": ["--out", str(tmp_path / "out")]}.get(command, [])
     done = tracekit(command, pair, *more, "--no-cache", TRACEKIT_CACHE_DIR=str(tmp_path / "cache"))

@@ -66,7 +66,7 @@ def check(run: Path, plugin: Path, *words: str, **variables: str) -> "tuple[int,
 
 
 def test_a_crash_leaves_a_small_scrubbed_run_on_which_the_command_crashes(run: Path, plugin: Path, tmp_path: Path):
-    words = ("--set", "COMM001.max_exposed_ratio=0.4", "--output", str(tmp_path / "report"))
+    words = ("--set", "COMM001.max_exposed_ratio=0.4", "--out", str(tmp_path / "report"))
     code, line = check(run, plugin, *words, **LIMIT)
     assert code == 3
     assert "please report it with the file" in line
@@ -136,7 +136,7 @@ def test_without_a_file_the_message_names_the_variable(run: Path, plugin: Path):
 def test_a_command_is_repeated_without_the_files_that_it_writes(run: Path):
     words = ["--debug", "check", "--history", "h.duckdb", str(run), "-o", "x", "--also", "json=y", "--format", "json"]
     assert reproduction.repeated_command(words) == reproduction.RepeatedCommand(("check", "--format", "json"), run, ())
-    sql = ["query", str(run), "SELECT 1", "--output", "x"]
+    sql = ["query", str(run), "SELECT 1", "--out", "x"]
     assert reproduction.repeated_command(sql) == reproduction.RepeatedCommand(("query",), run, ("SELECT 1",))
 
 

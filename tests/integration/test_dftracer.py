@@ -152,8 +152,7 @@ def test_a_data_stall_names_the_reads_of_a_worker(tmp_path):
     assert "File system" not in before.message
     log_of_worker(folder, 5, process, calls)
     (finding,) = engine.check(load(folder), rules=[DataStall()]).findings
-    message, _, after = finding.message.partition(" File system")
-    assert message + after[after.index(" Potential saving") :] == before.message
+    assert before.message.startswith(finding.message.partition(" File system")[0])
     assert "File system calls take " in finding.message
     assert "pread64 call" in finding.message
     assert "of /data/shard-3 (" in finding.message

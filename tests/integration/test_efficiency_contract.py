@@ -28,7 +28,7 @@ def test_steps_have_operations_their_coverage_and_utilization() -> None:
 
 
 def test_operators_have_work_rates_and_their_share_of_the_roofline() -> None:
-    rows = read("ops", RUN)
+    rows = read("kernels", RUN, "--of", "host")
     assert all(
         row.keys() >= {"name", "count", "flops", "bytes", "tflops_per_s", "tbytes_per_s", "roofline_ratio"}
         for row in rows
@@ -36,7 +36,7 @@ def test_operators_have_work_rates_and_their_share_of_the_roofline() -> None:
 
 
 def test_parts_of_the_critical_path_tile_the_step() -> None:
-    found = read("critical-path", RUN)
+    found = read("whatif", RUN, "--critical-path")
     assert found.keys() >= {"run", "step", "rank", "start_ns", "step_ns", "parts"}
     reached_ns = found["start_ns"]
     for part in found["parts"]:

@@ -28,7 +28,7 @@ def test_what_is_quoted_is_what_is_printed(
 ) -> None:
     arguments, _, line_count = command_line.partition(" | head -")
     done = tracekit(*arguments.split(), cwd=ROOT, TRACEKIT_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 1), done.stderr  # 1: it found an error
     printed_lines = done.stdout.splitlines(keepends=True)
     printed = "".join(printed_lines[: int(line_count)] if line_count else printed_lines)
     quoted = quotations(page)[command_line]
@@ -40,7 +40,7 @@ def test_what_is_quoted_is_what_is_printed(
 
 def test_the_readme_quotes_a_finding_and_the_examples_a_check_and_a_comparison() -> None:
     (readme_quotation,) = quotations(README).values()
-    assert "WARNING" in readme_quotation
+    assert ": saves " in readme_quotation
     assert [line.split()[0] for line in quotations(EXAMPLES)] == ["check", "compare"]
 
 

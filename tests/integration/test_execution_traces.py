@@ -215,7 +215,7 @@ def test_an_execution_trace_of_a_trace_without_record_ids_is_reported(copied, tm
     run = load(copied)
     exported = tmp_path / "exported" / "run.pftrace"
     exported.parent.mkdir()
-    cli_runner.tracekit("export", copied, "--output", exported)
+    cli_runner.tracekit("export", copied, "--out", exported)
     shutil.copy(copied / "rank0.et.json.gz", exported.parent)
     issues = load(exported.parent).data_quality.filter(kind="unmatched_companion")
     assert issues["message"].str.contains("no ids of record functions").to_list() == [True]

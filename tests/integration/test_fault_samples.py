@@ -155,7 +155,8 @@ def test_a_save_s_stall_is_named_by_its_class_and_a_healthy_save_has_none(name: 
     rules = [rule() for rule in RULES if rule.code.startswith("CKPT")]
     loud = {finding.code for finding in check(run, rules).findings if finding.severity >= Severity.WARNING}
     assert loud - {BlockingCheckpoint.code} == ({code} if code else set())
-    assert (BlockingCheckpoint.code in loud) == (code not in ("CKPT009", None))
+    # A save that blocks for 126 ms after six steps of 17 ms costs, too, whatever its stages: its interval is short.
+    assert (BlockingCheckpoint.code in loud) == (code != "CKPT009" and name != "healthy-background-save")
 
 
 def test_without_prefetch_no_gather_is_hidden() -> None:

@@ -35,7 +35,7 @@ def test_two_processes_share_a_history_and_a_cache() -> None:
 
 COMMANDS = {
     "scrub": ("scrub", "run", "out"),
-    "query": ("query", "run", "SELECT * FROM ops", "--format", "parquet", "--output", "out"),
+    "query": ("query", "run", "SELECT * FROM ops", "--format", "parquet", "--out", "out"),
     "simulate": ("simulate", "--gpus", "2", "--layers", "1", "--steps", "2", "--model", "125m", "--out", "sim"),
 }
 
@@ -122,10 +122,10 @@ def _small_files() -> Iterator[None]:
 
 
 OUTPUTS = {
-    "check": ("check", "run", "--format", "json", "--fail-on", "never", "--output"),
-    "query": ("query", "run", "SELECT * FROM ops", "--format", "csv", "--output"),
-    "parquet": ("query", "run", "SELECT * FROM ops", "--format", "parquet", "--output"),
-    "export": ("export", "run", "--no-findings", "--output"),
+    "check": ("check", "run", "--format", "json", "--fail-on", "never", "--out"),
+    "query": ("query", "run", "SELECT * FROM ops", "--format", "csv", "--out"),
+    "parquet": ("query", "run", "SELECT * FROM ops", "--format", "parquet", "--out"),
+    "export": ("export", "run", "--no-findings", "--out"),
     "baseline": ("baseline", "save", "run", "--out"),
 }
 

@@ -49,7 +49,7 @@ def test_four_ranks_of_eight_get_the_bandwidth_of_three_links(traces):
 @pytest.mark.parametrize("times", [1, 10])
 def test_all_reduces_at_a_tenth_of_the_rate_are_implausible(traces, times):
     run = drawn_traces.run(*(slowed(trace, times) for trace in traces))
-    (found,) = check(run, [ExposedCommunication(info_exposed_ratio=0.0)]).findings
+    (found,) = check(run, [ExposedCommunication(max_exposed_ratio=0.0)]).findings
     assert ("inside a node, where a device's links carry 192 GB/s to the other 3 ranks." in found.message) == (
         times > 1
     )

@@ -26,7 +26,7 @@ from tracekit.report import json as report_json
 from tracekit.report import what_if as what_if_text
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
-from tracekit.rules import engine
+from tracekit.rules import engine, stated_savings
 from tracekit.rules.report_entry import MAX_COSTLIEST, summarize
 from tracekit.rules.rule import Severity, is_data_quality
 
@@ -45,7 +45,6 @@ EVERYDAY = {
     "gpu/slow-rank",
 }
 SELECTED = others_in_accuracy(RUNS, EVERYDAY)
-_REPLAYED = re.compile(r"Potential saving by replay: (\S+ \S+) (?:per step|in the window)")
 _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(the rank's median by this measure\)")
 
 
@@ -66,7 +65,7 @@ def document(name):
 def replayed(name):
     """The answers of what-if; None of a run that cannot be replayed."""
     try:
-        return what_if.answer(open_run(name).run)
+        return stated_savings.answer(open_run(name).report)
     except TracekitError:
         return None
 
@@ -74,7 +73,7 @@ def replayed(name):
 def printed(name):
     """What check prints."""
     opened = open_run(name)
-    return text.render(opened.report, opened.run, width=160)
+    return text.render(opened.report, opened.run, width=160, is_detailed=True)
 
 
 def compared(name):
@@ -123,9 +122,11 @@ def test_mean_step_of_what_if_is_that_of_the_slowest_rank(name):
     assert "step time" not in said
     saved = json.loads(render_json.render(told))
     assert saved["step_ns"] == answers.step_ns
+    replayed_causes = {answer.name for answer in answers.answers if answer.finding is None}
     for line in saved["without"]:
         assert line["without_ns"] == answers.step_ns - line["saved_ns"]
-        assert line["saved_ratio"] == pytest.approx(line["saved_ns"] / answers.step_ns)
+        if line["cause"] in replayed_causes:  # what rules measure is a share of the step that they quote
+            assert line["saved_ratio"] == pytest.approx(line["saved_ns"] / answers.step_ns, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -196,21 +197,52 @@ def test_metrics_of_the_breakdown_are_those_of_its_slowest_ranks(name):
 
 
 @pytest.mark.parametrize("name", SELECTED)
-def test_findings_cost_the_same_in_text_json_html_and_dashboard(name):
-    opened = open_run(name)
-    said, bars = printed(name), html_fragments.potential_savings(opened.report.findings, opened.step_time_ns)
+def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
+    opened, answers = open_run(name), replayed(name)
+    text_in_detail = " ".join(printed(name).split())
+    bars = html_fragments.potential_savings(opened.report.findings, opened.step_time_ns)
     costly = sorted((found for found in opened.report.findings if found.cost_ns), key=lambda found: -found.cost_ns)
     for found in opened.report.findings:
         (saved,) = (each for each in document(name)["findings"] if each["id"] == found.id)
         assert (saved["cost_ns"], saved["impact"], saved["message"]) == (found.cost_ns, found.impact, found.message)
-        cost = phrases.cost(found)
-        assert cost in said
-        assert cost in html_fragments.finding(found)
+        assert saved["sentence"] == found.sentence
+        if found.impact and found.cost_ns:
+            number = f"{units.duration(found.cost_ns)}"
+            assert number in found.sentence
+            assert f"({units.share(found.impact)}" in found.sentence
+            assert (": saves " in found.sentence) == found.is_priced
+        assert f"{found.sentence}." in text_in_detail
+        assert escaping.escape(found.sentence, 500) in html_fragments.finding(found)
         if found in costly[: html_fragments.MAX_SAVINGS]:
             assert f"{units.duration(found.cost_ns)}" in bars
-        replay = _REPLAYED.search(found.message)
-        if replay:
-            assert replay[1] == units.duration(found.cost_ns)
+        if found.is_priced and found.measured_ns and answers is not None:
+            differs = abs(found.cost_ns - found.measured_ns) > 0.1 * found.measured_ns
+            assert differs == ("Removing it saves" in found.message)
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_what_if_lists_the_causes_of_findings_first_with_their_numbers(name):
+    answers = replayed(name)
+    if answers is None:
+        pytest.skip("no step can be replayed")
+    opened = open_run(name)
+    costly = [
+        found
+        for found in opened.report.findings
+        if found.cost_ns and found.impact and not found.is_upper_bound and not is_data_quality(found.code)
+    ]
+    stated = [answer for answer in answers.answers if answer.finding is not None]
+    assert list(answers.answers[: len(stated)]) == stated
+    assert {answer.code for answer in stated} >= {found.code for found in costly if not found.is_priced}
+    for answer in stated:
+        alike = [
+            found
+            for found in costly
+            if found.code == answer.code and (not answer.causes or found.what_if.cause is answer.causes[0])
+        ]
+        assert answer.saved_ns in (sum(found.cost_ns for found in alike), *(found.cost_ns for found in alike))
+    shown = dashboard_what_if.without(opened).answers
+    assert [(a.name, a.saved_ns) for a in shown] == [(a.name, a.saved_ns) for a in answers.answers]
 
 
 @pytest.mark.parametrize("name", SELECTED)
@@ -222,14 +254,12 @@ def test_the_costliest_finding_is_the_same_everywhere_and_no_upper_bound(name):
     listed = summarize(opened.report)
     assert listed.impact == (most.impact if most else 0.0)
     if most is None:
-        assert "costliest:" not in printed(name)
         return
-    first_sentence = most.message.partition(". ")[0]
-    assert f"costliest: {phrases.rule_name(most.code)}, {units.share(most.impact)} of " in printed(name)
-    assert listed.costliest == escaping.inert(f"{most.code}: {most.message}", MAX_COSTLIEST)
-    assert phrases.headline(judged) == most.message
+    assert most.sentence in " ".join(printed(name).split())
+    assert listed.costliest == escaping.inert(f"{most.code}: {most.sentence}", MAX_COSTLIEST)
+    assert phrases.headline(judged) == most.sentence
     if phrases.cannot_judge(opened.report) is None:
-        assert headlines.verdict(opened.report, opened.run).text == first_sentence
+        assert headlines.verdict(opened.report, opened.run).text == most.sentence
 
 
 def test_an_upper_bound_is_shown_as_one():
@@ -237,7 +267,7 @@ def test_an_upper_bound_is_shown_as_one():
     (bound,) = (found for found in opened.report.findings if found.is_upper_bound)
     largest = max(found.impact for found in opened.report.findings)
     assert (bound.code, bound.impact) == ("STREAM002", largest), "the sample has a bound above all measured costs"
-    assert f"up to {units.share(bound.impact)} of step time" in printed("gpu/slow-rank")
+    assert f"costs up to {units.duration(bound.cost_ns)} a step ({units.share(bound.impact)})" in bound.sentence
     bars = html_fragments.potential_savings(opened.report.findings, None)
     assert bars.index("exposed-communication") < bars.index("straggler") < bars.index("serialized-streams")
     assert f"<b>up to {units.duration(bound.cost_ns)}</b>" in bars
@@ -263,7 +293,8 @@ def test_findings_quote_the_duration_of_their_step(name):
 @pytest.mark.parametrize("name", SELECTED)
 def test_a_cause_costs_in_check_what_the_what_if_saves(name):
     # All samples were recorded on CPUs; runs on GPUs are simulated below.
-    assert_same_costs(open_run(name).report, replayed(name))
+    opened = open_run(name)
+    assert_same_costs(opened.report, what_if.answer(opened.run) if replayed(name) else None)
 
 
 def test_a_cause_costs_the_same_in_check_and_what_if_on_gpus(tmp_path):
@@ -277,20 +308,13 @@ def test_a_cause_costs_the_same_in_check_and_what_if_on_gpus(tmp_path):
 def assert_same_costs(report, replay):
     if replay and not replay.is_reproduced:
         # what-if says so, and calls its answers hints: no finding quotes them.
-        assert not any(found.is_priced or _REPLAYED.search(found.message) for found in report.findings)
+        assert not any(found.is_priced for found in report.findings)
         return
     answers = {each.name: each for each in (replay.answers if replay else ())}
     unavailable = {each.name for each in (replay.unavailable if replay else ())}
     for found in report.findings:
-        # A price "after" other causes is that of what remains without them.
-        is_priced = found.what_if and found.severity > Severity.INFO and "by replay after" not in found.message
+        # A price after other causes is that of what remains without them.
+        is_priced = found.what_if and found.severity > Severity.INFO and len(found.removals) < 2
         if is_priced and not found.what_if.is_partial and found.what_if.cause.name not in unavailable:
             assert found.is_priced, f"{found.code} has another price than in what-if"
             assert found.cost_ns == pytest.approx(answers[found.what_if.cause.name].saved_ns, rel=0.01)
-
-
-def test_saves_that_cost_less_over_all_steps_than_in_the_window_are_stated():
-    (answer,) = (each for each in replayed("demo-fsdp2").answers if each.name == "checkpoint")
-    (found,) = (each for each in open_run("demo-fsdp2").report.findings if each.code == "CKPT001")
-    assert found.cost_ns < answer.saved_ns
-    assert answer.caveat == "the run saves every 24 steps, and a window has 7; CKPT001 has the cost over all steps"

@@ -99,7 +99,8 @@ def test_a_first_step_that_is_cut_does_not_hide_the_whole_ones(tmp_path):
     begun = cut(content | {"traceEvents": unmarked}, first + 0.3 * (first_end - first), float("inf"))
     found = judged(begun, tmp_path / "cut")
     assert "Step 0 began before the recording" in found["cut_step"].message
-    assert (found["HOST001"].severity, found["HOST001"].steps) == (Severity.WARNING, (0, 1, 2))
+    assert found["HOST001"].severity > Severity.INFO
+    assert found["HOST001"].steps == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,11 @@ def test_all_tables_of_runs_of_others_come_back(tmp_path, name):
 def test_commands_print_of_an_export_what_they_print_of_the_run(tmp_path):
     run, copy = SAMPLES / "faults" / "healthy-fsdp2", tmp_path / "run.pftrace.gz"
     assert cli_runner.tracekit("export", run, "--out", copy).returncode == 0
-    for command in (("check", "--format", "json"), ("summary", "--format", "json"), ("ops", "--format", "json")):
+    for command in (
+        ("check", "--format", "json"),
+        ("summary", "--format", "json"),
+        ("kernels", "--of", "host", "--format", "json"),
+    ):
         printed = [cli_runner.tracekit(command[0], path, *command[1:]) for path in (run, copy)]
         assert printed[0].returncode == printed[1].returncode
         there, back = (_without_paths(json.loads(each.stdout)) for each in printed)

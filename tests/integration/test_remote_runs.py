@@ -205,7 +205,7 @@ def test_a_memory_snapshot_is_read_from_a_url_and_from_a_remote_run(s3: Server, 
 
 def test_a_baseline_and_a_report_may_be_behind_a_url(s3: Server, near: str, tmp_path: Path) -> None:
     saved = tmp_path / "report.json"
-    assert tracekit("check", SAMPLE, "--format", "json", "--output", saved, "--fail-on", "never").returncode == 0
+    assert tracekit("check", SAMPLE, "--format", "json", "--out", saved, "--fail-on", "never").returncode == 0
     assert tracekit("baseline", "save", SAMPLE, "--out", tmp_path / "baseline.json").returncode == 0
     for name in ("report.json", "baseline.json"):
         object_stores.client().put_object(Bucket=BUCKET, Key=name, Body=(tmp_path / name).read_bytes())

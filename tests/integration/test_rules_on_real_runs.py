@@ -143,7 +143,7 @@ def test_exposed_communication_of_gpus_is_that_of_the_kernels_but_for_waiting():
 @pytest.mark.accuracy
 def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
     """Eight ranks of one step; by the raw files 78% of rank 4's step is all-reduce, the fastest rank's part is 8%."""
-    (found,) = judge(others("megatron_tp8_a100_8ranks"), ExposedCommunication(info_exposed_ratio=0.05)).values()
+    (found,) = judge(others("megatron_tp8_a100_8ranks"), ExposedCommunication(max_exposed_ratio=0.05)).values()
     trace = raw_of(others("megatron_tp8_a100_8ranks"), 4)
     exposed, _, duration = raw.exposed_on_device(trace, quoted(found)[0])
     assert exposed / duration > 0.75

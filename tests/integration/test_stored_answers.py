@@ -193,8 +193,8 @@ def test_a_change_of_another_file_that_is_read_gives_a_fresh_answer(kind, run, l
         other.with_suffix(".toml").write_text('fail_on = "never"\n')
         option, changed = ["--config", other.with_suffix(".toml")], other.with_suffix(".toml")
     elif kind == "baseline":
-        cli_runner.tracekit("check", run, "--format", "json", "--output", other)
-        cli_runner.tracekit("baseline", "save", run, "--output", other)
+        cli_runner.tracekit("check", run, "--format", "json", "--out", other)
+        cli_runner.tracekit("baseline", "save", run, "--out", other)
         option, changed = ["--baseline", other], other
     else:
         recorded.write_run(other, kernel="gemm")
@@ -255,14 +255,14 @@ def test_a_rule_of_a_plugin_is_an_input(run, tmp_path):
     source.write_text(RULE.replace("MESSAGE", "first"))
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{plugin}"}
     time.sleep(2.1)
-    assert "first" not in in_a_process("check", run, **path).stdout
+    assert "first" not in in_a_process("check", run, "-v", **path).stdout
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-a-plugin\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[tracekit.rules]\nof-a-plugin = of_a_plugin:OfAPlugin\n")
     time.sleep(2.1)
-    assert "first" in in_a_process("check", run, **path).stdout
+    assert "first" in in_a_process("check", run, "-v", **path).stdout
     assert len(entries(tmp_path)) == 2
     source.write_text(RULE.replace("MESSAGE", "other"))
-    assert "other" in in_a_process("check", run, **path).stdout
+    assert "other" in in_a_process("check", run, "-v", **path).stdout
 
 
 def test_a_run_that_changes_while_it_is_read_is_not_stored(run, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_files_that_changed_a_moment_ago_are_not_trusted(change, run, tmp_path, 
 
 @pytest.mark.parametrize(
     "options",
-    [["--no-cache"], ["--output", "out"], ["--also", "json=out"], ["--history", "h.db"], ["--executor", "dask"]],
+    [["--no-cache"], ["--out", "out"], ["--also", "json=out"], ["--history", "h.db"], ["--executor", "dask"]],
     ids=lambda options: options[0],
 )
 def test_no_answer_is_stored_of_a_command_that_does_more_than_print(options, run, tmp_path, monkeypatch):

@@ -65,8 +65,8 @@ def test_commands_serve_the_tables_of_a_plugin(plugin):
 
     rows = json.loads(command("query", str(SAMPLE), "SELECT count(*) AS n FROM acme_steps", "--format", "json"))
     assert rows == [{"n": tracekit.load(SAMPLE).table("steps").height}]
-    assert "Training step." in command("schema", "acme_steps")
-    assert "acme_ranks" in command("schema")
+    assert "Training step." in command("explain", "acme_steps")
+    assert "acme_ranks" in command("explain", "--kind", "table")
 
 
 def test_what_is_no_published_fact_and_a_name_twice_are_refused(tmp_path, monkeypatch):

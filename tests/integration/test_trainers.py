@@ -113,6 +113,15 @@ def test_the_checkpoint_log_agrees_with_the_trace_and_the_folder(fsdp2: tuple[Pa
     assert shared_ns >= min(end_ns - start_ns, total["dur_ns"]) - 20e6
 
 
+def test_tokens_per_second_are_those_of_all_ranks_over_the_ranks_time(fsdp2: tuple[Path, str, str]) -> None:
+    run, _, _ = fsdp2
+    for rank in range(2):
+        for row in lines(run, rank, conventions.METRICS_SUFFIX):
+            per_second = 2 * 2 * 64 * 1e9 / row["step_time_ns"]  # ranks, sequences, tokens
+            assert row["tokens_per_second"] == pytest.approx(per_second)
+            assert row["tokens_per_second_per_gpu"] == pytest.approx(per_second / 2)
+
+
 def test_the_loss_falls_on_real_text(fsdp2: tuple[Path, str, str]) -> None:
     by_step = [sum(both) / 2 for both in zip(*losses(fsdp2[0]), strict=True)]
     assert len(by_step) == 12

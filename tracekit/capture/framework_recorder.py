@@ -100,7 +100,7 @@ class FrameworkRecorder:
                 time.process_time_ns() - self._step_start_cpu_ns - self._evaluation_cpu_ns
             )
             if tokens is not None:
-                row[conventions.TOKENS_METRIC] = tokens * 1e9 / own_ns
+                row |= conventions.throughput(tokens, own_ns, ranks=self._recorder.world_size)
         self._recorder.step(row, tokens=tokens, last=last)
         self._evaluation_ns = self._evaluation_cpu_ns = 0
         self._step_start_ns = self._phase_start_ns = time.perf_counter_ns()

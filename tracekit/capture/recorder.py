@@ -1,6 +1,7 @@
 """Recorder: a training loop's own profiler, metrics log and manifest, written as one run folder."""
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -19,7 +20,7 @@ from tracekit.capture.device_metrics import DeviceMetrics
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, Pending, StepTimer, allocator_counters
 from tracekit.capture.profiler_session import ProfilingOptions
-from tracekit.capture.rank_info import this_rank
+from tracekit.capture.rank_info import this_rank, this_world_size
 from tracekit.capture.uploader import RunUpload
 from tracekit.capture.window_profiler import WindowProfiler
 from tracekit.capture.window_schedule import Window, WindowRequests, WindowSchedule, parse_steps
@@ -133,6 +134,11 @@ class Recorder:
         self._ended: tuple[Pending | None, int] | None = None  # the step's time and CPU time, if evaluation followed
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return this_world_size() if self._world_size is None else self._world_size
+
+    @property
     def steps_done(self) -> int:
         """Optimizer steps done, those before this recording included."""
         return self._step
@@ -228,9 +234,10 @@ class Recorder:
     ) -> None:
         """End an optimizer step: log its metrics and move the profiler on.
 
-        `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
-        at the end of the next step, or of the recording, in that step's time: it may wait for the device. Writing a
-        trace counts in no step's time. No further step is marked in the trace after the `last` one.
+        `tokens`, those of all ranks in this step, become tokens_per_second (of all ranks) and
+        tokens_per_second_per_gpu. A metric may be a function: it is called at the end of the next step, or of the
+        recording, in that step's time: it may wait for the device. Writing a trace counts in no step's time. No
+        further step is marked in the trace after the `last` one.
 
         On a GPU the step's time is the device's, and a window begins once the device has done what is queued.
         """
@@ -268,7 +275,8 @@ class Recorder:
             row[conventions.STEP_TIME_METRIC] = took
             row[conventions.CPU_TIME_METRIC] = ended_cpu_ns - self._began_cpu_ns
             if tokens is not None:
-                row[conventions.TOKENS_METRIC] = took.map(lambda took_ns: tokens * 1e9 / took_ns)
+                for name in (conventions.TOKENS_METRIC, conventions.TOKENS_PER_GPU_METRIC):
+                    row[name] = took.map(functools.partial(_throughput, name, tokens, self.world_size))
         if self._data_wait_ns is not None:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
@@ -316,6 +324,10 @@ class Recorder:
                 self._metrics.leave_to_parent()
         self._metrics = self._device_metrics = self._upload = self._manifest = self._requests = None
         self._profiler.leave_to_parent()
+
+
+def _throughput(name: str, tokens: int, ranks: int, took_ns: float) -> float:
+    return conventions.throughput(tokens, took_ns, ranks=ranks)[name]
 
 
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:

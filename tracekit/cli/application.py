@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.question import Question, current_question
+from tracekit.cli.renamed_commands import RENAMED, current_words, renamed_command
 from tracekit.errors import TracekitError
 
 
@@ -55,20 +56,13 @@ COMMANDS = {
         LazyCommand("check", "Report why runs are slow; fail a build on it."),
         LazyCommand("summary", "Show where the time goes, by rank or by step."),
         LazyCommand("compare", "Compare two runs: better, worse, same or inconclusive."),
-        LazyCommand("kernels", "Sum kernels by name, op, shapes, unit, …"),
-        LazyCommand("ops", "Sum host ops by name, shapes, unit, …", module="kernels"),
+        LazyCommand("kernels", "Sum kernels or host ops by name, shapes, stack, …"),
         LazyCommand("memory", "Show who uses memory; replay the allocator."),
-        LazyCommand("whatif", "Predict the step time without one cause of lost time."),
-        LazyCommand("critical-path", "Show what one step waited for, over all ranks.", module="whatif"),
+        LazyCommand("whatif", "Predict the step time without a cause; show the critical path."),
         LazyCommand("export", "Write a run for Perfetto, browsers and monitoring."),
-        LazyCommand("flamegraph", "Write time by call stack for flame graph viewers.", module="export"),
         LazyCommand("query", "Query a run in SQL."),
-        LazyCommand("schema", "List the tables and columns for query.", module="query"),
-        LazyCommand("rules", "List the rules and their thresholds."),
-        LazyCommand("explain", "Explain one rule.", module="rules"),
+        LazyCommand("explain", "Explain a rule, a table, a cause, a metric or a term."),
         LazyCommand("dashboard", "Open runs in the browser."),
-        LazyCommand("cache", "Show or clear the cache of parsed traces."),
-        LazyCommand("simulate", "Write traces of a simulated training with known faults."),
         LazyCommand("hang", "Show which rank a hung job waits for, and why."),
         LazyCommand("watch", "Show a running training and its outlier steps."),
         LazyCommand("scrub", "Copy a run without host names, users, paths and secrets."),
@@ -76,6 +70,8 @@ COMMANDS = {
         LazyCommand("plan", "Estimate checkpoints, memory and pipelines."),
         LazyCommand("checkpoint", "Verify checkpoints on disk."),
         LazyCommand("history", "Store results of checks; show trends and changes."),
+        LazyCommand("cache", "Show or clear the cache of parsed traces."),
+        LazyCommand("simulate", "Write traces of a simulated training with known faults."),
     )
 }
 
@@ -88,10 +84,10 @@ class LazyCommands(Mapping[str, Any]):
         module = importlib.import_module(f"tracekit.cli.commands.{command.module or function_name}")
         defined = getattr(module, function_name)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        settings = dict(command.context_settings or {"token_normalize_func": _option_name})
         if isinstance(defined, typer.Typer):
-            app.add_typer(defined, name=name)
+            app.add_typer(defined, name=name, context_settings=settings)
         else:
-            settings = None if command.context_settings is None else dict(command.context_settings)
             app.command(name, context_settings=settings)(defined)
         return typer.main.get_group(app).commands[name]
 
@@ -120,6 +116,11 @@ class LazyGroup(TyperGroup):
             formatter.write_dl([(command.name, command.short_help) for command in COMMANDS.values()])
 
 
+def _option_name(name: str) -> str:
+    """Name of an option in the help: --output is another spelling of --out in every command."""
+    return "out" if name == "output" else name
+
+
 app = typer.Typer(
     cls=LazyGroup,
     help="Find out why a distributed PyTorch training is slow, what it costs and what to change.",
@@ -142,7 +143,7 @@ def run(question: Question | None = None) -> None:
             output.repeat(answer)
             sys.exit(answer.exit_code)
         with current_question(question or Question()):
-            app(prog_name="tracekit")
+            app(_command_line(), prog_name="tracekit")
     except TracekitError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -156,11 +157,20 @@ def run(question: Question | None = None) -> None:
         _exit(f"internal error of tracekit: {details}; {_report(error)}", INTERNAL_ERROR)
 
 
+def _command_line() -> list[str]:
+    """Words that were typed, with today's command in place of an old name, which a line on stderr says."""
+    words = current_words(sys.argv[1:])
+    if name := renamed_command(sys.argv[1:]):
+        command = " ".join(RENAMED[name].words)
+        output.notify(f"tracekit {name} is now tracekit {command}; the old name goes away in the next version")
+    return words
+
+
 def _report(error: Exception) -> str:
     """Write what a report of a bug needs, and return how to report it."""
     from tracekit.cli import crash_report
 
-    written = crash_report.write(error, sys.argv[1:])
+    written = crash_report.write(error, current_words(sys.argv[1:]))
     if written is None:
         return f"please report it with the output of {DEBUG}=1"
     return f"please report it with the file {written.path} ({written.content})"

@@ -21,7 +21,7 @@ from tracekit.model import units
 LIMIT = "TRACEKIT_CRASH_REPORT"
 """The variable with the most seconds that a small run may take; with 0, no file is written."""
 _DEFAULT_LIMIT_S, _MAX_LIMIT_S = 30.0, 3600.0
-REPEATED = frozenset({"check", "summary", "kernels", "ops", "memory", "whatif", "critical-path", "query", "flamegraph"})
+REPEATED = frozenset({"check", "summary", "kernels", "memory", "whatif", "query"})
 """Commands that can be repeated: without the options that name files they only read and print."""
 FOUND = "found-"
 _REPRODUCTION = "tracekit.cli.reproduction"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from tracekit.cli import output, question, run_loading
+from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
@@ -21,13 +23,16 @@ if TYPE_CHECKING:
     from tracekit.model.trace import TraceFact
     from tracekit.report.document import Document
 
+_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
+_MAX_RANKS = 1 << 20
+
 UseCache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Reuse tables parsed by earlier commands, and store newly parsed ones."),
 ]
 OutputFile = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write to FILE instead of stdout, once it is complete."),
+    typer.Option("--out", "-o", metavar="FILE", help="Write to FILE instead of stdout, once it is complete."),
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -78,6 +83,18 @@ class RunOptions:
     def measure(self, facts: "Sequence[TraceFact]", executor: "Executor | None" = None) -> "Run":
         """Return the run with facts measured. Raises InputError if it cannot be read."""
         return run_loading.open_measured(self.run, facts, cache=self.cache, executor=executor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedWork:
+    """The part of a run that is written."""
+
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None
+    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None
+
+    def rank_numbers(self) -> list[int] | None:
+        """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
+        return None if self.ranks is None else _parse_ranks(self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,3 +213,17 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper
+
+
+def _parse_ranks(text: str) -> list[int]:
+    """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
+    ranks: set[int] = set()
+    for part in output.split_names(text):
+        match = _RANGE.match(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < _MAX_RANKS:
+            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
+        ranks.update(range(first, last + 1))
+    if not ranks:
+        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
+    return sorted(ranks)

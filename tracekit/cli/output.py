@@ -147,7 +147,7 @@ def notify(message: str) -> None:
 def require_output_file(output: Path | None, what: str) -> None:
     """Raise ConfigError if the output is for a file but would go to a terminal."""
     if output is None and sys.stdout.isatty():
-        raise ConfigError(f"{what} is too large for a terminal; name a file with --output")
+        raise ConfigError(f"{what} is too large for a terminal; name a file with --out")
 
 
 class ProgressBar:

@@ -18,7 +18,7 @@ from tracekit.cli.crash_report import FOUND, REPEATED, place_of
 from tracekit.errors import TracekitError
 
 MAX_BYTES = 256 << 20
-_REPEATED_OPTIONS = frozenset({"--by", "--select", "--set", "--kind", "--format", "--step"})
+_REPEATED_OPTIONS = frozenset({"--by", "--select", "--set", "--of", "--kind", "--format", "--step", "--critical-path"})
 _EVENTS = "traceEvents"
 
 Files: TypeAlias = dict[str, "Content"]
@@ -74,8 +74,13 @@ def repeated_command(words: Sequence[str]) -> RepeatedCommand | None:
     before = [words[position]]
     for part in command.params:
         if values.get(part.name) != part.default and _REPEATED_OPTIONS & set(part.opts):
-            before += [word for value in _texts(values, part) for word in (part.opts[0], value)]
+            is_flag = values[part.name] is True
+            before += [part.opts[0]] if is_flag else _with_values(part.opts[0], _texts(values, part))
     return RepeatedCommand(tuple(before), Path(positional[0]), tuple(positional[1:]))
+
+
+def _with_values(option: str, texts: Sequence[str]) -> list[str]:
+    return [word for text in texts for word in (option, text)]
 
 
 def _texts(values: Mapping[str, Any], part: Any) -> list[str]:

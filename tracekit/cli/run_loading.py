@@ -10,12 +10,14 @@ from tracekit.cli.question import Input, Kind
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.cli.settings import CheckSettings
     from tracekit.conventions.devices import DeviceOverride
     from tracekit.model.run import Run
     from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import RunSamples
+    from tracekit.regression.scaling import ScalingSide
     from tracekit.rules.rule import Report, Rule
 
 SAMPLE = "sample_run"
@@ -61,15 +63,35 @@ def check_runs(
     return reports
 
 
+def check_by_settings(
+    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True
+) -> "tuple[Report, CheckSettings]":
+    """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings."""
+    from tracekit.cli import settings
+    from tracekit.rules.registry import all_rules
+
+    catalog = all_rules()
+    resolved = settings.resolve(None, catalog)
+    rules = settings.configured_rules(resolved, catalog)
+    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, devices=resolved.devices)
+    return settings.apply_ignores(report, resolved.ignore, catalog), resolved
+
+
 def open_measured(
     path: str, facts: "Sequence[TraceFact]", *, cache: bool = True, executor: "Executor | None" = None
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
     run = open_run(path, cache=cache, executor=executor)
-    with output.progress() as bar:
-        run.measure(facts, bar.trace_callback(len(run.sources)))
-    _require_all_read(run)
+    _measure(run, facts)
     return run
+
+
+def scaling_side(run: "Run") -> "ScalingSide":
+    """Return a run to compare with one of another size. Raises NotComparableError where it marks no steps."""
+    from tracekit.regression import scaling
+
+    _measure(run, scaling.FACTS)
+    return scaling.ScalingSide.of(run)
 
 
 def open_baseline(
@@ -103,6 +125,12 @@ def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = Non
         return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
 
 
+def _measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
+    with output.progress() as bar:
+        run.measure(facts, bar.trace_callback(len(run.sources)))
+    _require_all_read(run)
+
+
 def _note(path: str, *, cache: bool) -> None:
     """Note for a stored answer that a run, or a baseline, is read."""
     from tracekit.ingest import readers
@@ -118,11 +146,13 @@ def _require_all_read(run: "Run") -> None:
         question.current.get().withdraw()
 
 
-def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
-    """Return the samples of a run, a saved report or a baseline. Raises InputError if the path is none of them."""
-    from tracekit.regression import baseline as baselines
+def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
+    """Return a measured run, or the samples of a saved report or a baseline.
+
+    Raises InputError if the path is none of them.
+    """
+    from tracekit.regression import comparison, scaling
     from tracekit.regression.comparison import RunSamples
-    from tracekit.regression.samples import samples
     from tracekit.report import baseline_json, json
 
     with _document(path) as document:
@@ -130,7 +160,7 @@ def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return RunSamples.of(open_measured(path, (samples, *baselines.COMPARED_FACTS), cache=cache))
+    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache)
 
 
 def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":

@@ -3,7 +3,6 @@
 Settings are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml; docs/ci.md shows all keys.
 """
 
-import difflib
 import re
 import sys
 import tomllib
@@ -17,7 +16,7 @@ from msgspec import Meta
 
 from tracekit.conventions import devices
 from tracekit.conventions.devices import DeviceOverride
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, similar_names
 
 if TYPE_CHECKING:
     from tracekit.rules.documents import RuleDocument
@@ -175,16 +174,15 @@ def _value_at(value: Any, key: str) -> object:
     return value
 
 
-_MAX_LISTED = 12  # more are listed by `tracekit rules`
+_MAX_LISTED = 12  # more are listed by `tracekit explain`
 
 
 def suggestion(names: Iterable[str], word: str) -> str:
     """Return a hint at the name that was meant: the nearest one, or all of them if they are few."""
     choices = list(names)
-    close = difflib.get_close_matches(word, choices, n=1) or [name for name in choices if name.lower() == word.lower()]
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit rules lists them all"
+    if similar := similar_names(word, choices):
+        return f"did you mean {' or '.join(similar)}?"
+    return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit explain lists them all"
 
 
 def find_rule_of_finding(name: str, catalog: Sequence[R]) -> R:

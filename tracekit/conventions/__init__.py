@@ -33,6 +33,12 @@ def rank_file(rank: int, suffix: str) -> str:
     return f"rank{rank:05d}{suffix}"
 
 
+def throughput(step_tokens: float, step_time_ns: float, *, ranks: int) -> dict[str, float]:
+    """Return the metrics on the tokens of a step, those of all ranks: per second, and per second and GPU."""
+    per_second = step_tokens * 1e9 / step_time_ns
+    return {TOKENS_METRIC: per_second, TOKENS_PER_GPU_METRIC: per_second / ranks}
+
+
 def window_folder(window: int) -> str:
     """Return the folder of a profiled window other than the first (the first is in the run's folder)."""
     return f"window{window:03d}"
@@ -119,7 +125,8 @@ CHECKPOINT_STAGES = tuple(dict.fromkeys((*SAVE_STAGES[:-1], *LOAD_STAGES[:-1], L
 STEP_TIME_METRIC = "step_time_ns"
 CPU_TIME_METRIC = "cpu_time_ns"  # time that the process, all its threads, ran in the step
 LOSS_METRIC = "loss"
-TOKENS_METRIC = "tokens_per_second"
+TOKENS_METRIC = "tokens_per_second"  # of all ranks together: the tokens of a step over the rank's time of the step
+TOKENS_PER_GPU_METRIC = "tokens_per_second_per_gpu"  # the same over the number of ranks
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch
 SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the step's update
 ALLOCATED_METRIC = "allocated_bytes"

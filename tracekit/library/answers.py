@@ -25,7 +25,8 @@ from tracekit.rules import engine, rule
 from tracekit.rules.rule import Rule
 
 COLUMNS: Mapping[str, pl.DataType] = {
-    "code": pl.String(), "name": pl.String(), "severity": pl.String(), "message": pl.String(), "fix": pl.String(),
+    "code": pl.String(), "name": pl.String(), "severity": pl.String(),
+    "sentence": pl.String(), "message": pl.String(), "fix": pl.String(),
     "cost_ns": pl.Int64(), "cost_ratio": pl.Float64(), "cost_bytes": pl.Int64(), "is_upper_bound": pl.Boolean(),
     "confidence": pl.Float64(), "ranks": pl.List(pl.Int64()), "steps": pl.List(pl.Int64()), "id": pl.String(),
 }  # fmt: skip
@@ -89,6 +90,7 @@ class Report(rule.Report, Answer):
                 finding.code,
                 phrases.rule_name(finding.code),
                 finding.severity.label,
+                finding.sentence,
                 finding.message,
                 finding.fix,
                 finding.cost_ns,

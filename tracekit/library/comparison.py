@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import polars as pl
 
@@ -11,12 +12,29 @@ from tracekit.library.answers import Answer
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing
+from tracekit.regression import scaling as sizes
 from tracekit.regression import step_change as explaining
 from tracekit.regression.comparison import RunSamples
-from tracekit.report import baseline_json, comparison, html_fragments, json, query_rows, step_change, text
+from tracekit.regression.scaling import ScalingComparison, ScalingSide
+from tracekit.report import (
+    baseline_json,
+    charts,
+    comparison,
+    html_fragments,
+    json,
+    query_rows,
+    scaling,
+    shared_view,
+    step_change,
+    step_verdict,
+    text,
+)
 from tracekit.report.render import json as render_json
 from tracekit.report.render import markdown as render_markdown
 from tracekit.report.render import text as render_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 _TOP = 40
 """Rows of a notebook's cell."""
@@ -69,7 +87,7 @@ class StepComparison(Answer):
     def as_html(self) -> str:
         """One sentence, and the rows with the largest changes."""
         headline = html_fragments.headline(
-            step_change.headline(self.changed),
+            step_verdict.headline(self.changed.compared),
             step_change.count_statuses(self.changed),
             html_fragments.change_status(self.changed.step),
         )
@@ -91,6 +109,54 @@ class StepComparison(Answer):
         return f"<Comparison of {compared.candidate} with {compared.reference} by {', '.join(self.changed.by)}>"
 
 
+class SizeComparison(Answer):
+    """Runs of one job of different size: throughput, efficiency, and what each part of the step grew by."""
+
+    def __init__(self, compared: ScalingComparison) -> None:
+        """Show a comparison; its first run is the reference."""
+        self.compared = compared
+
+    def to_frame(self) -> pl.DataFrame:
+        """One row per run: size, throughput, efficiency, and each part of the step in ns."""
+        return scaling.as_table(self.compared)
+
+    def as_html(self) -> str:
+        """A sentence per run, the runs, and the contributions of parts."""
+        compared = self.compared
+        headlines = [
+            html_fragments.headline(scaling.headline(step, compared), scaling.losses(step), scaling.status(step))
+            for step in compared.steps
+        ]
+        notes = [escaping.fragment("caption", note) for note in compared.notes]
+        tables = [html_fragments.cells(part(compared)) for part in (scaling.run_cells, scaling.contribution_cells)]
+        return "".join([*headlines, *notes, *tables])
+
+    def plot(self) -> "go.Figure":
+        """GPU time per token by part, and throughput against perfect scaling."""
+        return charts.scaling(self.compared)
+
+    def formats(self) -> Mapping[str, Callable[[], str]]:
+        """HTML with the figure, Markdown, JSON, CSV and text."""
+        document = scaling.document(self.compared)
+        return {
+            ".html": self._page,
+            ".md": lambda: render_markdown.render(document),
+            ".json": lambda: render_json.render(document),
+            ".csv": lambda: scaling.as_csv(self.compared),
+            ".txt": lambda: render_text.render(document, width=text.WIDTH),
+        }
+
+    def _page(self) -> str:
+        runs = self.compared.runs
+        subtitle = f"compared with {self.compared.reference.name}"
+        parts: list[shared_view.Part] = [self.as_html(), shared_view.Figure("scaling", self.plot())]
+        return shared_view.render(shared_view.SharedView(runs[-1].name, "Comparison", subtitle, parts))
+
+    def __repr__(self) -> str:
+        *_, last = self.compared.runs
+        return f"<SizeComparison of {last.name} with {self.compared.reference.name}>"
+
+
 def saved_samples(path: Path) -> RunSamples | None:
     """Samples in a saved JSON report or a baseline; None if the path is neither."""
     if json.is_report(path):
@@ -98,8 +164,12 @@ def saved_samples(path: Path) -> RunSamples | None:
     return RunSamples.of_baseline(baseline_json.read(path)) if baseline_json.is_baseline(path) else None
 
 
-def compare(reference: Run | RunSamples, candidate: Run, *, allow_different: bool) -> Comparison:
-    """Compare the medians of steps, with 99% intervals."""
+def compare(reference: Run | RunSamples, candidate: Run, *, allow_different: bool) -> Comparison | SizeComparison:
+    """Compare the medians of steps, with 99% intervals; or runs of different size by throughput and efficiency."""
+    if isinstance(reference, Run) and sizes.differ_in_size([reference, candidate]):
+        sides = [ScalingSide.of(run) for run in (reference, candidate)]
+        if not allow_different or sizes.is_work_known(sides):
+            return SizeComparison(sizes.compare_sizes(sides, allow_different=allow_different))
     before = RunSamples.of(reference) if isinstance(reference, Run) else reference
     return Comparison(comparing.compare(before, RunSamples.of(candidate), allow_different=allow_different))
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from tracekit.library.answers import Report, Timeline, WhatIf
-    from tracekit.library.comparison import Comparison, StepComparison
+    from tracekit.library.comparison import Comparison, SizeComparison, StepComparison
 
 
 class Run(model.Run):
@@ -84,8 +84,10 @@ class Run(model.Run):
 
     def compare(
         self, other: "model.Run | str | Path", *, by: str | Sequence[str] = (), allow_different: bool = False
-    ) -> "Comparison | StepComparison":
+    ) -> "Comparison | SizeComparison | StepComparison":
         """Whether this run is better or worse than another one, the reference: verdicts with 99% intervals.
+
+        Of a run on another number of GPUs or nodes, or with another batch: throughput, efficiency, and what grew.
 
         Args:
             other: A run, or the path of one, of a saved JSON report or of a baseline.
@@ -101,11 +103,14 @@ class Run(model.Run):
         return comparison.compare_steps(reference, self, keys, allow_different=allow_different)
 
     def what_if(self, *causes: str, gpu_hour_price: float | None = None) -> "WhatIf":
-        """Saving per step without each of `causes`, by replay; by default of all that save anything."""
-        from tracekit.library.answers import WhatIf
-        from tracekit.replay.graph import what_if
+        """Saving per step without each of `causes`, by replay; by default of all that save anything.
 
-        return WhatIf(self.name, what_if.answer(self, causes, gpu_hour_price=gpu_hour_price))
+        Causes of findings come first, with the savings that `check` states.
+        """
+        from tracekit.library.answers import WhatIf
+        from tracekit.rules import stated_savings
+
+        return WhatIf(self.name, stated_savings.answer(self.check(), causes, gpu_hour_price=gpu_hour_price))
 
     def plot(self, name: str) -> "go.Figure":
         """A figure of the dashboard by its name in docs/notebook.md. Raises InputError for another name."""

@@ -12,6 +12,12 @@ def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
 
     A slice that ends after the one it began in counts as its sibling.
     """
+    return parents_and_crossings(lane, start, end)[0]
+
+
+def parents_and_crossings(lane: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return `parents`, the slices that end after one in which they began, and the latter, an index for each."""
+    crossings: list[tuple[Ints, Ints]] = []
     count = len(start)
     candidate = np.arange(count, dtype=np.int64) - 1
     unresolved = np.arange(count, dtype=np.int64)
@@ -23,11 +29,17 @@ def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
             same & (end[above] >= end[unresolved]) & (start[unresolved] < np.maximum(end[above], start[above] + 1))
         )
         candidate[unresolved[~same]] = -1
-        rest = unresolved[same & ~encloses]
+        is_outside = same & ~encloses
+        rest = unresolved[is_outside]
+        above = above[is_outside]
+        is_crossing = start[rest] < end[above]
+        if is_crossing.any():
+            crossings.append((rest[is_crossing], above[is_crossing]))
         # Slices that the candidate's own search skipped end before the candidate, so they cannot enclose this slice.
         candidate[rest] = candidate[candidate[rest]]
         unresolved = rest
-    return candidate
+    late, around = zip(*crossings, strict=True) if crossings else ((np.empty(0, np.int64),), (np.empty(0, np.int64),))
+    return candidate, np.concatenate(late), np.concatenate(around)
 
 
 def nearest(parent: Ints, marked: Flags) -> Ints:

@@ -17,6 +17,7 @@ from tracekit.model.environment import DEVICE
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
+from tracekit.regression.metric_sources import part_places
 from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -43,6 +44,7 @@ _LABELS = {DEVICE: "device", "world_size": "world size"}
 SCHEMA = "tracekit.baseline/1"
 FACTS: tuple[TraceFact, ...] = (
     samples,
+    part_places,
     step_charges.unit_samples,
     step_charges.work,
     step_charges.save_work,

@@ -9,19 +9,22 @@ from typing import TypeAlias
 import numpy as np
 import polars as pl
 
-from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import baseline, metrics, step_separation
+from tracekit.model.trace import TraceFact
+from tracekit.regression import baseline, contributions, metrics, step_separation
 from tracekit.regression.baseline import Baseline, flat, shown
-from tracekit.regression.metrics import BYTES, COUNT, FLOP, NS, Metric, Scope, metric_of
-from tracekit.regression.samples import Values, job_series, run_samples
+from tracekit.regression.contributions import Contribution, PartPlaces
+from tracekit.regression.disturbance import Disturbance
+from tracekit.regression.metric_sources import part_places
+from tracekit.regression.metrics import BYTES, COUNT, FLOP, STEP_TIME, Metric, Scope
+from tracekit.regression.samples import Values, job_series, places_of_parts, run_samples, samples
 from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 
-_COMPUTE = "compute_ns"
-
+FACTS: tuple[TraceFact, ...] = (samples, part_places, *baseline.COMPARED_FACTS)
+"""Facts that `RunSamples.of` needs, to be measured in one pass."""
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
 _NOTED = ("arguments", "versions", "mesh", "simulated")
 _SeriesByMetric: TypeAlias = Mapping[str, Sequence[tuple[pl.Series, Values]]]
@@ -47,13 +50,17 @@ class RunSamples:
     """Device, software and size of the job, as the traces state them."""
     work: pl.DataFrame = dataclasses.field(default_factory=partial(pl.DataFrame, schema=baseline.WORK_COLUMNS))
     """What its steps compute, as `baseline.work_shares` has it."""
+    places: PartPlaces = dataclasses.field(default_factory=dict)
+    """Lines of the program by rank and part, as `samples.places_of_parts` has them."""
 
     @classmethod
     def of(cls, run: Run, name: str = "") -> "RunSamples":
         """Return the samples of a run, under its own name or another."""
-        samples, environment = run_samples(run), baseline.environment(run)
+        table, environment = run_samples(run), baseline.environment(run)
         work = baseline.work_shares(run)
-        return cls(name or run.name, run.manifest, samples, environment=environment, work=work)
+        return cls(
+            name or run.name, run.manifest, table, environment=environment, work=work, places=places_of_parts(run)
+        )
 
     @classmethod
     def of_baseline(cls, baseline: Baseline) -> "RunSamples":
@@ -82,6 +89,30 @@ class Comparison:
     """Those of the notes that say how device, software, model or work differ: to be read before the numbers."""
     rank_notes: tuple[str, ...] = ()
     """Those of the notes that say which ranks are compared, where the sides do not have the same."""
+    contributions: tuple[Contribution, ...] = ()
+    """What the change of the step time consists of; empty where no step time is compared."""
+    disturbance: Disturbance = dataclasses.field(default_factory=Disturbance)
+    """What other programs can have taken of times on CPUs."""
+
+    @property
+    def explained_ns(self) -> tuple[float, float]:
+        """What other programs can have added to the step of each side."""
+        pairs = [self.disturbance.explained_ns(part.kind, part.before_ns, part.after_ns) for part in self.contributions]
+        return sum(before for before, _ in pairs), sum(after for _, after in pairs)
+
+    @property
+    def explained_ratios(self) -> tuple[float, float]:
+        """The share of each side's step that other programs can explain."""
+        step = self.step
+        if step is None or not self.contributions or min(step.reference, step.candidate) <= 0:
+            return self.disturbance.reference_ratio, self.disturbance.candidate_ratio
+        before_ns, after_ns = self.explained_ns
+        return min(1.0, before_ns / step.reference), min(1.0, after_ns / step.candidate)
+
+    @property
+    def step(self) -> Change | None:
+        """The change of the step time, where both sides mark steps."""
+        return next((change for change in self.changes if change.metric == STEP_TIME), None)
 
 
 def compare(
@@ -109,6 +140,7 @@ def compare(
         notes=notes,
         on_host=(reference.manifest.get("device") or "cpu") == "cpu",
         thresholds=thresholds,
+        places=(reference.places, candidate.places),
     )
     changes = compared.changes if work is None else tuple(_without_less_work(compared.changes))
     return replace(compared, changes=changes, differences=tuple(notes))
@@ -121,10 +153,12 @@ def compare_groups(
     notes: Sequence[str] = (),
     on_host: bool,
     thresholds: Thresholds | None = None,
+    places: tuple[PartPlaces, PartPlaces] = ({}, {}),
 ) -> Comparison:
     """Compare the recordings of two sides, each by its name, and each recording by its samples.
 
-    `on_host` is whether training ran on CPUs: then times are compared with the CPU time that the training received.
+    `on_host` is whether training ran on CPUs: then what other programs can explain extends the intervals of times.
+    `places` are the lines of the program by rank and part, of both sides.
     Raises NotComparableError where the sides have no metric in common.
     """
     thresholds = thresholds or Thresholds()
@@ -138,59 +172,24 @@ def compare_groups(
             f"{b_name} and {a_name} have no metric in common: one of them marks no steps; "
             "call profiler.step() after each optimizer step when recording"
         )
+    disturbance = Disturbance.of(a_tables, b_tables, thresholds) if on_host else Disturbance()
+    step = next((change for change in changes if change.metric == STEP_TIME), None)
+    parts: tuple[Contribution, ...] = ()
+    if step is not None:
+        parts = contributions.contributions(
+            a_tables, b_tables, step, ranks=ranks, limits=thresholds, disturbance=disturbance, places=places
+        )
+    compared = Comparison(a_name, b_name, changes, (), contributions=parts, disturbance=disturbance)
+    changes = tuple(disturbance.apply(change, compared.explained_ratios) for change in changes)
     changes, separated = step_separation.decide(changes, a_tables, b_tables, ranks, thresholds)
-    starved: tuple[str, ...] = ()
-    if on_host:
-        changes, starved = without_starved(changes, a_tables, b_tables, thresholds)
-    remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated, *starved)
-    return Comparison(a_name, b_name, changes, remarks, thresholds.confidence, rank_notes=tuple(rank_notes))
-
-
-def stretch(samples: pl.DataFrame) -> float | None:
-    """Return the time in which a step computes over its CPU time, the median over ranks and steps.
-
-    Other threads of the process run too, so that it is mostly below 1. None where the recording does not have both.
-    """
-    metric, value = pl.col("metric"), pl.col("value")
-    # The log of the CPU time has no windows.
-    per_step = samples.lazy().filter(metric.is_in([_COMPUTE, conventions.CPU_TIME_METRIC])).group_by("rank", "step")
-    compute, cpu = (value.filter(metric == name).median() for name in (_COMPUTE, conventions.CPU_TIME_METRIC))
-    ratios = per_step.agg(compute.alias("compute"), cpu.alias("cpu")).filter(pl.col("cpu") > 0)
-    median = ratios.select((pl.col("compute") / pl.col("cpu")).median()).collect().item()
-    return None if median is None else float(median)
-
-
-def without_starved(
-    changes: tuple[Change, ...],
-    reference: Sequence[pl.DataFrame],
-    candidate: Sequence[pl.DataFrame],
-    thresholds: Thresholds,
-) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """Return the changes, where times that grew no more than computing is stretched are inconclusive, and a note on it.
-
-    The least stretched recording of the candidate is compared with the most stretched of the reference.
-    """
-    before, after = (_stretches(side) for side in (reference, candidate))
-    if _is_unknown(len(reference), (*before, *after), thresholds):
-        return _without_times(changes, thresholds)
-    if not before or not after or not max(before) or min(after) <= thresholds.max_cpu_stretch * max(before):
-        return changes, ()
-    factor = min(after) / max(before)
-    explained = {change.metric for change in changes if _is_explained(change, factor)}
-    if not explained:
-        return changes, ()
-    note = (
-        f"compute takes {factor:.1f} times as long by the clock for the same CPU time as in the reference: "
-        "another program used the processors, or compute runs on fewer threads; times that grew by no more are "
-        "inconclusive, so record again on a machine as free as the reference's"
+    changes = tuple(
+        contributions.decide(change, parts, disturbance, thresholds) if change.metric == STEP_TIME else change
+        for change in changes
     )
-    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in explained else c for c in changes)
-    return tuple(revised), (note,)
-
-
-def is_unknown(reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], thresholds: Thresholds) -> bool:
-    """Return whether a recording was starved, and too few of the reference show how much such recordings differ."""
-    return _is_unknown(len(reference), _stretches((*reference, *candidate)), thresholds)
+    remarks = (*notes, *rank_notes, *_clock_notes(changes, (a_name, b_name)), *separated)
+    return replace(
+        compared, changes=changes, notes=remarks, confidence=thresholds.confidence, rank_notes=tuple(rank_notes)
+    )
 
 
 def _clock_notes(changes: Iterable[Change], names: tuple[str, str]) -> Iterator[str]:
@@ -282,35 +281,3 @@ def _common_ranks(
 
 def _ranks(samples: pl.DataFrame) -> set[int]:
     return set(samples["rank"].unique().to_list())
-
-
-def _is_unknown(references: int, stretches: Sequence[float], thresholds: Thresholds) -> bool:
-    return references < thresholds.min_cpu_recordings and max(stretches, default=0.0) > thresholds.max_cpu_stretch
-
-
-def _stretches(recordings: Sequence[pl.DataFrame]) -> list[float]:
-    return [ratio for ratio in map(stretch, recordings) if ratio is not None]
-
-
-def _without_times(changes: tuple[Change, ...], thresholds: Thresholds) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """Return the changes, where times that are worse or better are inconclusive, and a note on it."""
-    changed = [c.metric for c in changes if c.verdict in (Verdict.WORSE, Verdict.BETTER)]
-    timed = {metric for metric in changed if metric_of(metric).unit.is_time}
-    if not timed:
-        return changes, ()
-    note = (
-        f"compute takes more than {thresholds.max_cpu_stretch:g} times its CPU time, so other programs used the "
-        f"processors; fewer than {thresholds.min_cpu_recordings} recordings in the reference do not show how much "
-        "times differ then, and those that are changed are inconclusive"
-    )
-    revised = (replace(c, verdict=Verdict.INCONCLUSIVE) if c.metric in timed else c for c in changes)
-    return tuple(revised), (note,)
-
-
-def _is_explained(change: Change, factor: float) -> bool:
-    """Return whether a time is worse by the clock, but not significantly by more than a factor."""
-    metric = metric_of(change.metric)
-    is_timed = metric.unit.is_time and not metric.is_cpu_time
-    if not is_timed or change.verdict is not Verdict.WORSE or change.low is None or change.high is None:
-        return False
-    return 1 + change.low <= factor if metric.unit is NS else (1 + change.high) * factor >= 1

@@ -13,14 +13,16 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budgets as budget_checks
-from tracekit.regression import comparison, root_cause, significance
+from tracekit.regression import root_cause, significance
 from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
 from tracekit.regression.comparison import Comparison, compare_groups
+from tracekit.regression.contributions import PartPlaces
+from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import DEVICE_PARTS
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.root_cause import Cause
-from tracekit.regression.samples import job_samples
+from tracekit.regression.samples import job_samples, places_of_parts
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -191,7 +193,8 @@ def judge(
     ]
     work = baselines.work_difference(baseline.recordings[0].shares, candidate[0].shares)
     notes = [*([work] if work else []), *notes]
-    comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
+    places: tuple[PartPlaces, PartPlaces] = ({}, places_of_parts(report.run))
+    comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds, places=places)
     regressions = tuple(
         change
         for change in comparison.changes
@@ -228,6 +231,7 @@ def compare(
     *,
     notes: Sequence[str] = (),
     thresholds: Thresholds | None = None,
+    places: tuple[PartPlaces, PartPlaces] = ({}, {}),
 ) -> Comparison:
     """Compare each metric that both have. Raises NotComparableError where they share none."""
     return compare_groups(
@@ -236,6 +240,7 @@ def compare(
         notes=notes,
         on_host=_is_on_host(baseline),
         thresholds=thresholds,
+        places=places,
     )
 
 
@@ -288,7 +293,9 @@ def _is_certain_growth(
 ) -> Callable[[Finding], bool]:
     """Return a predicate: a finding costs enough more than in the baseline to fail at any severity."""
     before, after = ([recording.samples for recording in side] for side in (baseline.recordings, candidate))
-    is_unknown = _is_on_host(baseline) and comparison.is_unknown(before, after, thresholds)
+    # Too few recordings on shared processors do not show by how much costs of findings differ.
+    is_few = _is_on_host(baseline) and len(before) < thresholds.min_cpu_recordings
+    is_unknown = is_few and Disturbance.of(before, after, thresholds).is_disturbed
     growth = None if is_unknown else StepGrowth.of(before, after, thresholds.confidence)
     known_findings, min_ratio = baseline.known_findings, thresholds.min_new_cost_ratio
     return lambda finding: growth is not None and growth.is_certain(finding, report.findings, known_findings, min_ratio)

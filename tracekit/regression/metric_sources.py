@@ -10,8 +10,9 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.compute import device_counters, efficiency, flops
+from tracekit.analysis.host import step_parts
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown, launched_work
+from tracekit.analysis.time import breakdown
 from tracekit.conventions import device_metrics
 from tracekit.model import schema
 from tracekit.model.fact import trace_fact
@@ -19,7 +20,12 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
 _COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
-_LOGGED = (conventions.TOKENS_METRIC, conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
+_LOGGED = (
+    conventions.TOKENS_METRIC,
+    conventions.TOKENS_PER_GPU_METRIC,
+    conventions.CPU_TIME_METRIC,
+    conventions.DATA_WAIT_METRIC,
+)
 _CHECKPOINT_COLUMNS = {
     "checkpoint_blocked_ns": "dur_ns",
     "checkpoint_cpu_ns": "cpu_ns",
@@ -32,8 +38,8 @@ LOGGED_METRICS = (*_LOGGED, *_PEAKS.values(), *_CHECKPOINT_COLUMNS, device_metri
 PART_PREFIX = "part/"
 """Samples of a step's parts have this prefix: they are no metrics, but show where a step takes longer."""
 DEVICE_PARTS, HOST_PARTS = f"{PART_PREFIX}device/", f"{PART_PREFIX}host/"
-MIN_PART_RATIO = 0.01
-"""A part that takes less of a typical step in every step has no samples."""
+MIN_PART_RATIO = 0.0025
+"""Names that take less of a typical step in every step are one part together."""
 _MAX_PART_NAME = 80
 
 
@@ -137,17 +143,44 @@ def clock_samples(trace: Trace) -> pl.DataFrame:
 
 
 def part_samples(trace: Trace) -> pl.DataFrame:
-    """Return the time of each step by part and name, where that is 1% of the typical step or more in any step.
+    """Return the time of each step by part and name: the parts of a step sum to its time exactly.
 
-    Columns step, metric, value; the metric is the part, such as ``part/device/gap/aten::mm``.
+    Columns step, metric, value; the metric is the part, such as ``part/device/compute/aten::mm``. Names that take less
+    than MIN_PART_RATIO of the typical step in every step are one part without a name, such as ``part/device/compute/``.
     """
-    rows = launched_work.step_parts(trace)
     typical_ns = breakdown.by_step(trace)["duration_ns"].median()
-    place = pl.when(pl.col("device").is_null()).then(pl.lit(HOST_PARTS)).otherwise(pl.lit(DEVICE_PARTS))
-    metric = pl.concat_str(place, "part", pl.lit("/"), pl.col("name").str.head(_MAX_PART_NAME)).alias("metric")
-    sums = rows.group_by("step", metric).agg(pl.col("dur_ns").sum().cast(pl.Float64).alias("value"))
     least_ns = MIN_PART_RATIO * float(str(typical_ns or 0))
-    return sums.filter(pl.col("value").max().over("metric") >= least_ns).sort("metric", "step")
+    key = ["step", "device", "part", "name"]
+    named = of_slowest_device(step_parts.step_parts(trace)).group_by(key).agg(pl.col("dur_ns").sum())
+    is_small = pl.col("dur_ns").max().over("part", "name") < least_ns
+    rows = named.with_columns(pl.when(is_small).then(pl.lit("")).otherwise("name").alias("name"))
+    sums = rows.group_by("step", part_metric()).agg(pl.col("dur_ns").sum().cast(pl.Float64).alias("value"))
+    return sums.sort("metric", "step")
+
+
+@trace_fact
+def part_places(trace: Trace) -> pl.DataFrame:
+    """Return the function of the program in which each part's time is spent, of several the one with most time.
+
+    Columns metric, place; one row per part of which one is recorded.
+    """
+    located = of_slowest_device(step_parts.step_parts(trace)).drop_nulls("place")
+    sums = located.group_by(part_metric(), "place").agg(pl.col("dur_ns").sum())
+    longest = sums.sort("metric", "dur_ns", "place", descending=[False, True, False])
+    return longest.unique("metric", keep="first", maintain_order=True).select("metric", "place")
+
+
+def of_slowest_device(parts: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of `step_parts` of the device on which each step takes longest."""
+    totals = parts.group_by("step", "device").agg(pl.col("dur_ns").sum().alias("total_ns"))
+    slowest = totals.sort("total_ns", "device", descending=[True, False]).unique("step", maintain_order=True)
+    return parts.join(slowest.select("step", "device"), on=["step", "device"], how="semi", nulls_equal=True)
+
+
+def part_metric() -> pl.Expr:
+    """Return the name of a part's samples, by the columns device, part and name."""
+    prefix = pl.when(pl.col("device").is_null()).then(pl.lit(HOST_PARTS)).otherwise(pl.lit(DEVICE_PARTS))
+    return pl.concat_str(prefix, "part", pl.lit("/"), pl.col("name").str.head(_MAX_PART_NAME)).alias("metric")
 
 
 TRACE_SOURCES = (

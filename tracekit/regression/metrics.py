@@ -4,7 +4,6 @@ A metric that another distribution adds stands in its entry point group ``tracek
 source of its own (see `tracekit.regression.metric_sources`).
 """
 
-import difflib
 import functools
 import math
 import re
@@ -14,7 +13,7 @@ from enum import StrEnum
 
 from tracekit import conventions
 from tracekit.conventions import device_metrics
-from tracekit.errors import ConfigError
+from tracekit.errors import ConfigError, similar_names
 from tracekit.model import escaping, plugins, units
 from tracekit.model.run import RunFact
 from tracekit.model.trace import TraceFact
@@ -108,6 +107,7 @@ def _finite(number: float, value: object) -> float:
 
 ENTRY_POINTS = "tracekit.metrics"
 STEP_TIME = conventions.STEP_TIME_METRIC
+COMPUTE_TIME, COMMUNICATION_TIME = "compute_ns", "communication_ns"
 SM_CLOCK = device_metrics.SM_CLOCK
 
 
@@ -226,11 +226,11 @@ METRICS = (
         of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
     ),
     _of_steps(
-        "compute_ns", "compute", meaning="Time of the step in which any compute ran.",
+        COMPUTE_TIME, "compute", meaning="Time of the step in which any compute ran.",
         usual_spread=0.015, is_drawn=True, cause="compute", phrase="compute takes",
     ),
     _of_steps(
-        "communication_ns", "communication", meaning="Time of the step in which any collective ran.",
+        COMMUNICATION_TIME, "communication", meaning="Time of the step in which any collective ran.",
         usual_spread=0.03, cause="communication", phrase="communication takes",
     ),
     _of_steps(
@@ -300,9 +300,16 @@ METRICS = (
         phrase="the number of write calls is",
     ),
     Metric(
-        conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput by the metrics log.",
+        conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput of all ranks by the metrics log.",
         of_trace=sources.logged_samples, lower_is_better=False, usual_spread=0.015, fails_check=True,
         cause="compute", phrase="the tokens per second are",
+        if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
+    ),
+    Metric(
+        conventions.TOKENS_PER_GPU_METRIC, "tokens per second and GPU", PER_SECOND,
+        "Throughput by the metrics log over the number of ranks.",
+        of_trace=sources.logged_samples, lower_is_better=False, usual_spread=0.015, cause="compute",
+        phrase="the tokens per second and GPU are",
         if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
     ),
     Metric(
@@ -349,7 +356,7 @@ def find(name: str, metrics: Iterable[Metric]) -> Metric:
     candidates = list(metrics)
     by_name = {metric.short: metric for metric in candidates} | {metric.key: metric for metric in candidates}
     if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=1)
+        close = similar_names(name, by_name, limit=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(m.short for m in candidates)}"
         raise ConfigError(f"{name} is not a metric: {hint}")
     return by_name[name]

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tracekit.regression.metrics import Metric
+from tracekit.regression.metrics import Metric, metric_of
 from tracekit.regression.samples import Values
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
@@ -137,7 +137,7 @@ def _change(sides: MetricSides, a: "Observations", b: "Observations", limits: Th
         spread = Spread.of(a, b, metric.usual_spread * scale.unit)
         margin = float(spread.margin(limits.confidence)) / scale.unit
         low, high = scale.interval(difference, margin)
-        verdict = _verdict(metric, scale.change(difference), (low, high), scale)
+        verdict = _verdict(metric, scale.change(difference), (low, high), scale.effect, scale.within)
         if verdict is Verdict.INCONCLUSIVE:
             more = _more(difference, spread, min(a.samples, b.samples), scale, limits.confidence)
     else:
@@ -155,7 +155,20 @@ def _change(sides: MetricSides, a: "Observations", b: "Observations", limits: Th
         verdict=verdict,
         more_samples=more[0],
         more_recordings=more[1],
+        least_change=scale.effect,
+        same_within=scale.within,
     )
+
+
+def judge_interval(change: Change) -> Change:
+    """Return a change with the verdict of its interval, which is not null."""
+    assert change.low is not None
+    assert change.high is not None
+    interval, metric = (change.low, change.high), metric_of(change.metric)
+    center = min(max(change.change or 0.0, change.low), change.high)
+    verdict = _verdict(metric, center, interval, change.least_change, change.same_within)
+    is_certain = change.low > 0 or change.high < 0
+    return replace(change, verdict=verdict, is_certain=is_certain)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -338,11 +351,11 @@ def _is_enough(a: Observations, b: Observations, usual_spread: float) -> bool:
     return min(a.samples, b.samples) >= fewest or len(a.medians) >= _ENOUGH_RECORDINGS
 
 
-def _verdict(metric: Metric, change: float, interval: tuple[float, float], scale: _Scale) -> Verdict:
+def _verdict(metric: Metric, change: float, interval: tuple[float, float], effect: float, within: float) -> Verdict:
     low, high = interval
-    if (low > 0 or high < 0) and abs(change) >= scale.effect:
+    if (low > 0 or high < 0) and abs(change) >= effect:
         return Verdict.WORSE if metric.is_worse(change) else Verdict.BETTER
-    return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.INCONCLUSIVE
+    return Verdict.SAME if max(abs(low), abs(high)) <= within else Verdict.INCONCLUSIVE
 
 
 def _more(difference: float, spread: Spread, samples: int, scale: _Scale, confidence: float) -> tuple[int, int]:

@@ -6,24 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.compute import kernels, step_charges
+from tracekit.analysis.compute import call_matching, kernels, step_charges
 from tracekit.analysis.time import breakdown
 from tracekit.errors import NotComparableError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.regression import baseline, call_matching, comparison, significance, step_separation
+from tracekit.regression import comparison, contributions, significance, step_separation, step_weights
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
-from tracekit.regression.samples import Values, samples
+from tracekit.regression.samples import Values
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 WEIGHT_KEY = ("window", "rank", "step")
-_MAX_TILT = 1e9
-_BISECTIONS = 200
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
-FACTS: tuple[TraceFact, ...] = (samples, *baseline.COMPARED_FACTS, step_charges.step_charges, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (*comparison.FACTS, step_charges.step_charges, breakdown.by_step)
 NEW, GONE, SLOWER, FASTER, SAME = STATUSES = ("new", "gone", "slower", "faster", "same")
 ROW_COLUMNS = schema.columns(
     "name part status verdict change_ns contribution_ratio low_ns high_ns before_ns after_ns calls_change_ns "
@@ -39,8 +37,6 @@ ROW_COLUMNS = schema.columns(
     },
 )  # fmt: skip
 OUTSIDE_MODULES = "(outside modules)"
-MIN_STEP_RATIO = 0.001
-"""A change of less of the reference's step is never better or worse."""
 # Copies share links, too.
 _METRICS = ("compute_ns", "exposed_communication_ns", "exposed_communication_ns", "idle_ns")
 _PART_METRICS = dict(zip(step_charges.PARTS, _METRICS, strict=True))
@@ -145,7 +141,7 @@ def with_weights(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
     is_middle = cells.select(pl.struct("window", "step").is_in(middle.implode()))["window"].to_numpy()
     times = cells["duration_ns"].to_numpy().astype(np.float64)
     weights = np.zeros(len(times))
-    weights[is_middle] = tilted_weights(times[is_middle], step_ns)
+    weights[is_middle] = step_weights.tilted_weights(times[is_middle], step_ns)
     of_rank = pl.col("of_rank")
     of_step = of_rank.sum().over("window", "step")
     # A step that only ranks have which no middle step has: all of them count alike.
@@ -160,25 +156,6 @@ def middle_steps(cells: pl.DataFrame) -> pl.Series:
     slowest = cells.group_by("window", "step").agg(pl.col("duration_ns").max()).sort("duration_ns", "window", "step")
     cut = slowest.height // 4
     return slowest.slice(cut, slowest.height - 2 * cut).select(pl.struct("window", "step")).to_series()
-
-
-def tilted_weights(times: Values, mean: float) -> Values:
-    """Return weights that sum to 1, with which the times have this mean; as equal as can be.
-
-    >>> tilted_weights(np.array([1.0, 2.0, 3.0]), 2.0).round(3).tolist()
-    [0.333, 0.333, 0.333]
-    >>> tilted_weights(np.array([1.0, 2.0]), 1.75).round(3).tolist()
-    [0.25, 0.75]
-    """
-    spread = float(np.ptp(times))
-    if spread == 0:
-        return np.full(len(times), 1 / len(times))
-    away = (times - mean) / spread
-    low, high = -_MAX_TILT, _MAX_TILT
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _softmax(middle * away) @ away < 0 else (low, middle)
-    return _softmax((low + high) / 2 * away)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +288,7 @@ def _sum_calls(calls: pl.DataFrame, group: Sequence[str]) -> pl.DataFrame:
 def _judge(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: Thresholds) -> pl.DataFrame:
     change, before = pl.col("change_ns"), pl.col("before_ns")
     margin = pl.Series("margin", [None] * grouped.height if margins is None else margins, pl.Float64)
-    min_ns = MIN_STEP_RATIO * step.reference
+    min_ns = contributions.MIN_STEP_RATIO * step.reference
     effect = pl.max_horizontal(limits.min_change_ratio * before, pl.lit(min_ns))
     same = pl.max_horizontal(
         significance.SAME_WITHIN * before, pl.lit(significance.MIN_CONTAINER_SHARE * step.reference)
@@ -341,8 +318,3 @@ def _judge(grouped: pl.DataFrame, margins: Values | None, step: Change, limits: 
     with_verdict = with_interval.with_columns(verdict.alias("verdict"), status.alias("status"))
     present = with_verdict.filter(~(is_absent["before"] & is_absent["after"]))
     return present.sort(change.abs(), "part", descending=[True, False], maintain_order=True)
-
-
-def _softmax(exponents: Values) -> Values:
-    raised = np.exp(exponents - exponents.max())
-    return np.asarray(raised / raised.sum())

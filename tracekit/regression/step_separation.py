@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.analysis.time.launched_work import GAP
 from tracekit.model import escaping, units
-from tracekit.regression import significance
+from tracekit.regression import contributions, significance
 from tracekit.regression.metric_sources import HOST_PARTS, MIN_PART_RATIO, PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
@@ -143,7 +142,7 @@ class _Separation:
         index = int(np.argmax(self.certain) if grows else np.argmin(self.certain))
         place = self.part[index].removeprefix(PART_PREFIX)
         kind, _, name = place.partition("/")[2].partition("/")
-        what = f"{'the gap before ' if kind == GAP else ''}{escaping.inert(name, _MAX_NAME)}"
+        what = contributions.noun(kind, escaping.inert(name, _MAX_NAME))
         before, after = (units.duration(float(side[index])) for side in (self.before, self.after))
         return (
             f"the step time is decided by the parts of the step: {what} on rank {self.rank[index]} changed from "

@@ -9,6 +9,12 @@ from tracekit.errors import ConfigError
 from tracekit.regression import metrics
 from tracekit.regression.metrics import all_metrics, metric_of
 
+CONFIDENCE = 0.99  # several metrics are judged at once, and each may raise a false alarm
+MIN_CHANGE_RATIO = 0.03
+MIN_NEW_COST_RATIO = 0.05
+MAX_CPU_STRETCH = 1.1
+MIN_CPU_RECORDINGS = 3  # with fewer, 14 of 76 pairs of three equal steps failed on shared processors
+
 
 class Verdict(StrEnum):
     """The result of comparing one metric, from the candidate's point of view."""
@@ -43,6 +49,10 @@ class Change:
     """About how many more samples a side would decide, where the verdict is inconclusive."""
     more_recordings: int = 0
     """The same of recordings, where recordings differ too much and not the steps within each."""
+    least_change: float = MIN_CHANGE_RATIO
+    """A smaller change is none; as `change`."""
+    same_within: float = MIN_CHANGE_RATIO
+    """The metric is the same where the whole interval lies within this."""
 
     @property
     def difference(self) -> float:
@@ -54,12 +64,6 @@ class Change:
         """Whether the candidate's median is on the bad side of the reference's."""
         return metric_of(self.metric).is_worse(self.difference)
 
-
-CONFIDENCE = 0.99  # several metrics are judged at once, and each may raise a false alarm
-MIN_CHANGE_RATIO = 0.03
-MIN_NEW_COST_RATIO = 0.05
-MAX_CPU_STRETCH = 1.1
-MIN_CPU_RECORDINGS = 3  # with fewer, 14 of 76 pairs of three equal steps failed on shared processors
 
 _LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{metrics.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
 

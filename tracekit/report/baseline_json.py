@@ -176,7 +176,7 @@ def document(baseline: Baseline) -> Document:
 def _check_schema(path: Path, schema: str | None) -> None:
     if schema != SCHEMA:
         stated = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
-        raise InputError(f"{path}: is {stated}, not {SCHEMA}; save one with tracekit baseline save RUN --output FILE")
+        raise InputError(f"{path}: is {stated}, not {SCHEMA}; save one with tracekit baseline save RUN --out FILE")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------

@@ -6,41 +6,89 @@ from collections.abc import Collection, Sequence
 
 import polars as pl
 
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.metrics import all_metrics, metric_of
+from tracekit.regression.contributions import Contribution
+from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, all_metrics, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
-from tracekit.report import query_rows
-from tracekit.report.document import Cells, Document, Emphasis, items, line
+from tracekit.report import query_rows, step_verdict
+from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
 from tracekit.report.render import markdown
 from tracekit.report.render.json import to_json_value
+from tracekit.report.step_verdict import EMPHASES
 
 SCHEMA = "tracekit.comparison/1"
-EMPHASES = {
-    Verdict.BETTER: Emphasis.BETTER,
-    Verdict.WORSE: Emphasis.WORSE,
-    Verdict.SAME: Emphasis.FAINT,
-    Verdict.INCONCLUSIVE: Emphasis.DOUBTFUL,
-}
 _MAX_NAME = 14
+_MAX_SHOWN_CHANGE = 9.0
+"""Changes by more than ten times are written in the metric's unit, and intervals that reach further are open."""
+_MIN_SHOWN_CHANGE = -0.9
 _MINUS = re.compile(r"(?<![\w-])-(?=\d)")
 
 
-def document(compared: Comparison) -> Document:
-    """A row per metric, then the remarks; for programs all numbers in each metric's own unit."""
+def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
+    """The verdict in one sentence, the contributions to the change of the step, and a row per metric.
+
+    For programs all numbers in each metric's own unit.
+    """
     changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in compared.changes]
     values = {
         "schema": SCHEMA,
         "reference": compared.reference,
         "candidate": compared.candidate,
+        **verdict_values(compared),
         "changes": [to_json_value(change) for change in changes],
         "notes": list(compared.notes),
         "differences": list(compared.differences),
     }
-    names = (compared.candidate, Emphasis.STRONG), " compared with ", (compared.reference, Emphasis.STRONG)
-    first = [line(*names, ": medians over steps"), *items(compared.differences)]
-    return Document((first, [cells(compared)]), tuple(remarks(compared)), values, is_ascii=False)
+    sections: list[Section] = [[*verdict_lines(compared), *items(compared.differences)]]
+    if compared.contributions:
+        sections.append([step_verdict.contribution_cells(compared)])
+    notes = [*remarks(compared)] if with_metrics else [*(n for n in compared.notes if n not in compared.differences)]
+    if with_metrics:
+        sections.append([heading("Metrics", "  medians over steps"), cells(compared)])
+    else:
+        sections.append([faint(_metric_counts(compared))])
+    return Document(tuple(sections), tuple(notes), values, is_ascii=False)
+
+
+def verdict_lines(compared: Comparison) -> list[Line]:
+    """The verdict on the step time in one sentence, what other programs can explain of it, and other changes."""
+    headline = step_verdict.headline(compared)
+    step = compared.step
+    if step is None or not headline:
+        first = [line((compared.candidate, Emphasis.STRONG), " compared with ", (compared.reference, Emphasis.STRONG))]
+    else:
+        first = [line((headline, EMPHASES[step.verdict]))]
+    advice = step_verdict.advice(compared)
+    texts = (step_verdict.doubt(compared), f"to decide it, {advice}" if advice else "", other_changes(compared))
+    return [*first, *(line(text, mark="·") for text in texts if text)]
+
+
+def verdict_values(compared: Comparison) -> dict[str, object]:
+    """The verdict for programs: sentence, verdict on the step time, contributions in ns, which add up to its change."""
+    step = compared.step
+    return {
+        "headline": step_verdict.headline(compared) or None,
+        "verdict": None if step is None else step.verdict.value,
+        "doubt": step_verdict.doubt(compared) or None,
+        "advice": step_verdict.advice(compared) or None,
+        "change_ns": None if step is None else step_verdict.step_total(step),
+        "contributions": [_contribution_values(part) for part in compared.contributions],
+    }
+
+
+def other_changes(compared: Comparison) -> str:
+    """Metrics that are worse or better and no time of the step: "worse: peak allocated +12% (40 → 45 GiB)"."""
+    sides = []
+    for verdict in (Verdict.WORSE, Verdict.BETTER):
+        changed = [
+            f"{label(change.metric)} {_change(change)}"
+            for change in compared.changes
+            if change.verdict is verdict and not _is_of_step_time(change)
+        ]
+        sides += [f"{verdict.value}: {', '.join(changed)}"] if changed else []
+    return "; ".join(sides)
 
 
 def as_csv(compared: Comparison) -> str:
@@ -56,7 +104,7 @@ def cells(compared: Comparison, failing: Collection[str] = (), *, indent: int = 
     for change in compared.changes:
         metric, fails = metric_of(change.metric), change.metric in failing
         before, now = metric.text(change.reference), metric.text(change.candidate)
-        verdict = change.verdict.value + (", fails" if fails else "")
+        verdict = step_verdict.VERDICTS[change.verdict] + (", fails" if fails else "")
         rows.append((metric.label, before, now, _change(change), _interval(change), verdict))
         emphases.append(Emphasis.WORSE if fails else EMPHASES[change.verdict])
     header = ("", *names, "change", f"{compared.confidence:.0%} interval", "verdict")
@@ -123,16 +171,58 @@ from the registry `METRICS`.
 """
 
 
+def _contribution_values(part: Contribution) -> dict[str, object]:
+    values = {name: value for name, value in vars(part).items() if name != "parts"}
+    return values | {
+        "verdict": part.verdict.value,
+        "label": part.label,
+        "change_ns": part.change_ns,
+        "is_certain": part.is_certain,
+        "parts": [_contribution_values(piece) for piece in part.parts],
+    }
+
+
+def _metric_counts(compared: Comparison) -> str:
+    """Return how many metrics have each verdict, and where they are shown."""
+    verdicts = [change.verdict for change in compared.changes]
+    counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
+    return f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
+
+
+def _is_of_step_time(change: Change) -> bool:
+    """Return whether a metric is the step time, a part or a share of it, or its rate: the contributions show these."""
+    metric = metric_of(change.metric)
+    is_rate = metric.unit is PER_SECOND
+    is_part = metric.part_of == STEP_TIME or metric.is_share
+    return metric.key == STEP_TIME or (metric.scope is Scope.STEP and (is_part or is_rate))
+
+
 def _change(change: Change) -> str:
-    if change.change is None:
-        return "from 0" if change.difference else "none"
-    return f"{_percent(change.change)}{_unit(change)}"
+    if _is_absolute(change):
+        sign = "+" if change.difference >= 0 else "-"
+        return f"{sign}{metric_of(change.metric).text(abs(change.difference))}" if change.difference else "none"
+    return f"{_percent(change.change or 0.0)}{_unit(change)}"
 
 
 def _interval(change: Change) -> str:
+    """Return the interval of a change; only the bound that says something, where the other one is far away."""
     if change.low is None or change.high is None:
         return "—"
-    return f"{_percent(change.low)} to {_percent(change.high)}{_unit(change)}"
+    is_open = change.high > _MAX_SHOWN_CHANGE and not metric_of(change.metric).is_share
+    if not is_open and not _is_absolute(change):
+        return f"{_percent(change.low)} to {_percent(change.high)}{_unit(change)}"
+    if change.low <= _MIN_SHOWN_CHANGE:
+        return "—"
+    if _is_absolute(change) and change.low > 0:
+        return f"at least +{metric_of(change.metric).text(change.low * change.reference)}"
+    return f"at least {_percent(change.low)}%"
+
+
+def _is_absolute(change: Change) -> bool:
+    """Return whether a change is written in the metric's unit: relative to a reference near zero it says nothing."""
+    if metric_of(change.metric).is_share:
+        return False
+    return change.change is None or change.change > _MAX_SHOWN_CHANGE
 
 
 def _percent(ratio: float) -> str:

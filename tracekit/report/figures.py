@@ -33,10 +33,10 @@ from tracekit.model import escaping, units
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
 from tracekit.replay.allocator import memory_usage
-from tracekit.replay.graph import what_if
 from tracekit.replay.graph.critical_path import path as critical_path_walk
 from tracekit.report import charts, rank_selection, trace_tracks
 from tracekit.report import what_if as what_if_report
+from tracekit.rules import engine, stated_savings
 from tracekit.rules.rule import Finding, Report
 
 _MIN_MEMORY_EVENTS = 50
@@ -142,9 +142,9 @@ def critical_path(run: Run) -> RunFigure | None:
 
 
 def potential_savings(run: Run) -> RunFigure | None:
-    """Estimated saving per step without each cause of lost time, by replay."""
+    """Estimated saving per step without each cause of lost time, as findings state it, else by replay."""
     try:
-        savings = what_if_report.as_table(what_if.answer(run))
+        savings = what_if_report.as_table(stated_savings.answer(engine.check(run)))
     except TracekitError:
         return None
     if savings.is_empty():

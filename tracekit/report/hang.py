@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tracekit.analysis.hangs import causes
 from tracekit.analysis.hangs.collectives import Mismatch, sizes
 from tracekit.analysis.hangs.diagnosis import Diagnosis, RankState
 from tracekit.model.hang_dump import Call
@@ -91,7 +92,8 @@ def _calls(mismatch: Mismatch) -> list[str]:
 
 
 def _call(call: Call) -> str:
-    where = next((f", called in {frame}" for frame in call.frames if "/site-packages/" not in frame.file), "")
+    frame = causes.user_frame(call.frames)
+    where = f", called in {frame}" if frame else ""
     return f"{call.op} {sizes(call)} ({call.state}){where}"
 
 

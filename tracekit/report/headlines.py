@@ -41,14 +41,12 @@ class Headline:
 
 
 def verdict(report: Report, _run: Run) -> Headline:
-    """Return the message of the costliest finding, or that the run cannot be judged, or that no problem was found."""
+    """Return the costliest finding in one sentence, or that the run cannot be judged, or that no problem was found."""
     findings = [finding for finding in report.findings if not is_data_quality(finding.code)]
     cannot_judge = phrases.cannot_judge(report)
     status = html_fragments.verdict_status(findings, cannot_judge)
-    first, rest = _first_sentence(phrases.headline(findings, cannot_judge))
-    separator = " " if rest.endswith(".") else " · "
-    about = separator.join(filter(None, (rest, phrases.severity_counts(findings))))
-    return Headline(first, about, status, is_verdict=True)
+    text = phrases.headline(findings, cannot_judge)
+    return Headline(text, phrases.severity_counts(findings), status, is_verdict=True)
 
 
 def step(report: Report, run: Run) -> Headline | None:
@@ -69,7 +67,7 @@ def ranks(report: Report, run: Run) -> Headline:
     stragglers = [finding for finding in findings if finding.severity > Severity.INFO or finding.code in _STRAGGLERS]
     if stragglers:
         worst = max(stragglers, key=lambda finding: (finding.severity, cost_order(finding)))
-        return Headline(*_first_sentence(worst.message), worst.severity.label)
+        return Headline(worst.sentence, status=worst.severity.label)
     if len(run.ranks) < 2:
         return Headline("Only one rank has a trace, so ranks cannot be compared", status=INFO)
     waits, step_ns = run.table(rank_timelines.awaited_times), breakdown.step_time_ns(run)
@@ -320,12 +318,7 @@ def _about(text: str, findings: Sequence[Finding]) -> Headline:
         return Headline(text)
     main = max(findings, key=lambda finding: (finding.severity > Severity.INFO, cost_order(finding)))
     worst = max(finding.severity for finding in findings)
-    return Headline(text, f"{phrases.rule_name(main.code)}: {_first_sentence(main.message)[0]}", worst.label)
-
-
-def _first_sentence(text: str) -> tuple[str, str]:
-    first, _, rest = text.partition(". ")
-    return (first, rest) if rest else (text, "")
+    return Headline(text, main.sentence, worst.label)
 
 
 def _of(report: Report, *families: str) -> list[Finding]:

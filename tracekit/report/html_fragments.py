@@ -11,7 +11,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import charts, comparison, phrases, text
+from tracekit.report import charts, comparison, phrases, step_verdict, text
 from tracekit.report.document import Cells
 from tracekit.rules.rule import Finding, Severity
 
@@ -115,14 +115,17 @@ def comparison_verdict(compared: Comparison, gate: CheckResult | None) -> str:
     """Comparison of a run with another in a coloured box: step time, other changes, the likely cause."""
     by_metric = {change.metric: change for change in compared.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
-    change = comparison.with_minus_signs(comparison.change_text(first))
-    headline = f"{compared.candidate}: {comparison.label(first.metric)} {change}: {first.verdict.value}"
+    change = comparison.change_text(first)
+    by_metric_text = f"{compared.candidate}: {comparison.label(first.metric)} {change}: {first.verdict.value}"
+    headline = comparison.with_minus_signs(step_verdict.headline(compared) or by_metric_text)
     other_changes = [change for change in compared.changes if change is not first]
     metrics = []
     for verdict in (Verdict.WORSE, Verdict.BETTER):
         labels = [comparison.label(change.metric) for change in other_changes if change.verdict is verdict]
         metrics += [f"{verdict.value}: {', '.join(labels)}"] if labels else []
-    lines = []
+    advice = step_verdict.advice(compared)
+    doubts = [("other programs", step_verdict.doubt(compared).removeprefix("other programs "))]
+    lines = [(name, text) for name, text in (*doubts, ("to decide it", advice)) if text]
     if gate is not None:
         lines += [(f"likely cause, {cause.name}", cause.message) for cause in gate.causes]
         new = [verdict.finding.code for verdict in gate.findings if verdict.status is FindingStatus.NEW]
@@ -143,9 +146,9 @@ def is_conclusive(change: Change) -> bool:
 
 
 def finding(finding: Finding) -> str:
-    """Return a finding without its evidence: severity, code and name of its rule, cost, message, fix, scope."""
-    name, scope = phrases.rule_name(finding.code), phrases.scope(finding)
-    return escaping.fragment("finding", finding, name, phrases.cost(finding), scope)
+    """Return a finding without its evidence: severity, sentence, message, fix, name and id of its rule, scope."""
+    details, name = phrases.details(finding), phrases.rule_name(finding.code)
+    return escaping.fragment("finding", finding, details, name, phrases.scope(finding))
 
 
 def evidence(finding: Finding, clock: pl.DataFrame) -> str:

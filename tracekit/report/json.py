@@ -22,7 +22,7 @@ from tracekit.regression import baseline
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
-from tracekit.report import phrases
+from tracekit.report import comparison, phrases
 from tracekit.report.render.json import to_json_value
 from tracekit.rules.rule import Finding, Report
 
@@ -43,8 +43,8 @@ _MANIFEST_KEYS = (
     "created_ns",
 )
 _FINDING_FIELDS = (
-    "impact", "cost_ns", "cost_bytes", "confidence", "message", "fix", "subject", "ranks", "steps",
-    "is_upper_bound",
+    "impact", "cost_ns", "cost_bytes", "measured_ns", "confidence", "sentence", "message", "fix", "subject",
+    "ranks", "steps", "is_upper_bound", "is_priced", "consequence_of",
 )  # fmt: skip
 
 
@@ -108,6 +108,7 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
             | {"verdict": change.verdict.value, "fails": change.metric in failing}
             for change in changes
         ],
+        "comparison": comparison.verdict_values(gate.comparison) if gate.comparison else None,
         "confidence": gate.comparison.confidence if gate.comparison else None,
         "causes": [
             {"name": cause.name, "message": cause.message, "metrics": list(cause.metrics)} for cause in gate.causes

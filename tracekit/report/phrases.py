@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from tracekit.model import escaping, units
+from tracekit.model import escaping, kernel_names, units
 from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.regression.baseline import KnownFinding
@@ -19,12 +19,12 @@ _TIMES = ("start_ns", "end_ns", "at_ns", "ready_ns", "launched_ns", "host_start_
 
 
 def headline(findings: Sequence[Finding], cannot_judge: str | None = None) -> str:
-    """Return the sentence to read first: why the run cannot be judged, else the message of the costliest finding."""
+    """Return the sentence to read first: why the run cannot be judged, else the costliest finding."""
     if cannot_judge is not None:
         return f"Cannot judge this run: {cannot_judge}"
     if not findings:
         return "No problems found"
-    return max(findings, key=cost_order).message
+    return max(findings, key=cost_order).sentence
 
 
 def no_problems(report: Report) -> str:
@@ -71,25 +71,10 @@ def rule_name(code: str) -> str:
 
 
 def cost(finding: Finding) -> str:
-    """Return the cost of a finding in a few words: "38.9% of step time · 16.1 ms a step"; '' if it has no cost."""
-    parts = [f"{share_or_size(finding)} of {time_noun(finding)}"] if finding.impact else []
-    per_step = " an iteration" if finding.is_of_iterations else " a step"
-    per_step = "" if finding.is_of_window else per_step
-    parts += [saving(finding) + per_step] if finding.cost_ns else []
+    """Return the cost of a finding in a few words: "saves 16.1 ms a step (38.9%)"; '' if it has no cost."""
+    parts = [finding.cost_in_words] if finding.impact else []
     parts += [units.size(finding.cost_bytes)] if finding.cost_bytes else []
     return " · ".join(parts)
-
-
-def time_noun(finding: Finding) -> str:
-    """Time that the impact of a finding is a share of: "step time", or "the window" where no steps are marked.
-
-    Of iterations that were found by repetition it is "iteration time", of findings on saves "training time".
-    """
-    if finding.is_of_training:
-        return "training time"
-    if finding.is_of_iterations:
-        return "iteration time"
-    return "the window" if finding.is_of_window else "step time"
 
 
 def step_note(run: Run) -> str | None:
@@ -107,7 +92,7 @@ def share_or_size(finding: Finding | KnownFinding) -> str:
 
 
 def saving(finding: Finding) -> str:
-    """Saving per step from fixing a finding: "16.1 ms", "up to 16.1 ms" of an upper bound."""
+    """Saving per step from fixing a finding: "16.1 ms" by replay, else "up to 16.1 ms"."""
     return _up_to(finding) + units.duration(finding.cost_ns)
 
 
@@ -117,6 +102,39 @@ def scope(finding: Finding) -> str:
     noun = "iteration" if finding.is_of_iterations else "step"
     parts += [units.numbered(noun, finding.steps)] if finding.steps else []
     return " · ".join([*parts, f"confidence {finding.confidence:.0%}"])
+
+
+def details(finding: Finding) -> str:
+    """The evidence in words; "" where the sentence of the finding says it already."""
+    return "" if finding.message.rstrip(".") in finding.sentence else finding.message
+
+
+def consequences(finding: Finding, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings that are consequences of a finding: with it they are one trouble."""
+    return [other for other in findings if other.consequence_of == finding.id]
+
+
+def place(finding: Finding) -> str:
+    """Where a finding is, by its first row of evidence: "rank 0, step 11: all-gather of layers.3 in forward"."""
+    rows = finding.evidence.head(1).to_dicts()
+    row = {name: value for name, value in (rows[0] if rows else {}).items() if value not in (None, "")}
+    ranks = (row["rank"],) if "rank" in row else finding.ranks
+    steps = (row["step"],) if "step" in row else finding.steps
+    noun = "iteration" if finding.is_of_iterations else "step"
+    at = [units.numbered("rank", ranks)] if ranks else []
+    at += [units.numbered(noun, steps)] if steps else []
+    called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
+    what = [escaping.inert(called, _MAX_WORD)] if called else []
+    what += [("of " if what else "") + escaping.inert(str(row["unit"]), _MAX_WORD)] if "unit" in row else []
+    what += [f"in {row['phase']}"] if "phase" in row else []
+    what += [f"at {escaping.inert(str(row['stack']), _MAX_WORD)}"] if "stack" in row else []
+    return ": ".join(filter(None, (", ".join(at), " ".join(what))))
+
+
+def has_moment(finding: Finding) -> bool:
+    """Whether the evidence names ranks and times that the timeline can show."""
+    needed = ["rank", "start_ns", "dur_ns"]
+    return set(needed) <= set(finding.evidence.columns) and bool(finding.evidence.drop_nulls(needed).height)
 
 
 def from_run_start(table: pl.DataFrame, clock: pl.DataFrame) -> pl.DataFrame:
@@ -141,4 +159,4 @@ def _rule_names() -> Mapping[str, str]:
 
 
 def _up_to(finding: Finding | KnownFinding) -> str:
-    return "up to " if isinstance(finding, Finding) and finding.is_upper_bound else ""
+    return "up to " if isinstance(finding, Finding) and not finding.is_priced else ""

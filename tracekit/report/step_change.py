@@ -2,10 +2,10 @@
 
 import polars as pl
 
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.regression.step_change import SAME, StepChange
 from tracekit.regression.thresholds import Verdict
-from tracekit.report import comparison
+from tracekit.report import step_verdict
 from tracekit.report.document import Cells, Document, faint, items, line
 from tracekit.report.render.json import to_json_value
 
@@ -35,23 +35,13 @@ def document(changed: StepChange, top: int = DEFAULT_TOP) -> Document:
         "notes": list(compared.notes),
         "differences": list(compared.differences),
     }
-    first = [line(headline(changed)), faint(count_statuses(changed)), *items(compared.differences)]
+    first = [
+        line(step_verdict.headline(changed.compared)),
+        faint(count_statuses(changed)),
+        *items(compared.differences),
+    ]
     rest = [faint(text) for text in _rest(changed, top)]
     return Document((first, [cells(changed, top), *rest]), tuple(remarks(changed)), values, is_ascii=False)
-
-
-def headline(changed: StepChange) -> str:
-    """Return one sentence: how long the median step takes, and by how much that differs."""
-    step, compared = changed.step, changed.compared
-    a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
-    takes = f"the median step of {b} takes {units.duration(step.candidate)}"
-    if round(step.difference) == 0:
-        return f"{takes}, as long as that of {a}"
-    more = "more" if step.difference > 0 else "less"
-    return (
-        f"{takes}, {units.duration(abs(step.difference))} {more} than that of {a} "
-        f"({comparison.change_text(step)}: {step.verdict.value})"
-    )
 
 
 def count_statuses(changed: StepChange) -> str:
@@ -69,9 +59,12 @@ def cells(changed: StepChange, top: int) -> Cells:
         before, after = (units.duration(row[f"{side}_ns"]) for side in ("before", "after"))
         share = "—" if row["contribution_ratio"] is None else f"{100 * row['contribution_ratio']:.1f}%"
         part, status = _PARTS.get(row["part"], row["part"]), row["status"]
-        change = _signed_duration(row["change_ns"])
-        rows.append((name, part, change, share, before, after, _calls(row), status, row["verdict"]))
-    emphases = tuple(comparison.EMPHASES[Verdict(row[-1])] for row in rows)
+        change = step_verdict.signed_duration(row["change_ns"])
+        rows.append(
+            (name, part, change, share, before, after, _calls(row), status, step_verdict.VERDICTS[row["verdict"]])
+        )
+    verdicts = changed.rows["verdict"].head(top).to_list()
+    emphases = tuple(step_verdict.EMPHASES[Verdict(verdict)] for verdict in verdicts)
     header = (" · ".join(changed.by), *_HEADER)
     return Cells(header, tuple(rows), _NUMBERS, emphases, _DROP_ORDER, least_text=_MIN_NAME)
 
@@ -90,14 +83,9 @@ def _rest(changed: StepChange, top: int) -> list[str]:
     rest = changed.rows.slice(top)
     if not rest.height:
         return []
-    total = _signed_duration(float(rest["change_ns"].sum()))
+    total = step_verdict.signed_duration(float(rest["change_ns"].sum()))
     unchanged = rest.filter(pl.col("status") == SAME).height
     return [f"and {rest.height:,} more ({unchanged:,} of them the same), {total} together: --top {changed.rows.height}"]
-
-
-def _signed_duration(change_ns: float) -> str:
-    rounded = round(change_ns)
-    return f"{'+' if rounded >= 0 else '-'}{units.duration(abs(rounded))}"
 
 
 def _calls(row: dict[str, float]) -> str:

@@ -1,6 +1,7 @@
-"""A check as text: the verdict and its causes, what changed, where the time goes, then what to change."""
+"""A check as text: in a dozen lines the costliest findings with place, fix and address; in detail, all of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import polars as pl
 
@@ -10,14 +11,30 @@ from tracekit.model.run import Run
 from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
-from tracekit.report import comparison, phrases
-from tracekit.report.document import Cells, Document, Emphasis, Line, Section, Table, faint, heading, items, line
+from tracekit.report import comparison, phrases, step_verdict
+from tracekit.report.document import (
+    Cells,
+    Definitions,
+    Document,
+    Emphasis,
+    Line,
+    Section,
+    Table,
+    faint,
+    heading,
+    items,
+    line,
+)
 from tracekit.report.render import text as render_text
-from tracekit.rules.rule import Finding, Report, Severity, cost_order, costliest, has_found_iterations
+from tracekit.rules.rule import Finding, Report, Severity, cost_order, has_found_iterations, is_data_quality
 
 WIDTH = 100
 MAX_RANKS = 16
 MAX_EVIDENCE_ROWS = 3
+MAX_BRIEF = 2
+"""Findings in brief: with the lines on run, time and data about a dozen lines, which are read in ten seconds."""
+ADDRESS = "http://127.0.0.1:8501"
+"""Where `tracekit dashboard` listens, unless it is told another port."""
 MAX_WIDTH = 120  # longer lines are hard to read
 # The columns of evidence that are dropped on a narrow terminal, in this order.
 _DROP_ORDER = ("activity_id", "blocker_id", "lane", "device", "blocking", "name", "phase")
@@ -30,6 +47,12 @@ _STATUSES = {
     FindingStatus.WORSE: Emphasis.STRONG,
     FindingStatus.KNOWN: Emphasis.FAINT,
 }
+_TIME_PARTS = {
+    "compute_ratio": "compute",
+    "exposed comm_ratio": "exposed communication",
+    "exposed copy_ratio": "exposed copies",
+    "idle_ratio": "idle",
+}
 _OUTCOMES = {
     BudgetOutcome.BROKEN: Emphasis.WORSE,
     BudgetOutcome.MET: Emphasis.FAINT,
@@ -37,47 +60,51 @@ _OUTCOMES = {
 }
 
 
-def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
-    """Return the report as text at most `width` columns wide."""
-    return render_text.render(document(report, run), width=min(width, MAX_WIDTH), color=color)
+def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False, is_detailed: bool = False) -> str:
+    """Return the report as text at most `width` columns wide: in brief, or with all findings and their evidence."""
+    written = document(report, run) if is_detailed else brief(report, run)
+    return render_text.render(written, width=min(width, MAX_WIDTH), color=color)
 
 
-def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
+def render_several(
+    reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False, is_detailed: bool = False
+) -> str:
     """Return several reports: a table of their findings, then each report, side by side if the width allows."""
-    documents = [(run.name, document(report, run)) for report, run in reports]
+    write = document if is_detailed else brief
+    documents = [(run.name, write(report, run)) for report, run in reports]
     return render_text.render_several(_findings_by_run(reports), documents, width=width, color=color)
 
 
-def render_gates(gates: Sequence[CheckResult], *, width: int = WIDTH, color: bool = False) -> str:
+def render_gates(
+    gates: Sequence[CheckResult], *, width: int = WIDTH, color: bool = False, is_detailed: bool = False
+) -> str:
     """Return the verdicts on runs, each with its report."""
-    documents = map(gate_document, gates)
+    documents = (gate_document(gate, is_detailed=is_detailed) for gate in gates)
     return "\n".join(render_text.render(verdict, width=min(width, MAX_WIDTH), color=color) for verdict in documents)
+
+
+def brief(report: Report, run: Run) -> Document:
+    """The run, its costliest findings in one sentence each, where the time goes, and trust in the data."""
+    return Document(((_run_line(run),), *_brief(report, run, report.findings)))
 
 
 def document(report: Report, run: Run) -> Document:
     """The verdict, where the time goes, each finding with the first rows of its evidence, and the notes."""
-    findings, cannot_judge = report.findings, report.cannot_judge
-    verdict = []
-    if cannot_judge is not None:
-        verdict.append(line((phrases.headline(findings, cannot_judge), Emphasis.WORSE)))
-    elif not findings:
-        verdict.append(line((phrases.no_problems(report), Emphasis.BETTER)))
+    findings = report.findings
+    verdict = _verdict(report)
     if findings:
-        worst, top, cost = max(finding.severity for finding in findings), costliest(findings), ""
-        if top is not None and top.impact:
-            share = f"{units.share(top.impact)} of {phrases.time_noun(top)}"
-            cost = f"  costliest: {phrases.rule_name(top.code)}, {share}"
-        verdict.append(line((phrases.severity_counts(findings), _SEVERITIES[worst]), (cost, Emphasis.STRONG)))
-    first = [*verdict, faint(f"{run.name}  {phrases.subtitle(run)}")]
-    return Document((first, *_body(report, run, findings)))
+        worst = max(finding.severity for finding in findings)
+        verdict.append(line((phrases.severity_counts(findings), _SEVERITIES[worst])))
+    return Document(((*verdict, _run_line(run)), *_body(report, run, findings)))
 
 
-def gate_document(gate: CheckResult) -> Document:
+def gate_document(gate: CheckResult, *, is_detailed: bool = False) -> Document:
     """The verdict on a run with its causes, budgets, and changes since the baseline; then its report."""
     run = gate.report.run
     first = [
         line((headline(gate), Emphasis.WORSE if gate.failures else Emphasis.BETTER)),
-        faint(f"{run.name}  {phrases.subtitle(run)}"),
+        *(comparison.verdict_lines(gate.comparison) if gate.comparison is not None else ()),
+        _run_line(run),
         *(line((f"{cause.name}: ", Emphasis.STRONG), cause.message, mark="Why") for cause in gate.causes),
     ]
     sections: list[Section] = [first]
@@ -92,11 +119,17 @@ def gate_document(gate: CheckResult) -> Document:
         findings = finding_cells(gate)
         title = heading("Findings", f"  compared with {gate.baseline}")
         sections.append([title, findings if findings.rows else faint("none in either run", indent=2)])
-        title = heading("Metrics", "  median over steps, mean over recordings")
+        if gate.comparison.contributions:
+            sections.append([heading("Change of the step"), step_verdict.contribution_cells(gate.comparison)])
+    title = heading("Metrics", "  median over steps, mean over recordings")
+    if gate.comparison is not None and is_detailed:
         sections.append([title, metric_cells(gate, gate.comparison), *items(comparison.remarks(gate.comparison))])
+    elif gate.comparison is not None and gate.regressions:
+        sections.append([title, metric_cells(gate, replace(gate.comparison, changes=gate.regressions))])
     is_first = gate.comparison is None
     new = [verdict.finding for verdict in gate.findings if is_first or verdict.status is not FindingStatus.KNOWN]
-    return Document((*sections, *_body(gate.report, run, new)))
+    body = _body(gate.report, run, new) if is_detailed else _brief(gate.report, run, new)
+    return Document((*sections, *body))
 
 
 def headline(gate: CheckResult) -> str:
@@ -139,20 +172,104 @@ def metric_cells(gate: CheckResult, compared: Comparison) -> Cells:
     return comparison.cells(compared, {change.metric for change in gate.regressions}, indent=2)
 
 
+def _run_line(run: Run) -> Line:
+    """What run it is, and its step time."""
+    step_ns = breakdown.step_time_ns(run)
+    parts = [phrases.subtitle(run)]
+    if step_ns is not None:
+        noun = "iteration" if has_found_iterations(run) else "step"
+        steps = units.numbered(noun, breakdown.slowest_device_by_step(run)["step"].drop_nulls().unique().sort())
+        found = ", found by repetition" if noun == "iteration" else ""
+        parts.append(f"{units.duration(step_ns)} a {noun}" + (f" ({steps}{found})" if steps else ""))
+    else:
+        parts.append("no steps are marked")
+    return line((run.name, Emphasis.STRONG), f"  {' · '.join(filter(None, parts))}")
+
+
+def _verdict(report: Report) -> list[Line]:
+    if report.cannot_judge is not None:
+        return [line((phrases.headline(report.findings, report.cannot_judge), Emphasis.WORSE))]
+    return [] if report.findings else [line((phrases.no_problems(report), Emphasis.BETTER))]
+
+
+def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:
+    """The first findings, one sentence each with place, fix and address; time, data, and how many more there are."""
+    ids = {finding.id for finding in findings}
+    of_training = [
+        finding for finding in findings if not is_data_quality(finding.code) and finding.consequence_of not in ids
+    ]
+    # A recording that cannot be trusted comes before what was read from it.
+    doubts = [finding for finding in findings if is_data_quality(finding.code)]
+    first = [doubt for doubt in doubts if doubt.severity is Severity.ERROR][:1] + of_training
+    picked = [finding for finding in first if finding.severity > Severity.INFO][:MAX_BRIEF] or first[:1]
+    verdict = _verdict(report)
+    if not verdict and not of_training:
+        verdict = [line((phrases.no_problems(report), Emphasis.BETTER))]
+    sections: list[Section] = [verdict] if verdict else []
+    sections += [_finding_lines(finding, phrases.consequences(finding, findings)) for finding in picked]
+    rows = [(line(("time", Emphasis.FAINT)), line(_time(run))), (line(("data", Emphasis.FAINT)), line(_trust(doubts)))]
+    if report.ignored:
+        ignored = "; ".join(f"{aside.finding.code} ({aside.reason})" for aside in report.ignored)
+        rows.append((line(("ignored", Emphasis.FAINT)), line(ignored)))
+    more = len(findings) - sum(1 + len(phrases.consequences(finding, findings)) for finding in picked)
+    more_text = f"shows {units.count(more, 'more finding')} and the evidence" if more else "shows the evidence"
+    served = any(map(phrases.has_moment, picked))
+    more_text += f"; tracekit dashboard {run.path} serves these addresses" if served else ""
+    rows.append((line(("-v", Emphasis.FAINT)), line(more_text)))
+    return [*sections, [Definitions(tuple(rows))]]
+
+
+def _finding_lines(finding: Finding, consequences: Sequence[Finding]) -> Section:
+    severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
+    rows = [("where", phrases.place(finding)), ("also", "; ".join(caused.claim for caused in consequences))]
+    rows.append(("fix", _first_advice(finding.fix)))
+    if phrases.has_moment(finding):
+        rows.append(("open", f"{ADDRESS}/timeline?finding={finding.id}"))
+    lines = tuple((line((name, Emphasis.FAINT)), line(text)) for name, text in rows if text)
+    return [line(severity, "  ", (f"{finding.sentence}.", Emphasis.STRONG)), Definitions(lines, indent=2)]
+
+
+def _first_advice(fix: str) -> str:
+    """The first sentence of a fix. Dots inside of calls and options end no sentence."""
+    end = fix.find(". ")
+    return fix if end < 0 else fix[: end + 1]
+
+
+def _time(run: Run) -> str:
+    """Where the time goes, over all ranks: shares that add up to 100%."""
+    ranks = rank_shares.shares(run)
+    if ranks.is_empty():
+        return "the traces contain no activities"
+    totals = ranks.select(pl.col(name).mean() for name in ranks.columns if name.endswith("_ratio")).row(0, named=True)
+    parts = {name: ratio for name, ratio in totals.items() if ratio and name in _TIME_PARTS}
+    text = ", ".join(f"{_TIME_PARTS[name]} {units.share(parts[name])}" for name in _TIME_PARTS if name in parts)
+    return text + (f", mean of {ranks.height:,} ranks" if ranks.height > 1 else "")
+
+
+def _trust(doubts: Sequence[Finding]) -> str:
+    """Whether the recording can be trusted, in one line."""
+    problems = [doubt for doubt in doubts if doubt.severity > Severity.INFO]
+    if not problems:
+        return "complete" + (f", {units.count(len(doubts), 'remark')}" if doubts else "")
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"doubtful: {problems[0].sentence}{more}"
+
+
 def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section]:
     """A report without its verdict."""
     sections: list[Section] = [_breakdown(run)]
     clock = breakdown.run_clock(run) if findings else schema.empty(breakdown.RUN_CLOCK)
     for finding in findings:
         severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
-        name = phrases.rule_name(finding.code), Emphasis.STRONG
-        identifier = "  " + finding.id, Emphasis.FAINT
+        rule = f"{phrases.rule_name(finding.code)} {finding.id} · {phrases.scope(finding)}"
+        rule += f" · consequence of {finding.consequence_of}" if finding.consequence_of else ""
+        details = phrases.details(finding)
         sections.append(
             [
-                Line((severity, "  ", name, identifier), right=phrases.cost(finding)),
-                line(finding.message, indent=2),
+                line(severity, "  ", (f"{finding.sentence}.", Emphasis.STRONG)),
+                *([line(details, indent=2)] if details else []),
                 *([line(finding.fix, mark="Fix")] if finding.fix else []),
-                faint(phrases.scope(finding), indent=2),
+                faint(rule, indent=2),
                 *_evidence(finding.evidence, clock),
             ]
         )

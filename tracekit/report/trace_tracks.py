@@ -216,7 +216,7 @@ def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -
             spans.with_columns(
                 pl.lit(_FINDINGS).alias("track"),
                 pl.lit("findings").alias("track_name"),
-                pl.lit(f"{finding.code} {finding.message}").alias("name"),
+                pl.lit(f"{finding.code} {finding.sentence}").alias("name"),
                 pl.lit("finding").alias("category"),
                 pl.lit("findings").alias("source"),
                 pl.lit(finding.id).alias("code"),

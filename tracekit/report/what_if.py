@@ -46,7 +46,9 @@ def document(
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(prediction, answers.gpus, price) for prediction in predictions],
     }
-    return Document((tuple(Line((text,), wraps=False) for text in texts),), values=values)
+    return Document(
+        (tuple(line(text.lstrip(), indent=len(text) - len(text.lstrip())) for text in texts),), values=values
+    )
 
 
 def as_table(answers: WhatIf) -> pl.DataFrame:

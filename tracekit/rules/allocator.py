@@ -20,6 +20,7 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 
 _EVIDENCE_ROWS = 40
 _WARM_UP = " Nothing is freed in the only step or window, so this looks like warm-up."
+_FULL = "Device memory of {} is full: allocations fail and are tried again"
 _RETRIES = "Allocation retries (cudaMalloc failed, cache flushed)"
 _RETRY_FIX = (
     "Lower the peak (smaller batch, activation checkpointing). If much of the reserved memory is unused, set "
@@ -100,6 +101,7 @@ class SteadyDeviceAllocation(Rule):
             what_if=WhatIf(ALLOCATOR) if warns else None,
             subject="device calls",
             is_of_window=worst["step"] is None,
+            claim=f"Device malloc and free calls block {units.numbered('rank', distinct(with_calls, 'rank'))}",
         )
 
 
@@ -162,6 +164,7 @@ class AllocatorRetry(Rule):
             evidence=rank_rows.sort(pl.col("retries") == 0, maintain_order=True).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
+            claim=_FULL.format(units.numbered("rank", distinct(counts, "rank"))),
         )
 
     def _from_snapshots(self, run: Run) -> Iterator[Finding]:
@@ -178,6 +181,7 @@ class AllocatorRetry(Rule):
             confidence=0.8,
             ranks=distinct(retried, "rank"),
             evidence=retried,
+            claim=_FULL.format(units.numbered("rank", distinct(retried, "rank"))),
         )
 
 
@@ -294,6 +298,7 @@ class FragmentedMemory(Rule):
             steps=distinct(rank_rows, "step"),
             evidence=growths.head(_SEGMENT_ROWS),
             subject="growth",
+            claim=f"Fragmented memory makes rank {worst['rank']} reserve more than it needs",
         )
 
     def _fragmented_pools(self, run: Run) -> Iterator[Finding]:
@@ -321,6 +326,7 @@ class FragmentedMemory(Rule):
             ranks=distinct(cut, "rank"),
             evidence=cut,
             subject="snapshot",
+            claim=f"Free memory of rank {worst['rank']} is fragmented",
         )
 
 
@@ -376,4 +382,5 @@ class CrossStreamSlack(Rule):
             confidence=0.8,
             ranks=distinct(idle, "rank"),
             evidence=of_stream.sort(*DEVICE, "stream"),
+            claim=f"Pools of side streams hold free memory on rank {worst['rank']}",
         )

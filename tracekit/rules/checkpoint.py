@@ -39,8 +39,8 @@ class BlockingCheckpoint(Rule):
     What it does: reports how long saves block training, which rank and stage the others wait for, and the share of the
     time between saves.
 
-    Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
-    changing. A logged save that blocks for less than `min_blocked_ms` is always information.
+    Why it costs: every rank waits while a blocking save runs; checkpoints should take less than 5% of the
+    time.
 
     How it is measured: from the checkpoint log: the total of all saves after one step, the longest over the ranks,
     relative to the training time between saves in the metrics log. The message quotes the median step and breaks down
@@ -48,8 +48,7 @@ class BlockingCheckpoint(Rule):
     with most work of its own is the one the others wait for (waiting is not work), and its longest stage is reported.
     Without a log, spans of the trace that are named like saves (record_function annotations, or functions in traces
     with stacks) count: what their steps take longer than the others, at least the device's idle time in them, as a
-    share of the profiled steps: a warning from `min_window_ratio` on, as for other single stalls (STEP001). The message
-    says if a save may be rare.
+    share of the profiled steps. The message says if a save may be rare.
 
     How to fix: save asynchronously with pinned staging; then fix the reported stage.
 
@@ -67,9 +66,6 @@ class BlockingCheckpoint(Rule):
         breakdown.by_step,
         host_stalls.io_calls,
     )
-    max_overhead_ratio: float = 0.05
-    min_blocked_ms: int = 250
-    min_window_ratio: float = 0.03
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a manifest, a checkpoint log and save spans cannot be judged."""
@@ -106,7 +102,6 @@ class BlockingCheckpoint(Rule):
         blocked_ns, steps = median_save["blocked_ns"], median_save["interval_steps"]
         is_known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
         over = f", {units.share(overhead)} of training time" if is_known else ""
-        costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
         other_saves = median_save["saves"] - 1
         more = f" and {other_saves} more after that step" if other_saves else ""
         quoted_save = f"{median_save['save']}{more}" + (
@@ -121,7 +116,7 @@ class BlockingCheckpoint(Rule):
         io_calls = io_sentence(run, rank, intervals.from_table(of_rank), "the save")
         return Finding(
             self.code,
-            Severity.WARNING if costly else Severity.INFO,
+            Severity.WARNING,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
             f"({quoted_save}){_slowest_stage(critical, quoted_stages)}{io_calls}",
             " ".join(fixes) or "Wait for the future of dcp.async_save only before the next save.",
@@ -132,6 +127,7 @@ class BlockingCheckpoint(Rule):
             ranks=(critical["rank"],) if critical else (quoted["rank"],),
             steps=distinct(longest, "step"),
             evidence=_evidence(stages, quoted_stages, quoted, critical),
+            claim="Saving a checkpoint blocks training" + (f", longest in {critical['stage']}" if critical else ""),
         )
 
     def _by_spans(self, run: Run) -> Finding:
@@ -155,7 +151,7 @@ class BlockingCheckpoint(Rule):
         often = rank_spans["step"].count() > 1
         return Finding(
             self.code,
-            Severity.WARNING if share >= self.min_window_ratio else Severity.INFO,
+            Severity.WARNING,
             f"{counted} in the trace of rank {longest['rank']} {block} training for "
             f"{units.duration(int(rank_spans['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
             f"{inside} ({hidden} not in the trace)"
@@ -164,11 +160,12 @@ class BlockingCheckpoint(Rule):
             f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share,
             cost_ns=lost_ns // steps if steps else 0,
-            confidence=0.6 if often else 0.4,
+            confidence=0.6 if often else 0.5,
             ranks=distinct(spans, "rank"),
             steps=distinct(spans, "step"),
             evidence=pl.concat([rank_spans, spans.filter(~of_rank)]).head(_EVIDENCE_ROWS),
             what_if=WhatIf(CHECKPOINT, 0.0) if rank_spans["idle_ns"].is_not_null().any() else None,
+            claim=f"Saving a checkpoint blocks training on rank {longest['rank']}",
         )
 
 
@@ -249,6 +246,7 @@ def _finding(rule: Rule, slow_saves: pl.DataFrame, reason: str, fix: str, *, con
         ranks=distinct(slow_saves, "rank"),
         steps=distinct(slow_saves, "step"),
         evidence=slow_saves.head(_EVIDENCE_ROWS),
+        claim=f"A background save slows the steps of {units.numbered('rank', distinct(slow_saves, 'rank'))}",
     )
 
 
@@ -413,6 +411,7 @@ class BlockingBackgroundSave(Rule):
             steps=distinct(rows, "step"),
             evidence=_stages_of_save(run, row["save"]),
             subject="staging",
+            claim="The call of a background save blocks training" + (f", in {part['kind']}" if part else ""),
         )
 
     def _unfinished_upload(self, run: Run, rows: pl.DataFrame) -> Finding:
@@ -435,6 +434,7 @@ class BlockingBackgroundSave(Rule):
             steps=distinct(rows, "step"),
             evidence=_stages_of_save(run, row["save"]),
             subject="upload",
+            claim="Saves start before the upload of the previous save ends",
         )
 
 

@@ -60,6 +60,7 @@ class AmplifiedRestore(Rule):
             ranks=run.ranks,
             steps=distinct(amplified, "step"),
             evidence=slowest.head(_EVIDENCE_ROWS),
+            claim="Ranks read more bytes than the checkpoint has",
         )
 
 
@@ -116,6 +117,7 @@ class SuboptimalInterval(Rule):
             evidence=run.table(saves.by_rank)
             .filter(pl.col("save") == row["save"])
             .with_columns(pl.col("blocked_ns").alias("dur_ns")),
+            claim=f"Checkpoints are too {often}",
         )
 
 
@@ -160,6 +162,7 @@ class LostOnPowerFailure(Rule):
             ranks=distinct(risky, "rank"),
             steps=distinct(risky, "step"),
             evidence=risky.with_columns(pl.col("written_ns").alias("dur_ns")).head(_EVIDENCE_ROWS),
+            claim=f"Saves may be lost on a power failure: {reason}",
         )
 
 
@@ -203,6 +206,7 @@ class UnverifiedShards(Rule):
             evidence=lines.head(_EVIDENCE_ROWS).select(
                 "save", "window", "rank", "step", "start_ns", "dur_ns", "call", "bytes"
             ),
+            claim="Checkpoints have no checksums, so that corrupted shards load without an error",
         )
 
 
@@ -243,4 +247,5 @@ class SeveralWriters(Rule):
             ranks=run.ranks,
             steps=distinct(duplicates, "step"),
             evidence=duplicates.head(_EVIDENCE_ROWS),
+            claim="Several ranks write the same file of a checkpoint",
         )

@@ -84,6 +84,7 @@ class SmallCollectives(Rule):
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
+            claim=f"Small collectives ({largest['op'].replace('_', '-')}) of rank {largest['rank']} are latency-bound",
         )
 
     def _lost(self, run: Run) -> pl.DataFrame:
@@ -229,6 +230,7 @@ class ReducedEveryMicroBatch(Rule):
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),
+            claim="Gradients are reduced in every backward pass instead of once per step",
         )
 
 

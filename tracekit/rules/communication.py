@@ -128,6 +128,7 @@ _MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
 _EVIDENCE_ROWS = 20
 _DATA_AXES = (DP, DP_REPLICATE, DP_SHARD)
+_PLURALS = {"recv": "Receives"}
 _SHORT_TYPES = r"(?i)half|float16|bf16|float8|int8|uint8|byte|char"  # compression to 16 bits gains nothing
 _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
@@ -137,8 +138,7 @@ class ExposedCommunication(Rule):
     """Exposed communication: collectives that no compute overlaps.
 
     What it does: reports runs in which collectives move data while the device computes nothing for more than
-    `max_exposed_ratio` of the step. It is an error above `error_exposed_ratio`, and information from
-    `info_exposed_ratio` or if a replay without transfers saves less than that.
+    `max_exposed_ratio` of the step.
 
     Why it costs: the device is idle during exposed communication. Overlapped communication is free.
 
@@ -152,7 +152,7 @@ class ExposedCommunication(Rule):
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
     devices have NVLink or Infinity Fabric, so is bandwidth below `min_link_ratio` of theirs, with messages of 16 MiB or
-    more, and the finding is a warning then. Where links connect devices directly, without a switch (V100, MI250X to
+    more. Where links connect devices directly, without a switch (V100, MI250X to
     MI355X), a group of n ranks has n - 1 of them: a pair on MI300X one of seven. Ranks are inside a node if run.json,
     their hosts or their devices say so.
 
@@ -181,9 +181,7 @@ class ExposedCommunication(Rule):
         tensor_parallel.links,
         contention.device_count,
     )
-    info_exposed_ratio: float = 0.1
-    max_exposed_ratio: float = 0.2
-    error_exposed_ratio: float = 0.6
+    max_exposed_ratio: float = 0.1
     slow_bytes_per_ns: float = 2.0
     min_link_ratio: float = 0.1
 
@@ -201,9 +199,7 @@ class ExposedCommunication(Rule):
         steps = save_stages.without_saves(
             run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
         ).with_columns(ratio)
-        over = quoted_step.per_device(steps, "exposed_ratio").filter(
-            pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
-        )
+        over = quoted_step.per_device(steps, "exposed_ratio").filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
         if over.is_empty():
             return
         worst = over.row(0, named=True)
@@ -218,14 +214,9 @@ class ExposedCommunication(Rule):
         )
         axis = _most_exposed_axis(run, worst)
         overlapped_ratio = worst["overlapped_ns"] / worst["communication_ns"] if worst["communication_ns"] else 0.0
-        severity = Severity.WARNING if worst["exposed_ratio"] > self.max_exposed_ratio else Severity.INFO
-        if worst["exposed_ratio"] > self.error_exposed_ratio:
-            severity = Severity.ERROR
-        if axis == TP:
-            severity = Severity.INFO
+        severity = Severity.INFO if axis == TP else Severity.WARNING
         slow = _slow_transfers(run, self.slow_bytes_per_ns)
-        if not slow and (slow := _slow_for_node(run, self.min_link_ratio)) and axis != TP:
-            severity = max(severity, Severity.WARNING)
+        slow = slow or _slow_for_node(run, self.min_link_ratio)
         step_calls = quoted_step.rows_of(collectives, worst)
         time = largest_first(step_calls.group_by("op").agg(pl.col("exposed_ns").sum()), "exposed_ns", "op")
         op = time["op"][0] if time.height else None
@@ -242,6 +233,7 @@ class ExposedCommunication(Rule):
         if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
             awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
             message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
+        op_name = _PLURALS.get(op or "", f"{(op or 'collective').replace('_', '-').capitalize()}s")
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
         fix = fix_for(
@@ -264,11 +256,12 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf(COMMUNICATION, self.info_exposed_ratio if severity >= Severity.WARNING else 0.0),
+            what_if=WhatIf(COMMUNICATION),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),
             is_of_window=worst["step"] is None,
+            claim=f"{op_name} are not overlapped with compute on rank {worst['rank']}",
         )
 
 

@@ -36,25 +36,26 @@ class AvoidableTime(Rule):
     """
 
     cause: ClassVar[Cause]
+    claim: ClassVar[str]
     confidence: ClassVar[float] = 0.7
-    info_saved_ratio: float = 0.02
-    max_saved_ratio: float = 0.05
+    min_saved_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's median step exceeds a threshold."""
         kernels = run.table(self.facts[0])
-        loss = quoted_step.worst_loss(save_stages.losses(run, kernels, "saved_ns"), self.info_saved_ratio)
+        loss = quoted_step.worst_loss(save_stages.losses(run, kernels, "saved_ns"), self.min_saved_ratio)
         if loss is None:
             return
         message, fix = self.advise(run, loss)
         yield loss.finding(
             self,
-            Severity.WARNING if loss.row["lost_ratio"] >= self.max_saved_ratio else Severity.INFO,
+            Severity.WARNING,
             message,
             fix,
             confidence=self.confidence,
             evidence=_evidence(kernels, loss),
             what_if=WhatIf(self.cause),
+            claim=self.claim,
         )
 
     @abstractmethod
@@ -66,10 +67,10 @@ class AvoidableTime(Rule):
 class MisalignedProducts(AvoidableTime):
     """Matrix products whose rows in memory are not aligned for tensor cores.
 
-    What it does: reports products of which a dimension is not a multiple of 16 bytes (8 elements of 16 bits, 4 of 32
-    bits in TF32, 16 of 8 bits), if aligned ones would save `info_saved_ratio` of the step; a warning from
-    `max_saved_ratio`. It names the dimensions and the sizes to pad them to. Without shapes the saving is not known:
-    then it is information if such kernels take `min_time_ratio` of the step.
+    What it does: reports products of which a dimension is not a multiple of 16 bytes (8 elements of 16 bits, 4 of
+    32 bits in TF32, 16 of 8 bits), if aligned ones would save `min_saved_ratio` of the step. It names the
+    dimensions and the sizes to pad them to. Without shapes the saving is not known: then it is information if such
+    kernels take `min_time_ratio` of the step.
 
     Why it costs: tensor cores are fed by loads of 16 bytes. If the rows of a matrix begin elsewhere, the library takes
     kernels with smaller loads, often those of an older architecture.
@@ -89,6 +90,7 @@ class MisalignedProducts(AvoidableTime):
 
     code: ClassVar[str] = "COMP001"
     cause: ClassVar[Cause] = MISALIGNED_PRODUCTS
+    claim: ClassVar[str] = "Matrix products have dimensions that are not aligned for tensor cores"
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.misaligned_kernels, *save_stages.FACTS)
     min_time_ratio: float = 0.1
 
@@ -132,6 +134,7 @@ class MisalignedProducts(AvoidableTime):
             ranks=(loss.row["rank"],),
             evidence=_evidence(rows, loss),
             is_of_window=loss.row["step"] is None,
+            claim=self.claim,
         )
 
 
@@ -140,7 +143,7 @@ class IdleTensorCores(AvoidableTime):
     """32-bit matrix products that do not use the tensor cores.
 
     What it does: reports products and convolutions in 32 bits that run without tensor cores on a device whose tensor
-    cores have TF32, if that would save `info_saved_ratio` of the step; a warning from `max_saved_ratio`.
+    cores have TF32, if that would save `min_saved_ratio` of the step.
 
     Why it costs: the peak in TF32 is 7 to 8 times that in 32 bits on A100 and H100. PyTorch computes matrix products in
     full 32 bits by default, convolutions in TF32.
@@ -160,6 +163,7 @@ class IdleTensorCores(AvoidableTime):
 
     code: ClassVar[str] = "COMP002"
     cause: ClassVar[Cause] = IDLE_TENSOR_CORES
+    claim: ClassVar[str] = "Matrix products run in 32 bits without tensor cores"
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *save_stages.FACTS)
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
@@ -180,8 +184,7 @@ class UnfusedOptimizer(AvoidableTime):
     """An optimizer that passes over the parameters once per operator.
 
     What it does: reports steps of Adam, AdamW and SGD that launch elementwise kernels one operator after
-    another (for-loop or foreach), if a fused kernel would save `info_saved_ratio` of the step; a warning from
-    `max_saved_ratio`.
+    another (for-loop or foreach), if a fused kernel would save `min_saved_ratio` of the step.
 
     Why it costs: memory bandwidth limits these kernels. Adam reads or writes each parameter, its gradient and its state
     7 times in one fused kernel, 18 times or more operator by operator.
@@ -199,9 +202,9 @@ class UnfusedOptimizer(AvoidableTime):
 
     code: ClassVar[str] = "COMP003"
     cause: ClassVar[Cause] = UNFUSED_OPTIMIZER
+    claim: ClassVar[str] = "The optimizer launches one kernel per operator instead of a fused one"
     facts: ClassVar[tuple[TraceFact, ...]] = (avoidable_time.unfused_optimizer_kernels, *save_stages.FACTS)
-    info_saved_ratio: float = 0.01
-    max_saved_ratio: float = 0.03
+    min_saved_ratio: float = 0.01
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the kernels of the quoted step."""
@@ -221,7 +224,7 @@ class UnfusedKernels(AvoidableTime):
     """Elementwise kernels in a row, each of which reads what the one before wrote.
 
     What it does: reports steps in which one fused kernel instead of each chain of elementwise ones would save
-    `info_saved_ratio` of the step; a warning from `max_saved_ratio`. It names the chain that costs most.
+    `min_saved_ratio` of the step. It names the chain that costs most.
 
     Why it costs: memory bandwidth limits elementwise kernels. Each one in a row reads again from memory what the kernel
     before has just written; a fused kernel keeps it in registers.
@@ -242,6 +245,7 @@ class UnfusedKernels(AvoidableTime):
     code: ClassVar[str] = "COMP004"
     confidence: ClassVar[float] = 0.6
     cause: ClassVar[Cause] = UNFUSED_KERNELS
+    claim: ClassVar[str] = "Elementwise kernels in a row are not fused"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         avoidable_time.elementwise_chains,
         *save_stages.FACTS,
@@ -271,7 +275,7 @@ class PartialWaves(AvoidableTime):
     """Matrix products whose last wave of blocks leaves most of the device idle.
 
     What it does: reports products of two to four waves of blocks of which the last leaves 20% or more of the product's
-    time on the multiprocessors idle, if that is `info_saved_ratio` of the step; a warning from `max_saved_ratio`. It
+    time on the multiprocessors idle, if that is `min_saved_ratio` of the step. It
     names the sizes that take one wave less, and those that take no longer.
 
     Why it costs: each multiprocessor computes one tile of the result at a time. If the tiles are a few more than the
@@ -292,6 +296,7 @@ class PartialWaves(AvoidableTime):
     code: ClassVar[str] = "COMP005"
     confidence: ClassVar[float] = 0.5
     cause: ClassVar[Cause] = PARTIAL_WAVES
+    claim: ClassVar[str] = "The last wave of matrix products leaves most of the device idle"
     facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.partial_waves, *save_stages.FACTS)
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:

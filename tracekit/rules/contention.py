@@ -90,6 +90,7 @@ class ContendedCompute(Rule):
             confidence=confidence,
             evidence=quoted_first.head(40),
             what_if=WhatIf(SLOWED_COMPUTE, self.min_cost_ratio),
+            claim="Collectives that run at the same time slow kernels down",
         )
 
 
@@ -163,6 +164,7 @@ class StarvedCollectives(Rule):
             confidence=confidence * (1.0 if is_whole else 0.8),
             evidence=quoted_step.evidence(collectives, loss.row, "lost_ns").select(_EVIDENCE_COLUMNS),
             what_if=WhatIf(SLOWED_COLLECTIVES, self.min_cost_ratio),
+            claim="Kernels that run at the same time slow collectives down",
         )
 
 
@@ -215,6 +217,7 @@ class PreparationGap(Rule):
             _PREPARE_FSDP if workload.run_strategy(run) in _SHARDED else _PREPARE_LESS,
             confidence=0.7,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns", 20),
+            claim="Compute waits for copies and casts that prepare collectives",
         )
 
 

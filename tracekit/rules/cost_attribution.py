@@ -1,7 +1,7 @@
 """The cost of a finding: how much shorter the mean step is in a replay without its cause."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -15,6 +15,7 @@ from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
 from tracekit.rules import outlier_steps, slow_collectives
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
+from tracekit.rules.severity import grade
 
 _MIN_LAUNCHED_RATIO = 0.9
 """Share of the launched work whose launch must be known: otherwise the graph lacks the work's dependencies."""
@@ -22,6 +23,8 @@ _MIN_ACTIVITIES = 100
 """With less work on each rank, waits cannot be inferred."""
 _MIN_PART_RATIO = 0.25
 """Share of what a late rank costs from which the time that its host takes longer for a cause is a reason."""
+_MAX_DIFFERENCE_RATIO = 0.1
+"""Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
 _UNEVEN = "RANK003"
 _MIN_OWN_RATIO = 0.5
@@ -35,8 +38,8 @@ def attribute_costs(report: Report) -> Report:
     This needs a finding with a `what_if`, and a run that can be replayed: with the launches of 90% of its device work
     (on a CPU run, of its collectives), 100 activities or more on each rank, and a replay within 5% of the recorded
     steps. Work that was queued before the window needs no launch: its start is an input of the replay. The cost is the
-    difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share. The
-    message states both.
+    difference of the mean step with and without the cause, in ns, as in `tracekit whatif`; the impact is its share.
+    Where it differs from what the rule measured, the message says why.
 
     So that no time is priced twice, causes are priced in this order:
 
@@ -51,9 +54,9 @@ def attribute_costs(report: Report) -> Report:
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
     ranks is the one that its rule measured.
 
-    If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding becomes
-    information, or is left out if it already was information, or if the rule did not measure more either. In all other
-    cases the cost that the rule measured stays. Findings are sorted again.
+    If a replay saves less than `min_saved_ratio`, the step has another bottleneck after this one. The finding
+    becomes information, or is left out if what the rule measured is information, too. In all other cases the cost
+    that the rule measured stays. Findings are sorted again.
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
@@ -64,22 +67,24 @@ def attribute_costs(report: Report) -> Report:
     stalled = slow_collectives.removal(report.run, priced)
     findings: list[Finding] = []
     removed: list[Removal] = []
-    for finding in sorted(priced, key=_pricing):
+    causing: dict[Cause, Finding] = {}
+    for finding in _in_order(run, priced):
         if finding.what_if is None or finding.what_if.cause.is_of_finding:
             findings.append(finding)
             continue
         cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
         ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
         removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
-        repriced = _price(run, finding, finding.what_if, removal, removed, stalled)
+        repriced = _price(run, finding, finding.what_if, removal, removed, stalled, causing)
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
         confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
         is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
+            causing.setdefault(cause, repriced[0])
     if removed:
-        findings = [_beyond(run, finding, removed) if finding.code == _UNEVEN else finding for finding in findings]
+        findings = [_beyond(run, finding, removed, causing) for finding in findings]
         findings = [outlier_steps.downgrade_repeated(finding, findings, stalls) for finding in findings]
     notes = report.notes
     if run is not report.run:
@@ -116,21 +121,45 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     if removal is None:
         return [finding]
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
-    return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None)]
+    return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None, {})]
 
 
-def _beyond(run: Run, finding: Finding, removed: list[Removal]) -> Finding:
-    """The finding on waiting for late ranks, with the waiting that remains without the causes in `removed`."""
+def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
+    """A finding on waiting for late ranks, with the waiting that remains without the causes in `removed`.
+
+    If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
+    their own keep it.
+    """
+    is_uneven = finding.code == _UNEVEN and finding.what_if is None
+    is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
+    if not is_uneven and (not is_minor or finding.consequence_of):
+        return finding
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
-    codes = " and ".join(dict.fromkeys(removal.code for removal in removed))
-    return replace(
+    if is_minor and ratio >= _MIN_OWN_RATIO:
+        return finding
+    explained = replace(
         finding,
         severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
-        cost_ns=int(ratio * finding.cost_ns),
-        impact=ratio * finding.impact,
-        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {codes}.",
+        consequence_of=_costliest_of(removed, causing) if ratio < _MIN_OWN_RATIO else "",
+        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
     )
+    if is_minor:
+        return explained
+    return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
+
+
+def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
+    ordered = sorted(findings, key=_pricing)
+    late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
+    if len(late) < 2:
+        return ordered
+    alone_ns = {}
+    for finding in late:
+        saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
+        alone_ns[id(finding)] = saving.saved_ns if saving else 0
+    return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -189,54 +218,89 @@ def _is_costly(finding: Finding) -> bool:
 
 
 def _price(
-    run: Run, finding: Finding, what_if: WhatIf, removal: Removal, removed: list[Removal], stalled: Removal | None
+    run: Run,
+    finding: Finding,
+    what_if: WhatIf,
+    removal: Removal,
+    removed: list[Removal],
+    stalled: Removal | None,
+    causing: Mapping[Cause, Finding],
 ) -> list[Finding]:
     """The finding, with the cost from a replay if there is one; empty if the cost is too small.
 
     The causes of which it is a consequence, and stalled collectives, are removed before: only what remains is the
-    finding's.
+    finding's. `causing` are the findings on causes. If less than half remains, and that is no warning by itself, both
+    are one trouble.
     """
-    solo = None if finding.ranks and not set(finding.ranks) & set(run.ranks) else _mean_saving(run, removal)
+    # Ranks that are late at the same collectives hide each other: without the first, the second delays the others.
+    late = [earlier for earlier in removed if earlier.cause.pricing is Pricing.LATE_RANKS]
+    others = tuple(late) if _pricing(finding) is Pricing.LATE_RANKS else ()
+    is_replayed = not finding.ranks or bool(set(finding.ranks) & set(run.ranks))
+    solo = _mean_saving(run, removal, others or None) if is_replayed else None
     if solo is None:
         return [finding] if _is_costly(finding) else []
-    causing = _causes_before(run, finding, removed)
-    first = (*_stalled_before(removal, stalled), *causing)
+    before = _causes_before(run, finding, removed)
+    first = (*_stalled_before(removal, stalled), *before, *others)
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)
     impact = min(1.0, saved_ns / mean.step_ns)
     before_ns = min(saved_ns, mean.before_steps_ns)
-    before = ""
+    message = finding.message + _difference(finding, saved_ns, first)
     if before_ns >= savings.MIN_BEFORE_RATIO * mean.step_ns:
-        before = f"; {units.duration(before_ns)} of it is before the first device work of the recording"
-    codes = f" after {' and '.join(dict.fromkeys(cause.code for cause in first))}" if first else ""
-    per = "in the window" if finding.is_of_window else "per step"
-    message = f"{finding.message} Potential saving by replay{codes}: "
-    message += f"{units.duration(saved_ns)} {per} ({units.share(impact)}){before}."
+        message += f" {units.duration(before_ns)} of the saving is before the first device work of the recording."
     other_ranks = _other_ranks(run, finding, what_if.cause)
     if other_ranks:
         message += f" Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
-    severity = finding.severity
-    if after and what_if.cause.pricing is Pricing.LATE_RANKS and after.saved_ns < _MIN_OWN_RATIO * solo.saved_ns:
-        severity = Severity.INFO  # most of it is the fault that makes the rank late
+    severity, confidence = finding.severity, min(finding.confidence, mean.confidence)
+    is_explained = bool(after and before) and mean.saved_ns < _MIN_OWN_RATIO * solo.saved_ns
+    consequence_of = _costliest_of(before, causing) if is_explained else ""
+    if consequence_of and what_if.cause.pricing is not Pricing.LATE_RANKS:
+        consequence_of = "" if grade(impact, confidence) > Severity.INFO else consequence_of
+    if consequence_of:
+        severity = Severity.INFO
     elif impact < what_if.min_saved_ratio:
-        if severity <= Severity.INFO or not _is_costly(finding):
+        if severity <= Severity.INFO or grade(finding.impact, finding.confidence) <= Severity.INFO:
             return []
         severity = Severity.INFO
     priced = replace(
         finding,
         severity=severity,
         cost_ns=saved_ns,
+        measured_ns=finding.cost_ns,
         impact=impact,
         before_steps_ratio=min(impact, before_ns / mean.step_ns),
         is_priced=True,
         is_upper_bound=False,
-        confidence=min(finding.confidence, mean.confidence),
+        confidence=confidence,
+        consequence_of=consequence_of,
         message=message,
         ranks=tuple(sorted({*finding.ranks, *other_ranks})) if other_ranks else finding.ranks,
-        removals=(*causing, removal),
+        removals=(*before, *others, removal),
     )
     return [priced]
+
+
+def _costliest_of(removals: Iterable[Removal], causing: Mapping[Cause, Finding]) -> str:
+    """The id of the costliest finding on one of these causes; "" without one."""
+    findings = [causing[removal.cause] for removal in removals if removal.cause in causing]
+    return max(findings, key=lambda finding: finding.cost_ns).id if findings else ""
+
+
+def _difference(finding: Finding, saved_ns: int, first: tuple[Removal, ...]) -> str:
+    """Why a replay saves more or less than the rule measured; "" where both agree."""
+    measured_ns = finding.cost_ns
+    if abs(saved_ns - measured_ns) <= _MAX_DIFFERENCE_RATIO * measured_ns:
+        return ""
+    if saved_ns > measured_ns:
+        return " Removing it saves more than that on average, because delays pass on to later work and other ranks."
+    if first:
+        return f" Removing it saves less than that, because part of it ends with {_codes(first)}."
+    return " Removing it saves less than that on average, because other work or other steps are then the limit."
+
+
+def _codes(removals: Sequence[Removal]) -> str:
+    return " and ".join(dict.fromkeys(removal.code for removal in removals))
 
 
 def _other_ranks(run: Run, finding: Finding, cause: Cause) -> list[int]:

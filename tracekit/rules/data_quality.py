@@ -43,6 +43,10 @@ _KINDS = {
     "unreadable": _degrading(_RECORD_AGAIN + "The other ranks were judged without it."),
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
+    "bad_durations": _degrading("Record again with a newer PyTorch: events with wrong durations were left out."),
+    "duplicate_events": _Kind(
+        _INFO, "No action needed: each event counts once. Write each trace to its own file, with one profiler."
+    ),
     "damaged_events": _degrading(_RECORD_AGAIN + "The readable events were judged."),
     "repeated_events": _degrading("Write each trace to its own file: only the first one was judged."),
     "rankless_events": _degrading("Merge the ranks' files again so that each event names its rank."),

@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.compute import device_counters
+from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE
 from tracekit.analysis.parallelism import device_comparison
 from tracekit.analysis.parallelism.device_comparison import DeviceComparison
 from tracekit.analysis.time import device_stalls
@@ -16,6 +17,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import CLOCK_DROP, DEVICE_STALL
 from tracekit.rules import quoted_step
+from tracekit.rules.late_work import Reason
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
 _EVIDENCE_ROWS = 40
@@ -88,6 +90,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.WARNING,
+                f"Another process, or throttling, stops the device of {units.numbered('rank', ranks)}",
                 f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
                 f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
                 f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
@@ -101,6 +104,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.INFO,
+                f"Devices idle although work is queued, on {units.numbered('rank', distinct(unknown.steps, 'rank'))}",
                 f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
                 f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
                 "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
@@ -142,7 +146,7 @@ class ClockDrop(Rule):
     """A clock drop: from some step on, all kernels of a device take longer by about the same factor.
 
     What it does: reports the ranks whose kernels become slower together during the window, by how much, and from which
-    step on, if that costs `min_cost_ratio` of the window; below `warning_cost_ratio` it is information.
+    step on, if that costs `min_cost_ratio` of the window.
 
     Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, and the ranks that
     exchange data with it wait.
@@ -171,7 +175,6 @@ class ClockDrop(Rule):
         *save_stages.FACTS,
     )
     min_cost_ratio: float = 0.01
-    warning_cost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks whose clock drops."""
@@ -193,7 +196,6 @@ class ClockDrop(Rule):
             return
         worst = largest_first(costly, "lost_ratio", "rank").row(0, named=True)
         ranks, places = distinct(costly, "rank"), losses.join(costly, on=_DEVICE, how="semi", nulls_equal=True)
-        is_warning = worst["lost_ratio"] >= self.warning_cost_ratio
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
         fell, clock = None, ""
@@ -208,7 +210,7 @@ class ClockDrop(Rule):
         what = f"The clock of {on} drops" if fell is not False else f"All kernels of {on} become slower"
         yield Finding(
             self.code,
-            Severity.WARNING if is_warning else Severity.INFO,
+            Severity.WARNING,
             f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
             f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
             f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
@@ -222,6 +224,7 @@ class ClockDrop(Rule):
             evidence=largest_first(slowed, "excess_ns", "rank", "start_ns").head(_EVIDENCE_ROWS),
             what_if=WhatIf(CLOCK_DROP),
             is_of_window=bool(worst["is_of_window"]),
+            claim=f"{what} from {since} on",
         )
 
 
@@ -245,7 +248,7 @@ def _worst_device(run: Run, stalls: pl.DataFrame, min_ratio: float) -> _Loss | N
     )
 
 
-def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss) -> Finding:
+def _finding(code: str, severity: Severity, claim: str, message: str, fix: str, loss: _Loss) -> Finding:
     is_warning = severity > Severity.INFO
     return Finding(
         code,
@@ -261,6 +264,7 @@ def _finding(code: str, severity: Severity, message: str, fix: str, loss: _Loss)
         what_if=WhatIf(DEVICE_STALL) if is_warning else None,
         subject="" if is_warning else "unknown cause",
         is_of_window=loss.is_of_window,
+        claim=claim,
     )
 
 
@@ -307,19 +311,19 @@ _RECORD_CLOCKS = " Or record the clocks of the GPUs: tracekit record --device-me
 _RESET_DEVICE = " Reset the GPU with memory errors (nvidia-smi --gpu-reset), and replace it if they return."
 
 
-def compare_late_devices(
-    run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, fix: str, *, is_compute: bool, is_host: bool
-) -> tuple[str, str]:
-    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and `fix` without.
+def compare_late_devices(run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, reason: Reason) -> tuple[str, str]:
+    """Sentences on the GPUs of late ranks by their counters, each after a space, and the fix; "" and its own without.
 
-    `steps` are those in which they are late, columns window and step. `is_compute`, `is_host`: whether their kernels,
-    or their hosts, are known to take longer. A slow GPU does not explain a late host.
+    `steps` are those in which they are late, columns window and step. A slow GPU does not explain a late host, extra
+    calls or larger inputs.
     """
+    is_explained = reason.kind in (EXTRA, LARGER, LATE)
+    fix, who = reason.fix, units.numbered("rank", ranks)
     compared, errors = device_comparison.compare(run, ranks, steps), device_comparison.memory_errors(run, ranks)
     several, message = len(ranks) > 1, ""
     reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""
     if compared is None:
-        fix += reset + ("" if is_host else _RECORD_CLOCKS)
+        fix += reset + ("" if is_explained else _RECORD_CLOCKS)
     else:
         own, peers = f"{compared.clock_mhz:,.0f} MHz", f"{compared.others_clock_mhz:,.0f} MHz"
         message = f" {'Their GPUs run' if several else 'Its GPU runs'} at {own}"
@@ -328,10 +332,10 @@ def compare_late_devices(
             if compared.is_slower
             else (f", the others at {peers}: the hardware is not slower.")
         )
-        if not is_host and compared.is_slower:
-            fix = _CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK
-        elif not is_host:
-            fix = _MORE_WORK if is_compute else _DATA_OR_HOST
+        if not is_explained and compared.is_slower:
+            fix = (_CLOCK_FIXES[compared.cause] if compared.cause else _UNEXPLAINED_CLOCK).format(ranks=who)
+        elif not is_explained:
+            fix = (_MORE_WORK if reason.kind else _DATA_OR_HOST).format(ranks=who)
         fix += reset
     if errors.uncorrected:
         count = units.count(errors.uncorrected, "uncorrected memory error")

@@ -1,7 +1,7 @@
 """Run the rules on a run, as far as the recording lets them judge, and rank their findings."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import cost_attribution
+from tracekit.rules import cost_attribution, severity
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -120,7 +120,17 @@ def check(
     notes = tuple(f"{', '.join(blind_codes)}: {blind}" for blind, blind_codes in codes.items())
     report = Report(run, sort_findings(limit_findings(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
-    return name_iterations(cost_attribution.attribute_costs(report))
+    graded = severity.by_cost(cost_attribution.attribute_costs(report))
+    wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
+    return name_iterations(replace(graded, findings=tuple(_parts(graded.findings, wholes))))
+
+
+def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings; a part is a consequence of a finding on its whole that is no less severe."""
+    for finding in findings:
+        alike = (other for other in findings if other.code == wholes.get(finding.code))
+        whole = next((other.id for other in alike if other.severity >= finding.severity), "")
+        yield replace(finding, consequence_of=whole) if whole and not finding.consequence_of else finding
 
 
 def _unrecorded(run: Run, rules: Iterable[Rule]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -35,6 +36,7 @@ _ACTIVITIES = {
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
+_FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -89,7 +91,9 @@ class LateLaunch(Rule):
         first = loss.rows(stalls.filter(host_stalls.is_first_use(), pl.col("detail").is_in(_LATE)))
         device = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(loss.row[name])) for name in DEVICE)
         is_only = run.table(breakdown.by_step).filter(device)["step"].n_unique() == 1
-        first_ns = int(first["dur_ns"].sum())
+        # A stall goes on where the device has work again: only its part in the quoted idle time is of that time.
+        idle = intervals.union(intervals.from_table(loss.rows(late)))
+        first_ns = intervals.length(intervals.intersect(intervals.union(intervals.from_table(first)), idle))
         cold_ns = first_ns if is_only and 2 * first_ns > loss.row["lost_ns"] else 0
         cold = (
             f" {units.duration(cold_ns)} of it is for kernels that run for the first time: warm-up." if cold_ns else ""
@@ -106,6 +110,8 @@ class LateLaunch(Rule):
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
+            claim=f"The host of rank {loss.row['rank']} launches kernels late: it is {_ACTIVITIES[longest['detail']]}"
+            + _place(loss.rows(late)),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
@@ -184,6 +190,7 @@ class BlockingSync(Rule):
             confidence=0.8,
             evidence=_evidence(loss, late),
             what_if=WhatIf(BLOCKING_SYNC),
+            claim=f"The host of rank {loss.row['rank']} waits for the device{_place(loss.rows(late))}",
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -208,6 +215,7 @@ class BlockingSync(Rule):
             steps=distinct(reading, "step"),
             evidence=quoted_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
+            claim="The host reads values of tensors in forward and backward",
         )
 
 
@@ -263,6 +271,7 @@ class DataStall(Rule):
             confidence=0.9,
             evidence=_evidence(loss, late),
             what_if=WhatIf(DATA_LOADING),
+            claim=f"Rank {loss.row['rank']} waits for data{_place(loss.rows(late))}",
         )
 
     def _hidden_stall(self, run: Run) -> Iterator[Finding]:
@@ -281,6 +290,7 @@ class DataStall(Rule):
             confidence=0.9,
             evidence=evidence.select("window", "rank", "step", "device", "start_ns", "dur_ns"),
             what_if=WhatIf(DATA_LOADING, self.min_saved_ratio),
+            claim=f"Rank {loss.row['rank']} launches late because it waits for data{_place(loss.rows(waits))}",
         )
         yield replace(finding, impact=0.0, cost_ns=0)
 
@@ -351,12 +361,22 @@ def _io(run: Run, loss: quoted_step.StepLoss, waits: pl.DataFrame) -> str:
 
 
 def _line(rows: pl.DataFrame) -> str:
-    """Return a sentence on the function with most of the time of host gaps, where stacks were recorded."""
-    sums = rows.drop_nulls("stack").group_by("stack").agg(pl.col("dur_ns").sum())
-    if sums.is_empty():
-        return ""
-    stack, dur_ns = largest_first(sums, "dur_ns", "stack").row(0)
-    return f" {units.duration(dur_ns)} of it is at {stack}."
+    """Sentence on the function with most of the time of host gaps, where stacks were recorded; else ""."""
+    sums = _by_function(rows)
+    return f" {units.duration(sums['dur_ns'][0])} of it is at {sums['stack'][0]}." if sums.height else ""
+
+
+def _place(rows: pl.DataFrame) -> str:
+    """Clause on the function with more than half of the time of host gaps; "" without one."""
+    sums = _by_function(rows)
+    is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
+    return " at " + _FRAME.sub(r"\1:\2 (\3)", sums["stack"][0]) if is_most else ""
+
+
+def _by_function(rows: pl.DataFrame) -> pl.DataFrame:
+    if "stack" not in rows.columns:
+        return pl.DataFrame(schema={"stack": pl.String, "dur_ns": pl.Int64})
+    return largest_first(rows.drop_nulls("stack").group_by("stack").agg(pl.col("dur_ns").sum()), "dur_ns", "stack")
 
 
 def _evidence(loss: quoted_step.StepLoss, late: pl.DataFrame) -> pl.DataFrame:

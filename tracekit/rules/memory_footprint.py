@@ -78,6 +78,7 @@ class GrowingMemory(Rule):
             confidence=0.9 if worst["steps"] >= 2 * usage.LEAST_STEPS else 0.7,
             ranks=distinct(grown, "rank"),
             evidence=grown,
+            claim=f"Allocated memory of rank {worst['rank']} grows in every step",
         )
 
 
@@ -123,6 +124,7 @@ class LittleHeadroom(Rule):
             confidence=0.9,
             ranks=distinct(low, "rank"),
             evidence=low,
+            claim=f"Device {worst['device']} of rank {worst['rank']} has almost no memory left",
         )
 
 
@@ -173,6 +175,7 @@ class IdleReserve(Rule):
             confidence=0.6,
             ranks=distinct(unused, "rank"),
             evidence=unused,
+            claim=f"Rank {worst['rank']} reserves memory that it does not use even at its peak",
         )
 
 
@@ -235,6 +238,7 @@ class PeakOwner(Rule):
             confidence=0.8,
             ranks=distinct(owned, "rank"),
             evidence=owned,
+            claim=f"{worst['op']}{phase} owns a large part of the peak memory of rank {worst['rank']}",
         )
 
 

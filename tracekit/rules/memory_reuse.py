@@ -93,6 +93,7 @@ class ChangingSizes(Rule):
             ranks=distinct(fresh, "rank"),
             steps=distinct(fresh, "step"),
             evidence=step_blocks,
+            claim=f"Every step allocates {'device' if not kind else 'host'} memory in new sizes",
         )
 
 
@@ -157,6 +158,7 @@ class ReallocatedBuffers(Rule):
             ranks=distinct(buffers, "rank"),
             steps=distinct(buffers, "step"),
             evidence=step_buffers,
+            claim="FSDP allocates new buffers for its collectives instead of reusing some",
         )
 
 
@@ -231,6 +233,7 @@ class NeedlessRecomputation(Rule):
             confidence=0.8 if step_parts["evidence"][0] == backward_passes.CHECKPOINT_NODE else 0.6,
             what_if=WhatIf(RECOMPUTATION, is_partial=True),
             evidence=step_parts.sort("start_ns").head(_EVIDENCE_ROWS),
+            claim="Backward recomputes activations that memory could store",
         )
 
     def _free_bytes(self, run: Run) -> int | None:

@@ -89,6 +89,7 @@ class TensorParallelAcrossNodes(Rule):
             steps=distinct(steps, "step"),
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
+            claim="Tensor-parallel groups span several nodes",
         )
 
 
@@ -122,6 +123,7 @@ class ExposedTensorParallel(Rule):
     """
 
     code: ClassVar[str] = "TP002"
+    part_of: ClassVar[str] = "COMM001"
     facts: ClassVar[tuple[TraceFact, ...]] = tensor_parallel.FACTS
     max_exposed_ratio: float = 0.2
     min_slow_ratio: float = 0.05
@@ -168,6 +170,7 @@ class ExposedTensorParallel(Rule):
             steps=distinct(steps, "step"),
             evidence=_evidence(run, worst),
             is_of_window=worst["step"] is None,
+            claim=f"Tensor-parallel collectives are not overlapped with compute on rank {worst['rank']}",
         )
 
     def _is_slow(self, run: Run, groups: list[list[int]], speed: float | None) -> bool:
@@ -260,6 +263,7 @@ class OverloadedExperts(Rule):
             .head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
             what_if=WhatIf(UNBALANCED_EXPERTS),
+            claim=f"The experts of {units.numbered('rank', ranks)} are overloaded; other ranks wait for them",
         )
 
 
@@ -313,7 +317,7 @@ class ShardedMicroBatches(Rule):
         stage = 3 if "all_gather" in worst["op"] else 2
         yield Finding(
             self.code,
-            Severity.WARNING if ratio >= self.min_lost_ratio else Severity.INFO,
+            Severity.WARNING,
             f"{names}s of {worst['axis']} run for {worst['with_calls']} of {worst['micro_batches']} micro-batches, as "
             f"with ZeRO stage {stage}: {units.size(worst['bytes'])} per step on rank {worst['rank']}. The pipeline "
             f"takes {units.duration(lost_ns)} of {units.duration(duration_ns)} ({units.share(ratio)}) longer than if "
@@ -329,6 +333,7 @@ class ShardedMicroBatches(Rule):
             steps=distinct(often, "step"),
             evidence=largest_first(often, "lost_ns", "rank", "step").head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
+            claim=f"{names}s of {worst['axis']} run for every micro-batch of the pipeline",
         )
 
 
@@ -338,7 +343,7 @@ class SlowPipelineLink(Rule):
 
     What it does: reports two neighboring stages between which results take `min_slowdown` times as long as over other
     links of the same kind, by more than the error of both ranks' clocks, if that costs `min_lost_ratio` of the
-    pipeline's time; it is a warning from `warning_lost_ratio`.
+    pipeline's time.
 
     Why it costs: each micro-batch passes the link twice; the stage that receives it waits, and so do all later stages.
 
@@ -359,7 +364,6 @@ class SlowPipelineLink(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = pipeline_communication.FACTS
     min_slowdown: float = 3.0
     min_lost_ratio: float = 0.002
-    warning_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per pair of stages with a slow link."""
@@ -384,7 +388,7 @@ class SlowPipelineLink(Rule):
         ranks = tuple(sorted({*distinct(rows, "rank"), *distinct(rows, "source_rank")}))
         return Finding(
             self.code,
-            Severity.WARNING if ratio >= self.warning_lost_ratio else Severity.INFO,
+            Severity.WARNING,
             f"The link between stages {first} and {second} (ranks {units.ranges(ranks)}) is slow: a result takes "
             f"{units.duration(worst['delay_ns'])} from rank {worst['source_rank']} to rank {worst['rank']}, "
             f"{units.duration(worst['usual_ns'])} over similar links. That costs {units.duration(worst['saved_ns'])} "
@@ -399,6 +403,7 @@ class SlowPipelineLink(Rule):
             steps=steps,
             evidence=rows.drop("pair").head(_EVIDENCE_ROWS),
             subject=f"stages {first} and {second}",
+            claim=f"The link between stages {first} and {second} is slow",
         )
 
 

@@ -177,6 +177,9 @@ class OutlierStep(Rule):
             count = events.select(pl.struct("window", "step").n_unique()).item()
             how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
             how_often += f"may be rare; it takes {took} in total ({share} of the time)."
+        subject = "Every rank" if everyone else units.numbered("rank", event["ranks"]).capitalize()
+        in_steps = distinct(events, "step")
+        in_step = f" in {units.numbered('step', in_steps)}" if in_steps else ""
         return Finding(
             self.code,
             severity,
@@ -186,6 +189,7 @@ class OutlierStep(Rule):
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
+            claim=f"{subject}'s host {_what(event)}{in_step}{waits if not everyone else ''}",
             ranks=() if everyone else tuple(event["ranks"]),
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
@@ -236,6 +240,7 @@ class ColdStart(Rule):
             f"others ({units.duration(event['reference_ns'])}), {longest}. Judge the other steps.",
             "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2).",
             confidence=0.8,
+            claim=f"Step {event['step']} is warm-up: the host {_what(event)}",
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute.excess_time import EXTRA, LATE
 from tracekit.analysis.parallelism import (
     late_ranks,
     pipeline_balance,
@@ -21,7 +22,8 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.rules import quoted_step
+from tracekit.rules import late_work, quoted_step
+from tracekit.rules.late_work import Subject
 from tracekit.rules.rule import Finding, Rule, Severity, distinct, largest_first, median_row
 
 _EVIDENCE_ROWS = 40
@@ -102,6 +104,7 @@ class PipelineBubble(Rule):
             impact=min(1.0, lost_ns / worst["duration_ns"]),
             cost_ns=lost_ns,
             confidence=0.7,
+            claim="Pipeline stages wait for sends and receives" if is_communication else "Hosts delay pipeline stages",
             ranks=distinct(_rows_of(run, worst), "rank"),
             steps=distinct(passes, "step"),
             evidence=_evidence(run, worst),
@@ -127,7 +130,8 @@ class UnbalancedStages(Rule):
     layers of each stage from run.json, the time of a layer is known; the output layer counts as many layers as it has
     parameters. Layers are moved one at a time while that shortens the slowest rank. The cost is the difference between
     two schedules of the recorded actions without delay between ranks: with the times as measured, and with the new
-    ones; where layers are slow or unknown, with that stage as fast as the others.
+    ones; where layers are slow or unknown, with that stage as fast as the others. Its work is compared with theirs by
+    operator, as in RANK001.
 
     How to fix: move the named layers (split points of pipeline_module, --decoder-first-pipeline-num-layers and
     --decoder-last-pipeline-num-layers of Megatron-LM, partition_method of DeepSpeed). Give the first and last stage
@@ -141,6 +145,7 @@ class UnbalancedStages(Rule):
 
     code: ClassVar[str] = "PIPE002"
     facts: ClassVar[tuple[TraceFact, ...]] = FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.005
     warning_lost_ratio: float = 0.02
     min_slowdown: float = 1.15
@@ -171,6 +176,15 @@ class UnbalancedStages(Rule):
             slowdown = max(map(balance.slowdown, stages))
             whose = "Their" if len(stages) > 1 else "Its"
             why = f" {whose} layers take {slowdown:.2f} times as long as those of other stages."
+        several = len(stages) > 1
+        subject = Subject(
+            stage_text, "the other stages", several, f"; the others wait for {'them' if several else 'it'}"
+        )
+        has_more = bool(balance.layers) and not is_slow
+        excess = None if has_more else late_ranks.excess_of_stages(run, stages)
+        reason = late_work.reason(excess, subject, lost_ns=saved_ns, balanced_ratio=1 - 1 / len(balance.stage_ns))
+        claim = f"{stage_text} has {balance.layers[stage]} of {sum(balance.layers)} layers" if has_more else ""
+        takes = f"{stage_text} {'take' if several else 'takes'} longer than the other stages"
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
@@ -179,8 +193,9 @@ class UnbalancedStages(Rule):
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
             f"{'them' if len(stages) > 1 else 'it'}."
-            f"{why}{_ALONE if is_alone else ''}",
-            _move(run, balance, ranks, is_slow),
+            f"{why}{reason.evidence if reason else ''}{_ALONE if is_alone else ''}",
+            reason.fix if reason and reason.kind in (EXTRA, LATE) else _move(run, balance, ranks, is_slow),
+            claim=f"{claim or takes}{subject.tail}" if reason is None else reason.claim,
             impact=min(1.0, lost_ratio),
             cost_ns=saved_ns,
             confidence=0.8 if balance.layers else 0.6,
@@ -261,6 +276,7 @@ class FewMicroBatches(Rule):
             impact=min(1.0, cost_ns / worst["duration_ns"]),
             cost_ns=cost_ns,
             confidence=0.8,
+            claim=f"{m} micro-batches are too few for {p} pipeline ranks",
             ranks=distinct(_rows_of(run, worst), "rank"),
             steps=distinct(passes, "step"),
             evidence=_evidence(run, worst),

@@ -66,7 +66,7 @@ class Summary:
     impact: float
     """The largest share of the step that one finding costs, upper bounds aside."""
     costliest: str = ""
-    """The code and the message of the finding that costs most."""
+    """The code and the sentence of the finding that costs most."""
     is_doubtful: bool = False
     """Whether no finding is known because most of the data is doubtful, or no rule could judge the run."""
 
@@ -84,7 +84,7 @@ def summarize(report: Report) -> Summary:
         tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         breakdown.exposed_communication_ratio(report.run),
         worst.impact if worst else 0.0,
-        escaping.inert(f"{worst.code}: {worst.message}", MAX_COSTLIEST) if worst else "",
+        escaping.inert(f"{worst.code}: {worst.sentence}", MAX_COSTLIEST) if worst else "",
         report.cannot_judge is not None or doubtful_data_issue(report.findings) is not None,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit.analysis.quality import trace_quality
-from tracekit.model import escaping
+from tracekit.model import escaping, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.cause import Cause
@@ -21,6 +21,7 @@ from tracekit.replay.graph.causes.stalls import Removal
 _NUMBERED = re.compile(r"\bstep \((\d+)\)")
 _STEP = re.compile(r"(?<![\w.])([Ss])tep(s?)\b(?!\()")
 
+_FIRST_SENTENCE = re.compile(r".*?(?:\.(?=\s)|$)", re.DOTALL)
 _KIND = "steps_from_repetition"
 _MOST_DATA = 0.5
 _MAX_EVIDENCE_ROWS = 10
@@ -57,6 +58,11 @@ class WhatIf:
 class Finding:
     """A claim about where a run loses time or memory, with its numbers, its evidence and a fix.
 
+    `claim` is one clause that names the cause and the place at which a person acts (a rank, a line, an option), without
+    its cost; `sentence` adds the cost, the one number of the finding. `message` is the evidence in words: what the rule
+    measured, where. A rule gives a finding that costs time the severity WARNING, or INFO where it is doubtful; `check`
+    grades it by cost and confidence (`tracekit.rules.severity`).
+
     `impact` is the share of time lost (0 to 1): of step time, unless a field below states another. `cost_ns` is the
     time lost per step: with a replay, by how much the mean step of the run is shorter without the cause, else what the
     rule measures on the worst rank. `cost_bytes` is the memory used per rank or allocated per step: the message states
@@ -75,12 +81,18 @@ class Finding:
     ranks: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
+    claim: str = ""
+    """The cause in one clause, without a full stop; by default the first sentence of the message."""
+    measured_ns: int = 0
+    """The cost that the rule measured, where a replay gave another one; else 0."""
     what_if: WhatIf | None = None
     """The cause to remove in a replay; None where the rule itself measures the cost."""
     removals: tuple[Removal, ...] = ()
     """What a replay removed for the cost: causes that other findings price, and last its own. () without a replay."""
     is_priced: bool = False
     """Whether a replay without the cause gave impact and cost."""
+    consequence_of: str = ""
+    """The id of the finding on its cause, or on the whole of which it is a part: both are one trouble."""
     subject: str = ""
     """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
     stall: str = ""
@@ -96,6 +108,12 @@ class Finding:
     is_upper_bound: bool = False
     """Whether impact and cost are only an upper bound, which no replay has confirmed."""
 
+    def __post_init__(self) -> None:
+        """Take the first sentence of the message as the claim, where a rule, such as one of a plug-in, makes none."""
+        first = _FIRST_SENTENCE.match(self.message)
+        if not self.claim and first is not None:
+            object.__setattr__(self, "claim", first[0].rstrip("."))
+
     @property
     def id(self) -> str:
         """Return an id that is stable across runs: the code, and a hash of the subject if there is one."""
@@ -103,12 +121,43 @@ class Finding:
             return self.code
         return f"{self.code}-{hashlib.sha256(self.subject.encode()).hexdigest()[:8]}"
 
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence with one number, without a full stop: "Rank 1 computes longer: saves 9 ms …"."""
+        return f"{self.claim}: {self.cost_in_words}" if self.cost_in_words else self.claim
+
+    @property
+    def cost_in_words(self) -> str:
+        """The cost: "saves 16.1 ms a step (8.4%)" by replay, else "costs up to 16.1 ms a step (8.4%)"; "" without."""
+        if not self.impact:
+            return ""
+        verb = "saves" if self.is_priced else "costs up to"
+        if not self.cost_ns:
+            return f"{verb} {units.share(self.impact)} of {self.time_noun}"
+        per_step = " an iteration" if self.is_of_iterations else " a step"
+        duration = units.duration(self.cost_ns) + ("" if self.is_of_window else per_step)
+        share = units.share(self.impact) + (f" of {self.time_noun}" if self.is_of_training or self.is_of_window else "")
+        return f"{verb} {duration} ({share})"
+
+    @property
+    def time_noun(self) -> str:
+        """Time that the impact is a share of: "step time", or "the window" where no steps are marked.
+
+        Of iterations that were found by repetition it is "iteration time", of findings on saves "training time".
+        """
+        if self.is_of_training:
+            return "training time"
+        if self.is_of_iterations:
+            return "iteration time"
+        return "the window" if self.is_of_window else "step time"
+
     def __repr__(self) -> str:
-        return f"<Finding {self.id}, {self.severity.label}: {self.message}>"
+        return f"<Finding {self.id}, {self.severity.label}: {self.sentence}>"
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: severity, message, fix and the first rows of evidence."""
-        head = f"<b>{escaping.escape(f'{self.severity.label} {self.id}')}</b> {escaping.escape(self.message, 1000)}"
+        """Return HTML for a notebook: severity, sentence, message, fix and the first rows of evidence."""
+        head = f"<b>{escaping.escape(f'{self.severity.label}: {self.sentence}', 1000)}</b> ({escaping.escape(self.id)})"
+        head += f"<br>{escaping.escape(self.message, 1000)}"
         fix = f"<br><b>Fix</b> {escaping.escape(self.fix, 1000)}" if self.fix else ""
         more = self.evidence.height - _MAX_EVIDENCE_ROWS
         first = self.evidence.head(_MAX_EVIDENCE_ROWS)
@@ -215,6 +264,10 @@ class Rule(ABC):
     code: ClassVar[str]
     facts: ClassVar[tuple[TraceFact, ...]] = ()
     """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
+    part_of: ClassVar[str] = ""
+    """Code of the rule whose findings contain the time of this rule's: with one, both are one trouble."""
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = ()
+    """Facts that `check` reads only to explain a finding: too many rows to measure them of all ranks of every run."""
 
     @classmethod
     def name(cls) -> str:
@@ -284,8 +337,12 @@ def name_iterations(report: Report) -> Report:
     findings = []
     for finding in report.findings:
         if not finding.is_of_window and finding.subject != _KIND:
-            message = _NUMBERED.sub(r"iteration (\1, found by repetition)", finding.message)
-            message = _STEP.sub(lambda step: f"{'I' if step[1] == 'S' else 'i'}teration{step[2]}", message)
-            finding = replace(finding, message=message, is_of_iterations=True)
+            message, claim = _of_iterations(finding.message), _of_iterations(finding.claim)
+            finding = replace(finding, message=message, claim=claim, is_of_iterations=True)
         findings.append(finding)
     return replace(report, findings=tuple(findings))
+
+
+def _of_iterations(text: str) -> str:
+    text = _NUMBERED.sub(r"iteration (\1, found by repetition)", text)
+    return _STEP.sub(lambda step: f"{'I' if step[1] == 'S' else 'i'}teration{step[2]}", text)

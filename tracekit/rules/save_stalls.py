@@ -26,7 +26,8 @@ class StalledSave(Rule):
 
     kind: ClassVar[str]
     subject: ClassVar[str]
-    """The start of the message, such as "Writing takes", before the cost."""
+    """The start of the message, such as "Writing", before the cost."""
+    part_of: ClassVar[str] = "CKPT001"
     detail: ClassVar[str]
     """The end of the message: where and why. In braces, as in `subject` and `fix`: columns of `stalls.dominant`."""
     fix: ClassVar[str]
@@ -61,7 +62,7 @@ class StalledSave(Rule):
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
-            f"{self._cause(row)} {units.duration(row['dur_ns'])} ({units.share(row['ratio'])}) "
+            f"{self._activity(row)} takes {units.duration(row['dur_ns'])} ({units.share(row['ratio'])}) "
             f"{of_save}{self._detail(row)}.{io_calls}",
             self.fix.format_map(row),
             impact=(overhead or 0.0) * row["ratio"],
@@ -71,9 +72,10 @@ class StalledSave(Rule):
             ranks=(row["rank"],),
             steps=distinct(stalled, "step"),
             evidence=_evidence(run, row),
+            claim=f"{self._activity(row)} makes saves slow on rank {row['rank']}",
         )
 
-    def _cause(self, row: dict[str, Any]) -> str:
+    def _activity(self, row: dict[str, Any]) -> str:
         return self.subject.format_map(row)
 
     def _detail(self, row: dict[str, Any]) -> str:
@@ -119,9 +121,9 @@ class SerializedSave(StalledSave):
         "HuggingFaceStorageWriter (safetensors). DefaultSavePlanner(enable_plan_caching=True) plans only once."
     )
 
-    def _cause(self, row: dict[str, Any]) -> str:
-        small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
-        return "Planning and serializing take" if small else "Serializing takes"
+    def _activity(self, row: dict[str, Any]) -> str:
+        is_small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
+        return "Planning plus serializing" if is_small else "Serializing"
 
     def _detail(self, row: dict[str, Any]) -> str:
         if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
@@ -150,7 +152,7 @@ class StagedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT003"
     kind: ClassVar[str] = stalls.STAGING
-    subject: ClassVar[str] = "Copying tensors to the host takes"
+    subject: ClassVar[str] = "Copying tensors to the host"
     fix: ClassVar[str] = (
         "Reuse pinned staging memory: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
         "use_pinned_memory=True, use_async_staging=True))), with one stager for all saves."
@@ -179,7 +181,7 @@ class SlowStorage(StalledSave):
 
     code: ClassVar[str] = "CKPT004"
     kind: ClassVar[str] = stalls.WRITE
-    subject: ClassVar[str] = "Writing takes"
+    subject: ClassVar[str] = "Writing"
     fix: ClassVar[str] = (
         "Write to local disk first, or spread the shards over more writers and threads "
         "(FileSystemWriter(thread_count=…)). Or overlap the write with training: dcp.async_save. tracekit plan "
@@ -209,7 +211,7 @@ class SlowSync(StalledSave):
 
     code: ClassVar[str] = "CKPT005"
     kind: ClassVar[str] = stalls.FSYNC
-    subject: ClassVar[str] = "fsync and metadata take"
+    subject: ClassVar[str] = "Syncing files and metadata"
     detail: ClassVar[str] = ", most of it the stage {stage} on rank {rank}"
     fix: ClassVar[str] = (
         "Sync fewer files: FileSystemWriter(single_file_per_rank=True), or fewer writers. Or overlap the sync with "
@@ -238,7 +240,7 @@ class StragglingWriter(StalledSave):
 
     code: ClassVar[str] = "CKPT006"
     kind: ClassVar[str] = stalls.STRAGGLER
-    subject: ClassVar[str] = "Waiting for rank {rank} to write takes"
+    subject: ClassVar[str] = "Waiting for rank {rank} to write"
     detail: ClassVar[str] = (
         ", beyond the time that its bytes and files take on other ranks, mostly in the stage {stage}"
     )
@@ -267,7 +269,7 @@ class PlannedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT007"
     kind: ClassVar[str] = stalls.PLAN
-    subject: ClassVar[str] = "Planning and barriers take"
+    subject: ClassVar[str] = "Planning plus barriers"
     detail: ClassVar[str] = ", most of it the stage {stage} on rank {rank}"
     fix: ClassVar[str] = (
         "Cache plans across saves: DefaultSavePlanner(enable_plan_caching=True). Save a sharded state dict "
@@ -293,7 +295,7 @@ class GlobalSync(StalledSave):
 
     code: ClassVar[str] = "CKPT008"
     kind: ClassVar[str] = stalls.GLOBAL_SYNC
-    subject: ClassVar[str] = "os.sync, which syncs the whole machine, takes"
+    subject: ClassVar[str] = "os.sync (of the whole machine)"
     detail: ClassVar[str] = ", on rank {rank}, whose stream has no file descriptor to sync"
     fix: ClassVar[str] = (
         "Use FsspecWriter(…, sync_files=False) if the store makes writes durable itself, as object stores do."
@@ -320,7 +322,7 @@ class CrowdedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT016"
     kind: ClassVar[str] = stalls.CPU_CONTENTION
-    subject: ClassVar[str] = "Waiting for a CPU core takes"
+    subject: ClassVar[str] = "Waiting for a CPU core"
     detail: ClassVar[str] = ", most of it on rank {rank}"
     fix: ClassVar[str] = (
         "Give each rank more CPU cores (--cpus-per-task), or run fewer DataLoader workers and threads "

@@ -167,6 +167,7 @@ class SlowLink(Rule):
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {ranks}",
             is_of_window=is_of_window,
+            claim=f"Collectives of the group of {ranks} are slower than those of other groups",
         )
 
 
@@ -285,8 +286,10 @@ class StalledCollective(Rule):
             often = "once" if events.height == 1 else f"{events.height} times"
             how_often = f"It happens {often} in {steps} profiled steps, so it may be rare; "
             how_often += f"it takes {excess} in total ({share} of the time)."
-        several = len(stopped) > 1
+        several, called = len(stopped) > 1, event["op"].replace("_", "-")
+        claim = f"One {called} takes much longer than the others"
         if stopped:
+            claim = f"The process of {units.numbered('rank', stopped)} stops, and a collective waits for it"
             confidence, fix = 0.9, _FIX_PROCESS.format(ranks=units.numbered("rank", stopped))
             where = f", inside {event['name']}" if event["name"] else ""
             cause = f"Meanwhile the host of {units.numbered('rank', stopped)} does nothing{where}: "
@@ -311,6 +314,7 @@ class StalledCollective(Rule):
             what_if=WhatIf(STALLED_COLLECTIVE, min_saved_ratio),
             subject=_subject(event),
             is_of_window=event["step"] is None,
+            claim=claim,
         )
 
 

@@ -1,11 +1,13 @@
 """Rules on late ranks: a straggler, a late group, ranks that straggle in turn or occasionally."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import polars as pl
 
+from tracekit.analysis.compute.excess_time import LATE, ExcessTime
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -13,8 +15,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
-from tracekit.rules import outlier_steps, quoted_step
+from tracekit.rules import late_work, outlier_steps, quoted_step
 from tracekit.rules.device_slowdowns import compare_late_devices
+from tracekit.rules.late_work import Reason, Subject
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
 from tracekit.rules.quoted_step import describe_loss
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, median_row
@@ -31,7 +34,8 @@ class Straggler(Rule):
 
     What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
     `min_steps_ratio` of the steps since the first such step, and in more than one. It names what the rank takes longer
-    for: its kernels, or its launches. Ranks that arrive late together, such as those of one node, belong to RANK004.
+    for: calls that the others do not have, larger inputs, slower kernels, or a late host. Ranks that arrive late
+    together, such as those of one node, belong to RANK004.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow rank slows all.
 
@@ -40,26 +44,28 @@ class Straggler(Rule):
     is idle in collectives for longer than the late rank is: where compute overlaps the wait, the following collectives
     start late instead. Extra time that the late rank itself spends in collectives is a slow link (RANK002) and
     subtracted. In each step the median over the other ranks counts. More than half of all waiting in collectives must
-    be for this rank, and the loss must not vary by more than `max_spread_ratio` (interquartile range over median)
-    between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
-    that save are left out. Where no steps are marked, the window's collectives are divided into four parts: the rank
-    must have most of the waiting in three of them, and no single collective more than a quarter of it. A rank that is
-    late because it waited for a rank of another process group passes the blame on to that one; so does a rank that
-    waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is the saving
-    of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts run ahead, so
-    that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves for longer than
-    the others, or its device is idle for longer meanwhile, and that has a warning, it is the cost without that.
-    Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the finding is
-    information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are late because
-    their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
+    be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median) between
+    steps, it may be noise that meets this rank by chance: then it is reported if the probability is at most
+    `max_chance` that some rank is the latest as often though all are late alike. Differences below the clock error are
+    ignored. Steps that save are left out. Where no steps are marked, the window's collectives are divided into four
+    parts: the rank must have most of the waiting in three of them, and no single collective more than a quarter of it.
+    A rank that is late because it waited for a rank of another process group passes the blame on to that one; so does a
+    rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
+    the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
+    run ahead, so that part of the waiting is hidden. Where the late host loads data, synchronizes, allocates or saves
+    for longer than the others, or its device is idle for longer meanwhile, and that has a warning, it is the cost
+    without that. Below `min_cost_ratio` of the step, or where the others would wait even less without another rank, the
+    finding is information. Waits between pipeline stages do not count: they are the pipeline's bubble. Ranks that are
+    late because their experts are overloaded belong to EP001. Where the metrics log has counters of the GPUs (`record
     --device-metrics`), the clock of the late rank is compared with the median of the others in the late steps: below
     97% in at least half of them, its hardware is slower, and the message names the throttle reason that most of the
     others do not have.
 
-    How to fix: where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock setting. Where
-    the clocks are equal, check the data and the host: uneven batches or experts, a busy host (HOST001, HOST003), other
-    jobs on the node. Without counters, record with `--device-metrics`, or move the rank to another node, to separate
-    hardware from data.
+    How to fix: remove extra calls, or divide them among the ranks; give each rank as many tokens (packing, bucketing by
+    length, balanced experts). Where the GPU is slower, remove the cause: cooling, power supply, power limit, a clock
+    setting. Where the host is late, see what Python does before the launches, and which other processes run (HOST001,
+    HOST003). Without counters, record with `--device-metrics`, or move the rank to another node, to separate hardware
+    from data.
 
     Blind spots: needs traces of several ranks of a group and three shared collectives; a rank without a trace may
     arrive even later. Delays that move between ranks, as with uneven data, belong to RANK003. A rank that another
@@ -68,26 +74,30 @@ class Straggler(Rule):
 
     code: ClassVar[str] = "RANK001"
     facts: ClassVar[tuple[TraceFact, ...]] = (*late_ranks.FACTS, *OverloadedExperts.facts, *device_comparison.FACTS)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.03
     min_steps_ratio: float = 0.75
     max_spread_ratio: float = 0.6
+    max_chance: float = 0.05
     min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        yield from self._findings(run, pl.col("late_ranks").list.len() == 1)
+        yield from (self._finding(run, late) for late in self.persistent(run) if len(late["late_ranks"]) == 1)
 
-    def _findings(self, run: Run, is_judged: pl.Expr) -> Iterator[Finding]:
-        """Yield one finding per late rank or group among the rows of `straggler_costs` that `is_judged`."""
-        costs = run.table(stragglers.straggler_costs).filter(is_judged)
+    def persistent(self, run: Run) -> Iterator[dict[str, Any]]:
+        """Yield the median step of each rank, or of ranks that are late together for one cause, that straggles."""
+        costs = run.table(stragglers.straggler_costs)
         overloaded = overloaded_ranks(run) if costs.height else frozenset()
         for (_,), rank_steps in costs.group_by("late_rank", maintain_order=True):
-            late = rank_steps["late_ranks"][0]
-            if rank_places.is_of_stages(run, late) or overloaded.issuperset(late):
+            late = tuple(rank_steps["late_ranks"][0])
+            if rank_places.is_of_stages(run, list(late)) or overloaded.issuperset(late):
                 continue
             worst = self._persistent(run, rank_steps.sort("order"))
-            if worst is not None:
-                yield self._finding(run, worst)
+            if worst is None:
+                continue
+            parts = [late] if len(late) == 1 else late_ranks.unrelated(run, late, worst["late"].select(_STEP))
+            yield from (worst | {"late_ranks": part, "group": late} for part in parts)
 
     def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
         """The median step of a rank that is late in most steps since its first late one; else None.
@@ -108,7 +118,9 @@ class Straggler(Rule):
             return None
         lost = since["lost_ratio"]
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
-        if high - low > self.max_spread_ratio * middle:
+        is_steady = high - low <= self.max_spread_ratio * middle
+        sides = len(run.ranks) / len(rank_steps["late_ranks"][0])
+        if not is_steady and _chance(late.height, since.height, sides) > self.max_chance:
             return None
         return median_row(since, "lost_ns", "order") | {"late": late, "since": since.height, "first": since["step"][0]}
 
@@ -122,22 +134,28 @@ class Straggler(Rule):
         several = len(ranks) > 1
         name = units.numbered("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
-        is_latest = ranks == late_ranks.latest(run)
-        part, cause, fix = _extra_time(run, ranks, worst["lost_ns"])
-        is_compute, is_host, late_steps = part in _OF_DEVICE, fix is _SLOW_HOST, late.select(_STEP)
-        devices, advice = compare_late_devices(run, ranks, late_steps, fix, is_compute=is_compute, is_host=is_host)
+        is_latest = worst["group"] == late_ranks.latest(run)
+        late_steps = late.select(_STEP)
+        named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
+        others = late_work.names(ranks, run.ranks)
+        tail = f"; {'the others wait' if len(run.ranks) - len(ranks) > 1 else f'{others} waits'} for "
+        tail += "them" if several else "it"
+        subject = Subject(named, others, several, tail)
+        hidden = tuple(rank for rank in worst["group"] if rank not in ranks)
+        excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps), left_out=hidden)
+        lost_ns = worst["lost_ns"] if not hidden or excess is None else min(worst["lost_ns"], max(excess.total_ns, 0))
+        reason = _reason(run, ranks, excess, lost_ns, subject)
+        apart = ""
+        if hidden:
+            apart = f" {units.numbered('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
+            apart += "same collectives for another reason: that one is to be repaired too."
+        devices, advice = compare_late_devices(run, ranks, late_steps, reason)
         if is_of_window:
             steps = "the window, and most of the waiting is for it in "
             steps += f"{worst['led']} of {worst['parts']} parts of the window"
         else:
             steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
             steps += f"since step {worst['first']}"
-        # Such as "Node 3 (ranks 24–31) straggles".
-        if place is None:
-            verdict = f"{name.capitalize()} {'is a straggler' if name.startswith('rank ') else 'are stragglers'}"
-        else:
-            verb = "straggle" if place.startswith("nodes ") else "straggles"
-            verdict = f"{place[0].upper()}{place[1:]} ({name}) {verb}"
         sums = wait_tables[0].group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
         longest = largest_first(sums, "wait_ns", "op", "unit", "phase").row(0, named=True)
         unit = f" of {longest['unit']}" if longest["unit"] else ""
@@ -146,13 +164,12 @@ class Straggler(Rule):
         return Finding(
             self.code,
             Severity.WARNING if is_latest else Severity.INFO,
-            f"{verdict}: the other ranks lose {describe_loss(worst)} to waiting for "
-            f"{'them' if several else 'it'} in {steps}.{_idle(worst)} "
+            f"The other ranks lose {describe_loss(worst)} to waiting for {name} in {steps}.{_idle(worst)} "
             f"{'They arrive' if several else 'It arrives'} last at {worst['late_calls']} of {worst['calls']} "
-            f"collectives, with the longest waits at the {op}{unit}{phase}.{cause}{devices}",
-            advice.format(ranks=name),
-            impact=min(1.0, worst["lost_ratio"]),
-            cost_ns=worst["lost_ns"],
+            f"collectives, with the longest waits at the {op}{unit}{phase}.{reason.evidence}{apart}{devices}",
+            advice,
+            impact=min(1.0, lost_ns / max(1, worst["duration_ns"])),
+            cost_ns=lost_ns,
             confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
             ranks=ranks,
             steps=distinct(late, "step"),
@@ -160,6 +177,7 @@ class Straggler(Rule):
             evidence=pl.concat(rows.head(_EVIDENCE_ROWS) for rows in wait_tables).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
+            claim=reason.claim,
             subject=name,
             is_of_window=is_of_window,
         )
@@ -176,49 +194,45 @@ def _idle(worst: dict[str, Any]) -> str:
     return f" They idle for {idle}, of which {slower} is a longer transfer, not lateness."
 
 
+def _chance(late_count: int, count: int, sides: float) -> float:
+    """Probability that one of some ranks is late in this many of the steps, or more, if all are late alike.
+
+    >>> round(_chance(4, 4, 8), 4), _chance(2, 2, 2)
+    (0.002, 0.5)
+    """
+    ratio = 1 / max(sides, 1)
+    tail = (math.comb(count, k) * ratio**k * (1 - ratio) ** (count - k) for k in range(late_count, count + 1))
+    return min(1.0, sides * sum(tail))
+
+
 def _led_throughout(run: Run, min_parts_ratio: float) -> pl.DataFrame:
     """Return the ranks for which most of the waiting is in most parts of a window, none of it mainly in one call."""
     is_late = pl.col("led") >= min_parts_ratio * pl.col("parts")
     return run.table(stragglers.late_parts).filter(is_late & (pl.col("largest_ratio") * stragglers.PARTS <= 1))
 
 
-_CAUSES = {
-    late_ranks.COMPUTE: "Kernels take {} longer per step than on the other ranks.",
-    late_ranks.LAUNCH: "Kernels are launched late, so the device is idle {} longer per step than on other ranks.",
-    late_ranks.SYNCHRONIZE: "The host waits for the device {} longer per step than on the other ranks.",
-    late_ranks.DATA: "The host waits for data {} longer per step than on the other ranks.",
-    late_ranks.ALLOCATOR: "Device malloc and free calls take {} longer per step than on the other ranks.",
-    late_ranks.STALL: "The device runs nothing although work is queued {} longer per step than on the other ranks.",
-}
-_LAUNCHED_LATE = "Collectives are launched late: {} of the waiting is for collectives that start directly after launch."
-_SLOW_KERNELS = (
-    "Check the devices of {ranks}: GPU clocks and temperature (nvidia-smi -q -d PERFORMANCE), uneven work (sequence "
-    "lengths, experts), other jobs on the node; move the work to another node to separate hardware from data."
+_LAUNCHED_LATE = (
+    " Collectives are launched late: {} of the waiting is for collectives that start directly after launch."
 )
-_SLOW_HOST = (
-    "Check the hosts of {ranks}: what Python does before the launches (data loading, logging, gc), CPU load and "
-    "frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
-)
-_UNKNOWN = (
-    "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
-    "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data."
-)
-_OF_DEVICE = (late_ranks.COMPUTE, late_ranks.STALL)
-_MIN_EXPLAINED = 0.5
 _MIN_LAUNCHED_LATE = 0.25
 
 
-def _extra_time(run: Run, ranks: tuple[int, ...], lost_ns: int) -> tuple[str | None, str, str]:
-    """Return the part (of `late_ranks.PARTS`) that the late ranks take longer for, in words, and the fix by traces."""
-    longer = late_ranks.extra_time(run, ranks).filter(pl.col("extra_ns") >= _MIN_EXPLAINED * lost_ns)
-    if longer.height:
-        part, extra_ns = longer.row(0)
-        fix = _SLOW_KERNELS if part in _OF_DEVICE else _SLOW_HOST
-        return part, f" {_CAUSES[part].format(units.duration(extra_ns))}", fix
+def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns: int, subject: Subject) -> Reason:
+    """What the late ranks take longer for, by their work; else by when their collectives are launched.
+
+    Of unknown kind where neither shows it.
+    """
+    balanced_ratio = 1 - len(ranks) / len(run.ranks)
+    if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+        return reason
+    who = units.numbered("rank", ranks)
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:
-        return late_ranks.LAUNCH, f" {_LAUNCHED_LATE.format(units.share(ratio))}", _SLOW_HOST
-    return None, "", _UNKNOWN
+        claim = f"{subject.has} host launches collectives late{subject.tail}"
+        evidence = _LAUNCHED_LATE.format(units.share(ratio))
+        return Reason(LATE, claim, evidence, late_work.SLOW_HOST.format(ranks=who))
+    claim = f"{subject.name} {subject.verb('arrives', 'arrive')} late at collectives{subject.tail}"
+    return Reason("", claim, "", late_work.UNKNOWN.format(ranks=who))
 
 
 @dataclass(frozen=True)
@@ -231,10 +245,11 @@ class UnevenRanks(Rule):
     Why it costs: every collective waits for the rank that is slowest at that moment, and the slowest rank changes.
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
-    median step. Not reported if more than half of the waiting in most steps is for the same rank: that is
-    RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out. Where more than
-    half of the waiting ends in a replay without the causes that have a warning, such as late launches, the finding is
-    information, with the cost of the rest.
+    median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
+    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. Where
+    more than half of the waiting ends in a replay without the causes that have a warning, such as late launches, the
+    finding is information, with the cost of the rest. Below `min_wait_ratio`, the rank that the others wait for most is
+    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
@@ -245,8 +260,10 @@ class UnevenRanks(Rule):
     """
 
     code: ClassVar[str] = "RANK003"
-    facts: ClassVar[tuple[TraceFact, ...]] = Straggler.facts
+    facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.1
+    min_latest_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the median step exceeds the threshold and there is no single straggler."""
@@ -259,11 +276,18 @@ class UnevenRanks(Rule):
             .with_columns(waited_ns=waited_ns)
             .with_columns(wait_ratio=pl.col("waited_ns") / pl.col("duration_ns"))
         )
-        if means.is_empty() or _is_one_straggler(run):
+        # What a single rank causes in a few steps is its own finding.
+        occasional = run.table(stragglers.occasional_stragglers)
+        means = means.join(occasional, on=_STEP, how="anti", nulls_equal=True, maintain_order="left")
+        if means.is_empty() or any(Straggler().persistent(run)):
             return
         worst = median_row(means, "wait_ratio", "order")
-        if worst["wait_ratio"] <= self.min_wait_ratio:
-            return
+        if worst["wait_ratio"] > self.min_wait_ratio:
+            yield self._in_turn(run, pieces, means, worst)
+        elif occasional.is_empty():
+            yield from self._most_often(run, means)
+
+    def _in_turn(self, run: Run, pieces: pl.DataFrame, means: pl.DataFrame, worst: dict[str, Any]) -> Finding:
         quoted = largest_first(pieces.filter(quoted_step.is_of(worst, _STEP)), "dur_ns", "start_ns")
         quoted_ns = int(quoted["dur_ns"].sum())
         by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
@@ -273,36 +297,76 @@ class UnevenRanks(Rule):
         named = [f"rank {rank} ({share})" for rank, share in zip(most_late, shares, strict=True)]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
         suspects = f"ranks {', '.join(map(str, most_late))}" if len(most_late) > 1 else "single ranks"
-        yield Finding(
+        late_steps = means.filter(pl.col("wait_ratio") > self.min_wait_ratio)
+        # In each step the rank that the others wait for most is compared with the others.
+        waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
+        in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
+        excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
+        subject = Subject("The latest rank", late_work.names(most_late[:1], run.ranks), tail=_IN_TURN)
+        balanced_ratio = 1 - 1 / len(run.ranks)
+        reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
+        return Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {quoted_step.place(worst['step'])}, {late_for}.",
-            f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
+            f"in {quoted_step.place(worst['step'])}, {late_for}.{reason.evidence if reason else ''}",
+            reason.fix
+            if reason
+            else f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
             confidence=0.7,
             ranks=distinct(quoted, "rank"),
-            steps=distinct(means.filter(pl.col("wait_ratio") > self.min_wait_ratio), "step"),
+            steps=distinct(late_steps, "step"),
             evidence=quoted.head(_EVIDENCE_ROWS).select(
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
+            claim=reason.claim if reason else f"Ranks wait for each other in turn, {late_for}",
             is_of_window=worst["step"] is None,
         )
 
+    def _most_often(self, run: Run, means: pl.DataFrame) -> Iterator[Finding]:
+        """Yield information on the rank, or group, that the others wait for most, if a replay without it saves enough.
 
-def _is_one_straggler(run: Run) -> bool:
-    """Return whether most of the waiting is for the same rank in most steps, with at least two steps.
+        Chance may make it the latest: it is not the same in most steps, or there are few.
+        """
+        latest = late_ranks.latest(run)
+        costs = run.table(stragglers.straggler_costs).join(means.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        rows = (
+            costs.filter(pl.col("late_ranks") == pl.lit(list(latest), pl.List(pl.Int64))) if latest else costs.clear()
+        )
+        if rows.is_empty() or rank_places.is_of_stages(run, list(latest)) or overloaded_ranks(run).issuperset(latest):
+            return
+        lost_ns, step_ns = int(rows["lost_ns"].sum()) // rows.height, int(rows["duration_ns"].sum()) // rows.height
+        name = units.numbered("rank", latest)
+        waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == rows["late_rank"][0])
+        count = rows.filter(pl.col("share") > _MOST).height
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"The other ranks wait for {name} longer than for any other, but not by a time that recurs: it causes most "
+            f"of the waiting in {count} of {rows.height} steps, and on average they lose {units.duration(lost_ns)} of "
+            f"{units.duration(step_ns)}.",
+            f"Record more steps to see whether {name} is late again and again, and check its host and device at the "
+            "moments of the evidence.",
+            impact=min(1.0, lost_ns / max(1, step_ns)),
+            cost_ns=lost_ns,
+            confidence=0.5,
+            ranks=latest,
+            steps=distinct(rows, "step"),
+            evidence=largest_first(waits, "wait_ns", "start_ns")
+            .head(_EVIDENCE_ROWS)
+            .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
+            claim=f"{name.capitalize()} {'arrive' if len(latest) > 1 else 'arrives'} last most often",
+            what_if=WhatIf(STRAGGLER, self.min_latest_ratio),
+            subject="latest",
+            is_of_window=bool(rows["step"].is_null().all()),
+        )
 
-    Where no steps are marked: in most parts of a window.
-    """
-    accounts = run.table(stragglers.straggler_costs)
-    if accounts["step"].is_null().all():
-        return _led_throughout(run, Straggler.min_steps_ratio).height > 0
-    leaders = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
-    steps = accounts["order"].n_unique()
-    return steps > 1 and bool((leaders["len"] * 2 > steps).any())
+
+_IN_TURN = "; ranks wait for each other in turn"
 
 
 _FIX_WORK = (
@@ -322,8 +386,8 @@ class LateGroup(Straggler):
     What it does: reports ranks that arrive late together at collectives, while the others are idle, as one finding
     named by what these ranks share: a node, a replica, a coordinate of another mesh axis, a process group. The others
     lose more than `min_wait_ratio` of the step for them, in at least `min_steps_ratio` of the steps since the first
-    such step, by a time that varies by at most `max_spread_ratio`. It names what the late ranks take longer for: their
-    kernels, or their launches.
+    such step, by a time that varies by at most `max_spread_ratio`, or too often for chance (`max_chance`). It names
+    what the late ranks take longer for: their kernels, or their launches.
 
     Why it costs: a collective moves data only after the last rank arrives, so one slow node slows all.
 
@@ -331,9 +395,10 @@ class LateGroup(Straggler):
     twice as long for all of them as for any one, and would still wait for each one if all but that one came early. In a
     hybrid mesh, where the ranks of a late node have no collective in common with other nodes, each of them must be late
     in its own process groups, and must not wait itself for more than half as long as the other ranks do. At most half
-    of the ranks are a late group. Nodes come from the host names in file names, else from device indices that start
-    again every few ranks, else from the GPUs per node in run.json; axes from the mesh or groups in run.json, else from
-    the names of process groups. The cost is the saving of a replay in which nobody waits for these ranks. Below
+    of the ranks are a late group. Ranks of a group that take longer for different kinds of work are late for different
+    causes: each is a finding of RANK001. Nodes come from the host names in file names, else from device indices that
+    start again every few ranks, else from the GPUs per node in run.json; axes from the mesh or groups in run.json, else
+    from the names of process groups. The cost is the saving of a replay in which nobody waits for these ranks. Below
     `min_cost_ratio` of the step the finding is information.
 
     How to fix: check what these ranks share before the ranks themselves: power and clocks of the node, its network
@@ -349,24 +414,24 @@ class LateGroup(Straggler):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per group of ranks that straggles."""
-        yield from self._findings(run, pl.col("late_ranks").list.len() > 1)
+        yield from (self._finding(run, late) for late in self.persistent(run) if len(late["late_ranks"]) > 1)
 
 
 @dataclass(frozen=True)
 class OccasionalStraggler(Rule):
     """A rank for which the others wait in a few steps, because it works longer in these.
 
-    What it does: reports ranks that delay the others in fewer than half of the steps, such as the one rank that
-    evaluates the model, with the steps and what the rank does more of in them.
+    What it does: reports ranks that delay the others in a part of the steps, such as the one rank that evaluates the
+    model, or one that collects garbage every few steps, with the steps and what the rank takes longer for in them.
 
     Why it costs: all other ranks wait meanwhile. Rules on the median step do not see it.
 
     How it is measured: as in RANK001, the time that the other ranks lose to waiting for the rank, in each step. It
-    counts where it is longer than in the median step by half of that step or more, and where more than half of all
-    waiting in the step is for this rank. Compute and the number of operators of the rank are compared with the larger
-    of two medians: of its steps, and of all ranks in the step. Losses below `min_lost_ratio` of the window are left
-    out. On a CPU run, where other processes slow ranks down, a rank that runs no more operators than usual is
-    information. The cost is the mean per step.
+    counts where it is longer than in the rank's usual step by 15% of the median step or more (50% on a CPU run), and
+    where more than half of all waiting in the step is for this rank. What it takes longer for is compared with the
+    other ranks as in RANK001. Losses below `min_lost_ratio` of the window, and ranks that straggle in most steps, are
+    left out. On a CPU run, where other processes slow ranks down, a single step in which the rank runs no more
+    operators than usual is information. The cost is the mean per step.
 
     How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
 
@@ -381,11 +446,15 @@ class OccasionalStraggler(Rule):
         *outlier_steps.OutlierStep.facts,
         *OverloadedExperts.facts,
     )
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per late rank, or group of ranks that are late together."""
         events = run.table(stragglers.occasional_stragglers)
+        if events.height:
+            steady = [rank for late in Straggler().persistent(run) for rank in late["group"]]
+            events = events.filter(~pl.col("late_rank").is_in(steady))
         overloaded = overloaded_ranks(run) if events.height else frozenset()
         for _, rank_events in events.group_by("late_rank", maintain_order=True):
             if overloaded.issuperset(rank_events["late_ranks"][0]):
@@ -400,16 +469,23 @@ class OccasionalStraggler(Rule):
         ranks = tuple(event["late_ranks"])
         name = units.numbered("rank", ranks)
         times = "once in" if events.height == 1 else f"in {events.height} of"
+        recurs = "so it may be rare" if events.height == 1 else "so it recurs"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
+        is_sure = has_more_ops or breakdown.is_on_device(run) or events.height > 1
+        in_step = f" in {'step' if events.height == 1 else 'steps'} {units.ranges(events['step'].to_list())}"
+        others = late_work.names(ranks, run.ranks)
+        subject = Subject(name.capitalize(), others, len(ranks) > 1, in_step)
+        reason = _occasional_reason(run, ranks, events, subject)
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
         in_steps = waits.join(events.select("window", "step"), on=["window", "step"], how="semi")
         return Finding(
             self.code,
-            Severity.WARNING if has_more_ops or breakdown.is_on_device(run) else Severity.INFO,
+            Severity.WARNING if is_sure else Severity.INFO,
             f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
-            f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, so it may be rare; it "
-            f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time).",
-            (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
+            f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, {recurs}; it "
+            f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time)."
+            f"{reason.evidence if reason else ''}",
+            reason.fix if reason else (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
             impact=min(1.0, lost_ratio),
             cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
             confidence=0.8 if has_more_ops else 0.6,
@@ -418,8 +494,21 @@ class OccasionalStraggler(Rule):
             evidence=largest_first(in_steps, "wait_ns", "start_ns")
             .head(_EVIDENCE_ROWS)
             .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
+            claim=reason.claim if reason else f"The others wait for {name}{in_step}",
             subject=name,
         )
+
+
+def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, subject: Subject) -> Reason | None:
+    """What the late ranks take longer for in these steps, or at the end of those before, where the delay begins."""
+    lost_ns, balanced_ratio = int(events["lost_ns"].sum()) // events.height, 1 - len(ranks) / len(run.ranks)
+    order = stragglers.steps(run).select(*_STEP, before=pl.col("step").shift(1).over("window"))
+    before = events.select(_STEP).join(order, on=_STEP, nulls_equal=True).select("window", step="before").drop_nulls()
+    for late_steps in (events.select(_STEP), before):
+        excess = late_ranks.excess_time(run, late_ranks.of_steps(ranks, late_steps))
+        if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
+            return reason
+    return None
 
 
 def _work(event: dict[str, Any]) -> str:

@@ -119,6 +119,7 @@ class GiveWay(Rule):
             confidence=0.8 if (quoted_chains["sample"] == "alone").any() else 0.6,
             evidence=quoted_step.evidence(chains, loss.row, "lost_ns"),
             what_if=WhatIf(GIVE_WAY, self.min_cost_ratio),
+            claim="Kernels that prepare collectives give way to compute, which then waits for them",
         )
 
 
@@ -216,9 +217,12 @@ class SerializedStreams(Rule):
             what_if=WhatIf(SHARED_QUEUE if queue else SHARED_COMMUNICATOR, self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
             is_upper_bound=True,
+            claim=_SHARED_QUEUE if queue else _SHARED_GROUP,
         )
 
 
+_SHARED_QUEUE = "All streams share one hardware queue"
+_SHARED_GROUP = "Collectives of one process group wait for each other"
 _QUEUE_FIX = (
     "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1, every stream waits for earlier launches on all "
     "other streams."
@@ -249,8 +253,8 @@ _PREPARE_EARLIER = {
 class ExposedCopy(Rule):
     """Copies between host and device during which the device computes nothing.
 
-    What it does: reports runs in which copies from or to the host take more than `info_exposed_ratio` of the step while
-    neither compute nor a collective runs; a warning from `max_exposed_ratio`. It names the op with most of that time,
+    What it does: reports runs in which copies from or to the host take more than `min_exposed_ratio` of the step while
+    neither compute nor a collective runs. It names the op with most of that time,
     and its line where stacks were recorded.
 
     Why it costs: the device is idle during the copy. Each small copy takes some microseconds however few bytes it
@@ -271,8 +275,7 @@ class ExposedCopy(Rule):
 
     code: ClassVar[str] = "HOST004"
     facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *save_stages.FACTS)
-    info_exposed_ratio: float = 0.02
-    max_exposed_ratio: float = 0.05
+    min_exposed_ratio: float = 0.02
     slow_bytes_per_ns: float = 2.0
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -280,7 +283,7 @@ class ExposedCopy(Rule):
         exposed = run.table(launch_delay.exposed_copies)
         lost = exposed.select(*KEY, pl.col("exposed_ns").alias("lost_ns"))
         steps = quoted_step.by_step(run, lost, max_loss=pl.col("exposed_copy_ns"))
-        loss = quoted_step.worst_loss(save_stages.without_saves(run, steps), self.info_exposed_ratio)
+        loss = quoted_step.worst_loss(save_stages.without_saves(run, steps), self.min_exposed_ratio)
         if loss is None:
             return
         rows = loss.rows(exposed)
@@ -301,12 +304,13 @@ class ExposedCopy(Rule):
             )
         yield loss.finding(
             self,
-            Severity.WARNING if loss.row["lost_ratio"] >= self.max_exposed_ratio else Severity.INFO,
+            Severity.WARNING,
             f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
             f"{self._describe(largest)}",
             fix,
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
+            claim=f"Copies ({largest['direction']}) by {largest['op'] or 'an unknown op'} are not overlapped",
         )
 
     def _describe(self, largest: dict[str, Any]) -> str:

@@ -1,11 +1,10 @@
 """The faults that can be injected into a job, each with the rule that should find it."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tracekit.errors import InputError
+from tracekit.errors import InputError, did_you_mean
 from tracekit.simulate import engine, fault_registry, hybrid_faults, memory
 from tracekit.simulate.fault_registry import Fault, FaultRequest, impair, on_hardware, register, switch
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Impairments, Job
@@ -21,9 +20,9 @@ def parse(text: str) -> FaultRequest:
     """Parse ``NAME[:ARGUMENT…]``. Raises InputError for an unknown fault."""
     name, *arguments = text.split(":")
     if name not in FAULTS:
-        near = difflib.get_close_matches(name, FAULTS, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"{name!r} is not a fault; {guess}tracekit simulate --list-faults lists all")
+        raise InputError(
+            f"{name!r} is not a fault{did_you_mean(name, FAULTS)}; tracekit simulate --list-faults lists all"
+        )
     return FaultRequest(FAULTS[name], tuple(arguments))
 
 

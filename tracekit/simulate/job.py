@@ -210,10 +210,10 @@ class Job:
         return self.batch * self.seq
 
     @property
-    def step_tokens(self) -> float:
-        """Return the tokens of one step per GPU: those of a pipeline are shared by its GPUs."""
-        sharing = 1 if self.hybrid is None else self.gpus // self.hybrid.data_ranks
-        return self.tokens * self.micro_batches if sharing == 1 else self.tokens * self.micro_batches / sharing
+    def step_tokens(self) -> int:
+        """Return the tokens of one step, all GPUs together: those along other axes than data share a batch."""
+        data_ranks = self.gpus if self.hybrid is None else self.hybrid.data_ranks
+        return self.tokens * self.micro_batches * data_ranks
 
     @property
     def node(self) -> int:

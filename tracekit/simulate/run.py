@@ -220,7 +220,7 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
             "simulated": True,
             "step": step,
             conventions.STEP_TIME_METRIC: end_ns - start_ns,
-            conventions.TOKENS_METRIC: 1e9 * job.step_tokens / max(1, end_ns - start_ns),
+            **conventions.throughput(job.step_tokens, max(1, end_ns - start_ns), ranks=job.gpus),
             conventions.RESERVED_METRIC: memory.round_up(memory.peak_bytes(job, rank)),
             conventions.ALLOC_RETRIES_METRIC: sum(retry <= step for retry in job.impairments.retry_steps),
             **(counters(job, rank, step, start_ns=start_ns, end_ns=end_ns) if job.device_metrics else {}),

@@ -263,8 +263,8 @@ def _explain_error(kind: str, message: str, sql: str, documents: Mapping[str, Ta
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
     near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", message)
     if near:
-        return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
+        return f"query: {reason}; did you mean {near[1]}? tracekit explain --kind table lists tables and columns"
     column = re.search(r'column named "(\w+)"', message)
     columns = sorted({column.name for table in documents.values() for column in table.columns})
     hint = errors.did_you_mean(column[1], columns) if column else ""
-    return f"query: {reason}{hint}; tracekit schema lists tables and columns"
+    return f"query: {reason}{hint}; tracekit explain --kind table lists tables and columns"

@@ -1,4 +1,4 @@
-"""The published facts of a run, by name: what a query, `tracekit schema` and ``run.table`` can name."""
+"""The published facts of a run, by name: what a query, `tracekit explain --kind table` and ``run.table`` can name."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

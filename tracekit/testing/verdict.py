@@ -83,7 +83,7 @@ def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
     if findings:
         lines.append("what costs most:")
     for finding in findings[:MOST_FINDINGS]:
-        lines.append(f"  {finding.id} {phrases.rule_name(finding.code)}: {finding.message}")
+        lines.append(f"  {finding.id} {finding.sentence}")
         lines += [f"    fix: {finding.fix}"] if finding.fix else []
     return "\n".join([*lines, f"the run: tracekit check {folder}"])
 

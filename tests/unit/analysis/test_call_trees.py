@@ -203,7 +203,7 @@ def test_an_icicle_starts_where_the_time_is_divided():
 
 
 def test_the_command_writes_the_format_of_the_ending_and_names_wrong_options(tmp_path: Path):
-    done = cli_runner.tracekit("flamegraph", SAMPLE, "--of", "host", "--out", tmp_path / "host.folded")
+    done = cli_runner.tracekit("kernels", "--by", "stack", SAMPLE, "--of", "host", "--out", tmp_path / "host.folded")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "host.folded").read_text().splitlines()
     whole_ns = call_trees.call_tree(tracekit.load(SAMPLE), HOST)["self_ns"].sum()
@@ -214,6 +214,6 @@ def test_the_command_writes_the_format_of_the_ending_and_names_wrong_options(tmp
         (("--out", tmp_path / "a.json"), "no work of the device"),
         (("--out", tmp_path / "a.json", "--ranks", "x"), "expected ranks and ranges"),
     ):
-        failed = cli_runner.tracekit("flamegraph", SAMPLE, *options)
+        failed = cli_runner.tracekit("kernels", "--by", "stack", SAMPLE, *options)
         assert failed.returncode == 2
         assert message in cli_runner.only_line(failed)

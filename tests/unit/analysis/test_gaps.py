@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support import drawn_hosts, drawn_traces
 from tracekit.analysis.communication.communication_gap_causes import CAUSES, gap_causes
 from tracekit.analysis.time import breakdown
-from tracekit.analysis.time.launched_work import communication_gaps, compute_gaps, step_parts
+from tracekit.analysis.time.launched_work import communication_gaps, compute_gaps
 
 
 def spans(gaps):
@@ -332,29 +332,6 @@ def test_compute_gaps_equal_a_mask(trace):
         for t in range(start // drawn_hosts.UNIT_NS, (start + dur) // drawn_hosts.UNIT_NS)
     ]
     assert idle == [t for t in range(24) if t not in busy]
-
-
-def test_the_parts_of_a_step_sum_to_its_duration_by_name():
-    trace = drawn_traces.trace("""
-        step     0000011111
-        compute  .aa..b.bb.
-        comm     ...xx.....
-    """)
-    parts = step_parts(trace)
-    assert parts.drop("device").rows() == [
-        (0, "compute", "a", 2),
-        (0, "gap", "a", 1),
-        (0, "gap", "b", 2),
-        (1, "compute", "b", 3),
-        (1, "gap", "", 1),
-        (1, "gap", "b", 1),
-    ]
-    durations = breakdown.by_step(trace)["duration_ns"]
-    assert parts["dur_ns"].sum() == durations.sum()
-
-
-def test_a_trace_without_work_has_no_parts():
-    assert step_parts(drawn_traces.trace("step 000")).is_empty()
 
 
 def test_the_parts_of_a_step_sum_to_its_duration():

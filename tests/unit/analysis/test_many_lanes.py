@@ -66,7 +66,7 @@ def nested(tmp_path_factory):
 
 
 def test_paths_of_calls_end_at_a_level(nested):
-    done = cli_runner.tracekit("ops", nested, "--by", "path", "--format", "csv", "--no-cache")
+    done = cli_runner.tracekit("kernels", nested, "--of", "host", "--by", "path", "--format", "csv", "--no-cache")
     done = (
         done
         if done.returncode == 0
@@ -79,7 +79,7 @@ def test_paths_of_calls_end_at_a_level(nested):
 
 def test_stacks_of_a_flame_graph_end_at_a_frame_and_lose_no_time(nested, tmp_path):
     out = tmp_path / "host.folded"
-    done = cli_runner.tracekit("flamegraph", nested, "--of", "host", "-o", out, "--no-cache")
+    done = cli_runner.tracekit("kernels", "--by", "stack", nested, "--of", "host", "-o", out, "--no-cache")
     assert done.returncode == 0, done.stderr
     stacks = [line.rpartition(" ") for line in out.read_text().splitlines()]
     assert max(stack.count(";") + 1 for stack, _, _ in stacks) == call_trees.MAX_FRAMES

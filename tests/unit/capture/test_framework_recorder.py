@@ -40,6 +40,7 @@ def test_evaluation_counts_neither_as_step_time_nor_as_data_wait(tmp_path: Path)
     assert 0 < first[conventions.DATA_WAIT_METRIC] < first[conventions.STEP_TIME_METRIC] < whole_ns - evaluation_ns
     assert 0 <= first[conventions.CPU_TIME_METRIC] <= whole_cpu_ns - evaluation_cpu_ns
     assert first[conventions.TOKENS_METRIC] == pytest.approx(10e9 / first[conventions.STEP_TIME_METRIC])
+    assert first[conventions.TOKENS_PER_GPU_METRIC] == first[conventions.TOKENS_METRIC]  # of one rank
     assert 0 < second[conventions.DATA_WAIT_METRIC] < second[conventions.STEP_TIME_METRIC]
 
 

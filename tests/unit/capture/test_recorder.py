@@ -194,7 +194,7 @@ def test_on_a_gpu_a_steps_time_is_that_between_its_ends_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(monkeypatch)
-    with Recorder(tmp_path, steps=None, device="cuda") as recorder:
+    with Recorder(tmp_path, steps=None, device="cuda", world_size=8) as recorder:
         times = []
         for _ in range(3):
             recorder.step({"loss": 1.0}, tokens=128)
@@ -203,6 +203,7 @@ def test_on_a_gpu_a_steps_time_is_that_between_its_ends_on_the_device(
         device.reached = [0.0, 80.0, 81.0, 161.0, 170.0, 250.0, 251.0]  # each step's begin and end
     assert [row["step_time_ns"] for row in metrics(tmp_path)] == [80_000_000] * 3
     assert [row["tokens_per_second"] for row in metrics(tmp_path)] == [1600.0] * 3
+    assert [row["tokens_per_second_per_gpu"] for row in metrics(tmp_path)] == [200.0] * 3
 
 
 def test_a_gpu_that_has_failed_does_not_raise_in_the_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_a_rule_and_a_table_of_a_plugin_are_shown_without_an_edit(plugin, tmp_pa
     recorded.write_run(tmp_path / "run", kernel="gemm")
     shown = page("quality", tmp_path / "run")
     assert not shown.exception
-    assert "There are 2 ranks, says Acme." in html_of(shown)
+    assert "There are 2 ranks, says Acme" in html_of(shown)
     rules = next(each.value for each in shown.dataframe if "family" in each.value.columns)
     assert "ACME" in set(rules["family"])
     queried = page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")

@@ -15,6 +15,7 @@ from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages, simulated_history
 from tests.support.dashboard_pages import TIMEOUT_S, component, html_of, page, testing
+from tests.unit.simulate import jobs as simulated_jobs
 from tracekit.cli.commands.dashboard import server_command
 from tracekit.regression.history import store
 from tracekit.regression.history.entry import Commit, history_entry
@@ -325,6 +326,17 @@ def test_an_unreadable_snapshot_shows_an_error(tmp_path):
     source.select(source.options[1]).run()
     assert "os.system" in shown.error[0].value.replace("\\", "")
     assert not shown.exception
+
+
+def test_runs_of_different_size_are_compared_by_efficiency(tmp_path):
+    for gpus in (8, 16):
+        simulated_jobs.written(simulated_jobs.job(gpus=gpus, layers=2), tmp_path / f"gpus{gpus}")
+    shown = page("compare", tmp_path)
+    assert not shown.exception
+    assert "scaling" in [chart.key for chart in shown.get("plotly_chart")]
+    assert "on 2 times the GPUs: efficiency" in html_of(shown)
+    row = html_of(shown).split("exposed communication</td>")[1].split("</tr>")[0]
+    assert "+" in row
 
 
 def test_one_run_alone_is_not_compared(runs):

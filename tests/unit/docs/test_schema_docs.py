@@ -25,7 +25,7 @@ def test_the_file_of_tables_is_what_the_schema_says_now():
 def test_the_page_of_tables_is_what_the_schema_says_now():
     page = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
     assert page == schema_pages.as_markdown(DOCUMENTS), (
-        "write it again: tracekit schema --format markdown --output docs/schema.md"
+        "write it again: tracekit explain --kind table --format markdown --out docs/schema.md"
     )
 
 

@@ -27,7 +27,9 @@ def test_the_line_has_mfu_where_the_peak_is_known() -> None:
     config = TrainingConfig("ddp", Path("x"), world_size=4, batch=4, tokens=64, peak_flops=1e12)
     throughput = Throughput.of(config)
     flops = throughput.flops_per_token * 1024
-    assert throughput.scalars(10**9)["mfu_ratio"] == pytest.approx(flops / 4 / 1e12)
+    scalars = throughput.scalars(10**9)
+    assert scalars["mfu_ratio"] == pytest.approx(flops / 4 / 1e12)
+    assert (scalars["tokens_per_second"], scalars["tokens_per_second_per_gpu"]) == (1024, 256)
     assert throughput.describe(10**9) == f"1,024 tokens/s   {flops / 1e9:.1f} GFLOP/s   MFU {flops / 4e12:.1%}"
 
 

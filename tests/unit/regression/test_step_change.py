@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tests.support import drawn_traces, operator_traces
 from tests.support.operator_traces import Call
 from tests.support.wording import Wording
+from tracekit.analysis.compute import call_matching
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.regression import call_matching, step_change
+from tracekit.regression import step_change
 from tracekit.regression.step_change import RunSteps, StepChange
 
 STEPS = 5

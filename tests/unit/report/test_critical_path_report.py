@@ -60,13 +60,13 @@ def test_perfetto_shows_the_path_as_a_track_of_each_rank_on_the_clock_of_its_tra
 
 
 def test_the_command_explains_a_step_of_a_run():
-    shown = cli_runner.tracekit("critical-path", RUN, "--step", "22", "--format", "json", cwd=ROOT)
+    shown = cli_runner.tracekit("whatif", "--critical-path", RUN, "--step", "22", "--format", "json", cwd=ROOT)
     found = json.loads(shown.stdout)
     assert (shown.returncode, found["step"]) == (0, 22)
     assert sum(part["dur_ns"] for part in found["parts"]) == found["step_ns"]
 
 
 def test_the_command_refuses_a_step_that_the_run_does_not_have(wording):
-    refused = cli_runner.tracekit("critical-path", RUN, "--step", "7", cwd=ROOT)
+    refused = cli_runner.tracekit("whatif", "--critical-path", RUN, "--step", "7", cwd=ROOT)
     assert refused.returncode == 2
     wording(refused.stderr)

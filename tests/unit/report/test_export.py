@@ -214,17 +214,17 @@ def test_findings_lie_where_their_evidence_does_or_over_the_whole_rank():
     evidence = pl.DataFrame({"window": [0, 0], "rank": [0, 0], "start_ns": [2, 3], "dur_ns": [2, 2], "step": [7, 7]})
     findings = (
         Finding("COMM001", Severity.ERROR, "Too much.", "Less.", ranks=(0,), evidence=evidence),
-        Finding("MEM001", Severity.INFO, "Churn.", "", ranks=(1,)),
+        Finding("MEM001", Severity.INFO, "Churn", "", ranks=(1,)),
         Finding("DATA001", Severity.WARNING, "Doubt.", ""),
     )
     found = exported(run, findings=findings)
     shown = [s for s in found.slices if s.category == "finding"]
     assert sorted((found.process_of(s), s.name, s.start_ns, s.dur_ns) for s in shown) == [
-        ("rank 0", "COMM001 Too much.", 2, 2),
-        ("rank 0", "COMM001 Too much.", 3, 2),
-        ("rank 0", "DATA001 Doubt.", 2, 4),
-        ("rank 1", "DATA001 Doubt.", 2, 4),
-        ("rank 1", "MEM001 Churn.", 2, 4),
+        ("rank 0", "COMM001 Too much", 2, 2),
+        ("rank 0", "COMM001 Too much", 3, 2),
+        ("rank 0", "DATA001 Doubt", 2, 4),
+        ("rank 1", "DATA001 Doubt", 2, 4),
+        ("rank 1", "MEM001 Churn", 2, 4),
     ]
     assert {found.track_of(s).removesuffix(" (2)").removesuffix(" (3)") for s in shown} == {"findings"}
     first = next(s for s in shown if s.start_ns == 2 and s.name.startswith("COMM001"))

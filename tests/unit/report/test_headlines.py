@@ -28,7 +28,7 @@ def test_a_straggler_is_named_with_the_numbers_of_its_finding(wording):
     report = engine.check(run)
     (straggler,) = [found for found in report.findings if found.code == "RANK001"]
     shown = headlines.ranks(report, run)
-    assert straggler.message.startswith(shown.text)
+    assert shown.text == straggler.sentence
     wording(shown.text)
     assert shown.status == straggler.severity.label
 

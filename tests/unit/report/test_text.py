@@ -16,7 +16,13 @@ Golden = Callable[[str, str], None]
 @pytest.mark.parametrize("width", [80, 160])
 def test_a_report_reads_as_its_golden_file(golden: Golden, width: int) -> None:
     run = sample_report.run()
-    golden(f"report_{width}.txt", text.render(sample_report.report(run), run, width=width))
+    golden(f"report_{width}.txt", text.render(sample_report.report(run), run, width=width, is_detailed=True))
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_report_in_brief_reads_as_its_golden_file(golden: Golden, width: int) -> None:
+    run = sample_report.run()
+    golden(f"report_brief_{width}.txt", text.render(sample_report.report(run), run, width=width))
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -26,7 +32,7 @@ def test_two_reports_stand_side_by_side_where_there_is_room(golden: Golden, widt
         for today in (sample_report.run("runs/fsdp2"), sample_report.run("runs/yafsdp", strategy="yafsdp"))
     ]
     pairs[1] = (sample_report.report(pairs[1][1], found=sample_report.findings()[1:]), pairs[1][1])
-    golden(f"reports_{width}.txt", text.render_several(pairs, width=width))
+    golden(f"reports_{width}.txt", text.render_several(pairs, width=width, is_detailed=True))
 
 
 def test_a_run_without_findings_says_so_first(golden: Golden) -> None:
@@ -34,28 +40,30 @@ def test_a_run_without_findings_says_so_first(golden: Golden) -> None:
     golden("report_clean.txt", text.render(sample_report.report(run, found=()), run, width=80))
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 160, 220])
-def test_no_line_is_wider_than_the_limit(width: int) -> None:
+@pytest.mark.parametrize("is_detailed", [False, True])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160, 220])
+def test_no_line_is_wider_than_the_limit(width: int, is_detailed: bool) -> None:
     run = sample_report.run("runs/" + "a_very_long_name_of_a_run_" * 5)
     pairs = [(sample_report.report(run), run)] * 3
-    for shown in (text.render(*pairs[0], width=width), text.render_several(pairs, width=width)):
+    options = {"width": width, "is_detailed": is_detailed}
+    for shown in (text.render(*pairs[0], **options), text.render_several(pairs, **options)):
         assert max(map(len, shown.splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_numbers_of_evidence_are_whole_at_every_width(width: int) -> None:
     run = sample_report.run()
-    shown = text.render(sample_report.report(run), run, width=width)
+    shown = text.render(sample_report.report(run), run, width=width, is_detailed=True)
     assert re.search(r"6 ms +2 ms +50\.0%", shown)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
 def test_no_number_of_evidence_is_cut_however_many_columns_there_are(width: int) -> None:
     row = {"rank": [0], "step": [3], "name": ["ncclDevKernel_AllGather_RING_LL"], "start_ns": [27_800_000]}
     row |= {f"measure{number}_ns": [1_234_567 + number] for number in range(12)}
     found = Finding("COMM001", Severity.WARNING, "slow", "hurry", evidence=pl.DataFrame(row))
     run = sample_report.run()
-    shown = text.render(sample_report.report(run, found=(found,)), run, width=width)
+    shown = text.render(sample_report.report(run, found=(found,)), run, width=width, is_detailed=True)
     cells = next(line for line in shown.splitlines() if "27.8 ms" in line).split()
     assert [cell for cell in cells if "…" in cell and not cell.startswith("ncclDev")] == []
 
@@ -68,7 +76,7 @@ def test_evidence_drops_empty_columns_and_then_the_least_important() -> None:
     report = sample_report.report(run, found=(found,))
 
     def header(width: int) -> list[str]:
-        shown = text.render(report, run, width=width)
+        shown = text.render(report, run, width=width, is_detailed=True)
         return next(line.split() for line in shown.splitlines() if "duration" in line)
 
     assert header(120) == ["rank", "lane", "name", "op", "unit", "duration"]
@@ -105,7 +113,7 @@ def test_a_run_of_many_ranks_shows_the_typical_one_and_says_where_the_rest_is() 
     many = drawn_traces.run(
         *(drawn_traces.trace(sample_report.PICTURE, rank=rank) for rank in range(40)), path="runs/many"
     )
-    shown = text.render(sample_report.report(many), many)
+    shown = text.render(sample_report.report(many), many, is_detailed=True)
     assert "of 40 ranks; all of them: tracekit summary runs/many" in shown
     assert re.search(r"typical +0 ", shown)
     assert re.search(r"95th percentile +— ", shown)

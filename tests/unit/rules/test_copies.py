@@ -73,6 +73,6 @@ def test_recorded_stacks_name_the_line_that_copies(wording):
     folder = OTHERS / "tracelens_h100_memory_stacks"
     if not folder.is_dir():
         pytest.skip("needs ../shared/traces/tracelens_h100_memory_stacks, which is not part of the project")
-    (found,) = judged(load(folder), info_exposed_ratio=0.01)
+    (found,) = judged(load(folder), min_exposed_ratio=0.01)
     assert found.severity == Severity.INFO
     wording(found.message)

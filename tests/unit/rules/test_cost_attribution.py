@@ -16,6 +16,7 @@ from tests.support import drawn_traces, rule_examples
 from tests.support.wording import Wording
 from tests.unit.simulate.jobs import job, written
 from tracekit import rules
+from tracekit.model import units
 from tracekit.replay.graph import savings
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.replay.graph.causes.cause import Cause
@@ -48,7 +49,8 @@ def test_the_cost_is_what_the_mean_step_of_the_run_is_longer(tmp_path: Path) -> 
     assert found.cost_ns == pytest.approx(known.cost_ns * len(known.steps) / 4, rel=0.05)
     assert found.cost_ns == savings.saving(run, "straggler").saved_ns
     assert found.message.startswith(uncosted.findings[0].message)
-    assert f"per step ({100 * found.impact:.1f}%)." in found.message
+    assert found.measured_ns == uncosted.findings[0].cost_ns
+    assert found.sentence.endswith(f"saves {units.duration(found.cost_ns)} a step ({units.share(found.impact)})")
     assert found.severity is Severity.WARNING
 
 

@@ -182,6 +182,15 @@ def test_kernels_that_end_before_the_launches_are_cut_off(wording):
     wording(message)
 
 
+def test_launches_before_the_first_recorded_work_are_said_to_be_at_the_start():
+    drawn = drawn_traces.trace("step 0000\ncompute ..ab", ops=launches(*["cudaLaunchKernel"] * 4))
+    trace = dataclasses.replace(drawn, activities=drawn.activities.with_columns(pl.col("launch_id") + 2))
+    kind, message, share = trace_quality.data_quality(trace).row(0)
+    assert (kind, share) == ("dropped_events", 0.5)
+    assert "first 2 of 4 launches" in message
+    assert "2 ns after the first launch" in message
+
+
 NCCL = {"distributedInfo": {"backend": "nccl", "rank": 0}}
 GPUS = {"deviceProperties": [{"name": "NVIDIA A100"}]}
 

@@ -52,18 +52,18 @@ def test_ranks_that_one_rank_of_their_node_delays_are_no_late_group():
 
 
 @pytest.mark.parametrize(
-    ("manifest", "path", "starts"),
+    ("manifest", "path", "place"),
     [
-        ({}, "{}", "One process group (ranks 2–3) straggles: the other ranks lose"),
-        ({"mesh": HYBRID}, "{}", "Replica 1 (ranks 2–3) straggles"),
-        ({"groups": {"tp": [[0, 1], [2, 3]]}}, "{}", "Tensor-parallel group 1 (ranks 2–3) straggles"),
-        ({"hardware": {"gpus_per_node": 2}, "mesh": HYBRID}, "{}", "Node 1 (ranks 2–3) straggles"),
+        ({}, "{}", "one process group (ranks 2–3)"),
+        ({"mesh": HYBRID}, "{}", "replica 1 (ranks 2–3)"),
+        ({"groups": {"tp": [[0, 1], [2, 3]]}}, "{}", "tensor-parallel group 1 (ranks 2–3)"),
+        ({"hardware": {"gpus_per_node": 2}, "mesh": HYBRID}, "{}", "node 1 (ranks 2–3)"),
     ],
     ids=["group", "axis", "group of axis", "node"],
 )
-def test_late_ranks_are_named_by_what_they_share(manifest, path, starts):
+def test_late_ranks_are_named_by_what_they_share(manifest, path, place):
     (found,) = check(mesh_run(LATE_NODE, path, **manifest), [LateGroup()]).findings
-    assert found.message.startswith(starts)
+    assert place in found.claim
 
 
 def test_nodes_are_named_by_the_hosts_in_the_names_of_files():

@@ -231,4 +231,9 @@ def test_an_evaluation_in_the_first_step_is_no_warm_up():
 
 
 def test_a_straggler_of_most_steps_is_not_occasional():
-    assert judge(rule_examples.occasional_straggler_run(10, 10, 10, 10, 0, 0), OccasionalStraggler) == ()
+    assert judge(rule_examples.occasional_straggler_run(10, 10, 10, 10, 10, 0), OccasionalStraggler) == ()
+
+
+def test_a_rank_that_is_late_in_half_of_the_steps_recurs():
+    (found,) = judge(rule_examples.occasional_straggler_run(10, 0, 10, 0, 10, 0), OccasionalStraggler)
+    assert (found.ranks, found.steps, found.severity) == ((0,), (0, 2, 4), Severity.WARNING)

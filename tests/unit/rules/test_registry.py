@@ -79,7 +79,7 @@ def test_a_rule_does_not_report_its_example_without_the_fault(rule):
 @every_rule
 def test_all_facts_that_a_rule_reads_are_declared(rule):
     run = EXAMPLES[rule.code].fires()
-    run.measure(rule.facts)
+    run.measure((*rule.facts, *rule.finding_facts))
     run._loaded.traces.clear()
     run.sources = tuple(dataclasses.replace(source, read=fail_to_read) for source in run.sources)
     assert run.table(rule.facts[0]).height >= 0

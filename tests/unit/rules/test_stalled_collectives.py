@@ -96,8 +96,7 @@ def test_the_price_of_a_simulated_stall_is_what_truth_says(strategy: str, tmp_pa
     (found,) = (each for each in report.findings if each.code == "STEP004")
     assert (found.severity, found.steps) == (Severity.WARNING, known.steps)
     assert 8 * found.cost_ns == pytest.approx(known.cost_ns, rel=0.02)
-    warned = [each.code for each in report.findings if each.severity > Severity.INFO and each.cost_ns]
-    assert [code for code in warned if not code.startswith("MEM")] == ["STEP004"]
+    assert next(each for each in report.findings if each.cost_ns) is found
 
 
 def test_communication_is_priced_without_the_stall(tmp_path: Path):

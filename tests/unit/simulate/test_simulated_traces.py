@@ -9,7 +9,8 @@ import polars as pl
 import pytest
 
 import tracekit
-from tests.unit.simulate.jobs import job, written
+from tests.unit.simulate.jobs import job, pipelined, written
+from tracekit import conventions
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model.run import Run
@@ -17,7 +18,7 @@ from tracekit.plan.hardware import HARDWARE
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
-from tracekit.simulate.job import STRATEGIES
+from tracekit.simulate.job import STRATEGIES, Job
 from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.run import Simulated
 
@@ -48,6 +49,43 @@ def test_the_breakdown_of_the_files_equals_the_simulators_account(simulated: tup
             expected |= {"start_ns": BASE_NS + start_ns, "duration_ns": end_ns - start_ns}
             assert {name: row[name] for name in expected} == expected
         assert measured["step"].to_list() == list(range(of.job.steps))
+
+
+@pytest.mark.parametrize(
+    ("of", "step_tokens"),
+    [
+        (job(gpus=16, batch=2, micro_batches=1), 16 * 2 * 2048),
+        (job(gpus=8, micro_batches=3), 8 * 3 * 2048),
+        (pipelined(4, pp=2, tp=2, micro_batches=4), 4 * 2048),  # one replica of the data
+        (pipelined(8, pp=2, micro_batches=4), 4 * 4 * 2048),
+    ],
+    ids=lambda value: "" if isinstance(value, int) else f"{value.gpus}-gpus",
+)
+def test_tokens_per_second_are_those_of_all_ranks_over_the_ranks_time(
+    of: Job, step_tokens: int, tmp_path: Path
+) -> None:
+    written(of, tmp_path / "run")
+    run = tracekit.load(str(tmp_path / "run"), cache=False)
+    for rank in run.ranks:
+        logged = run.trace(rank).metrics.pivot("name", index="step", values="value")
+        total = logged["tokens_per_second"] * logged["step_time_ns"] / 1e9
+        assert total.to_list() == pytest.approx([step_tokens] * of.steps)
+        per_gpu = logged["tokens_per_second"] / logged["tokens_per_second_per_gpu"]
+        assert per_gpu.to_list() == pytest.approx([of.gpus] * of.steps)
+
+
+def test_logs_of_earlier_versions_state_the_speed_of_one_gpu(tmp_path: Path) -> None:
+    written(job(), tmp_path / "run")
+    log = tmp_path / "run" / conventions.rank_file(0, conventions.METRICS_SUFFIX)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    earlier = [{**line, "tokens_per_second": line["tokens_per_second_per_gpu"]} for line in lines]
+    for line in earlier:
+        del line["tokens_per_second_per_gpu"]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in earlier))
+    read = tracekit.load(str(tmp_path / "run"), cache=False).trace(0).metrics
+    assert "tokens_per_second" not in set(read["name"])
+    per_gpu = read.filter(pl.col("name") == "tokens_per_second_per_gpu")["value"]
+    assert per_gpu.to_list() == [line["tokens_per_second"] for line in earlier]
 
 
 def test_the_data_quality_is_good(simulated: tuple[Simulated, Run]) -> None:

@@ -7,7 +7,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.compute import call_paths, compute_gap_causes, flops, kernels
 from tracekit.analysis.memory import allocations
-from tracekit.analysis.time import breakdown, trace_columns
+from tracekit.analysis.time import breakdown, launched_work, trace_columns
 from tracekit.model import intervals, nesting, schema, sweep_line
 from tracekit.model.fact import trace_fact
 from tracekit.model.intervals import Spans
@@ -17,8 +17,8 @@ IDLE = "idle"
 PARTS = (*breakdown.PARTS, IDLE)
 KEYS = ("part", "operator", "kernel", "module", "path", "shapes")
 COLUMNS = schema.columns(
-    "step device part operator kernel module path shapes chain cause detail order_ns count work_ns dur_ns",
-    **dict.fromkeys((*KEYS, "chain", "cause", "detail"), pl.String),
+    "step device part operator kernel module path shapes extent chain cause detail order_ns calls count work_ns dur_ns",
+    **dict.fromkeys((*KEYS, "extent", "chain", "cause", "detail"), pl.String),
 )
 _PARAMETERS = "record_param_comms"
 """The profiler's own operator inside that of a collective."""
@@ -29,7 +29,7 @@ _PART_OF_KIND = {
 }
 _PART = pl.col("kind").replace_strict(_PART_OF_KIND, return_dtype=pl.String)
 """The part of the breakdown that an activity belongs to by its kind."""
-_PLACE = ("step", "device", *KEYS, "cause", "detail")
+_PLACE = ("step", "device", *KEYS, "extent", "cause", "detail")
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
@@ -43,14 +43,16 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     """Charge each moment of the device window of each step to a part, operator and kernel.
 
     Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
-    path and shapes. The operator is the innermost one around the launch, of a collective its own and not
-    ``record_param_comms``; path, shapes and chain (see `call_paths`) are its own. Idle time has cause and detail as in
-    `compute_gap_causes`; its operator to shapes are those of the compute that ends the gap. dur_ns sums to the window
-    exactly, and each part to that of `breakdown.by_step`: where several activities run, the part is the breakdown's,
-    and the one on the lane with most work of its kind counts. count and work_ns are of the activities that the step
-    launched, hidden ones included; order_ns is the time from the start of the window to the first of them.
+    path, shapes and extent (grid and block of a kernel, else its bytes; null where not known). The operator is the
+    innermost one around the launch, of a collective its own and not ``record_param_comms``; path, shapes and chain (see
+    `call_paths`) are its own. Idle time has cause and detail as in `compute_gap_causes`; its operator to extent are
+    those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to that of
+    `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with most
+    work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included; calls
+    of those that are the first of their operator's call. order_ns is the time from the start of the window to the first
+    of them.
     """
-    op, launch = _operator_rows(trace)
+    op, launch = operator_rows(trace)
     described = trace.activities.select(
         "id",
         _PART.alias("own_part"),
@@ -59,33 +61,107 @@ def step_charges(trace: Trace) -> pl.DataFrame:
         call_paths.activity_modules(trace),
         call_paths.call_paths(trace).gather(launch).alias("path"),
         trace.ops["shapes"].gather(op).alias("shapes"),
+        _extents(trace),
+        (op.is_null() | pl.struct(op.alias("op"), _PART).is_first_distinct()).cast(pl.Int64).alias("calls"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
     )
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
-        windows = _windows(trace, device)
-        if windows.height:
+        step_windows = windows(trace, device)
+        if step_windows.height:
             # Activities that each step launched: columns step, id, order_ns, count, work_ns.
-            begun = windows.select("step", begun_ns="start_ns").unique("step", keep="first")
+            begun = step_windows.select("step", begun_ns="start_ns").unique("step", keep="first")
             work = _activities(trace, device).join(begun, on="step", nulls_equal=True)
             order_ns = (pl.col("start_ns") - pl.col("begun_ns")).alias("order_ns")
             rows = pl.concat(
                 [
-                    _charge_moments(trace, device, windows),
+                    charge_moments(trace, device, step_windows),
                     work.select(
                         "step", "id", order_ns, pl.lit(1, pl.Int64).alias("count"), pl.col("dur_ns").alias("work_ns")
                     ),
                 ],
                 how="diagonal",
-            ).join(described, on="id", how="left", maintain_order="left")
+            )
+            rows = rows.join(described, on="id", how="left", maintain_order="left").with_columns(
+                calls=pl.when(pl.col("count") == 1).then("calls")
+            )
             charged = rows.with_columns(pl.lit(device, pl.Int64).alias("device")).with_columns(
                 pl.coalesce("part", "own_part").alias("part")
             )
             sums = charged.group_by(_PLACE, maintain_order=True).agg(
-                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("count", "work_ns", "dur_ns").sum()
+                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("calls", "count", "work_ns", "dur_ns").sum()
             )
             parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
+
+
+def operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
+    """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
+    launch = trace.activities["launch_id"]
+    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
+    if trace.ops.is_empty():
+        return op_row, op_row
+    is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
+    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
+    operator = pl.Series(outer).gather(op_row)
+    inner = pl.Series(kernels.innermost_op(trace))
+    op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
+    return op.set(op < 0, None), op_row
+
+
+def windows(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Device windows of the steps, by start: rows of `schema.STEPS`."""
+    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+    return (
+        trace.steps.drop_nulls(["start_ns", "end_ns"])
+        .filter(on_device, pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns")
+    )
+
+
+def charge_moments(trace: Trace, device: int | None, step_windows: pl.DataFrame) -> pl.DataFrame:
+    """Charge each moment of the windows to one activity, or to a gap.
+
+    Columns step, part, id (of the activity, or of the compute that ends the gap), cause, detail, gap (the row of
+    `gap_causes`, -1 for none), dur_ns.
+    """
+    # Lanes in the order in which they count: by part, then by time, the longest first.
+    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
+    lanes = work.partition_by("part", "lane")
+    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
+    lane_spans = [intervals.from_table(rows) for rows in lanes]
+    causes = gap_causes(trace, device)
+    gaps = intervals.from_table(causes)
+    spans = step_windows.select("start_ns", "end_ns").to_numpy()
+    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
+    # The activity (its id) that each moment is charged to, -1 for none, and the part.
+    owner = np.full(len(pieces.start_ns), -1, np.int64)
+    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
+    for rows, busy in zip(lanes, lane_spans, strict=True):
+        free = np.flatnonzero(owner < 0)
+        running = sweep_line.running(busy, pieces.start_ns[free])
+        charged = free[running >= 0]
+        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
+        part[charged] = PARTS.index(rows["part"][0])
+    moments = pl.DataFrame(
+        {
+            "step": step_windows["step"].gather(pieces.span),
+            "part": pl.Series(PARTS, dtype=pl.String).gather(part),
+            "owner": owner,
+            "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
+            "dur_ns": pieces.end_ns - pieces.start_ns,
+        }
+    )
+    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
+    number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
+    caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
+    activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
+    return caused.select("step", "part", activity_id, "cause", "detail", "gap", "dur_ns")
+
+
+def gap_causes(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Pieces of the compute gaps of one device with their causes, as `compute_gap_causes`."""
+    return compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
 
 @trace_fact
@@ -155,63 +231,14 @@ def save_work(trace: Trace) -> pl.DataFrame:
     return _typical(stages, max(1, stages["step"].n_unique()))
 
 
-def _operator_rows(trace: Trace) -> tuple[pl.Series, pl.Series]:
-    """Return, for each activity, the row in ops of its operator, and of its launch; null where not known."""
-    launch = trace.activities["launch_id"]
-    op_row = launch.set(((launch < 0) | (launch >= trace.ops.height)).fill_null(value=True), None)
-    if trace.ops.is_empty():
-        return op_row, op_row
-    is_operator = (trace.ops["kind"] == "cpu_op") & (trace.ops["name"] != _PARAMETERS)
-    outer = nesting.nearest(trace_columns.parent_ids(trace), is_operator.to_numpy())
-    operator = pl.Series(outer).gather(op_row)
-    inner = pl.Series(kernels.innermost_op(trace))
-    op = operator.zip_with((operator >= 0).fill_null(value=False), inner)
-    return op.set(op < 0, None), op_row
-
-
-def _windows(trace: Trace, device: int | None) -> pl.DataFrame:
-    on_device = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-    return (
-        trace.steps.drop_nulls(["start_ns", "end_ns"])
-        .filter(on_device, pl.col("end_ns") > pl.col("start_ns"))
-        .sort("start_ns")
-    )
-
-
-def _charge_moments(trace: Trace, device: int | None, windows: pl.DataFrame) -> pl.DataFrame:
-    """Charge each moment of the windows: columns step, part, id, cause, detail, dur_ns."""
-    # Lanes in the order in which they count: by part, then by time, the longest first.
-    work = _activities(trace, device).filter(pl.col("dur_ns") > 0).with_columns(_PART.alias("part"))
-    lanes = work.partition_by("part", "lane")
-    lanes.sort(key=lambda rows: (PARTS.index(rows["part"][0]), -rows["dur_ns"].sum()))
-    lane_spans = [intervals.from_table(rows) for rows in lanes]
-    causes = compute_gap_causes.compute_gap_causes(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
-    gaps = intervals.from_table(causes)
-    spans = windows.select("start_ns", "end_ns").to_numpy()
-    pieces = sweep_line.pieces(spans, *(lane.ravel() for lane in lane_spans), gaps.ravel())
-    # The activity (its id) that each moment is charged to, -1 for none, and the part.
-    owner = np.full(len(pieces.start_ns), -1, np.int64)
-    part = np.full(len(owner), PARTS.index(IDLE), np.int64)
-    for rows, busy in zip(lanes, lane_spans, strict=True):
-        free = np.flatnonzero(owner < 0)
-        running = sweep_line.running(busy, pieces.start_ns[free])
-        charged = free[running >= 0]
-        owner[charged] = rows["id"].to_numpy()[running[running >= 0]]
-        part[charged] = PARTS.index(rows["part"][0])
-    moments = pl.DataFrame(
-        {
-            "step": windows["step"].gather(pieces.span),
-            "part": pl.Series(PARTS, dtype=pl.String).gather(part),
-            "owner": owner,
-            "gap": np.where(owner < 0, sweep_line.running(gaps, pieces.start_ns), -1),
-            "dur_ns": pieces.end_ns - pieces.start_ns,
-        }
-    )
-    sums = moments.group_by("step", "part", "owner", "gap", maintain_order=True).agg(pl.col("dur_ns").sum())
-    number = pl.int_range(pl.len()).cast(pl.Int64).alias("gap")
-    caused = sums.join(causes.select(number, "activity_id", "cause", "detail"), on="gap", how="left")
-    activity_id = pl.when(pl.col("owner") >= 0).then("owner").otherwise("activity_id").alias("id")
-    return caused.select("step", "part", activity_id, "cause", "detail", "dur_ns")
+def _extents(trace: Trace) -> pl.Series:
+    """What shows the size of each activity where shapes are not recorded: grid and block, else its bytes."""
+    work = trace.activities.select("id", "grid", "block", "bytes")
+    sent = launched_work.messages(trace).select("id", "message_bytes")
+    sized = work.join(sent, on="id", how="left", maintain_order="left")
+    size = pl.coalesce("bytes", "message_bytes").cast(pl.String)
+    of_grid = pl.concat_str("grid", pl.lit(" of "), pl.col("block").fill_null("?"))
+    return sized.select(pl.coalesce(of_grid, size).alias("extent")).to_series()
 
 
 def _activities(trace: Trace, device: int | None) -> pl.DataFrame:

@@ -107,7 +107,8 @@ ADVICE = {
     Kind.ERROR: "Fix the exception; the other ranks only wait for that rank.",
     Kind.HOST: "Look at the code in the stack of that rank: the other ranks continue when it returns.",
     Kind.MISMATCH: "All ranks of a group have to call the same operation with equally many elements of one type: look "
-    "for a condition on rank or data before the call.",
+    "for a condition on rank or data before the call; where a rank has fewer batches, drop_last or "
+    "torch.distributed.algorithms.Join.",
     Kind.ORDER: "Call the collectives in one order on all ranks of the group; look for a condition on rank or data.",
     Kind.DEADLOCK: "Call the collectives of these groups in one order on all ranks that belong to both.",
     Kind.MESSAGES: "Compare peers and order of the sends and receives of these ranks: nobody sends what they wait for.",

@@ -38,7 +38,7 @@ _NONE: _Ints = np.empty(0, np.int64)
 FUNCTION_COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
 # torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered.
 _NAME = r"^(?<file>.+\.py)\((?<line>\d{1,9})\): (?<function>.+)$"
-_FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py"
+_FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py|(^|/)tracekit/capture/"
 _MAX_DEPTH = 200
 
 

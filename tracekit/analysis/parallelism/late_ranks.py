@@ -1,10 +1,16 @@
 """Ranks that arrive late, and what takes them longer than the other ranks."""
 
+import math
+from collections.abc import Sequence
+from typing import Literal
+
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
-from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.compute import compute_gap_causes, step_charges
+from tracekit.analysis.compute import excess_time as excess_times
+from tracekit.analysis.compute.excess_time import ExcessTime
 from tracekit.analysis.parallelism import late_groups, rank_places
 from tracekit.analysis.time import breakdown, host_state, launched_work
 from tracekit.model import schema
@@ -30,7 +36,12 @@ _STEP = ["window", "step"]
 _MIN_PASSED = 0.5
 """A rank passes its delay on if it waits itself, for a rank of another group, for this share of what others wait."""
 _MAX_HOPS = 3
+_MOST_COMPARED = 16
+"""Ranks whose work is compared by operator: reading all traces of a larger run again takes as long as the check."""
+_MOST_OF_RANK = 0.6
+"""Share of what a rank takes longer for that is of one kind, if that is to be another cause than its group has."""
 
+_LATE_AND_OTHERS: tuple[Literal["semi"], Literal["anti"]] = ("semi", "anti")
 QUEUE_COLUMNS = schema.columns("activity_id queued_ns")
 
 
@@ -55,6 +66,8 @@ FACTS: tuple[TraceFact, ...] = (
     *save_stages.FACTS,
 )
 """The facts that the run tables of this module read."""
+EXCESS_FACTS: tuple[TraceFact, ...] = (step_charges.step_charges,)
+"""The facts that explain by how much a rank is late."""
 
 
 @run_fact
@@ -120,6 +133,80 @@ def extra_time(run: Run, members: tuple[int, ...]) -> pl.DataFrame:
     by_step = times.group_by(*_STEP, "part").agg((late - usual).alias("extra_ns"))
     medians = by_step.group_by("part").agg(pl.col("extra_ns").median().round().cast(pl.Int64))
     return medians.filter(pl.col("extra_ns") > 0).sort("extra_ns", "part", descending=[True, False])
+
+
+def excess_time(run: Run, late: pl.DataFrame, *, left_out: tuple[int, ...] = ()) -> ExcessTime | None:
+    """What late ranks take longer for than the other ranks of their pipeline stages in the same steps.
+
+    `late` has the columns window, step and rank, one row per step in which a rank is late. Waits for others do not
+    count. In a run of many ranks, some of them are compared. Ranks that are `left_out` are late too. None if there are
+    no others.
+    """
+    stage_of = rank_places.stages(run)
+    members = late["rank"].unique().sort().to_list()
+    stages = {stage_of.get(rank) for rank in members}
+    mates = [rank for rank in run.ranks if rank not in left_out and stage_of.get(rank) in stages]
+    others = [rank for rank in mates if rank not in members]
+    if len(mates) < 2:
+        return None
+    own = _own_charges(run, members, others)
+    in_steps = own.join(late.select(_STEP).unique(), on=_STEP, how="semi", nulls_equal=True, maintain_order="left")
+    keys = [*_STEP, "rank"]
+    sides = [in_steps.join(late, on=keys, how=how, nulls_equal=True, maintain_order="left") for how in _LATE_AND_OTHERS]
+    return None if sides[1].is_empty() else excess_times.split(*sides)
+
+
+def excess_of_stages(run: Run, stages: Sequence[int]) -> ExcessTime | None:
+    """What some pipeline stages take longer for than the others, per rank and step; None if there are no others.
+
+    Layers count as the same module, whatever their number, since stages have different ones.
+    """
+    stage_of = rank_places.stages(run)
+    late = [rank for rank in run.ranks if stage_of.get(rank) in stages]
+    others = [rank for rank in run.ranks if rank in stage_of and rank not in late]
+    if not late or not others:
+        return None
+    own = _own_charges(run, late, others).with_columns(pl.col("module").str.replace_all(r"\d+", "*"))
+    is_late = pl.col("rank").is_in(late)
+    return excess_times.split(own.filter(is_late), own.filter(~is_late))
+
+
+def of_steps(ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of `excess_time`: each of these ranks in each of these steps (window, step)."""
+    return steps.select(_STEP).unique(maintain_order=True).join(pl.DataFrame({"rank": list(ranks)}), how="cross")
+
+
+def unrelated(run: Run, members: tuple[int, ...], steps: pl.DataFrame) -> list[tuple[int, ...]]:
+    """Divide a late group by what its ranks take longer for, the largest excess first; one part where all do alike.
+
+    Ranks that are late at the same collectives hide each other: a slow device, and a host that launches late, look like
+    a group.
+    """
+    if len(members) * 2 > _MOST_COMPARED:
+        return [members]
+    longest_ns, ranks_by_kind = dict[str, int](), dict[str, list[int]]()
+    for rank in members:
+        excess = excess_time(run, of_steps([rank], steps), left_out=tuple(other for other in members if other != rank))
+        if excess is None or excess.total_ns <= 0 or excess.kinds[excess.largest] < _MOST_OF_RANK * excess.total_ns:
+            return [members]
+        ranks_by_kind.setdefault(excess.largest, []).append(rank)
+        longest_ns[excess.largest] = max(longest_ns.get(excess.largest, 0), excess.total_ns)
+    return [tuple(ranks_by_kind[kind]) for kind in sorted(ranks_by_kind, key=lambda kind: -longest_ns[kind])]
+
+
+def _own_charges(run: Run, late: Sequence[int], others: Sequence[int]) -> pl.DataFrame:
+    """Return the charges of these ranks, without waits; of a run of many ranks, of some of either side."""
+    is_small = len(run.ranks) <= _MOST_COMPARED
+    ranks = [*late, *others] if is_small else [*_some(late), *_some(others)]
+    compared = run if is_small else run.of_ranks(ranks)
+    charges = compared.table(step_charges.step_charges).filter(pl.col("rank").is_in(ranks))
+    return excess_times.own_time(charges)
+
+
+def _some(ranks: Sequence[int]) -> list[int]:
+    """Return at most half of the ranks that are compared, evenly spaced."""
+    stride = math.ceil(2 * len(ranks) / _MOST_COMPARED)
+    return list(ranks[:: max(1, stride)])
 
 
 def pipeline_delays(run: Run, members: pl.DataFrame) -> pl.DataFrame:

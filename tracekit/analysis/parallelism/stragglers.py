@@ -29,8 +29,10 @@ OCCASIONAL_COLUMNS = {
     "late_ranks": pl.List(pl.Int64),
 }
 _STEP, _RANK = ["window", "step"], ["window", "rank"]
-_LONGER_RATIO = 0.5
-"""Share of the median step that the others wait beyond what is usual."""
+_LONGER_RATIO, _LONGER_CPU_RATIO = 0.15, 0.5
+"""Share of the median step that the others wait beyond what is usual; on a CPU run other processes delay ranks."""
+_MOST_STEPS = 0.75
+"""In as many steps a rank is a straggler, not an occasional one."""
 _MOST = 0.5
 _FEWEST_STEPS = 3
 
@@ -153,17 +155,19 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     """Return the few steps in which most of the waiting is for one rank that takes longer than usual.
 
     Columns OCCASIONAL_COLUMNS: late_rank and late_ranks as in `straggler_costs`, step_ns and reference_ns (of the step,
-    and the median), lost_ns (by the other ranks, beyond the median of the steps), compute_ns (of the late rank in the
-    step) and usual_compute_ns (the larger of two medians: of its steps, and of all ranks in the step), ops_ratio
+    and the median), lost_ns (by the other ranks, beyond the lower quartile of the steps), compute_ns (of the late rank
+    in the step) and usual_compute_ns (the larger of two medians: of its steps, and of all ranks in the step), ops_ratio
     (operators over the same for operators; null if not recorded), window_ns and steps (of the window); one row per step
-    and late rank. Use ``run.table``. Fewer than half of the window's steps. Steps with saves, and those in which
-    the rank's host stalls, are left out.
+    and late rank. Use ``run.table``. Fewer than three quarters of the window's steps. Steps with saves, and those in
+    which the rank's host stalls, are left out.
     """
     costs = run.table(straggler_costs).drop_nulls("step")
     if costs.is_empty():
         return schema.empty(OCCASIONAL_COLUMNS)
     of_rank = ["window", "late_rank"]
-    usual_ns = pl.col("lost_ns").median().over(of_rank).cast(pl.Int64)
+    # Of a rank that is late in half of the steps, the median lies between late and usual steps.
+    usual_ns = pl.col("lost_ns").quantile(1 - _MOST_STEPS, "lower").over(of_rank).cast(pl.Int64)
+    least_ratio = _LONGER_RATIO if breakdown.is_on_device(run) else _LONGER_CPU_RATIO
     measured = costs.with_columns(
         pl.col("duration_ns").alias("step_ns"),
         pl.col("duration_ns").median().over(of_rank).cast(pl.Int64).alias("reference_ns"),
@@ -171,9 +175,9 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
         pl.len().over(of_rank).cast(pl.Int64).alias("steps"),
         (pl.col("lost_ns") - usual_ns).alias("lost_ns"),
     )
-    is_outlier = (pl.col("lost_ns") >= _LONGER_RATIO * pl.col("reference_ns")) & (pl.col("share") > _MOST)
+    is_outlier = (pl.col("lost_ns") >= least_ratio * pl.col("reference_ns")) & (pl.col("share") > _MOST)
     few = measured.filter(is_outlier, pl.col("steps") >= _FEWEST_STEPS)
-    few = few.filter(2 * pl.len().over(of_rank) < pl.col("steps"))
+    few = few.filter(pl.len().over(of_rank) < _MOST_STEPS * pl.col("steps"))
     worked = _work(run).rename({"rank": "late_rank"})
     table = _without_host_stalls(run, few).join(worked, on=[*_STEP, "late_rank"], how="left")
     return table.pipe(schema.select, OCCASIONAL_COLUMNS).sort("window", "step", "late_rank")

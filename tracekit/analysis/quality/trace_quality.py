@@ -255,7 +255,7 @@ def _before_launch(trace: Trace, total_ns: int) -> Iterator[_Row]:
 
 
 def _idle_launches(trace: Trace) -> Iterator[_Row]:
-    """Launches without device work: cut off behind the last device activity, or lost one by one."""
+    """Launches without device work: cut off before the first or behind the last device activity, or lost one by one."""
     launched = _launch_calls(trace)
     has_work = np.isin(launched["id"].to_numpy(), trace.activities["launch_id"].drop_nulls().to_numpy())
     if has_work.all():
@@ -263,7 +263,14 @@ def _idle_launches(trace: Trace) -> Iterator[_Row]:
     start, idle = launched["start_ns"].to_numpy(), int((~has_work).sum())
     share = idle / launched.height
     later = int((start[~has_work] > start[has_work].max()).sum()) if has_work.any() else 0
-    if later < _CUT_OFF * idle or share < _CUT_OFF_LEAST:
+    sooner = int((start[~has_work] < start[has_work].min()).sum()) if has_work.any() else 0
+    if sooner >= _CUT_OFF * idle:
+        missing_ns = int(start[has_work].min() - start.min())
+        message = (
+            f"The first {sooner:,} of {launched.height:,} launches have no device activity: the profiler recorded the "
+            f"device only from {units.duration(missing_ns)} after the first launch on."
+        )
+    elif later < _CUT_OFF * idle or share < _CUT_OFF_LEAST:
         message = (
             f"{idle:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
             "ran after recording stopped."

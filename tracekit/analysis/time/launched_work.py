@@ -27,9 +27,6 @@ _ODD = 0x9E3779B97F4A7C15
 COMMUNICATION_COLUMNS = schema.columns("gap device step phase unit lane collective_id name op start_ns dur_ns")
 COMPUTE_COLUMNS = schema.columns("gap device step phase unit lane activity_id name start_ns dur_ns")
 
-PART_COLUMNS = schema.columns("step device part name dur_ns", part=pl.String)
-COMPUTE, GAP = "compute", "gap"
-
 
 @memoize
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
@@ -240,25 +237,6 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
         times = [pl.Series("start_ns", spans[:, 0]), pl.Series("dur_ns", spans[:, 1] - spans[:, 0])]
         parts.append(columns.rows_or_nulls(ended_by, row).hstack([*place, *times]))
     return _number_gaps(parts, COMPUTE_COLUMNS)
-
-
-def step_parts(trace: Trace) -> pl.DataFrame:
-    """Time of each step in compute of each name, and in the gaps without compute before each name.
-
-    Columns PART_COLUMNS; one row per step, device, part (compute or gap) and name, '' for a gap that no compute ends. A
-    gap holds the exposed communication, the copies and the idle time before the compute that ends it.
-    """
-    compute = trace.activities.filter(pl.col("kind") == "compute").join(
-        trace.lanes.select("lane", "device"), on="lane", maintain_order="left"
-    )
-    columns = ("step", "device", "name", "dur_ns")
-    rows = pl.concat(
-        table.select(*columns, pl.lit(part).alias("part"))
-        for part, table in ((COMPUTE, compute), (GAP, compute_gaps(trace)))
-    )
-    step_rows = rows.filter(pl.col("step").is_not_null()).with_columns(pl.col("name").fill_null(""))
-    sums = step_rows.group_by("step", "device", "part", "name").agg(pl.col("dur_ns").sum())
-    return schema.select(sums, PART_COLUMNS).sort("step", "device", "part", "name")
 
 
 def _under_span(other_work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:

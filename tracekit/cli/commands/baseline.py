@@ -66,7 +66,7 @@ class RecordingOptions:
 def save(
     runs: Runs,
     *,
-    out: Annotated[Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="Baseline file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Baseline file to write.")],
     options: RecordingOptions,
 ) -> None:
     """Save samples, findings and fingerprint of a run, a few kilobytes, for tracekit check --baseline.

@@ -89,6 +89,10 @@ class ReportOptions(OutputOptions):
         "check"
     )
 
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Text: show all findings, their evidence, and the tables.")
+    ] = False
+
     def destinations(self) -> list[tuple[ReportFormat, Path | None]]:
         """Each format with its file, that of `--format` last. Raises ConfigError if an option cannot be used."""
         reports: list[tuple[ReportFormat, Path | None]] = []
@@ -121,11 +125,11 @@ class ReportOptions(OutputOptions):
 
                 width, color = output.width(file), output.color(file)
                 if any(result.comparison or result.budgets for result in results):
-                    written = text.render_gates(results, width=width, color=color)
+                    written = text.render_gates(results, width=width, color=color, is_detailed=self.verbose)
                 elif len(reports) > 1:
-                    written = text.render_several(reports, width=width, color=color)
+                    written = text.render_several(reports, width=width, color=color, is_detailed=self.verbose)
                 else:
-                    written = text.render(*reports[0], width=width, color=color)
+                    written = text.render(*reports[0], width=width, color=color, is_detailed=self.verbose)
             elif report_format is ReportFormat.HTML:
                 from tracekit.report import html
 

@@ -10,9 +10,11 @@ from tracekit.cli.options import AllowDifferent, OutputOptions, UseCache, expand
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.regression.comparison import Comparison
+    from tracekit.model.run import Run
+    from tracekit.regression.comparison import Comparison, RunSamples
     from tracekit.regression.step_change import StepChange
     from tracekit.regression.thresholds import Limit
+    from tracekit.report.document import Document
 
 LIMIT_CROSSED = 1
 _TOP = 20
@@ -32,7 +34,12 @@ def compare(
     reference: Annotated[
         str, typer.Argument(metavar="A", help="The reference: a run, a saved JSON report or a baseline.")
     ],
-    candidate: Annotated[str, typer.Argument(metavar="B", help="The run, saved JSON report or baseline to judge.")],
+    candidates: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="B…", help="The run, saved JSON report or baseline to judge; several runs if their sizes differ."
+        ),
+    ],
     *,
     fail_if: Annotated[
         list[str] | None,
@@ -47,6 +54,7 @@ def compare(
             help="Explain the change of the step by operator, kernel or module; add path or shapes with commas.",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the table of metrics, too.")] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="With --by: show the N largest changes as text.")] = _TOP,
     comparison_format: Annotated[
         ComparisonFormat, typer.Option("--format", help="Output format.")
@@ -55,25 +63,51 @@ def compare(
     cache: UseCache = True,
     output_options: OutputOptions,
 ) -> None:
-    """Compare two runs by the medians of their steps, with 99% confidence intervals.
+    """Compare two runs by the medians of their steps, with 99% confidence intervals; or runs of different size.
 
     The verdict on each metric is better, worse, same or inconclusive. A --fail-if limit is exceeded only by a
-    significant change. With --by, the changes of operators, kernels and idle time add up to that of the step. Exit
-    code 4: the runs cannot be compared.
+    significant change. With --by, the changes of operators, kernels and idle time add up to that of the step. Runs on
+    other numbers of GPUs or nodes, or with other batches, are compared by throughput and efficiency. Exit code 4: the
+    runs cannot be compared.
     """
+    from tracekit.model.run import Run
     from tracekit.regression import comparison as comparing
-    from tracekit.regression import thresholds
+    from tracekit.regression import scaling, thresholds
     from tracekit.report import comparison, query_rows, step_change
-    from tracekit.report.render import markdown
+    from tracekit.report import scaling as report
 
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
+    paths = (reference, *candidates)
     if by is None:
-        sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
-        compared = comparing.compare(*sides, allow_different=allow_different)
-        document = comparison.document(compared)
+        sides = [run_loading.comparison_side(path, cache=cache) for path in paths]
+        runs = [side for side in sides if isinstance(side, Run)]
+        if len(runs) == len(sides) and scaling.differ_in_size(runs):
+            sized = [run_loading.scaling_side(run) for run in runs]
+            # Where the work of a step is not known, only the metrics of two runs can be compared.
+            if not allow_different or len(runs) > 2 or scaling.is_work_known(sized):
+                by_size = scaling.compare_sizes(sized, allow_different=allow_different)
+                _write(report.document(by_size), report.as_csv(by_size), comparison_format, output_options)
+                for run in runs[1:] if parsed else ():
+                    _judge(parsed, comparing.compare(_samples(runs[0]), _samples(run), allow_different=True))
+                return
+        _require_two(paths)
+        compared = comparing.compare(*map(_samples, sides), allow_different=allow_different)
+        with_metrics = verbose or comparison_format is not ComparisonFormat.TEXT
+        document = comparison.document(compared, with_metrics=with_metrics)
+        as_csv = comparison.as_csv(compared)
     else:
-        changed = _step_change((reference, candidate), by, allow_different=allow_different, cache=cache)
+        changed = _step_change(_require_two(paths), by, allow_different=allow_different, cache=cache)
         document, compared = step_change.document(changed, top), changed.compared
+        as_csv = query_rows.as_csv(changed.rows)
+    _write(document, as_csv, comparison_format, output_options)
+    _judge(parsed, compared)
+
+
+def _write(
+    document: "Document", as_csv: str, comparison_format: ComparisonFormat, output_options: OutputOptions
+) -> None:
+    from tracekit.report.render import markdown
+
     if comparison_format is ComparisonFormat.TEXT:
         output_options.write_text(document)
     elif comparison_format is ComparisonFormat.JSON:
@@ -81,8 +115,22 @@ def compare(
     elif comparison_format is ComparisonFormat.MARKDOWN:
         output_options.emit(markdown.render(document))
     else:
-        output_options.emit(comparison.as_csv(compared) if by is None else query_rows.as_csv(changed.rows))
-    _judge(parsed, compared)
+        output_options.emit(as_csv)
+
+
+def _samples(side: "Run | RunSamples") -> "RunSamples":
+    from tracekit.regression.comparison import RunSamples
+
+    return side if isinstance(side, RunSamples) else RunSamples.of(side)
+
+
+def _require_two(paths: tuple[str, ...]) -> tuple[str, str]:
+    if len(paths) != 2:
+        raise InputError(
+            f"{len(paths)} runs: only runs that differ in GPUs, nodes or batch are compared all at once, and by no "
+            "--by; compare two at a time"
+        )
+    return paths[0], paths[1]
 
 
 def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cache: bool) -> "StepChange":

@@ -1,18 +1,16 @@
 """``tracekit export``: a run for other programs and people: Perfetto, a page to share, Prometheus, OpenTelemetry, …."""
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
-from tracekit.cli import output, run_loading, shared_pages
-from tracekit.cli.options import RunOptions, expand_options
+from tracekit.cli import output, shared_pages
+from tracekit.cli.options import RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -35,22 +33,6 @@ class ExportFormat(StrEnum):
     OPENMETRICS = "openmetrics"
     OTLP = "otlp"
     TENSORBOARD = "tensorboard"
-
-
-_RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
-_MAX_RANKS = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectedWork:
-    """The part of a run that is written."""
-
-    step: Annotated[int | None, typer.Option(metavar="N", help="Only work in this step.")] = None
-    ranks: Annotated[str | None, typer.Option(metavar="0,2-5", help="Only these ranks.")] = None
-
-    def rank_numbers(self) -> list[int] | None:
-        """Return the ranks in order; None for all. Raises ConfigError where the option has another form."""
-        return None if self.ranks is None else parse_ranks(self.ranks)
 
 
 ADDRESS = "127.0.0.1"
@@ -100,7 +82,6 @@ def export(
         Path | None,
         typer.Option(
             "--out",
-            "--output",
             "-o",
             metavar="PATH",
             help="File to write, such as run.pftrace; compressed if the name ends in .gz. Of tensorboard: a folder.",
@@ -155,73 +136,6 @@ def export(
         _write_metrics(Path(source.run), export_format, out)
         return
     _write_perfetto(source, work, out, findings=findings, with_path=critical_path)
-
-
-@expand_options
-def flamegraph(
-    *,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="File to write; its ending decides the format: .folded, .speedscope.json or .pftrace.",
-        ),
-    ],
-    time_kind: Annotated[
-        str,
-        typer.Option("--of", metavar="KIND", help="Time of the device, by stack of the launch, or of the host."),
-    ] = "device",
-    by_rank: Annotated[bool, typer.Option("--by-rank", help="Show each rank by itself, not their sum.")] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Compare with this run, per step and rank; only as .folded."),
-    ] = None,
-    work: SelectedWork,
-    source: RunOptions,
-) -> None:
-    """Write the time of a run by call stack, for speedscope.app, flamegraph.pl or ui.perfetto.dev.
-
-    Of the device: the durations of kernels and copies under the ops, spans and Python frames around their launch. Of
-    the host: the self time of all slices by thread. Stacks need with_stack=True (record --stacks); without, there are
-    ops and spans only. With --against each stack has two values, before and after, as difffolded.pl writes them.
-    """
-    from tracekit.analysis.host import call_trees
-    from tracekit.report.export import flame_graphs
-
-    write = flame_graphs.writer_for(out)
-    if against is not None and write is not flame_graphs.collapsed_stacks:
-        raise ConfigError("--against: only .folded files have two values per stack")
-    step, selected = work.step, work.rank_numbers()
-    run = source.open()
-    with output.progress() as bar:
-        callback = bar.trace_callback(len(run.sources))
-        tree = call_trees.call_tree(run, time_kind, step=step, ranks=selected, by_rank=by_rank, on_progress=callback)
-    title = f"{run.name} · {time_kind} time"
-    if against is not None:
-        other = run_loading.open_run(against, cache=source.cache)
-        before = call_trees.call_tree(other, time_kind, step=step, ranks=selected, by_rank=by_rank)
-        shares = [1 / call_trees.steps(side, step=step, ranks=selected) for side in (other, run)]
-        tree = call_trees.difference(before, tree, (shares[0], shares[1]))
-    with output.atomic_file(out) as file:
-        write(tree, file, title)
-    output.notify(f"{out}: {tree.height:,} stacks of {title}")
-
-
-def parse_ranks(text: str) -> list[int]:
-    """Return the ranks of an option such as 0,2-5, in order. Raises ConfigError where it has another form."""
-    ranks: set[int] = set()
-    for part in output.split_names(text):
-        match = _RANGE.match(part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-        if not 0 <= last - first < _MAX_RANKS:
-            raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
-        ranks.update(range(first, last + 1))
-    if not ranks:
-        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
-    return sorted(ranks)
 
 
 def _serve(folder: Path, port: int, export_format: ExportFormat, out: Path | None) -> None:

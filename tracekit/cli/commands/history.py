@@ -126,16 +126,9 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
 
 
 def _check_run(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
-    from tracekit.cli import settings
     from tracekit.regression import gate as checks
-    from tracekit.rules.registry import all_rules
 
-    catalog = all_rules()
-    resolved = settings.resolve(None, catalog)
-    ((report, _),) = run_loading.check_runs(
-        [path], settings.configured_rules(resolved, catalog), cache=cache, devices=resolved.devices
-    )
-    report = settings.apply_ignores(report, resolved.ignore, catalog)
+    report, resolved = run_loading.check_by_settings(path, cache=cache)
     return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 

@@ -28,14 +28,6 @@ class RowFormat(StrEnum):
     PARQUET = "parquet"
 
 
-class DocumentFormat(StrEnum):
-    """Formats of a table that may become part of a document."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 @expand_options
 def query(
     source: RunOptions,
@@ -56,11 +48,11 @@ def query(
 ) -> None:
     """Query a run in SQL: one SELECT in DuckDB's dialect over the tables of all ranks.
 
-    Tables of ranks start with the columns "window" and rank; tracekit schema lists all tables. A query can read only
-    these tables: no file, no network, no setting. Times are in ns, sizes in bytes, shares from 0 to 1.
+    Tables of ranks start with the columns "window" and rank; tracekit explain --kind table lists all. A query can read
+    only these tables: no file, no network, no setting. Times are in ns, sizes in bytes, shares from 0 to 1.
     """
     if row_format is RowFormat.PARQUET and result.out is None:
-        raise ConfigError("--format parquet is a binary format: name a file with --output")
+        raise ConfigError("--format parquet is a binary format: name a file with --out")
     if os.path.exists(sql):  # noqa: PTH110 a long SELECT is no error
         raise ConfigError(f"{sql} is a file or folder, not a SELECT; the run comes first: tracekit query RUN SQL")
     limit = _DEFAULT_ROWS if max_rows is None and row_format is RowFormat.TABLE else max_rows
@@ -77,28 +69,6 @@ def query(
             with output.progress() as bar:
                 rows = sandboxed.run(run, bar.trace_callback(len(run.sources)))
     _write(rows if limit is None else rows.head(limit), rows.height, row_format, result)
-
-
-@expand_options
-def schema(
-    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
-    *,
-    document_format: Annotated[DocumentFormat, typer.Option("--format", help="Output format.")] = DocumentFormat.TEXT,
-    result: OutputOptions,
-) -> None:
-    """List the tables that tracekit query reads, with the unit and meaning of each column."""
-    from tracekit.report import schema_pages
-    from tracekit.sql import table_documents
-
-    # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
-    is_page = document_format is DocumentFormat.MARKDOWN
-    documents = table_documents.own_documents() if is_page else table_documents.all_documents()
-    tables = [table_documents.find(table, documents)] if table else documents
-    if is_page:
-        result.emit(schema_pages.as_markdown(tables))
-        return
-    write = result.write_json if document_format is DocumentFormat.JSON else result.write_text
-    write(schema_pages.document(tables))
 
 
 def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: OutputOptions) -> None:

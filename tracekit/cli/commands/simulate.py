@@ -141,7 +141,7 @@ class JobOptions:
 def simulate(
     *,
     options: JobOptions,
-    out: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder to write the run to.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="RUN", help="Folder to write the run to.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing simulated run.")] = False,
     list_faults: Annotated[bool, typer.Option("--list-faults", help="List the faults, one per line.")] = False,
 ) -> None:

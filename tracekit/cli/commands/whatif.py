@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tracekit.cli import run_loading
 from tracekit.cli.options import RunOptions, TableOptions, expand_options
-from tracekit.errors import InputError
+from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from tracekit.model.run import Run
     from tracekit.replay.graph.strategies import NodeSpec, Prediction
+    from tracekit.report.document import Document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,35 @@ def _number(text: str) -> float:
         raise InputError(f"--axis-times is AXIS=X, such as tp=2; {text!r} is not a number") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PathOptions:
+    """The critical path of a step, which is shown instead of savings."""
+
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Show instead what one step waited for, over all ranks.")
+    ] = False
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="With --critical-path: this step.  [default: the representative one of the slowest rank]"
+        ),
+    ] = None
+    top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --critical-path: N owners, and N rows of slack, as text.  [default: 15]"
+        ),
+    ] = None
+
+    def document(self, source: RunOptions) -> "Document":
+        """Return the critical path of the step. Raises InputError if the run has no such step."""
+        from tracekit.replay.graph.critical_path import path
+        from tracekit.report import what_if
+
+        run = source.measure(path.FACTS)
+        return what_if.path_document(path.critical_path(run, self.step), run=run.name, top=self.top or _TOP)
+
+
 _TOP = 15
 
 
@@ -114,6 +145,7 @@ def whatif(
         bool, typer.Option("--together", help="Also remove all causes of --without at the same time.")
     ] = False,
     change: ChangeOptions,
+    view: PathOptions,
     gpu_hour_price: Annotated[
         float | None, typer.Option(metavar="X", help="Price of one GPU hour; adds the saving per day.")
     ] = None,
@@ -123,41 +155,33 @@ def whatif(
     """Replay each step on its dependency graph without one cause of lost time, and report the saving.
 
     The replay uses durations, order, waits and host time between calls, but no recorded start times. The first line of
-    the result shows how closely it reproduces the recorded steps without a change. Savings of several causes overlap.
+    the result shows how closely it reproduces the recorded steps without a change. The causes of findings come first,
+    with the savings that tracekit check states. Savings of several causes overlap.
+
+    --critical-path shows instead what one step waited for, over all ranks: shortening what is not on the path saves
+    nothing. The path goes back from the end of the step on its slowest rank, from each host call, kernel or collective
+    to what it waited for last. Its parts add up to the step. Least slack is how much later other work could end without
+    delaying the step.
     """
+    if view.critical_path:
+        if without or together or gpu_hour_price is not None or change != ChangeOptions():
+            raise ConfigError("--critical-path shows a step as it is: it takes only --step and --top")
+        table.write(view.document(source))
+        return
+    if view.step is not None or view.top is not None:
+        raise ConfigError("--step and --top are for --critical-path")
     from tracekit.replay.graph import causes, dependency_graph, what_if
     from tracekit.report import what_if as report
+    from tracekit.rules import stated_savings
 
     names = tuple(causes.find(name).name for name in without or ())
-    run = source.measure(dependency_graph.FACTS)
+    judged, _ = run_loading.check_by_settings(source.run, dependency_graph.FACTS, cache=source.cache)
+    run = judged.run
     predictions = change.predict(run)
-    asks = bool(names) or not predictions
-    savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
+    if names or not predictions:
+        savings = stated_savings.answer(judged, names, gpu_hour_price=gpu_hour_price)
+    else:
+        savings = what_if.answer(run, with_causes=False)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
     table.write(document)
-
-
-@expand_options
-def critical_path(
-    *,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Explain this step.  [default: the representative one of the slowest rank]"),
-    ] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Show N owners, and N rows of slack, as text.")] = _TOP,
-    source: RunOptions,
-    table: TableOptions,
-) -> None:
-    """Show the critical path of one step over all ranks: shortening what is not on it saves nothing.
-
-    The path goes back from the end of the step on its slowest rank, from each host call, kernel or collective to what
-    it waited for last. Its parts add up to the step. Least slack is how much later other work could end without
-    delaying the step.
-    """
-    from tracekit.replay.graph.critical_path import path
-    from tracekit.report import what_if
-
-    run = source.measure(path.FACTS)
-    critical = path.critical_path(run, step)
-    table.write(what_if.path_document(critical, run=run.name, top=top))

@@ -120,6 +120,7 @@ _KNOWN_METRICS = frozenset(
         conventions.CPU_TIME_METRIC,
         conventions.LOSS_METRIC,
         conventions.TOKENS_METRIC,
+        conventions.TOKENS_PER_GPU_METRIC,
         conventions.DATA_WAIT_METRIC,
         conventions.SKIPPED_METRIC,
         conventions.ALLOCATED_METRIC,

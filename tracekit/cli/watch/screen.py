@@ -21,6 +21,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MAX_RANKS_NAMED = 6
 _MAX_LINE = 1000
+_TABLE_WIDTH = 60
+"""Tables are laid out for this width: the terminal may be narrower, and then cuts them."""
 _QUIET_S = 10.0
 
 
@@ -29,7 +31,7 @@ _QUIET_S = 10.0
 
 def screen(state: TrainingState, *, height: int) -> RenderableType:
     """Return the state for a terminal, at most `height` lines if no line wraps."""
-    return Group(*render_text.renderables(_document(state, height), render_text.MIN_WIDTH))
+    return Group(*render_text.renderables(_document(state, height), _TABLE_WIDTH))
 
 
 def as_text(state: TrainingState, *, width: int, color: bool = False) -> str:

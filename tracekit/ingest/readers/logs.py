@@ -52,7 +52,8 @@ class MetricsLogs(_Logs):
 
     def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
         """Return a trace with metrics and data_quality only."""
-        lines, skipped = _lines(path)
+        read_lines, skipped = _lines(path)
+        lines = [_with_throughput_of_all_ranks(line) for line in read_lines]
         rows = [
             {"step": line.get("step"), "name": name, "value": value}
             for line in lines
@@ -66,6 +67,18 @@ class MetricsLogs(_Logs):
             _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
         )
         return Trace(rank, window, path, metrics=step_metrics, data_quality=_issues(path, skipped, dropped))
+
+
+def _with_throughput_of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line in which tokens per second are those of all ranks.
+
+    Before simulated runs stated the speed per GPU in a column of its own, their tokens_per_second were those of one.
+    """
+    is_of_one_gpu = line.get("simulated") is True and conventions.TOKENS_PER_GPU_METRIC not in line
+    if not is_of_one_gpu or conventions.TOKENS_METRIC not in line:
+        return line
+    names = {conventions.TOKENS_METRIC: conventions.TOKENS_PER_GPU_METRIC}
+    return {names.get(name, name): value for name, value in line.items()}
 
 
 def _lines(path: str) -> tuple[list[dict[str, Any]], int]:

@@ -5,7 +5,7 @@ and stacks.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _MEMORY_ACTIONS = (
     *("alloc", "free_requested", "free_completed"),
     *("segment_alloc", "segment_map", "segment_free", "segment_unmap"),
 )
+_WINDOWS_PATH = r"^(?:[A-Za-z]:)?\\[^/]*$|^[A-Za-z]:\\"
 _COMMON_POOL = (0, 0)
 _MAX_ERROR_LENGTH = 200
 _MAX_RATIO, _MIN_LIMIT_BYTES = 100, 64 << 20
@@ -86,10 +87,18 @@ def _snapshot(path: str, document: Mapping[str, Any], columns: "_Columns") -> Me
         blocks=blocks,
         events=events,
         stacks=_stacks(document["stacks"], columns),
-        frames=_frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(document["frames"]))),
+        frames=_frames(document["frames"]),
         annotations=_frame(schema.ANNOTATIONS, _annotations(document.get("external_annotations", []))),
         settings=_settings(document.get("allocator_settings")),
     )
+
+
+def _frames(frames: Iterable[Sequence[object]]) -> pl.DataFrame:
+    """Table of frames; a path of Windows is written with slashes, as all that reads its parts expects."""
+    table = _frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(frames)))
+    is_of_windows = pl.col("file").str.contains(_WINDOWS_PATH)
+    with_slashes = pl.when(is_of_windows).then(pl.col("file").str.replace_all("\\", "/", literal=True))
+    return table.with_columns(with_slashes.otherwise("file").alias("file"))
 
 
 def _refuse_missing(table: pl.DataFrame, columns: Iterable[str]) -> None:

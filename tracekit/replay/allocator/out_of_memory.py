@@ -163,8 +163,9 @@ def step_growth(snapshot: MemorySnapshot, history: History, played: ReplayResult
     begins = _begins(snapshot, history.device)
     if len(begins) < LEAST_STEPS + _OPEN_STEPS or not len(history.at_ns):
         return schema.empty(GROWTH_COLUMNS)
-    alive = snapshot_facts.alive(history, played, len(history.action) - 1).filter(~pl.col("earlier"))
-    at_ns = history.at_ns[alive["event"].to_numpy()]
+    blocks = snapshot_facts.history_blocks(snapshot, history, played)
+    alive = blocks.filter(pl.col("start") >= 0, pl.col("end") == len(history.at_ns))
+    at_ns = history.at_ns[alive["start"].to_numpy()]
     alive = alive.with_columns(step=pl.Series(np.searchsorted(begins, at_ns, side="right"), dtype=pl.Int64))
     with_operator = pl.when(pl.col("caller").is_not_null()).then(pl.format("{} in {}", "caller", "place"))
     callers = snapshot_facts.places(snapshot).select("stack", op=with_operator.otherwise("place"))

@@ -1,12 +1,11 @@
 """The allocator's settings, as PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) writes them."""
 
 import contextlib
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tracekit.errors import InputError
+from tracekit.errors import InputError, did_you_mean
 
 MIB = 1 << 20
 BLOCK_BYTES = 512
@@ -123,10 +122,7 @@ def _one(key: str, value: str) -> dict[str, object]:
     if key in _WITHOUT_EFFECT:
         return {}
     if key not in _KEYS:
-        near = difflib.get_close_matches(key, _KEYS, 1)
-        raise InputError(
-            f"{key}: no allocator setting{f', did you mean {near[0]}?' if near else ''} (of {', '.join(_KEYS)})"
-        )
+        raise InputError(f"{key}: no allocator setting{did_you_mean(key, _KEYS)} (of {', '.join(_KEYS)})")
     if key == "expandable_segments":
         if value not in ("True", "False"):
             raise InputError(f"{key}:{value}: must be True or False")

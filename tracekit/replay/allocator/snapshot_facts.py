@@ -71,7 +71,7 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
     """Return the owners of memory at the peak: columns and order as `allocations.at_peak`; an owner is a place in code.
 
     The place is the innermost frame in the program's own Python code, with the op that it called; otherwise the
-    innermost known frame. It is null for blocks older than the history that are not in the snapshot. Without a history
+    innermost known frame. It is null for blocks older than the history that were freed in it. Without a history
     the peak is the moment of the snapshot.
     """
     return after_event(snapshot, history, played, int(allocated_over_time(history, played).argmax()) - 1)
@@ -80,12 +80,8 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) ->
 def after_event(snapshot: MemorySnapshot, history: History, played: ReplayResult, event: int) -> pl.DataFrame:
     """Return the owners of memory after an event of the history (-1: at its start), as `at_peak` those at the peak."""
     allocated = allocated_over_time(history, played)
-    blocks = alive(history, played, event).drop("event")
-    stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
-    described = blocks.join(stacks, on="address", how="left").with_columns(
-        stack=pl.when("earlier").then("last").otherwise("stack")
-    )
-    described = described.join(owners(snapshot), on="stack", how="left")
+    blocks = history_blocks(snapshot, history, played).filter(pl.col("start") <= event, pl.col("end") > event)
+    described = blocks.join(owners(snapshot), on="stack", how="left")
     by = described.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
     at_ns = int(history.at_ns[event]) if event >= 0 else None
     wide = by.with_columns(
@@ -257,33 +253,26 @@ def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) 
     return usage.lifetime_histogram(blocks(snapshot, history, played))
 
 
-def alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
-    """Return the blocks allocated after event `peak`.
+def history_blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return every block of a history: columns address, bytes, stack, start, end.
 
-    Columns address, bytes, stack, earlier (than the history), event (that allocated it; null for an earlier one).
+    start and end are events of the history, -1 for a block that is older, the number of events for one not freed.
     """
-    events = pl.DataFrame(
-        {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
-    ).with_row_index("event")
-    earlier = pl.DataFrame(_allocated_at_start(history), schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
-    moves = events.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("event") <= peak, pl.col("moved") != 0)
-    last = moves.group_by("address").agg(pl.all().sort_by("event").last())
-    allocated = last.filter(pl.col("code") == ALLOC)
-    from_history = allocated.select(
-        "address",
-        pl.col("moved").alias("bytes"),
-        "stack",
-        earlier=pl.lit(value=False),
-        event=pl.col("event").cast(pl.Int64),
+    moves = _moves(history, played)
+    nexts = moves.with_columns(end=pl.col("event").shift(-1).over("address"))
+    begun = nexts.filter(pl.col("code") == ALLOC).select("address", "stack", "end", bytes="moved", start="event")
+    ends = moves.group_by("address").agg(end=pl.col("event").first())
+    stated = snapshot.blocks.filter(pl.col("device") == history.device).select("address", "stack")
+    older = (
+        pl.DataFrame(_allocated_at_start(history), schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
+        .join(ends, on="address", how="left", maintain_order="left")
+        .join(stated.unique("address"), on="address", how="left", maintain_order="left")
+        # The snapshot's block is another one if this one was freed since.
+        .with_columns(stack=pl.when(pl.col("end").is_null()).then("stack"), start=pl.lit(-1, pl.Int64))
     )
-    untouched = earlier.join(last, on="address", how="anti").select(
-        "address",
-        "bytes",
-        pl.lit(-1, pl.Int64).alias("stack"),
-        earlier=pl.lit(value=True),
-        event=pl.lit(None, pl.Int64),
-    )
-    return pl.concat([from_history, untouched])
+    columns = ["address", "bytes", "stack", "start", "end"]
+    blocks = pl.concat([older.select(columns), begun.select(columns)], how="vertical_relaxed")
+    return blocks.with_columns(pl.col("end").fill_null(len(history.at_ns)))
 
 
 def categories_at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
@@ -319,7 +308,12 @@ def block_categories(snapshot: MemorySnapshot, history: History, played: ReplayR
 
     start and end are events of the history, -1 for a block that is older, the number of events for one not freed.
     """
-    return _blocks_by_part(snapshot, history, played).select("address", "bytes", "start", "end", "stack", "category")
+    parts = stack_parts(snapshot)
+    blocks = history_blocks(snapshot, history, played).join(parts, on="stack", how="left", maintain_order="left")
+    allocated = _moves(history, played).filter(pl.col("code") == ALLOC)
+    allocated = allocated.join(parts, on="stack", how="left", maintain_order="left")
+    category = _categories(blocks, allocated, len(history.at_ns))
+    return blocks.select("address", "bytes", "start", "end", "stack", category=category)
 
 
 def stack_parts(snapshot: MemorySnapshot) -> pl.DataFrame:
@@ -333,45 +327,19 @@ def stack_parts(snapshot: MemorySnapshot) -> pl.DataFrame:
     return of_stack.select("stack", part=first_part)
 
 
-def _allocated_at_start(history: History) -> list[tuple[int, int]]:
-    """Return address and size of each block that is allocated before the first event."""
-    blocks = (block for segment in history.start for block in segment.blocks)
-    return [(block.address, block.bytes) for block in blocks if block.state == "allocated"]
-
-
-def _blocks_by_part(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
-    """Return the blocks of a history with their part and category."""
-    count = len(history.at_ns)
+def _moves(history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return what each event of the history allocates or frees: columns event, address, moved, code, stack."""
     moves = pl.DataFrame(
         {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
     ).with_row_index("event")
     moves = moves.with_columns(pl.col("event").cast(pl.Int64))
-    moves = moves.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("moved") != 0)
-    nexts = moves.with_columns(end=pl.col("event").shift(-1).over("address"))
-    begun = nexts.filter(pl.col("code") == ALLOC).select(
-        "address", "stack", "end", bytes="moved", start="event", earlier=pl.lit(value=False)
-    )
-    ends = moves.group_by("address").agg(end=pl.col("event").first())
-    start = [(b.address, b.bytes) for s in history.start for b in s.blocks if b.state == "allocated"]
-    stated = snapshot.blocks.filter(pl.col("device") == history.device).select("address", "stack")
-    older = (
-        pl.DataFrame(start, schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
-        .join(ends, on="address", how="left", maintain_order="left")
-        .join(stated.unique("address"), on="address", how="left", maintain_order="left")
-        # The snapshot's block is another one if this one was freed since.
-        .with_columns(
-            stack=pl.when(pl.col("end").is_null()).then("stack"), start=pl.lit(-1, pl.Int64), earlier=pl.lit(value=True)
-        )
-    )
-    columns = ["address", "bytes", "stack", "start", "end", "earlier"]
-    blocks = pl.concat([older.select(columns), begun.select(columns)], how="vertical_relaxed")
-    blocks = blocks.with_columns(pl.col("end").fill_null(count)).join(
-        stack_parts(snapshot), on="stack", how="left", maintain_order="left"
-    )
-    of_event = moves.filter(pl.col("code") == ALLOC).join(
-        stack_parts(snapshot), on="stack", how="left", maintain_order="left"
-    )
-    return blocks.with_columns(category=_categories(blocks, of_event, count))
+    return moves.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("moved") != 0)
+
+
+def _allocated_at_start(history: History) -> list[tuple[int, int]]:
+    """Return address and size of each block that is allocated before the first event."""
+    blocks = (block for segment in history.start for block in segment.blocks)
+    return [(block.address, block.bytes) for block in blocks if block.state == "allocated"]
 
 
 def _categories(blocks: pl.DataFrame, allocated: pl.DataFrame, count: int) -> pl.Series:

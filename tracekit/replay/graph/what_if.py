@@ -19,6 +19,15 @@ _HOURS = 24.0
 
 
 @dataclass(frozen=True)
+class StatedSaving:
+    """A saving that `check` states in a finding: the answer repeats it, so that one cause has one number."""
+
+    code: str
+    rule: str
+    claim: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """The cost of one cause, or of several together: per step in ns and as a share, per day in GPU-hours and money.
 
@@ -35,26 +44,32 @@ class Answer:
     confidence: float
     caveat: str = ""
     unavailable_reason: str = ""
+    finding: "StatedSaving | None" = None
+    """The finding, or findings, that state this saving."""
 
     @property
     def name(self) -> str:
-        """Name of the cause, or those of all."""
+        """Name of the cause, or those of all; of a finding that no replay prices, the name of its rule."""
+        if self.finding is not None and not self.causes:
+            return self.finding.rule
         return savings.AND.join(cause.name for cause in self.causes)
 
     @property
     def code(self) -> str:
         """Code of the rule that speaks of the cause; '' for several."""
+        if self.finding is not None:
+            return self.finding.code
         return self.causes[0].code() if len(self.causes) == 1 else ""
 
     @property
     def summary(self) -> str:
-        """What the replay removes."""
-        return "; ".join(cause.summary for cause in self.causes)
+        """What the replay removes, or what the finding states."""
+        return "; ".join(cause.summary for cause in self.causes) or (self.finding.claim if self.finding else "")
 
     @property
     def basis(self) -> str:
         """What the answer rests on."""
-        return "; ".join(cause.basis for cause in self.causes)
+        return "; ".join(cause.basis for cause in self.causes) or "what the rule measures"
 
     @property
     def without_ns(self) -> int:

@@ -49,6 +49,7 @@ from tracekit.report.charts.parallelism import (
     stage_balance,
 )
 from tracekit.report.charts.ranks import AWAITED, SLOWER, measures, rank_activity, step_heatmap
+from tracekit.report.charts.scaling import scaling
 from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS, with_title
 from tracekit.report.charts.trace_slices import MAX_SLICES, timeline
 from tracekit.report.charts.what_if import (
@@ -120,6 +121,7 @@ __all__ = [
     "save_clocks",
     "save_stages",
     "savings_by_rank",
+    "scaling",
     "segment_map",
     "slowdowns",
     "sorted_values",

@@ -18,12 +18,12 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout, LocationKind
 from tracekit.report.render.markdown import code, escape, table
 from tracekit.report.text import headline
-from tracekit.rules.rule import Finding
+from tracekit.rules.rule import Finding, Severity
 
 WIDTH = 36
 MAX_RANKS = 8
@@ -38,7 +38,6 @@ _MAX_ROWS = 10
 _RESERVE_BYTES = 1000
 _LEAST_BYTES = 200  # with less room than this, details are not worth showing
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
-_MARKS = {True: "❌", False: "✅"}  # of runs that fail or pass
 
 
 def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
@@ -110,9 +109,20 @@ def by_rank(run: Run) -> str:
     return "\n".join([*lines, *more, legend])
 
 
+_MARKS = ("❌", "⚠️", "✅")
+
+
+def _mark(gate: CheckResult) -> str:
+    """The mark of a run that fails, of one that passes with a warning, of one without."""
+    if gate.failures:
+        return _MARKS[0]
+    has_warning = any(verdict.finding.severity > Severity.INFO for verdict in gate.findings)
+    return _MARKS[1 if has_warning else 2]
+
+
 def _title(gates: Sequence[CheckResult]) -> str:
     failing = [gate for gate in gates if gate.failures]
-    mark = _MARKS[bool(failing)]
+    mark = min(map(_mark, gates), key=_MARKS.index, default=_MARKS[-1])
     if len(gates) == 1:
         return f"{mark} {escape(headline(gates[0]))}"
     if not failing:
@@ -122,9 +132,12 @@ def _title(gates: Sequence[CheckResult]) -> str:
 
 def _head(name: str, gate: CheckResult, *, several: bool) -> str:
     """Return the visible part of a run: its name, causes, metrics, budgets, findings and bars."""
-    mark = f"{_MARKS[bool(gate.failures)]} " if several else ""
+    mark = f"{_mark(gate)} " if several else ""
     against = f" · against {code(gate.baseline)}" if gate.baseline else ""
     parts = [f"{mark}**{code(name) or 'run'}** · {escape(phrases.subtitle(gate.report.run), 200)}{against}"]
+    if gate.comparison is not None:
+        sentence = comparison.with_minus_signs(step_verdict.headline(gate.comparison))
+        parts += [f"**{escape(sentence)}**"] if sentence else []
     parts += [f"**{escape(cause.name)}** {escape(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
     picture = (gate.comparison and before_and_now(gate.comparison)) or by_rank(gate.report.run)
     parts += [_metrics(gate), _budgets(gate), _findings(gate), f"```text\n{picture}\n```" if picture else ""]
@@ -147,7 +160,8 @@ def _changes(compared: Comparison, changes: Iterable[Change], failing: Collectio
     for change in changes:
         metric = metric_of(change.metric)
         before, now = metric.text(change.reference), metric.text(change.candidate)
-        verdict = f"❌ {change.verdict}" if change.metric in failing else change.verdict.value
+        verdict = step_verdict.VERDICTS[change.verdict]
+        verdict = f"❌ {verdict}" if change.metric in failing else verdict
         rows.append((metric.label, before, now, comparison.change_text(change), verdict))
     header = ("metric", "before", "now", f"change ({compared.confidence:.0%} interval)", "verdict")
     return table(header, rows, right=(1, 2, 3))
@@ -174,20 +188,19 @@ def _findings(gate: CheckResult) -> str:
     ordered = sorted(gate.findings, key=lambda verdict: not verdict.fails)
     rows = [_row(verdict, has_baseline=has_baseline) for verdict in ordered[:_MAX_ROWS]]
     rows += [
-        (code(gone.id), escape(phrases.rule_name(gone.code)), "", "fixed ✔")
-        for gone in gate.fixed[: _MAX_ROWS - len(rows)]
+        (escape(phrases.rule_name(gone.code)), code(gone.id), "fixed ✔") for gone in gate.fixed[: _MAX_ROWS - len(rows)]
     ]
     more = len(gate.findings) + len(gate.fixed) - len(rows)
-    return table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
+    return table(("finding", "id", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
 
 
 def _row(verdict: JudgedFinding, *, has_baseline: bool) -> tuple[str, ...]:
     finding = verdict.finding
-    cost = phrases.cost(finding)
+    sentence = finding.sentence
     if verdict.status is FindingStatus.WORSE and verdict.impact_before is not None:
-        cost += f", {100 * verdict.impact_before:.1f}% before"
+        sentence += f", {100 * verdict.impact_before:.1f}% before"
     status = f"{finding.severity.label}, {verdict.status}" if has_baseline else finding.severity.label
-    return code(finding.id), escape(phrases.rule_name(finding.code)), cost, f"❌ {status}" if verdict.fails else status
+    return escape(sentence, 160), code(finding.id), f"❌ {status}" if verdict.fails else status
 
 
 def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
@@ -208,8 +221,8 @@ def _finding(finding: Finding, gate: CheckResult, checkout: Checkout) -> str:
     where = f"{code(f'{location.path}:{location.line}')} · " if location.kind is not LocationKind.TRACE else ""
     fix = f"<br>**Fix** {escape(finding.fix)}" if finding.fix else ""
     return (
-        f"**{escape(phrases.rule_name(finding.code))}** {code(finding.id)} {escape(finding.message)}{fix}"
-        f"<br>{where}{escape(phrases.scope(finding), 300)}"
+        f"**{escape(finding.sentence)}.** {escape(phrases.details(finding))}{fix}<br>{where}"
+        f"{escape(phrases.rule_name(finding.code))} {code(finding.id)} · {escape(phrases.scope(finding), 300)}"
     )
 
 

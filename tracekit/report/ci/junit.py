@@ -15,7 +15,7 @@ from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change, Verdict
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout
 
@@ -65,7 +65,7 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
     skipped = [*ignored, gate.report.blind_spots.get(code)][0]
     if failing:
         texts = [_finding_text(verdict, gate, checkout) for verdict in failing]
-        _add(case, "failure", failing[0].finding.message, texts, "finding")
+        _add(case, "failure", failing[0].finding.sentence, texts, "finding")
     elif not findings and skipped:
         _add(case, "skipped", skipped)
     passing = [verdict for verdict in findings if not verdict.fails]
@@ -77,7 +77,7 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = _case(f"{run}.metrics", change.metric)
     before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
-    summary = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
+    summary = f"{before} before, {now} now, {comparison.change_text(change)}: {step_verdict.VERDICTS[change.verdict]}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
         _add(case, "failure", summary, [summary, *causes], "regression")
@@ -103,10 +103,9 @@ def _budget(run: str, budget: BudgetResult, gate: CheckResult) -> ET.Element:
 def _finding_text(verdict: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
     finding = verdict.finding
     location = checkout.locate(gate.report.run, finding)
-    costs = phrases.cost(finding)
     lines = [
-        f"{finding.severity.label} {finding.id}" + (f", {costs}" if costs else ""),
-        finding.message,
+        f"{finding.severity.label} {finding.id}: {finding.sentence}.",
+        phrases.details(finding),
         f"Fix: {finding.fix}" if finding.fix else "",
         phrases.scope(finding),
         f"{location.path}:{location.line}",

@@ -9,7 +9,7 @@ from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
 from tracekit.regression.metrics import metric_of
 from tracekit.regression.thresholds import Change
-from tracekit.report import comparison, phrases
+from tracekit.report import comparison, phrases, step_verdict
 from tracekit.rules.rule import Finding, Severity, costliest
 
 
@@ -91,9 +91,9 @@ def level(verdict: JudgedFinding) -> Level:
 def _finding(verdict: JudgedFinding) -> CheckItem:
     finding = verdict.finding
     worse = verdict.status is FindingStatus.WORSE and verdict.impact_before is not None
-    was = f" It was {100 * (verdict.impact_before or 0):.1f}% of {phrases.time_noun(finding)} in the baseline."
+    was = f" It was {100 * (verdict.impact_before or 0):.1f}% of {finding.time_noun} in the baseline."
     before = was if worse else ""
-    message = f"{finding.message}{before}" + (f" Fix: {finding.fix}" if finding.fix else "")
+    message = f"{finding.sentence}.{before}" + (f" Fix: {finding.fix}" if finding.fix else "")
     name, status = phrases.rule_name(finding.code), verdict.status
     title = f"{name} ({finding.code})" if name != finding.code else name
     return CheckItem(ItemKind.FINDING, finding.id, title, message, level(verdict), verdict.fails, status, finding)
@@ -105,6 +105,8 @@ def _metric(gate: CheckResult, change: Change) -> CheckItem:
     name = comparison.label(change.metric)
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     summary = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
+    if gate.comparison is not None and change is gate.comparison.step:
+        summary = f"{comparison.with_minus_signs(step_verdict.headline(gate.comparison))}."
     message, cause = " ".join([summary, *causes]), _costliest_new_finding(gate, change.metric)
     return CheckItem(
         ItemKind.METRIC, change.metric, f"{name} regressed", message, Level.ERROR, fails=True, finding=cause

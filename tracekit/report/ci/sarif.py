@@ -21,7 +21,7 @@ from tracekit.report import phrases
 from tracekit.report.ci import results
 from tracekit.report.ci.code_locations import Checkout, Location
 from tracekit.report.ci.results import CheckItem, ItemKind, Level
-from tracekit.report.schema_pages import SECTIONS
+from tracekit.report.explanations import SECTIONS
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import Rule, Severity
 

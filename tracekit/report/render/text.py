@@ -26,7 +26,7 @@ _STYLES = {
     Emphasis.DOUBTFUL: "yellow",
     Emphasis.NOTE: "bold cyan",
 }
-MIN_WIDTH, _RULER_WIDTH = 60, 100
+MIN_WIDTH, _RULER_WIDTH = 40, 100
 _NARROW = 100
 """A table that does not fit into fewer characters has one space between its columns."""
 _MAX_LINE = 2000
@@ -139,6 +139,8 @@ def _line(line: Line) -> RenderableType:
     if not line.mark:
         return words
     grid = rich.table.Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     grid.add_row(_words([(line.mark, Emphasis.STRONG)]), words)
     return Padding(grid, (0, 0, 0, 2))
 
@@ -152,7 +154,7 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> rich.table.Table:
     """Return rows whose last cell wraps within its column; the other cells never wrap."""
     grid = rich.table.Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for number in range(len(rows[0]) if rows else 0):
-        grid.add_column(no_wrap=number < len(rows[0]) - 1)
+        grid.add_column(no_wrap=number < len(rows[0]) - 1, overflow="fold")
     for row in rows:
         grid.add_row(*row)
     return grid
@@ -198,15 +200,32 @@ def _cells(cells: Cells, width: int) -> list[RenderableType]:
             break
         columns = [column for column in columns if column != number]
     gap = 2 if sum(widths[column] + 2 for column in columns) - 2 <= room else gap
-    right = [column in cells.numbers for column in columns]
-    table = _table(
-        [header[column] for column in columns], [texts[column] for column in columns], cells.emphases, right, gap
-    )
-    if not cells.cuts_first:
-        table.columns[0].no_wrap = True
+    tables = []
+    for part in _parts_that_fit(columns, [length + gap for length in cut_widths], room + gap):
+        right = [column in cells.numbers for column in part]
+        emphases = cells.emphases if part[-1] == columns[-1] else ()
+        tables.append(
+            _table([header[column] for column in part], [texts[column] for column in part], emphases, right, gap)
+        )
+        if not cells.cuts_first:
+            tables[-1].columns[0].no_wrap = True
     dropped = ", ".join(header[column] for column in range(len(header)) if column not in columns)
     note = cells.dropped_note.format(dropped) if dropped else ""
-    return [table, *([_words([(note, Emphasis.FAINT)])] if note else [])]
+    return [*tables, *([_words([(note, Emphasis.FAINT)])] if note else [])]
+
+
+def _parts_that_fit(columns: Sequence[int], widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns in parts that fit into the room, each with the first column, so that no number is cut.
+
+    >>> _parts_that_fit([0, 1, 2, 3], [4, 5, 5, 5], 14)
+    [[0, 1, 2], [0, 3]]
+    """
+    parts = [list(columns[:1])]
+    for column in columns[1:]:
+        if len(parts[-1]) > 1 and sum(widths[other] for other in parts[-1]) + widths[column] > room:
+            parts.append(list(columns[:1]))
+        parts[-1].append(column)
+    return parts
 
 
 def _column_texts(cells: Sequence[str], longest: int) -> list[str]:

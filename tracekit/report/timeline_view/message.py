@@ -348,7 +348,7 @@ def _band_arrays(scene: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
 
 def _marks(scene: timeline.Scene, window: int, key: str, finding: Finding) -> Iterable[dict[str, Any]]:
     rows = evidence_spans(scene, window, finding)
-    title = escaping.inert(finding.message, MAX_NAME)
+    title = escaping.inert(finding.sentence, MAX_NAME)
     about = {
         "key": key,
         "finding": f"{finding.code} {phrases.rule_name(finding.code)}",

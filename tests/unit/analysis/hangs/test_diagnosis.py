@@ -259,6 +259,7 @@ def test_unequal_amounts_of_an_all_to_all_are_a_mismatch() -> None:
     calls = {r: [entry("all_to_all", 1, state="started", size=(8,), outputs=(8 + r,))] for r in (0, 1)}
     found = diagnosed(calls)
     assert found.kind is Kind.MISMATCH
+    assert "drop_last" in found.advice
     assert "16 elements and expect 17" in found.verdict
 
 

@@ -3,6 +3,7 @@
 The modules that build tables of the events are imported when a file is read: tables in the cache need none of them.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import environment
 from tracekit.model.trace import Trace
 
-_FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
-_RANK = re.compile(rb'"rank"\s*:\s*\d')
+_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+_FIRST_TIMES = 9
+_RANK = re.compile(rb'"rank"\s*:\s*"?\d')
 _CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 _HOST_SLICE = re.compile(
     rb'"cat"\s*:\s*"(?:cpu_op|user_annotation|python_function|(?:cuda|hip)_(?:runtime|driver)|Operator|Runtime)"'
@@ -98,15 +100,15 @@ def _may_state_ranks(head: bytes) -> bool:
 
 
 def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
-    """Return about when the recording began: the time of the first event in the file."""
-    first = _FIRST_TIME.search(head)
+    """Return about when the recording began: the median of the first times in the file, of which one may be wrong."""
+    times = sorted(float(match[1]) for match in itertools.islice(_TIME.finditer(head), _FIRST_TIMES))
     base_ns = header.get("baseTimeNanoseconds")
     base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
     if abs(base_ns) >= numbers.MOST_NS:
         base_ns = 0
-    if first is None:
+    if not times:
         return None
-    start_us = float(first[1])
+    start_us = times[len(times) // 2]
     return base_ns + round(start_us * 1000) if start_us < numbers.MOST_NS else None
 
 
@@ -136,6 +138,11 @@ def _refuse_foreign_trace(path: str) -> None:
         columns.count(counts, batch)
         if any(event_categories.is_known(category) for _, category in counts):
             return
+    if counts and all(phase is None for phase, _ in counts):
+        raise BadTraceError(
+            f"{path}: a list of {counts.total():,} objects that are no events of a profiler (no phase, ph); name a "
+            "trace file, or a folder of them"
+        )
     slices = Counter({category: n for (phase, category), n in counts.items() if phase in ("X", "B", "b")})
     if not slices:
         return

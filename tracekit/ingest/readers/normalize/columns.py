@@ -38,7 +38,7 @@ _NO_INPUTS: OpInputs = (b"", b"", b"", b"")
 def states_ranks(batch: list[Event]) -> bool:
     """Return whether nearly all slices of a batch name a rank in their arguments, as in a file merged of several."""
     args = [e.args for e in batch if isinstance(e, events.Slice | events.Exact) and e.args is not None]
-    stated = sum(type(a.rank) is int for a in args)
+    stated = sum(type(a.rank) is int or (type(a.rank) is str and a.rank.isdecimal()) for a in args)
     return stated > 0 and stated >= _ENOUGH_RANKS * len(args)
 
 
@@ -227,7 +227,7 @@ class ColumnBuilder:
         return (
             part
             | _columns(args, numbers.ints, "device", "stream")
-            | _columns(args, numbers.sizes, "bytes")
+            | _columns(args, numbers.moved_bytes, "bytes")
             | {
                 "kind": place - np.uint8(event_categories.FIRST_DEVICE),
                 "correlation": numbers.ids([a.correlation for a in args]),

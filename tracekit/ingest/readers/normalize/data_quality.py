@@ -6,6 +6,7 @@ import polars as pl
 
 from tracekit.ingest.readers.normalize.event_categories import HOST_KINDS
 from tracekit.ingest.readers.normalize.event_tables import Events
+from tracekit.ingest.readers.normalize.odd_values import OddValues
 from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import schema, units
 
@@ -23,12 +24,12 @@ _LEAST_CALLS, _LEAST_RECORDED = 500, 0.01
 in complete recordings of PyTorch 1.9 to 2.11, 0.5% in a sampled one."""
 
 
-def table(events: Events, steps: Steps, *, bad_times: int, undecided: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
+def table(events: Events, steps: Steps, *, odd: OddValues, undecided: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
     """Return the data-quality issues that reading raises: one row per kind.
 
     `undecided` are kernels that only look like communication (columns name, dur_ns), `busy_ns` the time of all work.
     """
-    rows = [*_damage(events), *_content(events, steps, bad_times), *_undecided_kernels(undecided, busy_ns)]
+    rows = [*_damage(events), *_content(events, steps), *_odd(events, odd), *_undecided_kernels(undecided, busy_ns)]
     return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
 
 
@@ -53,7 +54,7 @@ def _damage(events: Events) -> Iterator[Row]:
         yield "stray_bytes", "Some names contain bytes that are not UTF-8; each was replaced.", 0.0
 
 
-def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
+def _content(events: Events, steps: Steps) -> Iterator[Row]:
     total = max(sum(events.counts.values()), 1)
     if steps.from_optimizer:
         message = "No ProfilerStep marks: steps end where the optimizer steps, counted from 0."
@@ -71,8 +72,6 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
             "profiler.step() in every step."
         )
         yield "no_steps", message, 0.0
-    if bad_times:
-        yield "bad_times", f"{bad_times:,} events have no usable time and were ignored.", bad_times / total
     if events.unmatched:
         message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total
@@ -83,6 +82,28 @@ def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     resolution = _resolution(events)
     if resolution:
         yield "clock_resolution", resolution, 0.0
+
+
+def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
+    total = max(sum(events.counts.values()), 1)
+    reasons = {
+        "have no usable time": odd.bad_times,
+        "lie far before or after all others": odd.distant,
+        "contradict the order in which their stream was given work": odd.out_of_order,
+    }
+    if count := sum(reasons.values()):
+        named = ", ".join(f"{number:,} {what}" for what, number in reasons.items() if number)
+        yield "bad_times", f"Events with wrong times were left out: {named}.", count / total
+    if odd.overlong:
+        longest = max(odd.overlong, key=lambda event: event.dur_ns)
+        message = (
+            f"{units.count(len(odd.overlong), 'event')} with a wrong duration left out: the longest, "
+            f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)} and contain what follows it."
+        )
+        yield "bad_durations", message, len(odd.overlong) / total
+    if odd.duplicates:
+        message = f"{units.count(odd.duplicates, 'event')} recorded twice; the repetitions were left out."
+        yield "duplicate_events", message, odd.duplicates / total
 
 
 def _sampled_ops(events: Events) -> Iterator[Row]:

@@ -47,6 +47,8 @@ class Host:
     forward_thread: Ints
     called_with: Ints
     parent: Ints
+    crossings: tuple[Ints, Ints]
+    """Slices that end after one in which they began, and the latter."""
     step: Ints
     phase: Ints
     span: Ints
@@ -132,7 +134,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
         np.uint8(_KIND["annotation"]),  # a span of `record --modules`: torch writes its fast spans as operators
         recorded_kind[order],
     )
-    parent = nesting.parents(lane, start, start + dur)
+    parent, late, around = nesting.parents_and_crossings(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
     host_steps = steps.find(names_info, name_id, marked, start, start + dur)
     is_span = names_info.span.is_not_null().to_numpy()[name_id] & (kind == _KIND["annotation"])
@@ -151,6 +153,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, inputs: list[OpInputs], lane
         },
         called_with=frame["inputs"].to_numpy()[order].astype(np.int64),
         parent=parent,
+        crossings=(late, around),
         step=host_steps.at(start),
         phase=_phase(names_info, name_id, parent, start, start + dur),
         span=nesting.nearest(parent, is_span),

@@ -141,6 +141,12 @@ def sizes(values: list[Any]) -> Ints:
     return np.where(too_large, MISSING, integers) if too_large.any() else integers
 
 
+def moved_bytes(values: list[Any]) -> Ints:
+    """Return bytes that work moves, as `sizes`; MISSING also where they are negative."""
+    integers = sizes(values)
+    return np.where(integers < 0, MISSING, integers)
+
+
 def plain(values: list[Any]) -> Ints | None:
     """Return integers if all values are int64; otherwise None."""
     try:
@@ -161,10 +167,10 @@ def distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stated_rank(value: object, *, lowest: int) -> int | None:
-    """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if lowest <= value < MAX_RANKS + lowest else None
+    """Return a rank, or a number of ranks, that a header states, also as text; None if it is not plausible."""
+    number = _int(value, MISSING)
+    is_whole = not isinstance(value, float) or value == number
+    return number if is_whole and lowest <= number < MAX_RANKS + lowest else None
 
 
 def _int(value: Any, missing: int) -> int:

@@ -12,11 +12,12 @@ import numpy as np
 import polars as pl
 
 from tracekit.ingest.readers.normalize import activities as work
-from tracekit.ingest.readers.normalize import collectives, data_quality, host_slices, numbers
+from tracekit.ingest.readers.normalize import collectives, data_quality, host_slices, numbers, odd_values
 from tracekit.ingest.readers.normalize import steps as host_steps
 from tracekit.ingest.readers.normalize.event_tables import Events
 from tracekit.ingest.readers.normalize.events import Args
 from tracekit.ingest.readers.normalize.host_slices import Host, id_column
+from tracekit.ingest.readers.normalize.odd_values import OddValues, Slices
 from tracekit.ingest.readers.normalize.steps import Steps
 from tracekit.model import repetitions, schema
 from tracekit.model.nesting import Ints
@@ -53,9 +54,18 @@ def build_trace(
     `listed_groups` are process groups that the header may lack.
     """
     base_ns = _base_ns(events.header)
-    slices, device = (_with_times(frame, base_ns) for frame in (events.host, events.device))
+    odd = OddValues()
+    timed = Slices(*(_with_times(frame, base_ns, odd) for frame in (events.host, events.device)))
+    timed = odd_values.without_odd_values(timed, events.names, odd)
+    slices, device = timed.host, timed.device
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.inputs, threads)
+    work_end_ns = int((device["start_ns"] + device["dur_ns"]).max() or 0)  # type: ignore[arg-type]
+    overlong = odd_values.overlong_calls(built, work_end_ns)
+    if overlong.any():
+        slices = odd_values.without_calls(slices, built, overlong, odd)
+        threads, lanes = _lanes(events, slices)
+        built = host_slices.build(slices, events.names, events.inputs, threads)
     ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
     slice_args = {index: s.args for index, s in zip(ids.tolist(), events.host_collectives, strict=True) if index >= 0}
     undecided = pl.DataFrame(schema={"name": pl.String, "dur_ns": pl.Int64})
@@ -71,10 +81,12 @@ def build_trace(
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
-    waited = _with_times(events.syncs, base_ns)
-    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
+    odd.bad_times += len(events.memory) - len(memory)
+    memory = odd_values.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
+    waited = _with_times(events.syncs, base_ns, odd)
+    waited = odd_values.within_recording(waited, waited["start_ns"].to_numpy(), timed, odd)
     issues = data_quality.table(
-        events, built.steps, bad_times=bad_times, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
+        events, built.steps, odd=odd, undecided=undecided, busy_ns=int(activities["dur_ns"].sum())
     )
     collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
     groups = collectives.groups(events.header, collective_args, listed_groups)
@@ -196,10 +208,11 @@ def _base_ns(header: Mapping[str, Any]) -> int:
     return exact if abs(exact) < numbers.MOST_NS else 0
 
 
-def _with_times(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
+def _with_times(frame: pl.DataFrame, base_ns: int, odd: OddValues) -> pl.DataFrame:
     """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
     usable = (frame["start_ns"] != numbers.BAD) & frame["dur_ns"].is_between(0, numbers.MOST_DUR_NS)
     rows = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
+    odd.bad_times += len(frame) - int(usable.sum())
     return rows if usable.all() else rows.filter(usable)
 
 

@@ -4,10 +4,9 @@ A cause stands in one module with its transform. What-if answers, prices, single
 registry; its order is that of answers with equal savings.
 """
 
-import difflib
 from collections.abc import Iterable
 
-from tracekit.errors import InputError
+from tracekit.errors import InputError, did_you_mean
 from tracekit.model import plugins
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.collectives import (
@@ -67,9 +66,7 @@ def find(name: str) -> Cause:
     if name in by_name:
         return by_name[name]
     names = [cause.name for cause in run_causes()]
-    near = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean {near[0]}? " if near else ""
-    raise InputError(f"{name!r} is not a known cause; {guess}known causes: {', '.join(names)}")
+    raise InputError(f"{name!r} is not a known cause{did_you_mean(name, names)}; known causes: {', '.join(names)}")
 
 
 def in_order(causes: Iterable[Cause]) -> tuple[Cause, ...]:

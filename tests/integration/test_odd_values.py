@@ -1,0 +1,273 @@
+"""Odd values in recordings: the rest is judged as if the events that have them were not there.
+
+Each case changes some events of a real recording and compares its report with that of the recording without them.
+"""
+
+import functools
+import gzip
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.selection import others_in_accuracy
+from tracekit.errors import BadTraceError
+from tracekit.ingest import loader
+from tracekit.report import json as report_json
+from tracekit.rules import engine
+from tracekit.rules.rule import Report
+
+ROOT = Path(__file__).parents[2]
+Event = dict[str, Any]
+RECORDINGS = {
+    "GPU, two ranks": "gpu/slow-rank",
+    "GPU, compiled": "gpu/compiled",
+    "CUDA graphs": "gpu/cuda-graphs",
+    "CPU, stacks": "ci/green",
+    "CPU, FSDP2": "faults/healthy-fsdp2",
+}
+FEW = 3
+COUNTS = {"one": 1, "few": FEW, "many": 40}
+YEAR_US = 365 * 86_400 * 10**6
+_OF_THE_FILE = ("sha256", "size_bytes", "path", "inputs", "evidence")
+
+
+def _at_zero(event: Event) -> None:
+    event["ts"] = 0
+    event["dur"] = 0
+
+
+def _scaled(event: Event, factor: float) -> None:
+    event["ts"] = float(event["ts"]) * factor
+
+
+def _shifted(event: Event, by_us: float) -> None:
+    event["ts"] = float(event["ts"]) + by_us
+
+
+def _set(event: Event, key: str, value: object) -> None:
+    event[key] = value
+
+
+KERNELS, CALLS, OPS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime",), ("cpu_op",)
+# What is done to an event, and which kinds of events can show it with certainty.
+WRONG: dict[str, tuple[Callable[[Event], None], tuple[tuple[str, ...], ...]]] = {
+    "time 0": (_at_zero, (KERNELS, CALLS, OPS)),
+    "time 0, with its duration": (lambda event: _set(event, "ts", 0), (KERNELS, CALLS, OPS)),
+    "a year later": (lambda event: _shifted(event, YEAR_US), (KERNELS, CALLS, OPS)),
+    "a year before": (lambda event: _shifted(event, -YEAR_US), (KERNELS, OPS)),
+    "in seconds": (lambda event: _scaled(event, 1e-6), (KERNELS, OPS)),
+    "in milliseconds": (lambda event: _scaled(event, 1e-3), (KERNELS, OPS)),
+    "in nanoseconds": (lambda event: _scaled(event, 1e3), (KERNELS, OPS)),
+    "not a time": (lambda event: _set(event, "ts", "soon"), (KERNELS, CALLS, OPS)),
+    "negative duration": (lambda event: _set(event, "dur", -5), (KERNELS, CALLS, OPS)),
+    "duration of years": (lambda event: _set(event, "dur", 30 * YEAR_US), (KERNELS, CALLS, OPS)),
+    "infinite duration": (lambda event: _set(event, "dur", 1e300), (KERNELS, CALLS, OPS)),
+}
+
+
+def read(folder: str) -> dict[str, dict[str, Any]]:
+    """Return the traces of a run by file name."""
+    files = sorted((ROOT / "sample_traces" / folder).glob("*.json.gz"))
+    return {file.name.removesuffix(".gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
+
+
+def judge(traces: dict[str, dict[str, Any]], folder: Path) -> tuple[dict[str, Any], Report]:
+    """Return what is said of traces, without data quality and what describes the files, and the whole report."""
+    run_folder = folder / "run"
+    run_folder.mkdir(parents=True)
+    for name, trace in traces.items():
+        (run_folder / name).write_text(json.dumps(trace), encoding="utf-8")
+    run = loader.load(str(run_folder), cache=False)
+    report = engine.check(run)
+    document = json.loads(report_json.render(report, run))
+    document["findings"] = [finding for finding in document["findings"] if finding["code"] != "DATA001"]
+    return _plain(document), report
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items() if key not in _OF_THE_FILE}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
+
+
+def quality(report: Report) -> dict[str | None, str]:
+    """Return what is said of the data, by kind."""
+    return {finding.subject: finding.message for finding in report.findings if finding.code == "DATA001"}
+
+
+def changed(
+    traces: dict[str, dict[str, Any]], places: Sequence[int], change: Callable[[Event], object]
+) -> dict[str, dict[str, Any]]:
+    """Return the traces with some events of the first one changed; `change` returns what replaces one, or None."""
+    name = next(iter(traces))
+    events = []
+    for place, event in enumerate(traces[name]["traceEvents"]):
+        replaced = change(json.loads(json.dumps(event))) if place in set(places) else event
+        events += replaced if isinstance(replaced, list) else [replaced]
+    return {**traces, name: {**traces[name], "traceEvents": events}}
+
+
+def chosen(traces: dict[str, dict[str, Any]], categories: Sequence[str], count: int, seed: int = 0) -> list[int]:
+    """Return the places of some events of these categories in the first trace."""
+    events = next(iter(traces.values()))["traceEvents"]
+    places = [place for place, event in enumerate(events) if event.get("ph") == "X" and event.get("cat") in categories]
+    return sorted(random.Random(seed).sample(places, min(count, len(places) // 20)))
+
+
+@functools.cache
+def said_without(recording: str, categories: tuple[str, ...], count: int) -> dict[str, Any]:
+    """Return what is said of a recording without the chosen events."""
+    traces = read(RECORDINGS[recording])
+    with tempfile.TemporaryDirectory() as folder:
+        places = chosen(traces, categories, count)
+        return judge(changed(traces, places, lambda event: []), Path(folder) / "without")[0]
+
+
+def followed(traces: dict[str, dict[str, Any]], categories: Sequence[str], count: int) -> list[int]:
+    """Return the places of some events whose name recurs and that several others follow on their thread or stream."""
+    events = next(iter(traces.values()))["traceEvents"]
+    rows = [
+        (str(event["pid"]), str(event["tid"]), float(event["ts"]), event["name"], place)
+        for place, event in enumerate(events)
+        if event.get("ph") == "X" and event.get("cat") in categories
+    ]
+    names = Counter(name for *_, name, _ in rows)
+    of_lane = Counter((pid, tid) for pid, tid, *_ in rows)
+    main = max(of_lane, key=lambda lane: of_lane[lane])
+    ordered = sorted(row for row in rows if row[:2] == main)[:-10]
+    usual = [row[-1] for row in ordered if names[row[3]] >= FEW * COUNTS["many"] // 4]
+    return sorted(random.Random(0).sample(usual, min(count, len(usual) // 20)))
+
+
+CASES = [(recording, wrong, count) for recording in RECORDINGS for wrong in WRONG for count in COUNTS]
+EVERYDAY = [("GPU, compiled", wrong, "few") for wrong in WRONG] + [
+    ("CPU, FSDP2", "time 0", "many"),
+    ("CPU, FSDP2", "in nanoseconds", "one"),
+]
+
+
+@pytest.mark.parametrize(("recording", "wrong", "count"), others_in_accuracy(CASES, EVERYDAY))
+def test_events_at_wrong_times_are_left_out(recording, wrong, count, tmp_path):
+    traces = read(RECORDINGS[recording])
+    change, kinds = WRONG[wrong]
+    for number, categories in enumerate(kinds):
+        places = chosen(traces, categories, COUNTS[count])
+        if not places:
+            continue
+        odd = changed(traces, places, lambda event: change(event) or [event])
+        said, report = judge(odd, tmp_path / str(number))
+        assert said == said_without(recording, categories, COUNTS[count]), categories
+        assert {"bad_times", "bad_durations"} & quality(report).keys()
+
+
+@pytest.mark.parametrize("by_us", [4e6, 5e4])
+@pytest.mark.parametrize("categories", [KERNELS[:1], OPS], ids=["kernels", "ops"])
+@pytest.mark.parametrize("count", others_in_accuracy(COUNTS, ["few"]))
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, compiled"]))
+def test_durations_that_contain_what_follows_are_left_out(recording, count, categories, by_us, tmp_path):
+    traces = read(RECORDINGS[recording])
+    if recording.startswith("CPU") and categories != OPS:
+        pytest.skip("no kernels")
+    places = followed(traces, categories, COUNTS[count])
+    assert places
+    odd = changed(traces, places, lambda event: [event | {"dur": float(event["dur"]) + by_us}])
+    without = changed(traces, places, lambda event: [])
+    said, report = judge(odd, tmp_path / "odd")
+    expected, _ = judge(without, tmp_path / "without")
+    assert said == expected
+    assert f"{len(places)} event" in quality(report)["bad_durations"]
+
+
+@pytest.mark.parametrize("categories", [KERNELS, CALLS, OPS, None], ids=["kernels", "calls", "ops", "all"])
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, compiled", "CPU, FSDP2"]))
+def test_events_that_are_written_twice_count_once(recording, categories, tmp_path):
+    traces = read(RECORDINGS[recording])
+    events = next(iter(traces.values()))["traceEvents"]
+    kinds = categories or {event.get("cat") for event in events}
+    is_slice = [event.get("ph") == "X" and event.get("cat") in kinds for event in events]
+    places = [place for place, chosen in enumerate(is_slice) if chosen]
+    if not places:
+        pytest.skip("no such events")
+    said, report = judge(changed(traces, places, lambda event: [event, event]), tmp_path / "twice")
+    expected, once = judge(traces, tmp_path / "once")
+    assert said == expected
+    assert "duplicate_events" in quality(report)
+    assert "duplicate_events" not in quality(once)
+    assert "dropped_events" not in quality(report).keys() - quality(once).keys()
+
+
+def test_calls_of_one_number_under_two_names_are_one_call(tmp_path):
+    """Nsight Systems exported a call and its version, cudaMemcpy and cudaMemcpy_v3020."""
+    traces = read(RECORDINGS["GPU, compiled"])
+    events = next(iter(traces.values()))["traceEvents"]
+    is_call = [event.get("cat") in CALLS and float(event["dur"]) > 1 for event in events]
+    places = [place for place, is_long in enumerate(is_call) if is_long]
+
+    def twice(event: Event) -> list[Event]:
+        alias = event | {"name": event["name"] + "_v3020", "ts": float(event["ts"]) + 0.2}
+        return [event, alias | {"dur": max(float(event["dur"]) - 0.4, 0)}]
+
+    said, report = judge(changed(traces, places, twice), tmp_path / "twice")
+    expected, _ = judge(traces, tmp_path / "once")
+    assert said == expected
+    assert f"{len(places):,} event" in quality(report)["duplicate_events"]
+
+
+@pytest.mark.parametrize("recording", others_in_accuracy([*RECORDINGS], ["GPU, compiled", "CPU, FSDP2"]))
+def test_ids_may_be_text(recording, tmp_path):
+    def as_text(event: Event) -> list[Event]:
+        if "tid" not in event:
+            return [event]
+        args = event.get("args", {})
+        ids = ("correlation", "External id", "device", "stream", "Sequence number", "Fwd thread id")
+        texts = {key: str(value) if key in ids else value for key, value in args.items()}
+        return (
+            [event | {"pid": str(event["pid"]), "tid": str(event["tid"]), "args": texts}] if "tid" in event else [event]
+        )
+
+    traces = read(RECORDINGS[recording])
+    name, trace = next(iter(traces.items()))
+    info = trace.get("distributedInfo")
+    header = (
+        {"distributedInfo": {**info, "rank": str(info["rank"]), "world_size": str(info["world_size"])}} if info else {}
+    )
+    odd = changed({**traces, name: trace | header}, range(len(trace["traceEvents"])), as_text)
+    assert judge(odd, tmp_path / "text")[0] == judge(traces, tmp_path / "numbers")[0]
+
+
+@pytest.mark.parametrize("name", ["[memory]", "Stream Wait Event"])
+def test_waits_and_allocations_at_wrong_times_are_left_out(name, tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    events = next(iter(traces.values()))["traceEvents"]
+    places = [place for place, event in enumerate(events) if event.get("name") == name][:FEW]
+    if not places:
+        pytest.skip("no such events")
+    odd, report = judge(changed(traces, places, lambda event: [event | {"ts": 0}]), tmp_path / "odd")
+    assert odd == judge(changed(traces, places, lambda event: []), tmp_path / "without")[0]
+    assert "bad_times" in quality(report)
+
+
+@pytest.mark.parametrize("document", [[{"a": 1}, {"b": 2}], {"traceEvents": [{"value": 3}]}])
+def test_a_list_of_objects_that_are_no_events_is_no_trace(document, tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(BadTraceError):
+        loader.load(str(path), cache=False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "rank"), [("3", 3), (" 3", 3), (3.0, 3), ("three", 0), (True, 0), (2.5, 0), ("-1", 0)]
+)
+def test_a_rank_as_text_is_that_rank(stated, rank, tmp_path):
+    traces = read(RECORDINGS["GPU, compiled"])
+    trace = next(iter(traces.values()))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"distributedInfo": {"rank": stated, "world_size": "8"}, **trace}), encoding="utf-8")
+    run = loader.load(str(path), cache=False)
+    assert [source.rank for source in run.sources] == [rank]

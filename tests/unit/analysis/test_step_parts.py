@@ -1,0 +1,49 @@
+"""The parts of a step by what a person would change: each moment counts once, with operator and line of the program."""
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support import drawn_traces
+from tracekit.analysis.host.step_parts import KINDS, step_parts
+from tracekit.analysis.time import breakdown
+
+SAMPLES = "sample_traces/ci/red", "sample_traces/gpu/slow-rank", "sample_traces/parallelism/moe-ep2"
+
+
+def test_each_moment_of_a_step_counts_once_by_what_runs_and_what_the_gap_ends_with():
+    trace = drawn_traces.trace("""
+        step     0000011111
+        compute  .aa..b.bb.
+        comm     ...xx.....
+    """)
+    parts = step_parts(trace)
+    assert parts.select("step", "part", "name", "dur_ns").rows() == [
+        (0, "communication", "x", 2),
+        (0, "compute", "a", 2),
+        (0, "idle", "", 1),
+        (1, "compute", "b", 3),
+        (1, "idle", "", 2),
+    ]
+
+
+def test_a_trace_without_work_has_no_parts():
+    assert step_parts(drawn_traces.trace("step 000")).is_empty()
+
+
+@pytest.mark.parametrize("path", SAMPLES)
+def test_the_parts_of_every_recorded_step_sum_to_its_device_window_exactly(path: str):
+    run = tracekit.load(path, cache=False)
+    key = ["window", "rank", "step", "device"]
+    parts = run.table(step_parts)
+    sums = parts.group_by(key).agg(pl.col("dur_ns").sum())
+    steps = run.table(breakdown.by_step).join(sums, on=key, how="left", nulls_equal=True)
+    assert steps["dur_ns"].to_list() == steps["duration_ns"].to_list()
+    assert set(parts["part"]) <= set(KINDS)
+
+
+def test_waiting_for_a_batch_is_at_the_line_of_the_program_that_waits():
+    parts = tracekit.load("sample_traces/ci/red", cache=False).table(step_parts)
+    data = parts.filter(part="data").sort("dur_ns", descending=True)
+    assert data["place"][0] == "data.py(20): fetched"
+    assert not parts["place"].drop_nulls().str.contains("tracekit/capture").any()

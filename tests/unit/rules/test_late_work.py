@@ -1,0 +1,56 @@
+"""Findings on late ranks and slow stages name what takes longer: extra calls, a slow device, or a late host."""
+
+from pathlib import Path
+
+import pytest
+
+from tracekit.ingest.loader import load
+from tracekit.rules.engine import check
+from tracekit.rules.pipeline import UnbalancedStages
+from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
+
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
+CASES = Path(__file__).parents[3].parent / "shared" / "cases"
+RULES = [Straggler(), LateGroup(), UnevenRanks(), OccasionalStraggler()]
+needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases, which is not part of the project")
+
+
+@pytest.mark.parametrize(
+    ("folder", "kernel", "count"),
+    [("gpu/slow-rank", "spin_kernel", "3 times"), ("faults/slow-rank", "aten::matmul", "47 times")],
+)
+def test_the_claim_counts_the_calls_that_the_other_rank_never_runs(folder: str, kernel: str, count: str) -> None:
+    (found,) = check(load(SAMPLES / folder), [Straggler()]).findings
+    assert found.ranks == (1,)
+    assert all(part in found.claim for part in (kernel, count, "never", "rank 0"))
+    assert kernel in found.fix
+
+
+def test_a_slow_stage_names_the_calls_that_the_others_do_not_have() -> None:
+    (found,) = check(load(SAMPLES / "parallelism" / "pipeline-slow-stage"), [UnbalancedStages()]).findings
+    assert "Stage 1" in found.claim
+    assert "aten::matmul" in found.claim
+
+
+@needs_cases
+def test_unrelated_late_ranks_are_two_causes() -> None:
+    found = {finding.ranks: finding for finding in check(load(CASES / "two_late_ranks"), RULES).findings}
+    assert set(found) == {(0,), (1,)}
+    assert "All kernels of rank 0" in found[0,].claim
+    assert "host" in found[1,].claim
+    # Together they save what a replay without both saves: 24% of the step.
+    assert sum(finding.impact for finding in found.values()) == pytest.approx(0.24, abs=0.01)
+
+
+@needs_cases
+def test_a_rank_that_is_last_in_all_steps_by_a_varying_time_straggles() -> None:
+    (found,) = check(load(CASES / "late_by_varying_time"), RULES).findings
+    assert (found.code, found.ranks) == ("RANK001", (6,))
+    assert found.cost_ns == pytest.approx(3_335_000, rel=0.15)
+
+
+@needs_cases
+def test_a_rank_whose_host_pauses_in_some_steps_recurs() -> None:
+    (found,) = check(load(CASES / "gcstraggler"), RULES).findings
+    assert (found.code, found.ranks, found.steps) == ("RANK005", (1,), (11, 13))
+    assert "host" in found.claim
