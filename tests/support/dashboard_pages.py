@@ -1,7 +1,6 @@
 """The dashboard's pages as Streamlit runs them, without a browser. Needs the extra [dashboard]."""
 
 import functools
-import sys
 
 import pytest
 
@@ -20,12 +19,6 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     recorded.write_runs(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def keep_main(monkeypatch):
-    """Streamlit replaces __main__ by the page it runs, which spawned processes of later tests would import."""
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 def page(address, *paths, state=(), **parameters):

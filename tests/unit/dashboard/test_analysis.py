@@ -17,7 +17,7 @@ from tests.support.cli_runner import tracekit
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 from tracekit.errors import InputError
 
-runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
+runs = dashboard_pages.runs
 PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar

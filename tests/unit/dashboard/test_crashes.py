@@ -9,12 +9,10 @@ import pytest
 from dashboard import pages
 from dashboard.pages import ranks
 from tests.browser import recorded
-from tests.support import dashboard_pages
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 from tracekit.rules import engine, report_cache
 from tracekit.rules.registry import all_rules
 
-_keep_main = dashboard_pages.keep_main
 ROOT = Path(__file__).parents[3]
 
 

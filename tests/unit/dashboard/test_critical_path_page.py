@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from tests.browser import recorded
-from tests.support.dashboard_pages import keep_main, page  # noqa: F401
+from tests.support.dashboard_pages import page
 from tracekit.ingest.loader import load
 from tracekit.replay.graph.critical_path.path import critical_path
 from tracekit.report import charts, timeline

@@ -26,7 +26,7 @@ caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
 APP = str(Path(__file__).parents[3] / "dashboard" / "server" / "frame.py")
 FAULTS = Path(__file__).parents[3] / "sample_traces" / "faults"
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
-runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
+runs = dashboard_pages.runs
 
 
 @pytest.fixture

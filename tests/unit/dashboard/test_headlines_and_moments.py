@@ -8,7 +8,7 @@ import pytest
 
 from dashboard import moments
 from tests.browser import recorded
-from tests.support.dashboard_pages import addressed_pages, component, html_of, keep_main, page, runs  # noqa: F401  fixtures
+from tests.support.dashboard_pages import addressed_pages, component, html_of, page, runs  # noqa: F401  fixtures
 from tracekit.report import charts
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.browser import recorded
 from tests.support.cli_runner import tracekit
-from tests.support.dashboard_pages import addressed_pages, keep_main, page, runs  # noqa: F401  fixtures
+from tests.support.dashboard_pages import addressed_pages, page, runs  # noqa: F401  fixtures
 from tracekit.report import rank_selection
 
 

@@ -11,10 +11,9 @@ from dashboard.pages import communication
 from dashboard.pages import runs as runs_page
 from dashboard.run_store import tables
 from tests.browser import recorded
-from tests.support import dashboard_pages
 from tests.support.dashboard_pages import html_of, page, runs
 
-_runs, _keep_main = runs, dashboard_pages.keep_main
+_runs = runs
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 WHITE_CONTRAST = 4.5
 

@@ -13,7 +13,6 @@ from tests.support import dashboard_pages
 from tests.support.dashboard_pages import TIMEOUT_S, testing
 from tracekit.model import kernel_names
 
-_keep_main = dashboard_pages.keep_main
 ROOT = Path(__file__).parents[3]
 PLUGIN = """
 import streamlit as st

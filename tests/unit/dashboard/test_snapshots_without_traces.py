@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from dashboard import run_catalog, runs_table, uploads
-from tests.support import dashboard_pages
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
 from tracekit.ingest import loader
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
 RECORDINGS = Path(__file__).parents[2] / "recordings"
-_keep_main = dashboard_pages.keep_main
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,6 @@
 
 import pytest
 
-from tests.support import dashboard_pages
-
-_keep_main = dashboard_pages.keep_main
-
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 get_script_run_ctx = pytest.importorskip("streamlit.runtime.scriptrunner").get_script_run_ctx
 WidgetStates = pytest.importorskip("streamlit.proto.WidgetStates_pb2").WidgetStates

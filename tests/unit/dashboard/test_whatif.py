@@ -15,7 +15,6 @@ from tracekit.plan import hardware, models
 from tracekit.simulate import faults, run
 from tracekit.simulate.job import Job
 
-_keep_main = dashboard_pages.keep_main
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 
 
