@@ -161,7 +161,7 @@ def test_page_and_command_warn_if_the_replay_does_not_reproduce_the_run(tmp_path
     shown = _page(tmp_path / "run")
     assert "does not reproduce this run" in shown.warning[0].value.replace("\\", "")
     text = cli_runner.tracekit("whatif", tmp_path / "run").stdout
-    assert shown.warning[0].value.replace("\\", "") == text.splitlines()[1]
+    assert shown.warning[0].value.replace("\\", "") in " ".join(text.split())
 
 
 def test_a_run_without_work_points_to_data_quality(tmp_path):

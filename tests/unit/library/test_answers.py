@@ -16,11 +16,10 @@ from tracekit.library import answers as library_answers
 from tracekit.library.answers import COLUMNS, Answer
 from tracekit.library.comparison import SizeComparison
 from tracekit.library.run import Run
-from tracekit.replay.graph import what_if
 from tracekit.report import comparison, figures, step_verdict
 from tracekit.report import json as json_report
 from tracekit.report.render import text as render_text
-from tracekit.rules import engine
+from tracekit.rules import engine, stated_savings
 from tracekit.rules.rule import Finding, Report, Severity
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -129,7 +128,7 @@ def test_a_run_is_compared_with_a_run_a_path_and_a_saved_report(run, tmp_path, w
 
 def test_one_cause_or_all_are_removed_by_replay(run, answers):
     table = answers["what if"].to_frame()
-    assert table["cause"].to_list() == [answer.name for answer in what_if.answer(run).answers]
+    assert table["cause"].to_list() == [answer.name for answer in stated_savings.answer(run.check()).answers]
     assert "communication" in answers["what if"]._repr_html_()
     one = run.what_if("communication").to_frame()
     assert one["saved_ns"].item() == table.filter(cause="communication")["saved_ns"].item()
