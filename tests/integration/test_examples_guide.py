@@ -35,10 +35,10 @@ def kernels(run: tracekit.Run, rank: int, name: str) -> list[raw.Slice]:
 )
 def test_quoted_findings_are_those_of_the_run(folder: str, title: str) -> None:
     section = next(part for part in GUIDE.split("\n## ") if part.startswith(title))
-    quoted = re.findall(r"(?:WARNING|INFO)  \S+  (\w+)\n(.*?)\n(?=\n|```)", section, re.S)
-    assert quoted
-    reported = {(found.code, words(found.message)) for found in shared_findings.findings(folder_of(folder))}
-    assert {(code, words(message)) for code, message in quoted} <= reported
+    quoted = re.findall(r"(?:ERROR|WARNING|INFO)  (.*?\))\.\n  (.*?)\n(?=\n|```|  consequence)", section, re.S)
+    assert len(quoted) == 2
+    reported = {(found.sentence, words(found.message)) for found in shared_findings.findings(folder_of(folder))}
+    assert {(words(sentence), words(message)) for sentence, message in quoted} <= reported
 
 
 def folder_of(name: str) -> Path:

@@ -134,15 +134,16 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
     if not is_uneven and (not is_minor or finding.consequence_of):
         return finding
+    others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
     before_ns = savings.waiting_ns(run)
-    ratio = min(1.0, savings.waiting_ns(run, removed) / before_ns) if before_ns else 1.0
+    ratio = min(1.0, savings.waiting_ns(run, others) / before_ns) if before_ns and others else 1.0
     if is_minor and ratio >= _MIN_OWN_RATIO:
         return finding
     explained = replace(
         finding,
         severity=Severity.INFO if ratio < _MIN_OWN_RATIO else finding.severity,
-        consequence_of=_costliest_of(removed, causing) if ratio < _MIN_OWN_RATIO else "",
-        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(removed)}.",
+        consequence_of=_costliest_of(others, causing) if ratio < _MIN_OWN_RATIO else "",
+        message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(others)}.",
     )
     if is_minor:
         return explained
