@@ -37,7 +37,7 @@ def _turn_to(page, name):
 def test_overview_shows_verdict_findings_and_breakdown(page, server):
     _open(page, server, recorded.GOOD)
     assert "%" in _visible(page, ".tk-verdict b").inner_text()
-    assert _visible(page, ".tk-finding h3", "COMM001").inner_text().startswith("warning")
+    assert _visible(page, ".tk-finding", "COMM001").inner_text().startswith("warning")
     assert _visible(page, ".tk-finding p.fix").inner_text()
     bars = _visible(page, ".js-plotly-plot .barlayer")
     expect(bars.locator(".point")).to_have_count(4 * 2)  # parts by ranks

@@ -76,7 +76,7 @@ def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(
 
 def test_the_late_rank_and_those_that_wait_for_it_stand_first_in_the_timeline(page, own_server):
     page.goto(f"{own_server.url}/ranks?run=slow-rank")
-    expect(page.locator(".tk-headline").first).to_contain_text("Rank 1 is a straggler")
+    expect(page.locator(".tk-headline").first).to_contain_text("Rank 1 runs spin_kernel")
     ticks = page.locator("[class*=st-key-ranks-map] .ytick text")
     expect(ticks).to_have_text(["1", "0"])
     settle(page)  # the map is drawn again when its width is known

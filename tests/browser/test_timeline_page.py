@@ -214,8 +214,8 @@ def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, serv
     page.get_by_role("button", name="Show in the timeline").filter(visible=True).first.click()
     shown = Shown(page)
     shown.wait("e.sharp === 'true' && e.to - e.from < 20e6")
-    page.locator(".tk-finding h3").wait_for()
-    code = re.findall(r"[A-Z]+\d{3}", page.locator(".tk-finding h3").inner_text())[0]
+    page.locator(".tk-finding .tk-code").wait_for()
+    code = re.findall(r"[A-Z]+\d{3}", page.locator(".tk-finding .tk-code").inner_text())[0]
     expect(shown.root.locator(".details h4")).to_contain_text(code)
     expect(page).to_have_url(re.compile("from="))
     address = _address(page)
@@ -230,7 +230,7 @@ def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, serv
     again = Shown(other)
     again.wait_until_sharp()
     assert again.view == shown.view
-    other.locator(".tk-finding h3").wait_for()
+    other.locator(".tk-finding .tk-code").wait_for()
     _assert_clean(page)
 
 

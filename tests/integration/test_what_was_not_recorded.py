@@ -47,7 +47,7 @@ def test_a_trace_without_kernels_names_the_device_and_is_not_judged(without):
     assert (
         "kernels and copies on NVIDIA H100 80GB HBM3, but no device activity" in messages(report)["no_device_activity"]
     )
-    assert shown.startswith("Cannot judge this run: no device activity was recorded")
+    assert "\nCannot judge this run: no device activity was recorded" in shown
     assert "on the CPU" not in shown
     assert {found.code for found in report.findings} == {"DATA001"}
 
@@ -65,7 +65,7 @@ def test_a_what_if_says_that_no_device_activity_was_recorded(without):
 def test_a_trace_of_operators_alone_is_not_taken_for_a_cpu_run(without):
     report, shown = without(DEVICE | LAUNCHES)
     assert "its collectives run over NCCL" in messages(report)["no_device_activity"]
-    assert shown.startswith("Cannot judge this run")
+    assert "\nCannot judge this run" in shown
 
 
 def test_kernels_that_are_cut_off_are_said_to_be(without):
