@@ -362,6 +362,9 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     flags = np.zeros(len(host.row), bool)
     late = _leaving(host)
     lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
+    # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
+    late = np.setdiff1d(late, lasting)
+    lasting = lasting[~host.is_kind("annotation")[lasting]]
     candidates = np.union1d(late, lasting)
     if not len(candidates):
         return flags
