@@ -283,16 +283,20 @@ class UnevenRanks(Rule):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] > self.min_wait_ratio:
-            yield self._in_turn(run, pieces, means, worst)
+            yield from self._in_turn(run, pieces, means, worst)
         elif occasional.is_empty():
             yield from self._most_often(run, means)
 
-    def _in_turn(self, run: Run, pieces: pl.DataFrame, means: pl.DataFrame, worst: dict[str, Any]) -> Finding:
+    def _in_turn(self, run: Run, pieces: pl.DataFrame, means: pl.DataFrame, worst: dict[str, Any]) -> Iterator[Finding]:
         quoted = largest_first(pieces.filter(quoted_step.is_of(worst, _STEP)), "dur_ns", "start_ns")
         quoted_ns = int(quoted["dur_ns"].sum())
         by_peer = quoted.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
         latest = largest_first(by_peer, "dur_ns", "peer_rank").head(_MAX_NAMED)
         most_late = latest["peer_rank"].to_list()
+        overloaded = overloaded_ranks(run)
+        overloaded_ns = sum(ns for rank, ns in by_peer.iter_rows() if rank in overloaded)
+        if overloaded_ns > _MOST * quoted_ns:
+            return  # EP001
         shares = [units.share(peer_ns / quoted_ns) for peer_ns in latest["dur_ns"].to_list()]
         named = [f"rank {rank} ({share})" for rank, share in zip(most_late, shares, strict=True)]
         late_for = f"most for {', '.join(named)}" if named else "for which ranks is within clock error"
@@ -306,7 +310,7 @@ class UnevenRanks(Rule):
         subject = Subject("The latest rank", late_work.names(most_late[:1], run.ranks), tail=_IN_TURN)
         balanced_ratio = 1 - 1 / len(run.ranks)
         reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
-        return Finding(
+        yield Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
