@@ -83,11 +83,11 @@ def test_the_late_rank_and_those_that_wait_for_it_stand_first_in_the_timeline(pa
     at_top = min(range(2), key=lambda number: ticks.nth(number).bounding_box()["y"])
     assert ticks.nth(at_top).text_content() == "1"
     page.goto(f"{own_server.url}/overview?run=slow-rank")
-    straggler = page.locator("[data-testid=stMain]").get_by_text("Rank 1 is a straggler")
+    straggler = page.locator("[data-testid=stMain]").get_by_text("Rank 1 runs spin_kernel")
     expect(straggler.first).to_be_visible()
     settle(page)
     cards = page.locator("[data-testid=stVerticalBlock]").filter(has=page.get_by_text(re.compile("^Evidence, ")))
-    card = cards.filter(has_text="Rank 1 is a straggler").last  # the innermost
+    card = cards.filter(has_text="Rank 1 runs spin_kernel").last  # the innermost
     card.get_by_text(re.compile("^Evidence, ")).click()
     card.get_by_role("button", name="Show in the timeline").first.click()
     page.wait_for_function(

@@ -42,7 +42,7 @@ def jittered(of: Job) -> Job:
 
 CASES = {
     "weak": ([job(gpus=gpus, layers=2) for gpus in (8, 16, 32)], ()),
-    "strong": ([jittered(job(gpus=gpus, layers=2, batch=16 // gpus)) for gpus in (8, 16)], ()),
+    "strong": ([jittered(job(gpus=gpus, layers=2, batch=16 // gpus, steps=8)) for gpus in (8, 16)], ()),
     "late host": ([job(gpus=gpus, layers=2) for gpus in (8, 16)], ("late-launch",)),
     "slow rank": ([job(gpus=gpus, layers=2, ranks_written=4) for gpus in (8, 16)], ("slow-rank",)),
     "longer pipeline": (
