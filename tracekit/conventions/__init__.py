@@ -22,6 +22,7 @@ HANG_FOLDER = "hang"  # in a run: what its ranks left when their collectives mad
 HANG_SUFFIX = ".hang.json"  # a flight recorder's dump with the rank's stacks
 HANG_NOTE_SUFFIX = ".hang"  # in the launcher's notes: the folder of a process that is watched for hangs
 STACKS_SUFFIX = ".stacks.txt"  # the process of a watched rank, and stacks by faulthandler
+DASHBOARD_HOST, DASHBOARD_PORT = "127.0.0.1", 8501  # where the dashboard listens by default
 PARTIAL_SUFFIX = ".partial"  # the file is still being written, or its writer died
 CLAIM_FILE = ".training"  # states which training owns a folder that `tracekit record` chose
 NOW_FILE = "record.now"  # creating it in the folder of a running job requests another window

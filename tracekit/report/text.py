@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.time import breakdown, rank_shares
 from tracekit.model import schema, units
 from tracekit.model.run import Run
@@ -33,7 +34,7 @@ MAX_RANKS = 16
 MAX_EVIDENCE_ROWS = 3
 MAX_BRIEF = 2
 """Findings in brief: with the lines on run, time and data about a dozen lines, which are read in ten seconds."""
-ADDRESS = "http://127.0.0.1:8501"
+ADDRESS = f"http://{conventions.DASHBOARD_HOST}:{conventions.DASHBOARD_PORT}"
 """Where `tracekit dashboard` listens, unless it is told another port."""
 MAX_WIDTH = 120  # longer lines are hard to read
 # The columns of evidence that are dropped on a narrow terminal, in this order.

@@ -18,7 +18,7 @@ def grade(impact: float, confidence: float) -> Severity:
     >>> grade(0.03, 0.7).label, grade(0.03, 0.4).label, grade(0.6, 0.8).label
     ('warning', 'info', 'error')
     """
-    expected_ratio = round(impact * confidence, 9)  # 0.03 * 0.7 is less than 0.021 in binary
+    expected_ratio = impact * confidence
     if expected_ratio < WARNING_RATIO or confidence < MIN_CONFIDENCE:
         return Severity.INFO
     return Severity.ERROR if expected_ratio >= ERROR_RATIO else Severity.WARNING

@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from tracekit import conventions
 from tracekit.cli import output
 from tracekit.conventions import object_storage, python_child
 from tracekit.errors import InputError, MissingExtraError
 
-DEFAULT_PORT = 8501
-LOCALHOST = "127.0.0.1"
+DEFAULT_PORT = conventions.DASHBOARD_PORT
+LOCALHOST = conventions.DASHBOARD_HOST
 _LOOPBACK = (LOCALHOST, "localhost", "::1")
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 compared, not bound
 _PORTS_TRIED = 50
