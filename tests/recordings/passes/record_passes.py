@@ -1,4 +1,7 @@
-"""Record small passes of models on the CPU whose steps are not marked: `python -m tests.recordings.passes.record_passes FOLDER [NAME…]`."""
+"""Record passes of small models on the CPU, without marked steps: `python -m tests.recordings.passes.record_passes`.
+
+Words after it name the scenarios; without, all are recorded.
+"""
 
 import gzip
 import itertools
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
-LAYERS, WIDTH, VOCABULARY = 6, 32, 50
+LAYERS, WIDTH, VOCABULARY = 5, 32, 50
 
 
 class Block(nn.Module):
@@ -125,8 +128,8 @@ def annotated_blocks() -> None:
 
 
 def annotated_forwards() -> None:
-    """Five forward passes of equal blocks, each inside an annotation."""
-    for _ in range(5):
+    """Four forward passes of equal blocks, each inside an annotation."""
+    for _ in range(4):
         with torch.no_grad(), record_function("model_inference"):
             STACK(torch.zeros(1, 8, WIDTH))
 
@@ -148,17 +151,17 @@ def forward_backward() -> None:
 
 
 def accumulation() -> None:
-    """Forward and backward passes of four micro-batches, without an optimizer."""
-    for _ in range(4):
+    """Forward and backward passes of three micro-batches, without an optimizer."""
+    for _ in range(3):
         nn.functional.cross_entropy(MODEL(_tokens())[0], _tokens()[0]).backward()
 
 
 def decoding() -> None:
-    """Ten tokens, one by one, after a prompt."""
+    """Six tokens, one by one, after a prompt."""
     caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
     with torch.no_grad():
         token = MODEL(_tokens(), caches)[:, -1:].argmax(-1)
-        for _ in range(10):
+        for _ in range(6):
             token = MODEL(token, caches)[:, -1:].argmax(-1)
             token.item()
 
@@ -166,23 +169,23 @@ def decoding() -> None:
 def evaluation() -> None:
     """Batches of a data loader."""
     with torch.no_grad():
-        for hidden in DataLoader(torch.zeros(6, 8, WIDTH), batch_size=1):
+        for hidden in DataLoader(torch.zeros(4, 8, WIDTH), batch_size=1):
             STACK(hidden)
 
 
 def diffusion() -> None:
-    """Ten steps that remove noise, without random numbers."""
+    """Eight steps that remove noise, without random numbers."""
     image = torch.ones(1, 2, 8, 8)
     with torch.no_grad():
-        for step in range(10):
+        for step in range(8):
             image = image - 0.1 * DENOISER(image, float(step))
 
 
 def forwards() -> None:
-    """Five forward passes of equal blocks, with nothing else between them."""
+    """Four forward passes of equal blocks, with nothing else between them."""
     hidden = torch.zeros(1, 8, WIDTH)
     with torch.no_grad():
-        for _ in range(5):
+        for _ in range(4):
             STACK(hidden)
 
 
@@ -200,29 +203,33 @@ def record(scenario: Callable[[], None], path: Path, *, stacks: bool) -> None:
     """Write the trace of a scenario after it ran once."""
     torch.manual_seed(0)
     scenario()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=stacks, profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=stacks, profile_memory=True
+    ) as profiler:
         scenario()
     profiler.export_chrome_trace(str(path))
     content = json.loads(path.read_text())
     path.unlink()
     events = [_slim(event) for event in content["traceEvents"]]
-    content = {key: content[key] for key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit") if key in content}
+    content = {
+        key: content[key] for key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit") if key in content
+    }
     Path(f"{path}.gz").write_bytes(gzip.compress(json.dumps({**content, "traceEvents": events}).encode(), mtime=0))
 
 
 def _slim(event: dict[str, Any]) -> dict[str, Any]:
-    """An event without the folder of its source file."""
+    """An event without the folder of its source file, and without arguments that nothing reads."""
     folder = str(Path(__file__).parents[3])
     name = str(event.get("name", "")).replace(f"{folder}/", "").replace(sys.prefix, "")
-    return {**event, "name": name}
+    unused = {"Ev Idx", "Input Strides", "Concrete Inputs", "Record function id", "Module Hierarchy"}
+    args = {key: value for key, value in (event.get("args") or {}).items() if key not in unused}
+    return {**event, "name": name, "args": args}
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or SCENARIOS:
-        for stacks in (False, True):
-            record(SCENARIOS[name], folder / f"{name}{'_stacks' * stacks}.json", stacks=stacks)
+    for name in sys.argv[1:] or SCENARIOS:
+        for suffix, stacks in (("", False), ("_stacks", True)):
+            record(SCENARIOS[name], Path(__file__).parent / f"{name}{suffix}.json", stacks=stacks)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def with_iterations(
     passes = [Passes(recording, repetition) for repetition in _candidates(recording)]
     loops = [candidate for candidate in passes if _is_loop(candidate)]
     if not loops:
-        layers = max(passes, key=lambda candidate: candidate.repetition.alike_ratio, default=None)
+        alike = [candidate for candidate in passes if candidate.repetition.alike_within_ratio >= _MIN_ALIKE_WITHIN]
+        layers = max(alike, key=lambda candidate: candidate.repetition.alike_ratio, default=None)
         read_as = replace(host.steps, layers=layers.count, reason=layers.reason) if layers else host.steps
         return replace(host, steps=read_as), activities
     best = max(loops, key=lambda candidate: (candidate.weight, candidate.count))
@@ -85,7 +86,7 @@ def _candidates(recording: Recording) -> Iterator[Repetition]:
 
 
 def _marks(recording: Recording) -> Iterator[Ints]:
-    """Yield, for names of annotations and modules that have most of the work, the first work in each slice of a name."""
+    """Yield the first work in each slice of a name, for annotations and modules that have most of the work."""
     host, spans = recording.host, recording.spans
     is_mark = recording.is_module[host.name_id] | host.is_kind("annotation")
     marks = spans.where(is_mark[spans.ids])

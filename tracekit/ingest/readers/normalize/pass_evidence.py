@@ -4,6 +4,7 @@ Work that repeats looks the same in both. Repetitions are layers unless the evid
 layers by `ENOUGH`.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ class Recording:
         if self.issued is None:
             return Spans(*(np.empty(0, np.int64),) * 3)
         on_threads = np.isin(host.lane, np.unique(host.lane[self.issued]))
-        ids = np.flatnonzero(on_threads & (host.is_kind("annotation") | host.is_kind("python") | host.is_kind("cpu_op")))
+        ids = np.flatnonzero(
+            on_threads & (host.is_kind("annotation") | host.is_kind("python") | host.is_kind("cpu_op"))
+        )
         first, end = (np.searchsorted(self.begin_ns, time[ids]) for time in (host.start_ns, host.end_ns))
         has_work = end > first
         return Spans(ids[has_work], first[has_work], end[has_work])
@@ -159,7 +162,7 @@ class Passes:
         """Why the passes are iterations, or why they are layers."""
         is_for = 1 if self.weight >= ENOUGH else -1
         sentences = [evidence.sentence for evidence in self.evidence if evidence.weight * is_for > 0][:2]
-        return " and ".join(sentences) or "nothing shows that each takes an input or returns a result"
+        return " and ".join(sentences) or "little shows that each has an input or a result of its own"
 
     def recur(self, indices: Ints) -> bool:
         """Whether nearly all passes have at least one of these pieces of work."""
@@ -186,12 +189,15 @@ class Passes:
 
     def covers_all(self, spans: Spans) -> Flags:
         """Which spans have the work of all passes."""
-        return np.logical_and(spans.first <= self.edges[0], spans.end >= self.edges[-1])
+        covers: Flags = (spans.first <= self.edges[0]) & (spans.end >= self.edges[-1])
+        return covers
 
     def around_each(self, spans: Spans, names: pl.Series) -> list[str]:
         """The names of which exactly one span is in nearly each pass, and has most of its work."""
         number = np.searchsorted(self.edges, spans.first, side="right") - 1
-        inside = (number >= 0) & (number < self.count) & (spans.end <= self.edges[np.minimum(number, self.count - 1) + 1])
+        inside = (
+            (number >= 0) & (number < self.count) & (spans.end <= self.edges[np.minimum(number, self.count - 1) + 1])
+        )
         size = (spans.end - spans.first) / np.diff(self.edges)[np.clip(number, 0, self.count - 1)]
         table = pl.DataFrame({"name": names, "pass": number, "is_most": inside & (size >= _LEAST_INSIDE)})
         per_pass = table.group_by("name", "pass").agg(pl.len().alias("spans"), pl.col("is_most").any())
@@ -202,7 +208,8 @@ class Passes:
 def _matches(names: pl.Series, pattern: str, without: str | None = None) -> Flags:
     """Flag the names that match a pattern and not another one."""
     matches = names.str.contains(pattern)
-    return (matches & ~names.str.contains(without) if without else matches).to_numpy()
+    flags: Flags = (matches & ~names.str.contains(without) if without else matches).to_numpy()
+    return flags
 
 
 Look: TypeAlias = Callable[[Passes], Evidence | None]
@@ -223,7 +230,7 @@ def _modules(passes: Passes) -> Evidence | None:
         called[which].add(name)
     if sum(map(bool, called)) < _NEARLY_ALL * passes.count:
         return None
-    shared = np.median([len(a & b) / max(len(a | b), 1) for a, b in zip(called, called[1:], strict=False)])
+    shared = np.median([len(a & b) / max(len(a | b), 1) for a, b in itertools.pairwise(called)])
     if shared >= _SAME_MODULES:
         return Evidence("same_modules", "each calls the same modules", DECISIVE)
     return Evidence("other_modules", "each calls other modules", -DECISIVE) if shared <= _OTHER_MODULES else None
@@ -311,7 +318,7 @@ def _input(passes: Passes) -> Evidence | None:
     if passes.recur(_copies(passes, _TO_DEVICE, _LARGE_BYTES)):
         return Evidence("input_copies", "each copies from the host", STRONG)
     if passes.recur(_copies(passes, _TO_DEVICE)):
-        return Evidence("small_copies", "each copies a few bytes from the host", MODERATE)
+        return Evidence("small_copies", "each copies a few bytes from the host", WEAK)
     if passes.recur(passes.of_slices(_ENCODED)):
         return Evidence("encoded_input", "each makes a part of its input", MODERATE)
     return None
@@ -337,9 +344,9 @@ def _copies(passes: Passes, pattern: str, least_bytes: int = 0) -> Ints:
 
 def _waits(passes: Passes) -> Evidence | None:
     """A host that waits in each pass: for the whole device, as between measurements, or for a result."""
-    if passes.recur(passes.of_slices(_DEVICE_WAIT)):
+    if passes.recur(passes.of_slices(_DEVICE_WAIT) - 1):  # a wait ends the pass of what was issued before it
         return Evidence("device_synchronization", "the host waits for the device in each", STRONG)
-    if passes.recur(passes.of_slices(_HOST_WAIT)) or passes.recur(_copies(passes, _TO_HOST)):
+    if passes.recur(passes.of_slices(_HOST_WAIT) - 1) or passes.recur(_copies(passes, _TO_HOST)):
         return Evidence("host_synchronization", "the host waits for a result of each", WEAK)
     return None
 
