@@ -343,7 +343,7 @@ class _KernelTimes:
     @cached_property
     def place(self) -> Floats:
         """Where in the window each kernel starts, from 0 to 1."""
-        return (self.start_ns - self.start_ns[0]) / max(1.0, float(np.ptp(self.start_ns)))
+        return np.asarray((self.start_ns - self.start_ns[0]) / max(1.0, float(np.ptp(self.start_ns))))
 
     @cached_property
     def _excess(self) -> Floats:
