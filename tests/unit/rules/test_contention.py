@@ -32,8 +32,8 @@ def test_kernels_slowed_in_few_samples_are_a_suspicion(wording):
 
 
 def test_a_slowdown_that_may_be_anything_is_a_suspicion():
-    # a takes 2 alone; during x, 3 in six steps and 60 in two.
-    parts = [(step, "a" * (60 if step > 5 else 3)) for step in range(8) for _ in range(6)]
+    # a takes 2 alone; during x, 3 in eight steps and 60 in two: without these it would be 1.5 times.
+    parts = [(step, "a" * (60 if step > 7 else 3)) for step in range(10) for _ in range(12 if step > 7 else 6)]
     compute = "".join(f"{part}.aa." for _, part in parts)
     comm = "".join("x" * len(part) + "...." for _, part in parts)
     steps = "".join(str(step) * (len(part) + 4) for step, part in parts)
