@@ -28,7 +28,6 @@ _DEVICE = ["window", "rank", "device"]
 _PLACE = [*_DEVICE, "place", "nth"]
 _FEW = 3
 """With as many other steps or fewer, all of them must contradict a stall."""
-_USUAL_QUANTILE = 0.75
 _ALLOCATOR = (host_stalls.RETRY, host_stalls.ALLOCATION)
 _PAUSE_NS = 1_000_000
 """Allocator calls with longer pauses between them belong to different allocations."""
@@ -202,8 +201,11 @@ def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Seri
 
 
 def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
-    """Usual time in other steps: the longest of few, the third quartile of many."""
-    return pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
+    """Usual time in other steps: what more than half of them have, so that half of all steps may have a stall.
+
+    Rules on the median step judge what more steps have.
+    """
+    return taken_ns.sort().get(pl.len() // 2)
 
 
 def _events(run: Run) -> pl.DataFrame:

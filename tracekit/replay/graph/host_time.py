@@ -27,7 +27,11 @@ KiB that ran long after their call had returned. Where larger ones do, these do 
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_BUSY = [host_state.HOST_STATES.index(state) for state in (host_state.DATA, host_state.CHECKPOINT)]
+_BUSY = [
+    host_state.HOST_STATES.index(state)
+    for state in (host_state.DATA, host_state.CHECKPOINT, host_state.COMPILE, host_state.GARBAGE_COLLECTION)
+]
+"""States in which the host of a CPU run works: it waits for no collective meanwhile."""
 
 
 _WORK_COLUMNS = (
