@@ -48,7 +48,7 @@ class PhaseLoss:
     @property
     def lost_ratio(self) -> float:
         """Its share of the time of all steps of the worst rank."""
-        return float(self.steps["phase_ns"].sum() / max(1, self.steps["duration_ns"].sum()))
+        return int(self.steps["phase_ns"].sum()) / max(1, int(self.steps["duration_ns"].sum()))
 
 
 def loss_of(run: Run, phase: str) -> PhaseLoss | None:
@@ -213,7 +213,7 @@ class Recompilation(_HostPhase):
     def _fix(self, loss: PhaseLoss) -> str:
         if loss.recurrence is Recurrence.WARM_UP:
             return "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
-        return FIX_COMPILATION
+        return late_work.FIX_COMPILATION
 
 
 @dataclass(frozen=True)
@@ -244,17 +244,7 @@ class GarbageCollection(_HostPhase):
     verb: ClassVar[str] = "runs Python's garbage collector"
 
     def _fix(self, loss: PhaseLoss) -> str:  # noqa: ARG002
-        return FIX_GARBAGE
-
-
-FIX_COMPILATION = (
-    "Find the guard that fails (TORCH_LOGS=recompiles), and compile for dynamic shapes (torch.compile(dynamic=True), "
-    "torch._dynamo.mark_dynamic) or pad the inputs to a few sizes. Keep Python numbers and modules constant."
-)
-FIX_GARBAGE = (
-    "Call gc.freeze() after model and data are built and gc.disable(), and gc.collect(1) at one time on all ranks, every "
-    "few hundred steps."
-)
+        return late_work.FIX_GARBAGE
 
 
 def _place(row: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
-from tracekit.rules import host_phases, recurrence
+from tracekit.rules import host_phases, late_work, recurrence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -59,10 +59,10 @@ _FIXES = {
     host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
-    host_stalls.COMPILE: host_phases.FIX_COMPILATION,
+    host_stalls.COMPILE: late_work.FIX_COMPILATION,
     host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
     host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-    host_stalls.GARBAGE_COLLECTION: host_phases.FIX_GARBAGE,
+    host_stalls.GARBAGE_COLLECTION: late_work.FIX_GARBAGE,
     host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
     host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
     "module loaded at its first use).",
@@ -247,7 +247,7 @@ class ColdStart(Rule):
 
 
 def _single_events(run: Run) -> pl.DataFrame:
-    """Events of `outlier_steps.outlier_steps` without phases of the host that recur: HOST005 and HOST006 judge these."""
+    """Events of `outlier_steps.outlier_steps` without recurring phases of the host, which HOST005 and HOST006 judge."""
     return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.recurring_phases(run)))
 
 

@@ -23,8 +23,8 @@ def host_phases(trace: Trace) -> pl.DataFrame:
     """Spans in which a thread that launches work is in a compiler or in Python's garbage collector; use ``run.table``.
 
     Columns COLUMNS: step (in which it begins on the host), phase (`host_state.COMPILE` or GARBAGE_COLLECTION), name (of
-    the outermost slice), compile_id (of torch.compile, "0/3"; null where none is recorded); one row per outermost slice,
-    by start. Garbage that a compiler collects is part of the compilation.
+    the outermost slice), compile_id (of torch.compile, "0/3"; null where none is recorded); one row per such slice, by
+    start. Garbage that a compiler collects is part of the compilation.
     """
     outermost = {phase: _outermost(trace, pattern) for phase, pattern in _PATTERNS.items()}
     parent = trace_columns.parent_rows(trace)
@@ -48,7 +48,7 @@ def _outermost(trace: Trace, pattern: str) -> Flags:
 
 
 def _with_compile_ids(trace: Trace, phases: pl.DataFrame) -> pl.DataFrame:
-    """The phases with the compile id of the first slice that states one since they began, before the next one begins."""
+    """The phases with the compile id that the first slice since they began states, before the next one begins."""
     stated = trace.ops.select(
         "lane", stated_ns="start_ns", compile_id=pl.col("name").str.extract(_COMPILE_ID)
     ).drop_nulls("compile_id")

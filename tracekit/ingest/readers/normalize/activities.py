@@ -119,9 +119,9 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     """Return the activities of a CPU run, and what may describe the collectives among them.
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
-    slices inside them; what a compiler runs to trace the program is none. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
-    is recorded on the requesting thread, which also computes; it begins with the op that issued it. Column host_id is
-    the slice whose step and phase an activity has.
+    slices inside them; what a compiler runs to trace the program is none. A collective takes step, phase, unit and span
+    of the op that issued it. A gloo send or receive is recorded on the requesting thread, which also computes; it
+    begins with the op that issued it. Column host_id is the slice whose step and phase an activity has.
     """
     names, name_id = host.names, host.name_id
     running = np.flatnonzero(names.runs_collective[name_id])

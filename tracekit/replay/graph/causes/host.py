@@ -18,6 +18,8 @@ from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
 
+MAJORITY_PAUSE_RATIO = 0.25
+"""Share of the mean step from which a pause on a CPU run need occur in more than half of the steps only."""
 _SHORT_RATIO = 0.1
 _SPLIT_RATIO = 0.5
 """A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
@@ -195,19 +197,26 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     """Return the long Python pauses at the same place of every step, each with its shortest length.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
-    the host does before the first op of the first step is not known, so the pause there may be missing.
+    the host does before the first op of the first step is not known, so the pause there may be missing. Longer ones,
+    of a quarter of the step, need occur in more than half of the steps only.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
-    in_steps = graph.frame.select("rank", "step").drop_nulls("step")
+    in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
     steps = in_steps.group_by("rank").agg(
-        pl.col("step").n_unique().alias("steps"), pl.col("step").min().alias("first_step")
+        pl.col("step").n_unique().alias("steps"),
+        pl.col("step").min().alias("first_step"),
+        (pl.col("end_ns").max() - pl.col("start_ns").min()).alias("all_ns"),
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
-    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
+    is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
+    in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
+    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
     is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
-    recurring = seen.filter(pl.col("seen") == pl.col("steps") - is_between, pl.col("seen") > 1)
+    in_all = pl.col("seen") == pl.col("steps") - is_between
+    recurring = seen.filter(pl.col("in_most") | in_all, pl.col("seen") > 1)
+    recurring = recurring.with_columns(pl.col("pause_ns").min().over(place))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
     return late
