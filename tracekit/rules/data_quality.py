@@ -14,7 +14,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
-from tracekit.rules.host_phases import recurring_phases
+from tracekit.rules.host_phases import judged_phases
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.rules.stragglers import OccasionalStraggler
@@ -227,7 +227,7 @@ def _measured_quality(run: Run) -> pl.DataFrame:
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
     stalled = run.table(outlier_steps.outlier_steps).filter(~is_first_use())
-    recurring = run.table(host_phases.host_phases).filter(pl.col("phase").is_in(recurring_phases(run)))
+    recurring = run.table(host_phases.host_phases).filter(pl.col("phase").is_in(judged_phases(run, is_repeated=True)))
     of_ranks = recurring.group_by("window", "rank", "step").agg(pl.col("dur_ns").sum())
     in_phases = of_ranks.group_by("window", "step").agg(
         lost_ns=pl.col("dur_ns").max(), reference_ns=pl.lit(0, pl.Int64)

@@ -46,6 +46,11 @@ class PhaseLoss:
         return self.steps.filter(pl.col("phase_ns") > least_ns)
 
     @property
+    def is_longer_warm_up(self) -> bool:
+        """Whether several of the first steps contain the phase, and no later one."""
+        return self.recurrence is Recurrence.WARM_UP and self.affected.height > 1
+
+    @property
     def lost_ratio(self) -> float:
         """Its share of the time of all steps of the worst rank."""
         return int(self.steps["phase_ns"].sum()) / max(1, int(self.steps["duration_ns"].sum()))
@@ -72,10 +77,14 @@ def loss_of(run: Run, phase: str) -> PhaseLoss | None:
     return PhaseLoss(of_rank.steps, of_rank.ranks, _recurrence(of_rank, phase))
 
 
-def recurring_phases(run: Run) -> list[str]:
-    """The phases that recur in a run, which have rules of their own: no stall in them is a single one, or warm-up."""
+def judged_phases(run: Run, *, is_repeated: bool = False) -> list[str]:
+    """The phases of which HOST005 and HOST006 speak, or those of them that recur: no stall in them is a single one."""
     losses = ((phase, loss_of(run, phase)) for phase in (host_state.COMPILE, host_state.GARBAGE_COLLECTION))
-    return [phase for phase, loss in losses if loss is not None and loss.recurrence.is_repeated]
+    return [
+        phase
+        for phase, loss in losses
+        if loss and (loss.recurrence.is_repeated or (loss.is_longer_warm_up and not is_repeated))
+    ]
 
 
 def _recurrence(loss: PhaseLoss, phase: str) -> Recurrence:
@@ -99,11 +108,12 @@ class _HostPhase(Rule):
             return
         steps, affected = loss.steps, loss.affected
         is_single_step = steps.height == 1
-        if not (loss.recurrence.is_repeated or is_single_step or self._is_longer_warm_up(loss)):
+        if not (loss.recurrence.is_repeated or is_single_step or loss.is_longer_warm_up):
             return  # STEP001 and STEP002 speak of single stalls, and of the first step
         count, row = max(1, affected.height), largest_first(affected, "phase_ns", "step").row(0, named=True)
         often = recurrence.sentence(count, steps.height) if steps.height > 1 else ""
-        if loss.recurrence is Recurrence.WARM_UP:
+        is_warm_up = loss.recurrence is Recurrence.WARM_UP
+        if is_warm_up:
             often = f"It happens in the first {count} of {steps.height} profiled steps only: this is warm-up"
         # The step times of a replay end with the last work, so that they contain no phase after it.
         tail_ns = self._tail_ns(run, row["rank"])
@@ -117,21 +127,21 @@ class _HostPhase(Rule):
             f"{units.duration(row['duration_ns'])} in {_place(row)}. {often + '; it' if often else 'It'} takes "
             f"{units.share(loss.lost_ratio)} of the time.{self._details(run, row['rank'])}",
             self._fix(loss),
-            impact=min(1.0, cost_ns / max(1, step_ns)),
-            cost_ns=cost_ns,
+            impact=0.0 if is_warm_up else min(1.0, cost_ns / max(1, step_ns)),
+            cost_ns=0 if is_warm_up else cost_ns,
             confidence=0.9 if loss.recurrence.is_repeated else 0.6,
             ranks=loss.ranks,
             steps=distinct(affected, "step"),
             evidence=self._evidence(run, loss.ranks),
             claim=self._claim(run, loss),
-            what_if=None if is_priced_alone or loss.recurrence is Recurrence.WARM_UP else WhatIf(self.cause),
+            what_if=None if is_priced_alone or is_warm_up else WhatIf(self.cause),
             is_of_window=row["step"] is None,
         )
 
     def _claim(self, run: Run, loss: PhaseLoss) -> str:
         count, steps = loss.affected.height, loss.steps.height
         if loss.recurrence is Recurrence.WARM_UP:
-            in_steps = f" in the first {count} steps only: they are warm-up"
+            in_steps = f" in the first {count} steps only, which are warm-up"
         elif loss.recurrence is Recurrence.STEADY:
             in_steps = " in every step"
         else:
@@ -144,9 +154,6 @@ class _HostPhase(Rule):
         waits = "waits" if others.startswith("rank ") else "wait"
         name = units.numbered("rank", loss.ranks).capitalize()
         return f"{name}'s host {self.verb}{in_steps}; {others} {waits} for {'them' if len(loss.ranks) > 1 else 'it'}"
-
-    def _is_longer_warm_up(self, loss: PhaseLoss) -> bool:
-        return loss.recurrence is Recurrence.WARM_UP and loss.affected.height > 1
 
     def _idle_ns(self, run: Run, rank: int) -> int:
         """Time that the devices of a rank are idle for the phase: of the device with most of it."""

@@ -247,8 +247,8 @@ class ColdStart(Rule):
 
 
 def _single_events(run: Run) -> pl.DataFrame:
-    """Events of `outlier_steps.outlier_steps` without recurring phases of the host, which HOST005 and HOST006 judge."""
-    return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.recurring_phases(run)))
+    """Events of `outlier_steps.outlier_steps` without those of which HOST005 and HOST006 speak."""
+    return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.judged_phases(run)))
 
 
 def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:

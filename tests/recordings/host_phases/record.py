@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 HERE = Path(__file__).parent
 STEPS, WARM_STEPS = 6, 3
-OBJECTS = 400_000
+OBJECTS = 100_000
 WIDTH = 64
 
 

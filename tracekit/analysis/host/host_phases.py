@@ -22,9 +22,9 @@ _COMPILE_ID = r"(?:compile_id=|^Torch-Compiled Region: )([\w!/.]+)"
 def host_phases(trace: Trace) -> pl.DataFrame:
     """Spans in which a thread that launches work is in a compiler or in Python's garbage collector; use ``run.table``.
 
-    Columns COLUMNS: step (in which it begins on the host), phase (`host_state.COMPILE` or GARBAGE_COLLECTION), name (of
-    the outermost slice), compile_id (of torch.compile, "0/3"; null where none is recorded); one row per such slice, by
-    start. Garbage that a compiler collects is part of the compilation.
+    Columns COLUMNS: step (in which it begins on the host, else on the device), phase (`host_state.COMPILE` or
+    GARBAGE_COLLECTION), name (of the outermost slice), compile_id (of torch.compile, "0/3"; null where none is
+    recorded); one row per such slice, by start. Garbage that a compiler collects is part of the compilation.
     """
     outermost = {phase: _outermost(trace, pattern) for phase, pattern in _PATTERNS.items()}
     parent = trace_columns.parent_rows(trace)
@@ -36,7 +36,11 @@ def host_phases(trace: Trace) -> pl.DataFrame:
         )
         for phase, flags in outermost.items()
     ]
-    return _with_compile_ids(trace, pl.concat(rows)).sort("start_ns", "id").pipe(schema.select, COLUMNS)
+    phases = _with_compile_ids(trace, pl.concat(rows)).sort("start_ns", "id")
+    # Iterations that were found by repetition are not marked on the host.
+    begun = trace_columns.windows(trace).select("start_ns", of_device="step").unique("of_device").sort("start_ns")
+    located = phases.join_asof(begun, on="start_ns", check_sortedness=False)
+    return schema.select(located.with_columns(pl.coalesce("step", "of_device").alias("step")), COLUMNS)
 
 
 def _outermost(trace: Trace, pattern: str) -> Flags:
