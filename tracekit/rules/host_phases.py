@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.host import host_phases, host_stalls, launch_delay
+from tracekit.analysis.host import host_phases, launch_delay
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -17,15 +17,15 @@ from tracekit.rules import late_work, recurrence
 from tracekit.rules.recurrence import Recurrence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
-FACTS: tuple[TraceFact, ...] = (host_phases.host_phases, breakdown.by_step, host_stalls.host_stalls)
+FACTS: tuple[TraceFact, ...] = (host_phases.host_phases, breakdown.by_step)
 _EVIDENCE_ROWS = 40
 _MIN_STEP_RATIO = 0.01
 """In a step with less of it than this share of the mean step, a phase counts as absent: a call that does nothing."""
 _MIN_LOST_RATIO = 0.03
 _SAME_RATIO = 0.5
-_MAX_TAIL_RATIO = 0.25
-"""Of a phase that has more of its time after the last work of the window, a replay shows too little."""
 """Ranks with this share of the worst rank's time in a phase have the same trouble."""
+_MAX_OUTSIDE_RATIO = 0.25
+"""Of a phase with more of its time before the first or after the last work of a window, a replay shows too little."""
 _MOST_IDS = 4
 
 
@@ -115,11 +115,11 @@ class _HostPhase(Rule):
         is_warm_up = loss.recurrence is Recurrence.WARM_UP
         if is_warm_up:
             often = f"It happens in the first {count} of {steps.height} profiled steps only: this is warm-up"
-        # The step times of a replay end with the last work, so that they contain no phase after it.
-        tail_ns = self._tail_ns(run, row["rank"])
-        cost_ns = (self._idle_ns(run, row["rank"]) + tail_ns) // steps.height
-        step_ns = (int(steps["duration_ns"].sum()) + tail_ns) // steps.height
-        is_priced_alone = tail_ns > _MAX_TAIL_RATIO * cost_ns * steps.height
+        # The steps of a replay begin and end with work, so that they contain no phase before or after it.
+        outside_ns = self._outside_ns(run, row["rank"])
+        cost_ns = (self._idle_ns(run, row["rank"]) + outside_ns) // steps.height
+        step_ns = (int(steps["duration_ns"].sum()) + outside_ns) // steps.height
+        is_priced_alone = outside_ns > _MAX_OUTSIDE_RATIO * cost_ns * steps.height
         yield Finding(
             self.code,
             Severity.WARNING if loss.recurrence.is_repeated else Severity.INFO,
@@ -161,12 +161,20 @@ class _HostPhase(Rule):
         by_device = gaps.group_by("device").agg(pl.col("dur_ns").sum())["dur_ns"]
         return int(str(by_device.max() or 0))
 
-    def _tail_ns(self, run: Run, rank: int) -> int:
-        """Time of the phase after the last work of the windows of a rank."""
-        tails = run.table(host_stalls.host_stalls).filter(
-            pl.col("rank") == rank, pl.col("cause") == self.phase, pl.col("is_last")
+    def _outside_ns(self, run: Run, rank: int) -> int:
+        """Time of the phase before the first and after the last work of the windows of a rank."""
+        bounds = (
+            run.table(breakdown.by_step)
+            .filter(rank=rank)
+            .group_by("window")
+            .agg(
+                pl.col("start_ns").min().alias("first_ns"),
+                (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+            )
         )
-        return int(tails.group_by("window").agg(pl.col("evidence_ns").max())["evidence_ns"].sum())
+        phases = run.table(host_phases.host_phases).filter(rank=rank, phase=self.phase).join(bounds, on="window")
+        is_inside = pl.col("start_ns").is_between("first_ns", "end_ns")
+        return int(phases.filter(~is_inside)["dur_ns"].sum())
 
     def _evidence(self, run: Run, ranks: tuple[int, ...]) -> pl.DataFrame:
         rows = run.table(host_phases.host_phases).filter(pl.col("rank").is_in(list(ranks)), phase=self.phase)

@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
@@ -342,13 +343,20 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
             continue
         median_ns = float(statistics.median(other_ns))
-        if duration_ns > WARM_UP_RATIO * median_ns and _is_unusual(duration_ns, other_ns):
+        is_longer = duration_ns > WARM_UP_RATIO * median_ns
+        if is_longer and (_has_first_uses(trace, step) or _is_unusual(duration_ns, other_ns)):
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({step}) takes {units.duration(duration_ns)} and "
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 duration_ns / sum(step_ns for _, step_ns in device_steps),
             )
+
+
+def _has_first_uses(trace: Trace, step: int) -> bool:
+    """Return whether the host does things in a step that a training does once: loading, allocating, compiling."""
+    stalls = host_stalls.host_stalls(trace)
+    return stalls.filter(pl.col("cause").is_in(host_stalls.FIRST_USE), step=step).height > 0
 
 
 def _is_unusual(duration_ns: int, other_ns: list[int]) -> bool:
