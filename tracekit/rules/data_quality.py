@@ -54,6 +54,9 @@ _KINDS = {
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
     "part_of_run": _Kind(_INFO, "Export the run without --step to judge all of it."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
+    "unknown_device": _Kind(
+        _INFO, "No action needed if the named processes are a device; else report this trace to tracekit's authors."
+    ),
     "undecided_ending_together": _Kind(
         _WARNING, "Report the names to us; until then, add this time to the exposed communication of COMM001."
     ),

@@ -75,9 +75,10 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
     if events.unmatched:
         message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total
-    if events.unknown:
-        message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
-        yield "unknown_kinds", message, events.unknown / total
+    if events.unread:
+        message = f"{events.unread:,} slices are of an unknown kind and were ignored."
+        yield "unknown_kinds", message, events.unread / total
+    yield from events.issues
     yield from _sampled_ops(events)
     resolution = _resolution(events)
     if resolution:
