@@ -24,7 +24,6 @@ from tracekit.model.fact import Fact, Scope
 from tracekit.model.run import Run
 from tracekit.report import json as report_json
 from tracekit.rules import engine, stated_savings
-from tracekit.rules.rule import Report
 
 _ALONE = {
     "snapshot": (("memory",),), "hang dump": (("hang",),), "execution trace": (("check",),), "I/O log": (("check",),),
@@ -42,7 +41,7 @@ class Said:
     judgement: str = ""
     """Findings and numbers, without data quality."""
     reasons: frozenset[str] = frozenset()
-    """Findings on data quality and notes."""
+    """Findings on data quality, notes, and what was not recorded."""
     faults: tuple[str, ...] = ()
     """Crashes, and columns with another type than declared."""
 
@@ -80,6 +79,8 @@ def facts() -> tuple[Fact[Any], ...]:
     return tuple({id(fact): fact for m in modules for fact in vars(m).values() if isinstance(fact, Fact)}.values())
 
 
+_SHOWN = ("breakdown.by_clock",)
+"""Tables for display, which lack columns that would be constant."""
 _types: dict[str, pl.Schema] = {}
 """Columns of each fact, as the first recording with the fact has them."""
 
@@ -114,13 +115,11 @@ def _judged(run: Run) -> Said:
     faults = [*_faults_of_tables(run)]
     document = json.loads(report_json.render(report, run))
     stated_savings.answer(report)
+    absent = (json.dumps(row) for row in document["not_recorded"])
+    reasons = frozenset({*(f.message for f in report.findings if f.code == "DATA001"), *report.notes, *absent})
     judged = [(f["code"], f["subject"], f["ranks"], f["severity"], f["message"]) for f in document["findings"]
               if f["code"] != "DATA001"]  # fmt: skip
-    return Said("", json.dumps([judged, document["summary"]], sort_keys=True), _reasons(report), tuple(faults))
-
-
-def _reasons(report: Report) -> frozenset[str]:
-    return frozenset({*(f.message for f in report.findings if f.code == "DATA001"), *report.notes})
+    return Said("", json.dumps([judged, document["summary"]], sort_keys=True), reasons, tuple(faults))
 
 
 def _faults_of_tables(run: Run) -> Iterator[str]:
@@ -143,11 +142,13 @@ def _faults(name: str, rows: pl.DataFrame, declared: pl.Schema, *, is_conformed:
     for column, dtype in rows.schema.items():
         if dtype == pl.Object or (dtype == pl.Null and not rows.is_empty()):
             yield f"{name}.{column} is {dtype}"
+        elif not is_conformed and name in _SHOWN and column not in declared:
+            continue
         elif not is_conformed and declared.get(column) != dtype:
             yield f"{name}.{column} is {dtype}, not {declared.get(column)}"
         if dtype.is_float() and not rows[column].is_finite().fill_null(value=True).all():
             yield f"{name}.{column} has numbers that are not finite"
-    if not is_conformed and (absent := set(declared) - set(rows.schema)):
+    if not is_conformed and name not in _SHOWN and (absent := set(declared) - set(rows.schema)):
         yield f"{name} lacks {sorted(absent)}"
 
 
