@@ -232,7 +232,8 @@ def _issue(
         f"{units.count(work_count, 'slice')} of {', '.join(named)} without a known category were read as work on "
         f"{units.count(len(streams), 'stream')} of a device{calls}.{rest}"
     )
-    return ("unknown_device", message, 0.0)
+    issue = ("unknown_device", message, 0.0)
+    return issue  # noqa: RET504
 
 
 def _numbers(events: Events, streams: list[_Lane]) -> tuple[dict[int, int], dict[int, int]]:
