@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import pkgutil
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -59,13 +60,26 @@ def said(files: Mapping[str, Any], folder: Path) -> Said:
         return Said(faults=(_place(error.__cause__ or error),))
 
 
-def problem(intact: Said, without: Said) -> str:
+def problem(intact: Said, without: Said, *, needs_reason: bool = True) -> str:
     """What is wrong with what is said of a recording without a part; "" if nothing is."""
     if without.faults:
         return "; ".join(without.faults)
-    if without.refusal or without.judgement == intact.judgement:
+    if not needs_reason or without.refusal or _is_alike(intact.judgement, without.judgement):
         return ""
     return "" if without.reasons - intact.reasons else "changed without a reason"
+
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_SAME = 0.05
+"""Share by which a number may change: calls that are gone no longer divide what is around them."""
+
+
+def _is_alike(one: str, other: str) -> bool:
+    if _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
+        return False
+    pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)
+    sizes = ((float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in pairs)
+    return all(abs(a - b) <= _SAME * max(a, b) for a, b in sizes)
 
 
 @functools.cache

@@ -44,6 +44,11 @@ _KINDS = {
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
     "bad_durations": _degrading("Record again with a newer PyTorch: events with wrong durations were left out."),
+    "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
+    "unrecorded_collectives": _degrading(
+        "Record with a backend whose collectives the profiler records, such as gloo, and keep its annotations: until "
+        "then, waiting in these collectives counts as idle or compute."
+    ),
     "duplicate_events": _Kind(
         _INFO, "No action needed: each event counts once. Write each trace to its own file, with one profiler."
     ),

@@ -102,6 +102,9 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
             f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)} and contain what follows it."
         )
         yield "bad_durations", message, len(odd.overlong) / total
+    if odd.unplaced:
+        message = f"{units.count(odd.unplaced, 'allocator event')} state no device and were left out."
+        yield "unplaced_allocations", message, odd.unplaced / max(events.memory.height, 1)
     if odd.duplicates:
         message = f"{units.count(odd.duplicates, 'event')} recorded twice; the repetitions were left out."
         yield "duplicate_events", message, odd.duplicates / total

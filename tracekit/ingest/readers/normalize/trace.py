@@ -35,6 +35,9 @@ _MIN_NAMES = 5
 _FROM_OR_TO_HOST = r"(?i)memcpy.*(dtoh|htod|devicetohost|hosttodevice)"
 
 _HOST_MEMORY = 0
+_IS_PLACED = (pl.col("device_type") == _HOST_MEMORY) | pl.all_horizontal(
+    pl.col("device_type", "device_id").is_not_null()
+)
 
 STREAM_WAIT, EVENT, STREAM, CONTEXT = "stream_wait", "event", "stream", "context"
 _SYNC_KINDS = {
@@ -80,8 +83,10 @@ def build_trace(
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
-    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
-    odd.bad_times += len(events.memory) - len(memory)
+    timed_memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    odd.bad_times += len(events.memory) - len(timed_memory)
+    memory = timed_memory.filter(_IS_PLACED)
+    odd.unplaced = len(timed_memory) - len(memory)
     memory = odd_values.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
     waited = _with_times(events.syncs, base_ns, odd)
     waited = odd_values.within_recording(waited, waited["start_ns"].to_numpy(), timed, odd)
