@@ -69,7 +69,7 @@ def problem(intact: Said, without: Said, *, needs_reason: bool = True) -> str:
     return "" if without.reasons - intact.reasons else "changed without a reason"
 
 
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _SAME = 0.05
 """Share by which a number may change: calls that are gone no longer divide what is around them."""
 

@@ -90,6 +90,11 @@ _CONSEQUENCES = {
         "No bandwidth, and messages of different sizes cannot be distinguished.",
         "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
     ),
+    "grouped": (
+        pl.col("collectives") > 0,
+        "Process groups and their ranks are inferred from what ranks do together.",
+        "PyTorch 2.2 or newer, with torch.distributed initialized before the profiler starts",
+    ),
     "sequenced": (
         pl.col("collectives") > 0,
         "Collectives of different ranks are matched by order.",
@@ -124,9 +129,9 @@ _CONSEQUENCES = {
 }
 _LABELS = {
     "steps": "steps", "linked": "launches", "operators": "operators", "phased": "phases", "shaped": "input shapes",
-    "stacked": "Python stacks", "sized": "message sizes", "sequenced": "collective sequence numbers",
-    "syncs": "synchronization events", "allocations": "memory events", "totals": "allocated bytes",
-    "checkpoints": "checkpoint log", "metrics": "metrics log", "step_times": "step times",
+    "stacked": "Python stacks", "sized": "message sizes", "grouped": "process groups",
+    "sequenced": "collective sequence numbers", "syncs": "synchronization events", "allocations": "memory events",
+    "totals": "allocated bytes", "checkpoints": "checkpoint log", "metrics": "metrics log", "step_times": "step times",
 }  # fmt: skip
 
 
