@@ -35,8 +35,8 @@ FLAGS = (
 )
 
 
-# One a module: Playwright keeps an event loop in this thread for as long as it runs.
-@pytest.fixture(scope="module")
+# Until the last test of this folder: Playwright keeps an event loop in this thread for as long as it runs.
+@pytest.fixture(scope="package")
 def chromium():
     """Return Debian's (or another installed) Chromium, driven by Playwright."""
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)

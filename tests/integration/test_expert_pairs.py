@@ -84,7 +84,10 @@ def test_a_run_without_experts_has_no_pairs():
 
 @pytest.mark.parametrize(
     ("options", "factor"),
-    [(("--schedule", "gpipe", "--tp", "2", "--ep", "2", "--gpus", "8"), 3), (("--ep", "4", "--gpus", "8"), 4)],
+    [
+        pytest.param(("--schedule", "gpipe", "--tp", "2", "--ep", "2", "--gpus", "8"), 3, marks=pytest.mark.accuracy),
+        (("--ep", "4", "--gpus", "8"), 4),
+    ],
     ids=["tensor parallel, half of the replicas", "one replica of four"],
 )
 def test_overloaded_experts_make_no_stage_look_slow(tmp_path, options, factor):

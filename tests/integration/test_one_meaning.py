@@ -35,7 +35,6 @@ RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("r
 # One of each kind: strategies; faults of one rank, the host, the disk and memory; pipelines, experts, GPUs.
 EVERYDAY = {
     "demo-fsdp2",
-    "demo-yafsdp",
     "faults/slow-rank",
     "faults/dataloader",
     "faults/slow-disk",

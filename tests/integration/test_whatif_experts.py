@@ -24,7 +24,10 @@ def simulated(out: Path, *options: str) -> Run:
 
 @pytest.mark.parametrize(
     ("options", "factor"),
-    [(("--ep", "4", "--seed", "1"), 3), (("--ep", "2", "--seed", "2"), 2)],
+    [
+        (("--ep", "4", "--seed", "1"), 3),
+        pytest.param(("--ep", "2", "--seed", "2"), 2, marks=pytest.mark.accuracy),
+    ],
     ids=["one rank of four", "a little, half of the ranks"],
 )
 def test_balanced_experts_save_what_a_hot_expert_costs(tmp_path, options, factor):
