@@ -46,7 +46,7 @@ def theirs(file):
 
 @pytest.fixture(scope="module")
 def ours(file):
-    return tracekit.load(str(file), cache=False)
+    return tracekit.load(str(file))
 
 
 def test_temporal_breakdown_and_overlap_are_those_of_the_summary(theirs, ours):

@@ -49,7 +49,7 @@ _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(th
 
 @functools.cache
 def open_run(name):
-    run = load(SAMPLES / name, cache=False)
+    run = load(SAMPLES / name)
     return OpenRun(run, report=engine.check(run), entry=RunEntry(name, run.path))
 
 

@@ -36,7 +36,7 @@ AXES = {
 
 
 def recorded(name: str) -> Run:
-    return tracekit.load(str(REPOSITORY / "tests" / "recordings" / name), cache=False)
+    return tracekit.load(str(REPOSITORY / "tests" / "recordings" / name))
 
 
 @pytest.mark.parametrize("name", STAGES_OF)

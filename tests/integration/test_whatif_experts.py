@@ -50,7 +50,7 @@ def test_balanced_experts_save_what_a_hot_expert_costs(tmp_path, options, factor
     [("parallelism/moe-ep2", "on the CPU"), ("demo-fsdp2", "on the CPU")],
 )
 def test_without_devices_there_is_no_answer(sample, reason):
-    assert reason in savings.saving(load(SAMPLES.parent / sample, cache=False), CAUSE).unavailable_reason
+    assert reason in savings.saving(load(SAMPLES.parent / sample), CAUSE).unavailable_reason
 
 
 def test_without_experts_there_is_no_answer(tmp_path):
