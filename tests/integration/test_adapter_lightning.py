@@ -113,7 +113,9 @@ def test_an_exception_in_training_propagates_and_the_recording_is_written(
     assert {2, 3, 4} <= set(recordings.steps(tracekit.load(tmp_path / "run"))[0])
 
 
-def test_a_failure_in_the_callback_stops_only_the_recording(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_the_callback_stops_only_the_recording(
+    tmp_path: Path, lightning: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
     recording = lightning.TracekitCallback(tmp_path / "run", tokens=lambda batch: batch["no such column"], steps=None)
     recorded, alone = lightning.Model(), lightning.Model()
     alone.load_state_dict(recorded.state_dict())

@@ -286,7 +286,13 @@ def test_files_that_changed_a_moment_ago_are_not_trusted(change, run, tmp_path, 
 
 @pytest.mark.parametrize(
     "options",
-    [["--no-cache"], ["--out", "out"], ["--also", "json=out"], ["--history", "h.db"], ["--executor", "dask"]],
+    [
+        ["--no-cache"],
+        ["--out", "out"],
+        pytest.param(["--also", "json=out"], marks=pytest.mark.accuracy),
+        ["--history", "h.db"],
+        pytest.param(["--executor", "dask"], marks=pytest.mark.accuracy),
+    ],
     ids=lambda options: options[0],
 )
 def test_no_answer_is_stored_of_a_command_that_does_more_than_print(options, run, tmp_path, monkeypatch):

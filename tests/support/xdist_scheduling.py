@@ -1,8 +1,8 @@
 """Distribution of tests over pytest-xdist's workers: file by file, with some files together in one worker.
 
 Browser tests share one dashboard server, which each worker that runs any of them would have to start. They mostly wait,
-so other workers have the machine meanwhile. Tests of frameworks share a process that has imported them, from which their
-ranks are forked; so do tests of ranks of trainings, whose process has imported torch and the trainers: 5 s of CPU time.
+so other workers have the machine meanwhile. Ranks of frameworks are forked from one process that has imported them, and
+those of other trainings from one that has imported torch and the trainers, which takes 5 s of CPU time.
 """
 
 import itertools
