@@ -202,7 +202,7 @@ def served(runs, elsewhere, *plugins):
             yield Server(f"http://127.0.0.1:{port}", port, runs, temporary)
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(300)
 
 
 def _wait_until_healthy(process, port, log):

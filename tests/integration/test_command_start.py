@@ -41,7 +41,7 @@ FORBIDDEN = [
 def imported(*arguments: str) -> set[str]:
     """Return the modules that a command imports which succeeds."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout
     code, modules = json.loads(done.stderr.splitlines()[-1])

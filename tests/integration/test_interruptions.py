@@ -80,7 +80,7 @@ def _without_rights(*arguments: object, **variables: str) -> "subprocess.Complet
         env=cli_runner.environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -95,7 +95,7 @@ def test_a_closed_stream_is_the_null_device(streams: str, tmp_path: Path) -> Non
         env=cli_runner.environment(TRACEKIT_CACHE_DIR=str(tmp_path / "cache")),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_a_closed_stream_is_the_null_device(streams: str, tmp_path: Path) -> Non
         env=cli_runner.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (closed.returncode, closed.stderr) == (0, "")
