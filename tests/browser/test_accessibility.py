@@ -96,7 +96,8 @@ def test_a_page_has_no_serious_item_and_fits(visited, server, axe, address, titl
     assert_clean(page)
 
 
-def test_the_headline_of_a_page_stays_where_it_is_first_shown(page, server):
+def test_the_headline_of_a_page_stays_where_it_is_first_shown(new_page, server):
+    page = new_page
     page.add_init_script(
         """window.moved = []; new PerformanceObserver((list) => window.moved.push(...list.getEntries().map(
             (e) => [e.startTime, e.value]))).observe({type: "layout-shift", buffered: true});

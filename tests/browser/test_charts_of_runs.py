@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, open_again, settle
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -48,7 +48,7 @@ def _legend(page):
     return page.locator("[class*=st-key-runs-step] .legendtext").all_text_contents()
 
 
-def test_checked_runs_are_drawn_by_a_setting_and_a_link_shows_the_same(page, server, sweep, context):
+def test_checked_runs_are_drawn_by_a_setting_and_a_link_shows_the_same(page, server, sweep):
     page.goto(f"{server.url}/runs?view=charts&find=sweep")
     expect(page.get_by_text("None of these runs is checked yet")).to_be_visible()
     page.get_by_role("button", name=f"Check {RUNS} runs").click()
@@ -62,11 +62,11 @@ def test_checked_runs_are_drawn_by_a_setting_and_a_link_shows_the_same(page, ser
     settle(page)
     assert _legend(page) == ["1", "2", "4"]
     expect(page.locator("[class*=st-key-runs-settings] .js-plotly-plot")).to_be_visible()
-    other = context.new_page()
-    other.goto(page.url)
-    other.locator("[class*=st-key-runs-step] .legendtext").first.wait_for()
-    settle(other)
-    assert (_legend(other), _names_drawn(other)) == (_legend(page), _names_drawn(page))
+    drawn = _legend(page), _names_drawn(page)
+    open_again(page)
+    page.locator("[class*=st-key-runs-step] .legendtext").first.wait_for()
+    settle(page)
+    assert (_legend(page), _names_drawn(page)) == drawn
     assert_clean(page)
 
 

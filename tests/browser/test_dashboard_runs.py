@@ -162,8 +162,9 @@ def _upload(page, *paths):
 
 
 def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
-    page, other_context, server, uploaded, tmp_path
+    context, other_context, server, uploaded, tmp_path
 ):
+    page = context.new_page()
     page.goto(f"{server.url}/?run=good")
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     settle(page)
