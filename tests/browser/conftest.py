@@ -116,10 +116,11 @@ def new_page(other_context):
 
 
 def _forget(page):
-    """Leave what the page shows, and forget what it has stored."""
+    """Leave what the page shows, and forget what it has stored and where the mouse was."""
     with contextlib.suppress(PlaywrightError):  # an empty page stores nothing
         page.evaluate("localStorage.clear(); sessionStorage.clear()")
     page.goto("about:blank")
+    page.mouse.move(0, 0)
 
 
 def open_again(page):
