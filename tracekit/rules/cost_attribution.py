@@ -11,9 +11,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
-from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
+from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
-from tracekit.rules import outlier_steps, slow_collectives
+from tracekit.rules import outlier_steps, slow_collectives, stragglers
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 from tracekit.rules.severity import grade
 
@@ -49,7 +49,7 @@ def attribute_costs(report: Report) -> Report:
     3. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops.
     4. Stragglers, which may be late because of 3: without the causes of 3 that have a warning. If less than half of the
        cost remains, the finding becomes information.
-    5. Late launches: without all of these and without stragglers.
+    5. Ranks that are late in some steps, then late launches: without all of these and without stragglers.
 
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
     ranks is the one that its rule measured.
@@ -69,12 +69,14 @@ def attribute_costs(report: Report) -> Report:
     removed: list[Removal] = []
     causing: dict[Cause, Finding] = {}
     for finding in _in_order(run, priced):
-        if finding.what_if is None or finding.what_if.cause.is_of_finding:
+        if finding.what_if is None or _is_single(finding):
             findings.append(finding)
             continue
         cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
         ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
         removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
+        if cause is OCCASIONAL_STRAGGLER:
+            removal = stragglers.occasional_removal(report.run, finding)
         repriced = _price(run, finding, finding.what_if, removal, removed, stalled, causing)
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
@@ -103,6 +105,9 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     here = []
     for removal in removals:
         # Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
+        if removal.steps:
+            here.append(removal)
+            continue
         names = {span.stall for span in removal.stalls}
         spans = outlier_steps.remaining_spans(report.run, stalls, removal.cause)
         here.append(replace(removal, stalls=tuple(span for span in spans if span.stall in names)))
@@ -114,7 +119,7 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
 
 def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     """The finding, with its cost from a replay of the ranks in `replayed` if it is on single stalls."""
-    if finding.what_if is None or not finding.what_if.cause.is_of_finding:
+    if finding.what_if is None or not _is_single(finding):
         return [finding]
     is_collective = finding.what_if.cause is STALLED_COLLECTIVE
     removal = slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
@@ -122,6 +127,11 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
         return [finding]
     # The spans of stalls are those of this run alone, so no other run can be replayed without them.
     return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None, {})]
+
+
+def _is_single(finding: Finding) -> bool:
+    """Whether a finding is on single stalls, which are priced before all other causes."""
+    return finding.what_if is not None and finding.what_if.cause in (SINGLE_STALL, STALLED_COLLECTIVE)
 
 
 def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
@@ -156,7 +166,8 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
 
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
-    ordered = sorted(findings, key=_pricing)
+    # What is lost in some steps is no steady late launch: it is priced before these.
+    ordered = sorted(findings, key=lambda finding: (_pricing(finding), _is_steady(finding)))
     late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
     if len(late) < 2:
         return ordered
@@ -165,6 +176,10 @@ def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
         saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
     return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
+
+
+def _is_steady(finding: Finding) -> bool:
+    return finding.what_if is None or finding.what_if.cause is not OCCASIONAL_STRAGGLER
 
 
 def _pricing(finding: Finding) -> Pricing:

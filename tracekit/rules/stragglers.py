@@ -15,6 +15,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
+from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.late_work import Reason, Subject
@@ -435,7 +436,8 @@ class OccasionalStraggler(Rule):
     where more than half of all waiting in the step is for this rank. What it takes longer for is compared with the
     other ranks as in RANK001. Losses below `min_lost_ratio` of the window, and ranks that straggle in most steps, are
     left out. On a CPU run, where other processes slow ranks down, a single step in which the rank runs no more
-    operators than usual is information. The cost is the mean per step.
+    operators than usual is information. The cost is the saving of a replay in which the rank takes no longer in these
+    steps than in its others, as a mean over all steps.
 
     How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
 
@@ -503,8 +505,16 @@ class OccasionalStraggler(Rule):
             .head(_EVIDENCE_ROWS)
             .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
             claim=reason.claim if reason else f"The others wait for {name}{in_step}",
+            what_if=WhatIf(OCCASIONAL_STRAGGLER),
             subject=name,
         )
+
+
+def occasional_removal(run: Run, finding: Finding) -> Removal:
+    """Removal in a replay for a finding on an occasional straggler: its ranks take no longer than in other steps."""
+    events = run.table(stragglers.occasional_stragglers)
+    of_ranks = events.filter(pl.col("late_ranks") == pl.lit(list(finding.ranks), pl.List(pl.Int64)))
+    return Removal(OCCASIONAL_STRAGGLER, finding.ranks, steps=tuple(of_ranks.select(_STEP).sort(_STEP).iter_rows()))
 
 
 def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, subject: Subject) -> Reason | None:
