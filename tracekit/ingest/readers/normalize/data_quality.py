@@ -61,11 +61,18 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
         yield "steps_from_optimizer", message, 0.0
     elif steps.alike_ratio is not None:
         message = (
-            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0. "
+            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0, "
+            f"because {steps.reason}. "
             f"{units.share(steps.alike_ratio)} of the distinct kernels recur in each, and they cover "
             f"{units.share(steps.covered_ratio)} of the main stream's work."
         )
         yield "steps_from_repetition", message, 0.0
+    elif steps.layers:
+        message = (
+            f"No ProfilerStep marks: {steps.layers} repetitions of the work are read as layers of one pass, because "
+            f"{steps.reason}."
+        )
+        yield "one_pass", message, 0.0
     elif not len(steps.step):
         message = (
             "No ProfilerStep marks, and the work does not repeat: the trace is one window without steps; call "
@@ -75,9 +82,10 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
     if events.unmatched:
         message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total
-    if events.unknown:
-        message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
-        yield "unknown_kinds", message, events.unknown / total
+    if events.unread:
+        message = f"{events.unread:,} slices are of an unknown kind and were ignored."
+        yield "unknown_kinds", message, events.unread / total
+    yield from events.issues
     yield from _sampled_ops(events)
     resolution = _resolution(events)
     if resolution:
@@ -101,6 +109,9 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
             f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)} and contain what follows it."
         )
         yield "bad_durations", message, len(odd.overlong) / total
+    if odd.unplaced:
+        message = f"{units.count(odd.unplaced, 'allocator event')} state no device and were left out."
+        yield "unplaced_allocations", message, odd.unplaced / max(events.memory.height, 1)
     if odd.duplicates:
         message = f"{units.count(odd.duplicates, 'event')} recorded twice; the repetitions were left out."
         yield "duplicate_events", message, odd.duplicates / total
