@@ -32,7 +32,7 @@ class Subject:
     others: str = "the other ranks"
     is_plural: bool = False
     tail: str = ""
-    """Ends the claim: "; the others wait for it"."""
+    """Ends the claim: ", and the others wait for it"."""
 
     @property
     def has(self) -> str:

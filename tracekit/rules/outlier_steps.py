@@ -167,7 +167,7 @@ class OutlierStep(Rule):
             is_unnamed = event["cause"] == host_stalls.OTHER
             waits = ", as in a save, an evaluation or logging without a span" if is_unnamed else ""
         else:
-            waits = "; the other ranks wait for it" if len(run.ranks) > 1 else ""
+            waits = ", and the other ranks wait for it" if len(run.ranks) > 1 else ""
             ranks = event["ranks"]
             who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
         stall_ns = int(events["stall_ns"].sum())

@@ -138,7 +138,7 @@ class Straggler(Rule):
         late_steps = late.select(_STEP)
         named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
         others = late_work.names(ranks, run.ranks)
-        tail = f"; {'the others wait' if len(run.ranks) - len(ranks) > 1 else f'{others} waits'} for "
+        tail = f", and {'the others wait' if len(run.ranks) - len(ranks) > 1 else f'{others} waits'} for "
         tail += "them" if several else "it"
         subject = Subject(named, others, several, tail)
         hidden = tuple(rank for rank in worst["group"] if rank not in ranks)
@@ -306,10 +306,26 @@ class UnevenRanks(Rule):
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
         in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
         last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
+        latest_rank = _mostly_latest(in_steps)
+        if latest_rank is not None:
+            last = last.filter(rank=latest_rank)
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
-        subject = Subject("The latest rank", late_work.names(most_late[:1], run.ranks), tail=_IN_TURN)
+        others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
+        if latest_rank is None:
+            sums = largest_first(in_steps.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
+            in_turn = [
+                f"rank {rank} ({units.share(dur_ns / max(1, int(sums['dur_ns'].sum())))})"
+                for rank, dur_ns in sums.head(_MAX_NAMED).iter_rows()
+            ]
+            subject = Subject("The latest rank", others, tail=f", and ranks vary: {', '.join(in_turn)}")
+        else:
+            waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
+            subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
         balanced_ratio = 1 - 1 / len(run.ranks)
         reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
+        claim = f"Ranks wait for each other in turn, {late_for}"
+        if latest_rank is not None:
+            claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -322,12 +338,13 @@ class UnevenRanks(Rule):
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
             confidence=0.7,
-            ranks=distinct(quoted, "rank"),
+            ranks=distinct(quoted, "rank") if latest_rank is None else (latest_rank,),
             steps=distinct(late_steps, "step"),
             evidence=quoted.head(_EVIDENCE_ROWS).select(
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
-            claim=reason.claim if reason else f"Ranks wait for each other in turn, {late_for}",
+            claim=reason.claim if reason else claim,
+            what_if=None if latest_rank is None else WhatIf(STRAGGLER, Straggler.min_cost_ratio),
             is_of_window=worst["step"] is None,
         )
 
@@ -370,7 +387,14 @@ class UnevenRanks(Rule):
         )
 
 
-_IN_TURN = "; ranks wait for each other in turn"
+def _mostly_latest(waited: pl.DataFrame) -> int | None:
+    """Rank for which most of the waiting is in more than half of the steps; None if it varies.
+
+    `waited` has one row per step and rank that is waited for: window, step, rank, dur_ns.
+    """
+    leads = waited.filter(pl.col("dur_ns") > _MOST * pl.col("dur_ns").sum().over(_STEP))
+    counts = leads.group_by("rank").len().filter(pl.col("len") > _MOST * waited.select(_STEP).n_unique())
+    return None if counts.is_empty() else int(counts["rank"][0])
 
 
 _FIX_WORK = (
