@@ -110,7 +110,7 @@ def _most_of(rows: pl.DataFrame, kind_ns: int) -> str:
     kernel, excess_ns, module = _top(rows)
     if excess_ns < _MIN_NAMED * kind_ns:
         return ""
-    return f" (most in {short_name(kernel)}{f' of {module}' if module else ''})"
+    return f" (most in {short_name(kernel)}{f' of {module}' if module else ''}{_line_of(rows, kernel)})"
 
 
 def _top(rows: pl.DataFrame) -> tuple[str, int, str | None]:
@@ -119,6 +119,16 @@ def _top(rows: pl.DataFrame) -> tuple[str, int, str | None]:
     sums = rows.group_by("kernel").agg(pl.col("excess_ns").sum(), module.alias("module"))
     kernel, excess_ns, module_name = sums.sort("excess_ns", "kernel", descending=[True, False]).row(0)
     return kernel or "unknown work", excess_ns, module_name
+
+
+def _line_of(rows: pl.DataFrame, kernel: str) -> str:
+    """The line of the user's code with most of a kernel's excess: " at train.py:20 (step)"; "" without stacks."""
+    called = rows.filter(pl.col("kernel").eq_missing(kernel))
+    sums = called.drop_nulls("line").group_by("line").agg(pl.col("excess_ns").sum())
+    if sums.is_empty():
+        return ""
+    line, excess_ns = sums.sort("excess_ns", "line", descending=[True, False]).row(0)
+    return f" at {kernel_names.code_line(line)}" if excess_ns >= _MOST * int(called["excess_ns"].sum()) else ""
 
 
 def short_name(kernel: str) -> str:
@@ -138,7 +148,8 @@ def _extra(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[st
     never = f"that {subject.others} never {'runs' if subject.others.startswith('rank ') else 'run'}"
     runs = subject.verb("runs", "run")
     if is_most:
-        claim = f"{subject.name} {runs} {what} {times} {never if is_new else f'more than {subject.others}'}"
+        claim = f"{subject.name} {runs} {what} {times}{_line_of(rows, kernel)} "
+        claim += never if is_new else f"more than {subject.others}"
     else:
         claim = f"{subject.name} {runs} {count:,} kernels {never if is_new else f'more than {subject.others}'}"
     return claim, (

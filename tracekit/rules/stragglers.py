@@ -246,10 +246,12 @@ class UnevenRanks(Rule):
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
-    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. Where
-    more than half of the waiting ends in a replay without the causes that have a warning, such as late launches, the
-    finding is information, with the cost of the rest. Below `min_wait_ratio`, the rank that the others wait for most is
-    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
+    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
+    one rank is waited for most in more than half of the steps, the finding names it, with the saving of a replay in
+    which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a replay without
+    the causes that have a warning, such as late launches, the finding is information, with the cost of the rest. Below
+    `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody waits for it
+    saves `min_latest_ratio` of the step.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
