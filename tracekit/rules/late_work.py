@@ -79,14 +79,18 @@ def reason(excess: ExcessTime | None, subject: Subject, *, lost_ns: int, balance
 
 def _evidence(excess: ExcessTime, subject: Subject) -> str:
     """Sentence on the parts of the excess: "It takes 22 ms longer a step: 22 ms for extra calls (spin_kernel)"."""
-    limit_ns = _MIN_NAMED * excess.total_ns
+    verb = subject.verb("It takes", "They take")
+    return f" {verb} {units.duration(excess.total_ns)} longer a step than {subject.others}: {excess_parts(excess)}."
+
+
+def excess_parts(excess: ExcessTime) -> str:
+    """The kinds with a tenth of the excess or more: "22 ms for extra calls (most in spin_kernel)"."""
     parts = []
     for kind, kind_ns in excess.kinds.items():
-        if kind_ns >= limit_ns:
+        if kind_ns >= _MIN_NAMED * excess.total_ns:
             rows = excess.rows.filter(pl.col("excess_ns") > 0, kind=kind)
             parts.append(f"{units.duration(kind_ns)} for {_NOUNS[kind]}{_most_of(rows, kind_ns)}")
-    verb = subject.verb("It takes", "They take")
-    return f" {verb} {units.duration(excess.total_ns)} longer a step than {subject.others}: {', '.join(parts)}."
+    return ", ".join(parts)
 
 
 _NOUNS = dict(
