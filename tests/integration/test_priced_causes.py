@@ -33,6 +33,7 @@ RECORDINGS = [
     "tests/recordings/stopped_in_collective",
     "tests/recordings/torchtitan_1f1b_tp2",
     "tests/recordings/torchtitan_interleaved",
+    "tests/recordings/uneven_batches",
 ]
 EVERYDAY = [
     "sample_traces/ci/green",

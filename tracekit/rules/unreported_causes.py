@@ -8,7 +8,7 @@ from dataclasses import replace
 import polars as pl
 
 from tracekit.model import units
-from tracekit.replay.graph import causes, savings
+from tracekit.replay.graph import causes, savings, what_if
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import Removal
 from tracekit.rules import cost_attribution
@@ -52,6 +52,8 @@ def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
         return
     sources = [finding for finding in warnings(report.findings) if finding.is_priced and finding.removals]
     remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
+    if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
+        remaining_ns = 0
     source = max(sources, key=cost_order) if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns else None
     message = f"A replay in which {cause.summary} is {units.duration(alone.saved_ns)} a step shorter, although no "
     message += f"single place reaches the thresholds of {cause.code()}."

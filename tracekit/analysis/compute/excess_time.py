@@ -309,10 +309,19 @@ def _mean_ratio(rows: pl.DataFrame, column: str) -> float | None:
         return None
     if column == "extent" or len({len(size) for size in sizes}) > 1:
         sizes = [np.array([math.prod(size.tolist())]) for size in sizes]
-    late, usual = (np.average(np.stack(sizes), axis=0, weights=weight) for weight in weights)
-    ratios = late[usual > 0] / usual[usual > 0]
-    differing = ratios[np.abs(ratios - 1) > _SAME_SIZE]
-    return float(np.median(differing)) if len(differing) else 1.0
+    dimensions = np.stack(sizes)
+    (late, late_weight), (usual, usual_weight) = ((dimensions[weight > 0], weight[weight > 0]) for weight in weights)
+    # One operator may be called with several kinds of shapes, such as both products of a linear layer's backward pass:
+    # each is compared with those that agree with it in most dimensions.
+    agreeing = np.stack([(usual == size).sum(axis=1) for size in late])
+    is_alike = agreeing == agreeing.max(axis=1, keepdims=True)
+    ratios = []
+    for size, alike in zip(late, is_alike, strict=True):
+        alike_size = np.average(usual[alike], axis=0, weights=usual_weight[alike])
+        by_dimension = size[alike_size > 0] / alike_size[alike_size > 0]
+        differing = by_dimension[np.abs(by_dimension - 1) > _SAME_SIZE]
+        ratios.append(float(np.median(differing)) if len(differing) else 1.0)
+    return float(np.average(ratios, weights=late_weight))
 
 
 def _extra_rows(kernels: pl.DataFrame) -> pl.DataFrame:
