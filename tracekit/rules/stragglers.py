@@ -26,6 +26,8 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 _EVIDENCE_ROWS = 40
 _STEP = ("window", "step")
 _MOST = 0.5
+_MIN_LATEST_RATIO = 2 / 3
+"""Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
 _MAX_NAMED = 3
 
 
@@ -248,11 +250,11 @@ class UnevenRanks(Rule):
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
     left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
-    one rank is waited for most in more than half of the steps, the finding names it, with the saving of a replay in
-    which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a replay without
-    the causes that have a warning, such as late launches, the finding is information, with the cost of the rest. Below
-    `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody waits for it
-    saves `min_latest_ratio` of the step.
+    two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the saving of
+    a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a
+    replay without the causes that have a warning, such as late launches, the finding is information, with the cost of
+    the rest. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
+    waits for it saves `min_latest_ratio` of the step.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
@@ -391,11 +393,11 @@ class UnevenRanks(Rule):
 
 
 def _mostly_latest(waited: pl.DataFrame) -> int | None:
-    """Rank for which most of the waiting is in more than half of the steps; None if it varies.
+    """Rank for which two thirds of the waiting are in more than half of the steps; None if it varies.
 
     `waited` has one row per step and rank that is waited for: window, step, rank, dur_ns.
     """
-    leads = waited.filter(pl.col("dur_ns") > _MOST * pl.col("dur_ns").sum().over(_STEP))
+    leads = waited.filter(pl.col("dur_ns") > _MIN_LATEST_RATIO * pl.col("dur_ns").sum().over(_STEP))
     counts = leads.group_by("rank").len().filter(pl.col("len") > _MOST * waited.select(_STEP).n_unique())
     return None if counts.is_empty() else int(counts["rank"][0])
 
