@@ -159,7 +159,19 @@ def issuer_line(line: str | None) -> str:
 
 _WRAPPED_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_gather", "reduce_scatter"))
 """The collectives that a wrapper itself starts: its settings batch no others."""
-_EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
+_EVIDENCE_COLUMNS = (
+    "window",
+    "rank",
+    "step",
+    "device",
+    "phase",
+    "unit",
+    "op",
+    "issuer",
+    "group",
+    "group_size",
+    "bytes",
+)
 
 
 @dataclass(frozen=True)

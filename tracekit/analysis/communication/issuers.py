@@ -76,19 +76,17 @@ def _codes(trace: Trace) -> Ints:
 def _forward(trace: Trace, call: Ints) -> tuple[Flags, Flags]:
     """Whether the forward pass of a call's step is known, and whether the call lies in it.
 
-    It lasts from the first to the last op whose gradient backward computes.
+    It lasts from the first to the last op of phase forward, or whose gradient backward computes.
     """
-    forward = columns.rows_of(trace.ops["id"].to_numpy(), columns.to_ints(trace.ops["forward_id"], -1))
-    forward = np.unique(forward[forward >= 0])
+    linked = columns.rows_of(trace.ops["id"].to_numpy(), columns.to_ints(trace.ops["forward_id"], -1))
+    marked = np.flatnonzero(trace_columns.is_phase(trace, conventions.FORWARD))
+    forward = np.union1d(linked[linked >= 0], marked)
     step = columns.to_ints(trace.ops["step"], -1)
     start_ns = trace.ops["start_ns"].to_numpy()
-    marked = sweep_line.at(trace_columns.is_phase(trace, conventions.FORWARD).astype(np.int64), call, 0) > 0
-    if not len(forward):
-        return marked, marked
     first_ns = np.full(step.max(initial=-1) + 2, np.iinfo(np.int64).max)
     last_ns = np.full(len(first_ns), np.iinfo(np.int64).min)
     np.minimum.at(first_ns, step[forward], start_ns[forward])  # -1, outside of steps, is the last place
     np.maximum.at(last_ns, step[forward], start_ns[forward])
     of_call, at_ns = sweep_line.at(step, call, -1), sweep_line.at(start_ns, call, 0)
     is_known = (call >= 0) & (last_ns[of_call] >= first_ns[of_call])
-    return is_known, marked | (is_known & (first_ns[of_call] <= at_ns) & (at_ns <= last_ns[of_call]))
+    return is_known, is_known & (first_ns[of_call] <= at_ns) & (at_ns <= last_ns[of_call])
