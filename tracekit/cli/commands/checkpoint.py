@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli.options import TableOptions, expand_options
+from tracekit.cli.options import DocumentOptions, expand_options
 from tracekit.model import units
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def verify(
         Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder with checkpoints, such as a run.")
     ],
     *,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Verify that each checkpoint is complete; if one is damaged, name the rank, the file and the remedy.
 
@@ -42,7 +42,7 @@ def verify(
     from tracekit.ingest import checkpoint_files
 
     verified = checkpoint_files.verify(path)
-    table.write(_document(verified))
+    table.write_document(_document(verified))
     statuses = {ckpt.status for ckpt in verified}
     if statuses != {checkpoint_files.WHOLE}:
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
