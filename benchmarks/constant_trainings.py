@@ -126,7 +126,7 @@ def gc_all_ranks(changes: Changes) -> None:
 
 
 @contextlib.contextmanager
-def threads(changes: Changes) -> Iterator[None]:
+def threads(_changes: Changes) -> Iterator[None]:
     torch.set_num_threads(16)
     try:
         yield
@@ -157,7 +157,7 @@ def cpu_copies(changes: Changes) -> None:
 
 
 @contextlib.contextmanager
-def one_core(changes: Changes) -> Iterator[None]:
+def one_core(_changes: Changes) -> Iterator[None]:
     cores = os.sched_getaffinity(0)
     _pin({min(cores)})
     try:
@@ -205,7 +205,7 @@ def barriers(changes: Changes) -> None:
 
 
 def checkpoints(changes: Changes) -> None:
-    def save(step: int) -> None:
+    def save(_step: int) -> None:
         state = {"model": changes.model.state_dict(), "optimizer": changes.optimizer.state_dict()}
         torch.save(state, changes.folder / f"checkpoint{changes.rank}.pt")
 
@@ -228,7 +228,7 @@ def anomaly_mode(changes: Changes) -> None:
 
 
 @contextlib.contextmanager
-def deterministic(changes: Changes) -> Iterator[None]:
+def deterministic(_changes: Changes) -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
