@@ -43,15 +43,15 @@ def test_a_quota_counts_as_the_cores():
     assert findings(crowded_run(SLOW, cores=64, usable_cores=64, quota_cores=4))
 
 
-def logged_run(cpu_ns):
-    """Return a run whose manifest states nothing, with the CPU time of its two steps."""
+def logged_run(cpu_ns, **manifest):
+    """Return a run with the CPU time of its two steps, whose manifest by default states nothing."""
     rows = [
         {"step": step, "name": name, "value": float(value)}
         for step in (0, 1)
         for name, value in (("step_time_ns", 20), ("cpu_time_ns", cpu_ns))
     ]
     metrics = schema.METRICS.conform(pl.DataFrame(rows))
-    return drawn_traces.run(drawn_traces.trace(SLOW, on_device=False, metrics=metrics))
+    return drawn_traces.run(drawn_traces.trace(SLOW, on_device=False, metrics=metrics), **manifest)
 
 
 def test_ops_that_compute_for_longer_than_the_cpu_time_wait_for_processors():
@@ -60,6 +60,10 @@ def test_ops_that_compute_for_longer_than_the_cpu_time_wait_for_processors():
     assert found.confidence == 0.7
     assert "OMP_NUM_THREADS" in found.fix
     assert findings(logged_run(14)) == ()
+
+
+def test_other_processes_are_not_the_threads_of_a_run_that_states_few():
+    assert findings(logged_run(10, processors={"cores": 2, "threads": 1, "ranks": 2})) == ()
 
 
 @pytest.mark.skipif(not CASE.is_dir(), reason="needs ../shared/cases, which is not part of the project")

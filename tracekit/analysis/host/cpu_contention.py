@@ -90,8 +90,8 @@ def contended_ops(run: Run) -> pl.DataFrame:
     """Ops that take longer because threads lack processors; use ``run.table(contended_ops)``.
 
     Columns window, rank, those of OP_COLUMNS; one row per op with an excess, of ranks most of whose identical ops are
-    slow: a third of the excess or more is in the median call. Also, threads of all ranks outnumber the cores, or ops
-    compute for longer than the process had CPU time: that part of the time, its threads were not running.
+    slow: a third of the excess or more is in the median call. Also, threads of all ranks outnumber the cores. Where the
+    manifest does not state that, ops compute for longer than the process had CPU time: its threads were not running.
     """
     ops = run.table(op_excess)
     of_rank = ("window", "rank")
@@ -102,9 +102,9 @@ def contended_ops(run: Run) -> pl.DataFrame:
     ranks = ops.group_by(of_rank).agg(pl.col("dur_ns", "excess_ns", "regular_ns").sum())
     ranks = ranks.join(used, on=of_rank, how="left")
     stated = processors(run)
-    is_short = pl.lit(stated is not None and stated.is_oversubscribed)
     waiting_ns = pl.col("logged_ns") - pl.col("cpu_ns")
-    is_short |= (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
+    is_waiting = (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
+    is_short = is_waiting if stated is None else pl.lit(stated.is_oversubscribed)
     is_regular = pl.col("regular_ns") >= _MIN_REGULAR_RATIO * pl.col("excess_ns")
     is_slow = pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns")
     contended = ranks.filter(is_short & is_regular & is_slow & (pl.col("excess_ns") > 0))
