@@ -63,8 +63,11 @@ def test_few_or_large_collectives_and_unknown_sizes_are_not_reported():
     assert small(picture, group_size=None) == ()
 
 
-def buckets(size_bytes):
-    """Return two ranks that reduce eight equal buckets in backward, as gloo records them: the group is only listed."""
+def buckets(size_bytes, other_bytes=None, **more):
+    """Return two ranks that reduce eight buckets in backward, as gloo records them: the group is only listed.
+
+    Buckets are equal, or every second one is of another size.
+    """
     compute, comm = "ffff" + "bb...." * 8 + "bb", "......" + "xxxx..yyyy.." * 4
     groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
     traces = []
@@ -75,8 +78,10 @@ def buckets(size_bytes):
             ops=dict.fromkeys("xy", "all_reduce"),
             rank=rank,
             groups=groups,
+            **more,
         )
-        size = pl.lit(size_bytes)
+        is_other = pl.int_range(pl.len()) % 2 == 1
+        size = pl.when(is_other).then(other_bytes or size_bytes).otherwise(size_bytes).cast(pl.Int64)
         collectives = plain.collectives.with_columns(
             group=None, group_size=None, dtype=pl.lit("Float"), sent_bytes=size, received_bytes=size
         )
@@ -146,6 +151,12 @@ def test_small_collectives_of_gloo_are_the_first_finding_by_their_own_latency(ca
     assert named in first.fix
     assert first.impact > least_ratio
     assert first.evidence["latency_ns"].median() > 1_000_000
+
+
+def test_large_buckets_that_a_slow_host_reduces_are_not_latency_bound():
+    # A bucket nine times as large takes as long: a fit says that all is latency, but both are DDP's usual sizes.
+    assert buckets(1 << 20, 9 << 20, on_device=False).table(latency.batchable_calls).is_empty()
+    assert buckets(1 << 12, 9 << 12, on_device=False).table(latency.batchable_calls).height == 16
 
 
 @settings(max_examples=50, deadline=None)

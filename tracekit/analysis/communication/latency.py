@@ -162,8 +162,9 @@ def batchable_calls(run: Run) -> pl.DataFrame:
     run's own times show its latency), latency_ns (at most the call's duration), moving_ns (what remains of it in a
     batch: the time of its bytes), joined (how many collectives replace its batch) and is_merged (whether the call is
     one that batching removes); one row per collective of a burst of MIN_COUNT or more, or of a pool that is mostly
-    latency. Latency is that of `by_group`, else assumed; for messages below a MiB in pools, overhead_ns. Batches of a
-    pool are only so large that latency is a fifth of their time, so that they still overlap with compute.
+    latency; on hosts (gloo), of a pool only those below a MiB. Latency is that of `by_group`, else assumed; for
+    messages below a MiB in pools, overhead_ns. Batches of a pool are only so large that latency is a fifth of their
+    time, so that they still overlap with compute.
     """
     lines = run.table(by_group).drop("sizes")
     # Where ranks have no trace, waits for them are part of all times.
@@ -189,7 +190,9 @@ def batchable_calls(run: Run) -> pl.DataFrame:
     moving_ns = pl.when(bytes_per_ns.is_null()).then(pl.col("dur_ns") - pl.col("latency_ns")).otherwise(moving_ns)
     # By the medians: a call of a pool that waits for a late rank, or whose thread is not scheduled, is latency too.
     mostly = pl.col("latency_ns").median().over(by_pool) * 2 > pl.col("dur_ns").median().over(by_pool)
-    mostly &= is_measured & pl.col("pool").is_not_null()
+    # Hosts copy and add large messages themselves, at a speed that varies with their load: that is no latency.
+    is_small = pl.col("device").is_not_null() | (pl.col("bytes") < _LEAST_BUCKET_BYTES)
+    mostly &= is_measured & is_small & pl.col("pool").is_not_null()
     batched = (
         calls.with_columns((pl.col("is_fitted") | is_measured).alias("is_measured"), moving_ns.alias("moving_ns"))
         .filter(is_burst | mostly)
