@@ -491,9 +491,20 @@ def recomputation_run(free_bytes: int, *, step: str = "0" * 20) -> Run:
     return drawn_traces.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=allocated, header=header))
 
 
+def crowded_run(picture: str, **processors: int) -> Run:
+    """Return a drawn run of the CPU, by default of two ranks with 16 threads each on two cores."""
+    stated = {"cores": 2, "threads": 16, "ranks": 2} | processors
+    return drawn_traces.run(drawn_traces.trace(picture, on_device=False), processors=stated)
+
+
 EXAMPLES: dict[str, Example] = {
     "COMM001": Example(
         lambda: drawn_traces.run(drawn_traces.trace(EXPOSED)), lambda: drawn_traces.run(drawn_traces.trace(HIDDEN))
+    ),
+    # One of eight calls of a takes 1, the others 4; or one is interrupted for 7.
+    "HOST007": Example(
+        lambda: crowded_run(f"step {'0' * 20}{'1' * 20}\ncompute a....{'aaaa.' * 7}"),
+        lambda: crowded_run(f"step {'0' * 8}{'1' * 15}\ncompute {'a.' * 7}aaaaaaaa."),
     ),
     "STREAM001": Example(lambda: give_way_run(GIVE_WAY), lambda: give_way_run(PREPARED)),
     # a is launched after x and could start before it.

@@ -15,7 +15,7 @@ import torch
 
 from tracekit import conventions
 from tracekit.capture import atomic_files
-from tracekit.capture.rank_info import this_world_size
+from tracekit.capture.rank_info import ranks_of_host, this_world_size
 from tracekit.conventions import git
 
 _GIT_TIMEOUT_S = 3.0
@@ -110,12 +110,29 @@ def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None
         "device": device,
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "host": socket.gethostname(),
+        "processors": processors(),
         "command": [os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]],  # noqa: PTH119 may be "-c"
         "simulated": False,
     }
     clean: dict[str, Any] = redact({**fields, **provided})
     # After the redaction, which takes the name of a commit for a key.
     return clean | _commit(provided.get("commit"))
+
+
+def processors() -> dict[str, int | float | None]:
+    """What the ranks of this host have to compute with: cores, and the threads that want them.
+
+    Keys cores (of the host), usable_cores (that this process may run on, by its affinity), quota_cores (by its control
+    group; null without a limit), threads (of each rank inside an op) and ranks (on this host; null where not known).
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "quota_cores": _quota_cores(),
+        "threads": torch.get_num_threads(),
+        "ranks": ranks_of_host(),
+    }
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -167,6 +184,19 @@ def _commit(commit: object) -> dict[str, Any]:
     sha = git.head(folder, _GIT_TIMEOUT_S) if git.is_checkout(folder) else None
     changed = None if sha is None else git.has_changes(folder, _GIT_TIMEOUT_S)
     return {"commit": sha, "uncommitted_changes": changed}
+
+
+def _quota_cores() -> float | None:
+    """Cores' worth of time that the control group of this process may use, by version 2 or 1 of the interface."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = " ".join(Path("/sys/fs/cgroup", name).read_text(encoding="ascii") for name in names).split()
+            quota_us, period_us = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # "max" is no number: no limit
+            continue
+        if quota_us > 0 and period_us > 0:  # version 1 writes -1 for no limit
+            return quota_us / period_us
+    return None
 
 
 def _processor() -> str:

@@ -10,6 +10,7 @@ from torch import distributed
 # By torchrun and most launchers; Slurm; Open MPI; MPICH, Intel MPI and others that speak PMI.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_HOST_RANKS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def this_rank() -> int:
@@ -24,6 +25,11 @@ def this_world_size() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
     return _from_environment(_WORLD_SIZES, 1)
+
+
+def ranks_of_host() -> int | None:
+    """Number of ranks on this host, by the launcher's environment; None where it does not state it."""
+    return _from_environment(_HOST_RANKS, 0) or (1 if this_world_size() == 1 else None)
 
 
 @dataclass(frozen=True)

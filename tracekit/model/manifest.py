@@ -29,6 +29,18 @@ class ProfiledWindow(msgspec.Struct, frozen=True):
     steps: _Number
 
 
+class Processors(msgspec.Struct, frozen=True):
+    """What the ranks of the recorder's host compute with."""
+
+    cores: _Number | None = None
+    usable_cores: _Number | None = None
+    quota_cores: Annotated[float, Meta(gt=0)] | None = None
+    threads: _Number | None = None
+    """Of each rank, inside an op."""
+    ranks: _Number | None = None
+    """On this host."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What a manifest states. A field that is absent, or has a value of another type or range, has its default.
 
@@ -44,12 +56,14 @@ class Manifest(msgspec.Struct, frozen=True):
     command: list[Any] = []
     simulated: bool = False
     windows: tuple[ProfiledWindow, ...] = ()
+    processors: Processors = Processors()
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Manifest":
         """Read a manifest from a JSON object of any content. A model may be an object or a name."""
         model, windows = document.get("model"), document.get("windows")
         fields = _valid_fields(cls, document)
+        fields["processors"] = Processors(**_valid_fields(Processors, document.get("processors")))
         fields["model"] = Model(**_valid_fields(Model, {"name": model} if isinstance(model, str) else model))
         converted = [_convert(row, ProfiledWindow) for row in windows] if isinstance(windows, list) else []
         fields["windows"] = tuple(window for window in converted if window is not None)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.communication import collective_instances, latency
+from tracekit.analysis.communication import issuers, latency
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
@@ -20,38 +20,37 @@ from tracekit.rules import quoted_step
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 from tracekit.sync import collective_matching
 
-_BURST = (*quoted_step.DEVICE, "burst")
-_POOL = (*quoted_step.DEVICE, "pool")
-_MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
-_LEAST_BUCKET_BYTES = 1 << 20  # DDP's first bucket (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
-_TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
-
 
 @dataclass(frozen=True)
 class SmallCollectives(Rule):
     """Small collectives whose latency takes longer than their data transfer.
 
     What it does: reports runs that lose `min_lost_ratio` of the step or more to the latency of collectives that could
-    be batched: at least `min_count` launched one after the other, and gradient reductions that are mostly latency.
+    be batched: at least four launched one after the other, and, where they are mostly latency, those with compute
+    between them: gradient reductions of a backward pass, FSDP's of one pass, and those that the optimizer or the
+    program itself issues between backward and the next forward pass.
 
     Why it costs: every collective of n ranks passes n-1 links in sequence before its data flows, and the host launches
     each one separately.
 
-    How it is measured: a line fitted to the run's own times by size gives each group's latency and bandwidth. Where
-    sizes are too similar for a fit, `assumed_hop_ns` per hop is used, which the message states; for all-reduces of
-    gradients below 1 MiB (the size of DDP's first bucket), the time beyond what their bytes need at 2 GB/s, if that is
-    more and all ranks have a trace. Gradients are batched up to the size at which latency is a fifth of the time, so
-    that they still overlap with compute. The loss is the latency of the collectives that batching removes and the
-    pauses between them, as far as compute is idle meanwhile. Steps that save are left out; the message quotes the
-    median step of the worst device.
+    How it is measured: a line fitted to the run's own times by size, without waiting for late ranks, gives each group's
+    latency and bandwidth. Where sizes are too similar for a fit, latency is the time of messages below 1 MiB (DDP's
+    first bucket) beyond what their bytes need at 2 GB/s, or on hosts (gloo) at 0.1 GB/s; else 5 µs per hop are assumed,
+    which the message states. Batches with compute between them are only so large that latency is a fifth of their time,
+    so that they still overlap. The loss is the latency of the collectives that batching removes and the pauses between
+    them, as far as compute is idle meanwhile. Steps that save are left out; the message quotes the median step of the
+    worst device. The cost is the saving of a replay in which these collectives take only the time of their bytes.
 
     How to fix: a larger DistributedDataParallel(bucket_cap_mb=…); under FSDP2 fully_shard on larger blocks (or several
-    modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; your own collectives in one call:
+    modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; the program's own in one call:
     torch.distributed._coalescing_manager, all_gather_into_tensor and reduce_scatter_tensor on flat buffers,
     torch._foreach_ ops and one all_reduce instead of one per tensor.
 
-    Blind spots: collectives with compute between them are assumed to need it, except for gradients. NCCL changes its
-    protocol with size, so no line fits all sizes. Late ranks without a trace look like latency.
+    The advice follows who issued them (`analysis/communication/issuers.py`).
+
+    Blind spots: collectives in forward and backward that no wrapper issues (tensor parallelism) are assumed to be
+    needed at once. NCCL changes its protocol with size, so no line fits all sizes. Late ranks without a trace look like
+    latency.
     """
 
     code: ClassVar[str] = "COMM002"
@@ -59,18 +58,16 @@ class SmallCollectives(Rule):
         *latency.FACTS, collective_matching.calls, *save_stages.FACTS, workload.strategy_marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
-    min_count: int = 4
-    assumed_hop_ns: float = 5_000.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        small = self._lost(run)
+        small = _losses(run)
         loss = quoted_step.worst_loss(save_stages.losses(run, small, "lost_ns"), self.min_lost_ratio)
         if loss is None:
             return
         step_calls = largest_first(loss.rows(small).filter(pl.col("lost_ns") > 0), "lost_ns", "start_ns")
         largest = step_calls.row(0, named=True)
-        assumed = "" if largest["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
+        assumed = "" if largest["is_measured"] else " (assumed: the sizes in this run are too similar to measure it)"
         yield loss.finding(
             self,
             Severity.WARNING,
@@ -78,8 +75,8 @@ class SmallCollectives(Rule):
             f"{units.size(int(largest['bytes']))}, lose {loss} to latency, about "
             f"{units.duration(int(largest['latency_ns']))} each{assumed}. Batching them into "
             f"{int(step_calls['joined'].sum()):,} saves that time.",
-            _batch_fix(workload.run_strategy(run), largest["op"]),
-            confidence=0.7 if largest["is_fitted"] else 0.5,
+            _batch_fix(workload.run_strategy(run), largest),
+            confidence=0.7 if largest["is_measured"] else 0.5,
             what_if=WhatIf(SMALL_COLLECTIVES),
             evidence=quoted_step.evidence(small, loss.row, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
@@ -87,30 +84,34 @@ class SmallCollectives(Rule):
             claim=f"Small collectives ({largest['op'].replace('_', '-')}) of rank {largest['rank']} are latency-bound",
         )
 
-    def _lost(self, run: Run) -> pl.DataFrame:
-        """Loss of each burst, and of each pool of gradients, to latency: joined, latency_ns, lost_ns."""
-        lines = run.table(latency.by_group).drop("sizes")
-        # Where ranks have no trace, waits for them are part of all times.
-        is_known = not collective_instances.ranks_without_peers(run)
-        is_undersized = ~pl.col("is_fitted") & (pl.col("op") == "all_reduce") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
-        is_undersized &= pl.col("pool").is_not_null() & pl.lit(is_known)
-        assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(self.assumed_hop_ns)))
-        hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
-        calls = (
-            run.table(latency.bursts)
-            .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
-            .with_columns(latency.hops().alias("hops"), latency.ring_bytes().alias("ring_bytes"))
-            .drop_nulls(["hops", "ring_bytes", "is_fitted"])
-            .with_columns(pl.min_horizontal(hop_ns * pl.col("hops"), "dur_ns").alias("latency_ns"))
-        )
-        together = calls.filter(pl.col("count") >= self.min_count)
-        single = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
-        is_measured = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) | (is_undersized & (pl.col("overhead_ns") > 0))
-        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & is_measured
-        return pl.concat([
-            _batch_sums(together, _BURST, gaps=True),
-            _batch_sums(single.filter(mostly), _POOL, gaps=False),
-        ]).sort("window", "rank", "start_ns")  # fmt: skip
+
+def _losses(run: Run) -> pl.DataFrame:
+    """Loss of each batch of collectives to latency: columns of one of its calls, count, joined, latency_ns, lost_ns."""
+    calls = run.table(latency.batchable_calls)
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    sums = calls.group_by("window", "rank", "device", "burst", "pool", maintain_order=True).agg(
+        pl.col("step", "phase", "unit", "op", "group", "group_size", "is_measured").first(),
+        pl.col("issuer", "line", "in_model", "joined").first(),
+        pl.col("bytes").median(),
+        pl.len().cast(pl.Int64).alias("count"),
+        pl.col("latency_ns").median(),
+        pl.col("latency_ns").filter("is_merged").sum().alias("merged_ns"),
+        pl.col("start_ns").first(),
+        (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
+        pl.col("dur_ns").sum().alias("busy_ns"),
+        pl.col("exposed_ns").sum(),
+        pl.col("burst_exposed_ns").first(),
+    )  # fmt: skip
+    # The pauses between the collectives of a burst end, too; between those of a pool is compute.
+    is_burst = pl.col("burst").is_not_null()
+    pauses_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) * (1 - pl.col("joined") / pl.col("count"))
+    saved_ns = pl.col("merged_ns") + pl.when(is_burst).then(pauses_ns).otherwise(0.0)
+    bound_ns = pl.when(is_burst).then("burst_exposed_ns").otherwise("exposed_ns")
+    return (
+        sums.with_columns(pl.min_horizontal(saved_ns, bound_ns).cast(pl.Int64).alias("lost_ns"))
+        .drop("burst", "pool", "merged_ns", "busy_ns", "exposed_ns", "burst_exposed_ns")
+        .sort("window", "rank", "start_ns")
+    )
 
 
 _LARGER_FIXES = {
@@ -118,48 +119,59 @@ _LARGER_FIXES = {
     FSDP1: "Wrap larger blocks: an auto_wrap_policy that makes one or several whole layers a unit.",
     FSDP2: (
         "Shard larger units: fully_shard on whole layers or on several at once (fully_shard([a, b])), not on single "
-        "matrices. Batch your own collectives with torch.distributed._coalescing_manager or a flat buffer."
+        "matrices."
     ),
     YAFSDP: "Shard larger units: whole layers, not single matrices.",
 }
 _BATCH_FIX = "Batch them: one flat buffer for several tensors, or torch.distributed._coalescing_manager."
-_OWN_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_gather", "reduce_scatter"))
+_ISSUER_FIXES = {
+    issuers.PROGRAM: (
+        "The program's own code issues them{line}: issue one for all tensors instead of one for each (a flat buffer, "
+        "torch.distributed._coalescing_manager, or torch._foreach_ ops before one all_reduce)."
+    ),
+    issuers.DTENSOR: (
+        "Each op on a DTensor issues its own{line} (full_tensor(), redistribute()): compute on the local shards and "
+        "reduce once for all parameters, as torch.nn.utils.clip_grad_norm_ does for clipping."
+    ),
+    issuers.OPTIMIZER: (
+        "The optimizer issues them for one parameter each{line}: let it communicate in buckets or flat buffers of many "
+        "parameters, or update only local shards."
+    ),
+}
+
+
+def _batch_fix(strategy: str | None, batch: dict[str, Any]) -> str:
+    """Fix by who issued the costliest batch; where that is not known, by the strategy, if its wrapper has such ops."""
+    issuer, op = batch["issuer"], batch["op"]
+    if issuer in _ISSUER_FIXES and not batch["in_model"]:
+        return _ISSUER_FIXES[issuer].format(line=issuer_line(batch["line"]))
+    if issuer == issuers.DDP:
+        return _LARGER_FIXES[DDP]
+    if issuer == issuers.FSDP:
+        return _LARGER_FIXES[strategy if strategy in (FSDP1, YAFSDP) else FSDP2]
+    return _LARGER_FIXES[strategy] if strategy is not None and op in _WRAPPED_OPS.get(strategy, ()) else _BATCH_FIX
+
+
+def issuer_line(line: str | None) -> str:
+    """Where the program issues collectives, such as " in train.py(12): clip"; "" where no stacks were recorded."""
+    return f" in {line}" if line else ""
+
+
+_WRAPPED_OPS = {DDP: ("all_reduce",)} | dict.fromkeys((FSDP1, FSDP2, YAFSDP), ("all_gather", "reduce_scatter"))
 """The collectives that a wrapper itself starts: its settings batch no others."""
-_EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
-
-
-def _batch_fix(strategy: str | None, op: str) -> str:
-    return _LARGER_FIXES[strategy] if strategy is not None and op in _OWN_OPS.get(strategy, ()) else _BATCH_FIX
-
-
-def _batch_sums(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
-    """Return one row per set of collectives: how many batched ones replace it, and how much time that saves."""
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    sums = calls.sort("start_ns").group_by(by, maintain_order=True).agg(
-        pl.col("step", "phase", "unit", "op", "group", "group_size", "is_fitted").first(),
-        pl.col("bytes").median(),
-        pl.len().cast(pl.Int64).alias("count"),
-        pl.col("latency_ns").median(),
-        pl.col("ring_bytes").sum(),
-        pl.col("start_ns").first(),
-        (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
-        pl.col("dur_ns").sum().alias("busy_ns"),
-        (pl.col("dur_ns") - pl.col("latency_ns")).sum().alias("moving_ns"),
-        pl.col("exposed_ns").sum(),
-        pl.col("burst_exposed_ns").first(),
-    )  # fmt: skip
-    # A burst can be one collective; buckets of gradients must stay small enough to overlap with compute.
-    large_enough = (pl.col("moving_ns") / (_TRANSFER_PER_LATENCY * pl.col("latency_ns"))).ceil().clip(1)
-    pieces = pl.lit(1.0) if gaps else large_enough
-    between_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) / pl.col("count") if gaps else pl.lit(0.0)
-    bound_ns = pl.col("burst_exposed_ns" if gaps else "exposed_ns")
-    return (
-        sums.with_columns(pl.min_horizontal(pieces, "count").cast(pl.Int64).alias("joined"))
-        .with_columns(((pl.col("count") - pl.col("joined")) * (pl.col("latency_ns") + between_ns)).alias("saved_ns"))
-        .with_columns(pl.min_horizontal("saved_ns", bound_ns).cast(pl.Int64).alias("lost_ns"))
-        .select("window", "rank", "device", "step", "phase", "unit", "op", "group", "group_size", "is_fitted", "bytes",
-                "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns")
-    )  # fmt: skip
+_EVIDENCE_COLUMNS = (
+    "window",
+    "rank",
+    "step",
+    "device",
+    "phase",
+    "unit",
+    "op",
+    "issuer",
+    "group",
+    "group_size",
+    "bytes",
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.analysis.communication import collective_instances, exposed_communication, group_bandwidth
+from tracekit.analysis.communication import (
+    collective_instances,
+    exposed_communication,
+    group_bandwidth,
+    issuers,
+    latency,
+)
 from tracekit.analysis.compute import contention
 from tracekit.analysis.parallelism import (
     group_axes,
@@ -27,6 +33,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import COMMUNICATION
 from tracekit.rules import quoted_step
+from tracekit.rules.collective_batching import SmallCollectives, issuer_line
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 from tracekit.sync import collective_matching
 
@@ -123,6 +130,22 @@ _START_EARLIER = (
     "Start the {op} collectives in the evidence earlier (async_op=True, with wait() where the result is used), or give "
     "each rank more compute per byte."
 )
+_ISSUED_BY = {
+    issuers.PROGRAM: (
+        "The program's own code issues them{line}, outside the model: issue one for all tensors, not one for each "
+        "(a flat buffer, torch.distributed._coalescing_manager, a foreach op before one all_reduce), or start them "
+        "earlier (async_op=True, with wait() where the result is used)."
+    ),
+    issuers.DTENSOR: (
+        "Ops on DTensors outside the model issue them{line} (full_tensor(), redistribute(), or an op on a sharded "
+        "tensor): compute on the local shards and reduce once for all tensors, as torch.nn.utils.clip_grad_norm_ does "
+        "for clipping."
+    ),
+    issuers.OPTIMIZER: (
+        "The optimizer issues them{line}: let it communicate once for many parameters (larger buckets, flat buffers), "
+        "or update only the local shard of each parameter."
+    ),
+}
 _START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
 _MIN_OVERLAPPED_RATIO = 0.05  # below this share, no communication is overlapped
 
@@ -146,8 +169,9 @@ class ExposedCommunication(Rule):
     device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
     and RANK003). Sends and receives of a pipeline wait for other stages (PIPE001). Each rank is judged by its
     median step, the one with the median share; the message quotes the worst rank. Steps that save a checkpoint
-    are left out (see CKPT001). The cost is the saving of a replay in which transfers take no time: less than what is
-    exposed, if the device then waits for something else.
+    are left out (see CKPT001). So is the measured latency of collectives that could be batched (see COMM002). The cost
+    is the saving of a replay in which transfers take no time: less than what is exposed, if the device then waits for
+    something else.
 
     Bandwidth below `slow_bytes_per_ns` GB/s is stated: that of all messages of 4 MiB or more of one op, in groups of
     which every rank has a trace. No link inside a node is that slow (PCIe 3.0 x16 moves 12 GB/s). Inside a node whose
@@ -157,8 +181,8 @@ class ExposedCommunication(Rule):
     their hosts or their devices say so.
 
     How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
-    finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
-    collective.
+    finding depends on who issued most of the exposed time (FSDP, DDP, the optimizer, DTensor, the program itself), on
+    the strategy (from the manifest, else from the spans in the trace) and on the most exposed collective.
 
     If most of it is tensor parallelism, the finding is information (see TP001 and TP002).
 
@@ -177,6 +201,8 @@ class ExposedCommunication(Rule):
         pipeline_actions.pipeline_actions,
         collective_matching.calls,
         *group_bandwidth.FACTS,
+        *latency.FACTS,
+        issuers.issuers,
         *rank_places.FACTS,
         tensor_parallel.links,
         contention.device_count,
@@ -198,7 +224,10 @@ class ExposedCommunication(Rule):
         ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
         steps = save_stages.without_saves(
             run, run.table(pipeline_communication.exposed_transfers_by_step).filter(pl.col("duration_ns") > 0)
-        ).with_columns(ratio)
+        ).join(_small_transfers(run), on=quoted_step.KEY, how="left", nulls_equal=True, maintain_order="left")
+        is_notable = pl.col("small_ns") >= _MIN_SMALL_RATIO * pl.col("duration_ns")
+        steps = steps.with_columns(pl.when(is_notable).then("small_ns").otherwise(0).alias("small_ns"))
+        steps = steps.with_columns((pl.col("exposed_ns") - pl.col("small_ns")).clip(0)).with_columns(ratio)
         over = quoted_step.per_device(steps, "exposed_ratio").filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
         if over.is_empty():
             return
@@ -207,7 +236,7 @@ class ExposedCommunication(Rule):
         collectives = (
             run.table(pipeline_communication.exposed_transfers)
             .filter(pl.col("exposed_ns") > 0)
-            .drop("activity_id", "waited_ns")
+            .drop("waited_ns")
             .join(judged_steps, on=quoted_step.KEY, how="semi", nulls_equal=True)
             .pipe(largest_first, "exposed_ns", "rank", "start_ns")
             .join(over.select("rank"), on="rank", how="semi")
@@ -233,10 +262,13 @@ class ExposedCommunication(Rule):
         if worst["waited_ns"] >= _MIN_WAIT_RATIO * worst["duration_ns"]:
             awaited = f"late ranks{' or other stages of the pipeline' if pipeline_stages.is_pipelined(run) else ''}"
             message += f" The rank waits another {units.duration(worst['waited_ns'])} for {awaited}."
+        if worst["small_ns"]:
+            message += f" Another {units.duration(worst['small_ns'])} is the latency of small collectives (COMM002)."
         op_name = _PLURALS.get(op or "", f"{(op or 'collective').replace('_', '-').capitalize()}s")
         dtypes = costliest["dtype"].drop_nulls()
         ddp = workload.DDP if axis in _DATA_AXES and op == "all_reduce" else None
-        fix = fix_for(
+        issuer_fix = _issuer_fix(run, costliest)
+        fix = issuer_fix or fix_for(
             strategy=workload.run_strategy(run) or ddp,
             op=op,
             gloo=bool(step_calls["name"].str.starts_with("gloo:").any()),
@@ -256,13 +288,39 @@ class ExposedCommunication(Rule):
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"],
             confidence=0.9,
-            what_if=WhatIf(COMMUNICATION),
+            what_if=WhatIf(COMMUNICATION, is_partial=worst["small_ns"] > 0),
             ranks=distinct(over, "rank"),
             steps=distinct(steps, "step"),
-            evidence=_evidence(worst, collectives),
+            evidence=_evidence(worst, collectives.drop("activity_id")),
             is_of_window=worst["step"] is None,
             claim=f"{op_name} are not overlapped with compute on rank {worst['rank']}",
         )
+
+
+_MIN_SMALL_RATIO = SmallCollectives.min_lost_ratio  # below it, COMM002 does not report them
+
+
+def _small_transfers(run: Run) -> pl.DataFrame:
+    """Exposed time that batching small collectives saves, as far as it is measured. Columns of KEY, small_ns."""
+    merged = run.table(latency.batchable_calls)
+    key = ["window", "rank", "activity_id"]
+    if merged.is_empty():
+        return pl.DataFrame(schema=dict.fromkeys(quoted_step.KEY, pl.Int64) | {"small_ns": pl.Int64})
+    merged = merged.filter("is_merged", "is_measured").select(*key, "moving_ns").unique(key)
+    calls = run.table(pipeline_communication.exposed_transfers).join(merged, on=key)
+    saved_ns = (pl.col("exposed_ns") - pl.col("moving_ns")).clip(0).sum().cast(pl.Int64).alias("small_ns")
+    return calls.group_by(quoted_step.KEY).agg(saved_ns)
+
+
+def _issuer_fix(run: Run, calls: pl.DataFrame) -> str:
+    """Fix where most of the exposed time of some calls is outside the model and not of a wrapper; "" otherwise."""
+    key = ["window", "rank", "activity_id"]
+    issued = calls.join(run.table(issuers.issuers).unique(key), on=key)
+    sums = issued.group_by("issuer", "in_model").agg(pl.col("exposed_ns").sum(), pl.col("line").drop_nulls().first())
+    most = sums.filter(pl.col("exposed_ns") * 2 > calls["exposed_ns"].sum(), ~pl.col("in_model"))
+    if most.is_empty() or most["issuer"][0] not in _ISSUED_BY:
+        return ""
+    return _ISSUED_BY[most["issuer"][0]].format(line=issuer_line(most["line"][0]))
 
 
 _LARGE_BYTES = 4 << 20  # smaller messages measure latency

@@ -1,6 +1,7 @@
 """Small collectives, gradients reduced in every micro-batch, and the fit of latency and bandwidth."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tracekit
 from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tracekit.analysis.communication import latency
 from tracekit.analysis.time import backward_passes
@@ -61,8 +63,11 @@ def test_few_or_large_collectives_and_unknown_sizes_are_not_reported():
     assert small(picture, group_size=None) == ()
 
 
-def buckets(size_bytes):
-    """Return two ranks that reduce eight equal buckets in backward, as gloo records them: the group is only listed."""
+def buckets(size_bytes, other_bytes=None, **more):
+    """Return two ranks that reduce eight buckets in backward, as gloo records them: the group is only listed.
+
+    Buckets are equal, or every second one is of another size.
+    """
     compute, comm = "ffff" + "bb...." * 8 + "bb", "......" + "xxxx..yyyy.." * 4
     groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
     traces = []
@@ -73,8 +78,10 @@ def buckets(size_bytes):
             ops=dict.fromkeys("xy", "all_reduce"),
             rank=rank,
             groups=groups,
+            **more,
         )
-        size = pl.lit(size_bytes)
+        is_other = pl.int_range(pl.len()) % 2 == 1
+        size = pl.when(is_other).then(other_bytes or size_bytes).otherwise(size_bytes).cast(pl.Int64)
         collectives = plain.collectives.with_columns(
             group=None, group_size=None, dtype=pl.lit("Float"), sent_bytes=size, received_bytes=size
         )
@@ -94,6 +101,62 @@ def test_equal_buckets_of_a_megabyte_are_not_undersized():
     # At 200 µs they move data at 10 GB/s; at 25 MiB no latency of a link explains a time.
     assert check(buckets(1 << 20), [SmallCollectives()]).findings == ()
     assert check(buckets(25 << 20), [SmallCollectives()]).findings == ()
+
+
+def reductions_after_backward(*, last_forward=False):
+    """Return two ranks that reduce eight tensors of 1 KiB after backward, with compute between: nobody wraps them."""
+    compute, comm = "ffffbbbb" + "..n" * 8 + "f" * last_forward, "........" + "xx.yy." * 4
+    groups = pl.DataFrame({"group": ["0"], "description": ["default_pg"], "ranks": [[0, 1]]})
+    traces = []
+    for rank in range(2):
+        plain = drawn_hosts.trace(
+            f"step {'0' * len(compute)}\ncompute {compute}\ncomm {comm}",
+            phases={"b": "backward"},
+            ops=dict.fromkeys("xy", "all_reduce"),
+            rank=rank,
+            groups=groups,
+        )
+        letters = dict(plain.activities.select("launch_id", "name").iter_rows())
+        phases = [{"f": "forward", "b": "backward"}.get(letters[call]) for call in plain.ops["id"]]
+        ops = plain.ops.with_columns(pl.Series("phase", phases, pl.String), step=pl.lit(0, pl.Int64))
+        traces.append(replace(plain, ops=ops))
+    return drawn_traces.run(*traces)
+
+
+def test_collectives_of_the_program_with_compute_between_are_batched_outside_the_model():
+    (found,) = check(reductions_after_backward(), [SmallCollectives()]).findings
+    assert found.evidence["issuer"].to_list() == ["program"] * 2
+    assert found.evidence.select("count", "joined").rows() == [(8, 1)] * 2
+    # 1 KiB needs half a microsecond at 2 GB/s of the 100 µs; seven of eight are saved.
+    assert found.cost_ns == pytest.approx(7 * 2 * CHARACTER_NS, rel=0.01)
+
+
+def test_collectives_between_forward_ops_may_be_tensor_parallelism():
+    assert check(reductions_after_backward(last_forward=True), [SmallCollectives()]).findings == ()
+
+
+CASES = Path(__file__).parents[3].parent / "shared" / "cases"
+
+
+@pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases, which is not part of the project")
+@pytest.mark.parametrize(
+    ("case", "issuer", "named", "least_ratio"),
+    [("small", "fsdp", "fully_shard", 0.3), ("fulltensor", "dtensor", "full_tensor()", 0.3)],
+)
+def test_small_collectives_of_gloo_are_the_first_finding_by_their_own_latency(case, issuer, named, least_ratio):
+    first = check(tracekit.load(str(CASES / case))).findings[0]
+    assert first.code == "COMM002"
+    assert first.confidence > 0.5  # measured, not assumed
+    assert first.evidence["issuer"][0] == issuer
+    assert named in first.fix
+    assert first.impact > least_ratio
+    assert first.evidence["latency_ns"].median() > 1_000_000
+
+
+def test_large_buckets_that_a_slow_host_reduces_are_not_latency_bound():
+    # A bucket nine times as large takes as long: a fit says that all is latency, but both are DDP's usual sizes.
+    assert buckets(1 << 20, 9 << 20, on_device=False).table(latency.batchable_calls).is_empty()
+    assert buckets(1 << 12, 9 << 12, on_device=False).table(latency.batchable_calls).height == 16
 
 
 @settings(max_examples=50, deadline=None)

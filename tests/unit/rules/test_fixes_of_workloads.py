@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.rule_examples import EXAMPLES, late_launch_run
+from tracekit.analysis.communication import issuers
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.parallelism.workload import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.ingest.loader import load
@@ -114,9 +115,19 @@ def test_recorded_tensor_parallelism_is_told_what_the_group_can_do(wording):
 
 
 def test_a_wrapper_is_told_to_batch_only_the_collectives_that_it_starts():
-    assert "bucket_cap_mb" in collective_batching._batch_fix(DDP, "all_reduce")
-    assert "bucket_cap_mb" not in collective_batching._batch_fix(DDP, "all_gather")
-    assert "FSDP" not in collective_batching._batch_fix(None, "all_gather")
+    def fix(strategy, op, issuer=None, *, in_model=False):
+        return collective_batching._batch_fix(
+            strategy, {"op": op, "issuer": issuer, "line": "train.py(12): log", "in_model": in_model}
+        )
+
+    assert "bucket_cap_mb" in fix(DDP, "all_reduce")
+    assert "bucket_cap_mb" not in fix(DDP, "all_gather")
+    assert "FSDP" not in fix(None, "all_gather")
+    # Who issued them is better known than the strategy of the run.
+    assert "train.py(12): log" in fix(DDP, "all_reduce", issuers.PROGRAM)
+    assert "bucket_cap_mb" in fix(DDP, "all_reduce", issuers.PROGRAM, in_model=True)
+    assert "fully_shard" in fix(DDP, "all_gather", issuers.FSDP)
+    assert "optimizer" in fix(FSDP2, "all_gather", issuers.OPTIMIZER)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Latency and bandwidth of each process group, fitted to the run's collectives, and bursts of collectives."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.communication import collective_instances, issuers
 from tracekit.analysis.time import backward_passes, breakdown, launched_work, trace_columns
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -16,8 +17,11 @@ from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
 BURST_COLUMNS = schema.columns(
-    "step device phase unit lane op group group_size dtype bytes burst position count pool activity_id start_ns "
-    "dur_ns exposed_ns burst_exposed_ns"
+    "step device phase unit lane op group group_size dtype bytes burst position count pool issuer line in_model "
+    "activity_id start_ns dur_ns exposed_ns burst_exposed_ns",
+    issuer=pl.String,
+    line=pl.String,
+    in_model=pl.Boolean,
 )
 _ALIKE = ("lane", "op", "group", "dtype")
 
@@ -27,9 +31,12 @@ COLUMNS = {
 }  # fmt: skip
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 _MIN_SIZE_RATIO = 1.25  # sizes must differ by this factor to fit a latency
-_MAX_HOP_NS = 200_000.0  # no link in one data center takes longer: the fit is wrong
+_MIN_HOP_NS = 500.0  # no link is faster: a hop over NVLink takes about a microsecond
+_MAX_HOP_NS = 200_000.0  # no link in one data center takes longer: the fit is wrong. Hosts take any time (gloo)
 SLOW_BYTES_PER_NS = 2.0
 """A bandwidth that every link inside a node and most between nodes exceed (PCIe 3.0 x16 moves 12 GB/s)."""
+_SLOW_HOST_BYTES_PER_NS = 0.1
+"""The same for collectives that hosts run, over Ethernet of 1 Gbit/s or more."""
 _Floats = npt.NDArray[np.float64]
 
 
@@ -47,19 +54,31 @@ def bursts(trace: Trace) -> pl.DataFrame:
     Columns BURST_COLUMNS: position and count in the burst, exposed_ns of the collective, burst_exposed_ns of the burst
     from its first start to its last end; one row per collective. A burst: collectives of one lane, op, group and type
     that the host launched without other compute or collectives in between, so that all data was ready at the first
-    launch. A pool: the gradient reductions of one backward pass, op, group and type, which a larger bucket would merge;
-    null for other collectives.
+    launch. A pool: collectives that could be merged although compute runs between them: the gradient reductions of one
+    backward pass, op, group and type, which a larger bucket would merge; those of one FSDP pass, which larger units
+    would; and those that the optimizer or the program issue between backward and the next forward pass, which one call
+    for all tensors would. Null for other collectives. issuer, line and in_model are those of
+    `issuers`.
     """
     parts = [schema.empty(BURST_COLUMNS)]
-    key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
-    pooled = backward_passes.gradient_reductions(trace).select("activity_id", key.alias("pool"))
+    backward = backward_passes.gradient_reductions(trace).select("activity_id", "backward")
+    calls_of = pl.col("issuer").is_in(issuers.BATCHABLE) & ((pl.col("issuer") == issuers.FSDP) | ~pl.col("in_model"))
+    # Tensor parallelism issues within the model, where compute needs each result at once.
+    place = pl.struct("device", "step", "backward", "phase", "issuer", "op", "group", "dtype")
     for device in breakdown.devices(trace):
         together = _launched_together(trace, device)
         if together.is_empty():
             continue
         compute, _, _ = breakdown.busy(trace, device)
-        row = columns.rows_of(pooled["activity_id"].to_numpy(), together["activity_id"].to_numpy())
-        calls = together.hstack([columns.values_at(pooled["pool"], row)]).sort("start_ns", "activity_id")
+        ids = together["activity_id"].to_numpy()
+        issued = issuers.issuers(trace).unique("activity_id", keep="first", maintain_order=True)
+        parts_of_calls = [
+            columns.rows_or_nulls(table.drop("activity_id"), columns.rows_of(table["activity_id"].to_numpy(), ids))
+            for table in (backward, issued)
+        ]
+        calls = pl.concat([together, *parts_of_calls], how="horizontal").sort("start_ns", "activity_id")
+        is_pooled = pl.col("backward").is_not_null() | calls_of
+        calls = calls.with_columns(pool=pl.when(is_pooled).then(place.rank("dense").cast(pl.Int64)))
         parts.append(_with_exposed(calls, compute).pipe(schema.select, BURST_COLUMNS))
     return pl.concat(parts)
 
@@ -77,11 +96,13 @@ def by_group(run: Run) -> pl.DataFrame:
     what its bytes need at SLOW_BYTES_PER_NS: latency, unless the link is slower); one row per group. A ring of n
     ranks sends bytes·(n-1)/n in n-1 hops for an all-gather or reduce-scatter, and twice both for an all-reduce
     (nccl-tests). The fit uses the median time of each op and size: of collectives that follow another in a burst,
-    because only the first of a burst waits for ranks, and of those the ones without concurrent compute; else the lower
-    quartile, from the last known arrival.
+    because only the first of a burst waits for ranks, and of those the ones without concurrent compute; else the median
+    from the last arrival; where ranks have no trace, the lower quartile.
     """
     # Median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns.
     waits = run.table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    # Where ranks have no trace, waits for them are part of all times.
+    usual = 0.25 if collective_instances.ranks_without_peers(run) else 0.5
     place = ["window", "rank", "activity_id"]
     calls = (
         run.table(bursts)
@@ -96,23 +117,95 @@ def by_group(run: Run) -> pl.DataFrame:
         .agg(
             took.filter(follows & bare).median().alias("bare_ns"),
             took.filter(follows).median().alias("following_ns"),
-            took.quantile(0.25).alias("least_ns"),
+            took.quantile(usual).alias("usual_ns"),
+            pl.col("device").is_null().all().alias("on_host"),
         )
-        .with_columns(pl.coalesce("bare_ns", "following_ns", "least_ns").alias("took_ns"))
+        .with_columns(pl.coalesce("bare_ns", "following_ns", "usual_ns").alias("took_ns"))
         .filter(pl.col("took_ns") > 0)
         .sort("group", "group_size", "sent_bytes")
     )
     rows = []
     for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
-        model = fit(*(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
+        on_host = bool(group_points["on_host"].all())
+        most_ns = math.inf if on_host else _MAX_HOP_NS
+        model = fit(
+            *(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")),
+            most_hop_ns=most_ns,
+        )
+        slow_bytes_per_ns = _SLOW_HOST_BYTES_PER_NS if on_host else SLOW_BYTES_PER_NS
+        if model is not None and on_host and model.bytes_per_ns < slow_bytes_per_ns:
+            model = None  # no network is this slow: sizes differ in something else, such as who issues them
         ends = (None, None) if model is None else model
         hop_bytes = group_points["sent_bytes"] / group_points["hops"]
         size_ratio = hop_bytes.max() / hop_bytes.min()  # type: ignore[operator]
         smallest = group_points.row(int(hop_bytes.arg_min() or 0), named=True)
-        overhead_ns = (smallest["took_ns"] - smallest["sent_bytes"] / SLOW_BYTES_PER_NS) / smallest["hops"]
-        overhead_ns = min(max(overhead_ns, 0.0), _MAX_HOP_NS)
+        overhead_ns = (smallest["took_ns"] - smallest["sent_bytes"] / slow_bytes_per_ns) / smallest["hops"]
+        overhead_ns = min(max(overhead_ns, 0.0), most_ns)
         rows.append((group, size, *ends, model is not None, size_ratio, group_points.height, overhead_ns))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+MIN_COUNT = 4
+"""Fewer collectives in a row are no burst that is worth to batch."""
+_ASSUMED_HOP_NS = 5_000.0  # over NVLink or InfiniBand, where the sizes of a run do not show it
+_MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
+_LEAST_BUCKET_BYTES = 1 << 20  # DDP's first bucket (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+_TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
+_BATCH = ("window", "rank", "device", "burst", "pool")
+
+
+@run_fact
+def batchable_calls(run: Run) -> pl.DataFrame:
+    """Collectives that could be batched; use ``run.table(batchable_calls)``.
+
+    Columns window, rank, those of BURST_COLUMNS (burst null for pools, pool null for bursts), is_measured (whether the
+    run's own times show its latency), latency_ns (at most the call's duration), moving_ns (what remains of it in a
+    batch: the time of its bytes), joined (how many collectives replace its batch) and is_merged (whether the call is
+    one that batching removes); one row per collective of a burst of MIN_COUNT or more, or of a pool that is mostly
+    latency; on hosts (gloo), of a pool only those below a MiB. Latency is that of `by_group`, else assumed; for
+    messages below a MiB in pools, overhead_ns. Batches of a pool are only so large that latency is a fifth of their
+    time, so that they still overlap with compute.
+    """
+    lines = run.table(by_group).drop("sizes")
+    # Where ranks have no trace, waits for them are part of all times.
+    is_known = not collective_instances.ranks_without_peers(run)
+    is_undersized = ~pl.col("is_fitted") & (pl.col("bytes") < _LEAST_BUCKET_BYTES)
+    is_undersized &= pl.col("pool").is_not_null() & pl.lit(is_known)
+    assumed_ns = pl.when(is_undersized).then(pl.max_horizontal("overhead_ns", pl.lit(_ASSUMED_HOP_NS)))
+    hop_ns = pl.coalesce("hop_ns", assumed_ns.otherwise(_ASSUMED_HOP_NS)).fill_nan(_ASSUMED_HOP_NS)
+    calls = (
+        run.table(bursts)
+        .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(hops().alias("hops"), ring_bytes().alias("ring_bytes"))
+        .drop_nulls(["hops", "ring_bytes", "is_fitted"])
+        .with_columns(pl.min_horizontal(hop_ns * pl.col("hops"), "dur_ns").alias("latency_ns"))
+    )
+    is_burst = pl.col("count") >= MIN_COUNT
+    by_pool = ("window", "rank", "device", "pool")
+    is_spread = (pl.col("size_ratio") >= _MIN_SIZE_SPREAD) & pl.col("is_fitted")
+    is_measured = is_spread | (is_undersized & (pl.col("overhead_ns") > 0))
+    slow_bytes_per_ns = pl.when(pl.col("device").is_null()).then(_SLOW_HOST_BYTES_PER_NS).otherwise(SLOW_BYTES_PER_NS)
+    bytes_per_ns = pl.coalesce("bytes_per_ns", pl.when(is_measured).then(slow_bytes_per_ns))
+    moving_ns = pl.min_horizontal("dur_ns", pl.col("ring_bytes") / bytes_per_ns)
+    moving_ns = pl.when(bytes_per_ns.is_null()).then(pl.col("dur_ns") - pl.col("latency_ns")).otherwise(moving_ns)
+    # By the medians: a call of a pool that waits for a late rank, or whose thread is not scheduled, is latency too.
+    mostly = pl.col("latency_ns").median().over(by_pool) * 2 > pl.col("dur_ns").median().over(by_pool)
+    # Hosts copy and add large messages themselves, at a speed that varies with their load: that is no latency.
+    is_small = pl.col("device").is_not_null() | (pl.col("bytes") < _LEAST_BUCKET_BYTES)
+    mostly &= is_measured & is_small & pl.col("pool").is_not_null()
+    batched = (
+        calls.with_columns((pl.col("is_fitted") | is_measured).alias("is_measured"), moving_ns.alias("moving_ns"))
+        .filter(is_burst | mostly)
+        .with_columns(pl.when(is_burst).then("burst").alias("burst"), pl.when(~is_burst).then("pool").alias("pool"))
+        .sort("start_ns")
+    )
+    # A burst can be one collective; others must stay small enough to overlap with compute.
+    large_enough = (pl.col("moving_ns").sum() / (_TRANSFER_PER_LATENCY * pl.col("latency_ns").median())).ceil().clip(1)
+    joined = pl.when(pl.col("burst").is_null()).then(large_enough.over(_BATCH)).otherwise(1.0)
+    position = pl.int_range(pl.len()).over(_BATCH)
+    return batched.with_columns(
+        pl.min_horizontal(joined, pl.len().over(_BATCH)).cast(pl.Int64).alias("joined")
+    ).with_columns((position >= pl.col("joined")).alias("is_merged"))
 
 
 def hops() -> pl.Expr:
@@ -126,10 +219,12 @@ def ring_bytes() -> pl.Expr:
     return hops() * pl.col("bytes") / pl.col("group_size")
 
 
-def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel | None:
+def fit(
+    hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats, *, most_hop_ns: float = _MAX_HOP_NS
+) -> RingModel | None:
     """Fit the ring model by relative least squares; None where sizes are too close to separate latency and bandwidth.
 
-    Neither part may be negative; latency is at most the duration of the fastest collective.
+    Latency is at least that of the fastest link, at most the duration of the fastest collective.
 
     >>> fit(np.array([7.0, 7.0]), np.array([1e6, 9e6]), np.array([7e3 + 1e5, 7e3 + 9e5]))
     RingModel(hop_ns=1000.0, bytes_per_ns=10.0)
@@ -142,9 +237,9 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
     terms = np.stack((hop_count / took_ns, sent_bytes / took_ns), axis=1)
     (hop_ns, per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
     fastest_hop_ns = float((took_ns / hop_count).min())
-    if hop_ns > _MAX_HOP_NS:
+    if hop_ns > most_hop_ns:
         return None
-    hop_ns = min(max(float(hop_ns), 0.0), fastest_hop_ns)
+    hop_ns = min(max(float(hop_ns), min(_MIN_HOP_NS, fastest_hop_ns)), fastest_hop_ns)
     if per_byte <= 0:
         per_byte = float(np.median((took_ns - hop_ns * hop_count).clip(0) / sent_bytes))
     return RingModel(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None

@@ -36,9 +36,6 @@ _Ints = npt.NDArray[np.int64]
 _NONE: _Ints = np.empty(0, np.int64)
 
 FUNCTION_COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
-# torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered.
-_NAME = r"^(?<file>.+\.py)\((?<line>\d{1,9})\): (?<function>.+)$"
-_FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py|(^|/)tracekit/capture/"
 _MAX_DEPTH = 200
 
 
@@ -168,7 +165,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     no stacks.
     """
     python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
-    name_fields = pl.col("name").str.extract_groups(_NAME).struct.unnest()
+    name_fields = pl.col("name").str.extract_groups(trace_columns.FRAME_NAME).struct.unnest()
     calls = python.with_columns(name_fields).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
     spans = _host_spans(trace, evidence)
     if calls.is_empty() or not len(spans):
@@ -190,15 +187,11 @@ def locations_at(trace: Trace, at_ns: Ints) -> pl.Series:
 
     Column stack: "train.py(12): main"; null where no such function runs, or no stacks were recorded.
     """
-    is_python = trace_columns.is_kind(trace, "python")
-    if not is_python.any():
+    is_own = trace_columns.is_program_frame(trace)
+    if not is_own.any():
         return pl.Series("stack", [None] * len(at_ns), pl.String)
-    names = trace.ops["name"].filter(pl.Series(is_python)).unique()
-    names = names.filter(names.str.contains(_NAME) & ~names.str.contains(_FRAMEWORK))
-    if names.is_empty():
-        return pl.Series("stack", [None] * len(at_ns), pl.String)
-    is_own = (pl.col("kind") == "python") & pl.col("name").is_in(names.implode())
-    ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").with_columns(own=is_own)
+    own_frames = trace.ops.with_columns(pl.Series("own", is_own))
+    ops = own_frames.join(host_state.launching_threads(trace), on="lane", how="semi")
     if ops.is_empty():
         return pl.Series("stack", [None] * len(at_ns), pl.String)
     ops = ops.sort("start_ns", "id").with_row_index("at")

@@ -91,6 +91,20 @@ def is_named(trace: Trace, pattern: str) -> Flags:
     return np.asarray(matches(names, pattern)[code], np.bool_)
 
 
+FRAME_NAME = r"^(?<file>.+\.py)\((?<line>\d{1,9})\): (?<function>.+)$"
+"""torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered."""
+_FRAMEWORK = r"^(torch/|<)|/torch/|^threading\.py|^queue\.py|(^|/)tracekit/capture/"
+
+
+@memoize
+def is_program_frame(trace: Trace) -> Flags:
+    """Mask of the ops that are Python functions of the program, not of torch or the recorder; shape (ops,)."""
+    is_python = is_kind(trace, "python")
+    if not is_python.any():
+        return is_python
+    return np.asarray(is_python & is_named(trace, FRAME_NAME) & ~is_named(trace, _FRAMEWORK), np.bool_)
+
+
 def matches(names: list[str], pattern: str) -> Flags:
     """Mask of the distinct names in which a regular expression matches; results of other traces are reused."""
     cached = _known_matches.get(pattern, {})

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.analysis.communication import latency
 from tracekit.analysis.compute import device_counters
+from tracekit.analysis.host import cpu_contention
 from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import device_stalls
 from tracekit.model.run import Run
@@ -45,7 +47,8 @@ class Graph:
     `edges` are the other waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the
     collectives (at: node, done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their
     preparation (columns of `trace_graph.preparation`). `late_ranks` are those that the others wait for most,
-    `expert_loads` the window's rows of `expert_load.expert_load`, `devices` those that kernels fill, if any, `stalls`
+    `expert_loads`, `batchable_calls` and `contended_ops` the window's rows of `expert_load.expert_load`,
+    `latency.batchable_calls` and `cpu_contention.contended_ops`, `devices` those that kernels fill, if any, `stalls`
     those of the finding whose cause is removed.
     """
 
@@ -65,6 +68,8 @@ class Graph:
     order: Ints = field(repr=False)
     late_ranks: tuple[int, ...] = ()
     expert_loads: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=expert_load.COLUMNS))
+    batchable_calls: pl.DataFrame = field(default_factory=pl.DataFrame)
+    contended_ops: pl.DataFrame = field(default_factory=pl.DataFrame)
     devices: filled_devices.Devices | None = field(default=None, repr=False)
     stalls: tuple[HostSpan, ...] = ()
 
@@ -164,6 +169,8 @@ FACTS: tuple[TraceFact, ...] = (
     device_counters.work_variation,
     collective_matching.calls,
     *late_ranks.FACTS,
+    *latency.FACTS,
+    *cpu_contention.FACTS,
 )
 """The facts of a graph, measured in one pass over the traces at the first replay."""
 
@@ -344,6 +351,8 @@ def _graph(run: Run, window: int, nodes: NodeTable, edges: pl.DataFrame, windows
         np.empty(0, np.int64),
         late_ranks.latest(run),
         run.table(expert_load.expert_load).filter(window=window),
+        run.table(latency.batchable_calls).filter(window=window),
+        run.table(cpu_contention.contended_ops).filter(window=window),
         filled_devices.devices(frame, len(own_ns) + len(joints)),
     )
     # When each node was done, or arrived: the recorded order, which is nearly topological.

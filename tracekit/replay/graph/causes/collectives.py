@@ -16,7 +16,7 @@ from tracekit.replay.graph.dependency_graph import (
     edges,
     sort_topologically,
 )
-from tracekit.replay.graph.nodes import WAIT, WORK
+from tracekit.replay.graph.nodes import WAIT
 
 _MARKEDLY = 1.15
 _SIZES_APART = 1.15
@@ -59,32 +59,26 @@ def equalize_transfers(graph: Graph) -> Graph:
 
 
 def bucket_collectives(graph: Graph) -> Graph:
-    """Return the graph with collectives of one op that are launched back to back merged into one.
+    """Return the graph with collectives that could be batched merged: they take the time of their bytes, launches none.
 
-    The fixed cost of a collective is a least-squares fit of time against size over the medians of sizes. Raises
-    InsufficientDataError where sizes differ too little.
+    Raises InsufficientDataError where the latency of none is known.
     """
-    runs = _runs(graph)
-    several = runs.filter(pl.len().over("run") > 1)
-    if several.is_empty():
-        return graph
-    with_costs = several.join(costs(transfers(graph)), on="op", maintain_order="left")
-    if with_costs.is_empty():
-        raise InsufficientDataError("collectives have one size only, so their fixed cost is unknown")
-    first = with_costs.group_by("run", maintain_order=True).agg(
-        pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
-    )
+    batched = graph.batchable_calls
+    if batched.is_empty():
+        raise InsufficientDataError("no collectives of known latency follow each other closely enough to be batched")
+    key = ["rank", "ref"]
+    merged = batched.filter("is_merged").select("rank", "moving_ns", ref="activity_id").unique(key, keep="first")
+    calls = graph.parts.join(merged, on=key, maintain_order="left")
+    together = calls.group_by("done", maintain_order=True).agg(pl.col("moving_ns").max().round().cast(pl.Int64))
+    done = together["done"].to_numpy()
     own_ns, chain_ns = graph.own_ns.copy(), graph.chain_ns.copy()
-    merged = np.setdiff1d(with_costs["done"].to_numpy(), first["done"].to_numpy())
-    own_ns[merged] = 0
-    whole_ns = first["fixed_ns"].to_numpy() + first["ns_per_byte"].to_numpy() * first["bytes"].to_numpy()
-    own_ns[first["done"].to_numpy()] = np.round(whole_ns)
-    nodes = graph.parts.filter(pl.col("done").is_in(pl.Series(merged).implode()))["at"].to_numpy()
-    calls = graph.launch[nodes]
-    calls = calls[calls >= 0]
-    own_ns[calls] = 0
+    own_ns[done] = np.minimum(own_ns[done], together["moving_ns"].to_numpy())
+    nodes = calls["at"].to_numpy()
+    launches = graph.launch[nodes]
+    launches = launches[launches >= 0]
+    own_ns[launches] = 0
     chain_ns[nodes] = 0
-    chain_ns[calls] = 0
+    chain_ns[launches] = 0
     return replace(graph, own_ns=own_ns, chain_ns=chain_ns)
 
 
@@ -123,8 +117,8 @@ SLOW_LINK = Cause(
 SMALL_COLLECTIVES = Cause(
     name="small-collectives", codes=("COMM002",), kind=Kind.COMMUNICATION, transform=bucket_collectives, place=30,
     confidence=0.7, is_transfer_time=True,
-    summary="collectives of one unit are merged into one",
-    basis="fixed cost per collective, from time against size of all collectives of the op",
+    summary="collectives that follow each other, or that one call or larger units could replace, are merged",
+    basis="latency of the group's collectives, from this run's time against size",
 )  # fmt: skip
 UNBALANCED_EXPERTS = Cause(
     name="unbalanced-experts", codes=("EP001",), kind=Kind.COMMUNICATION, transform=with_balanced_experts, place=30,
@@ -197,24 +191,6 @@ def all_gathers_first(graph: Graph) -> Graph:
     """Return the graph with each all-gather moved before the reduce-scatter that directly precedes it."""
     calls = _in_order(graph)
     return _in_turn(graph, _swap_calls(calls.with_columns(delayed=pl.lit(True), after=pl.lit(None, pl.Int64))))
-
-
-def _runs(graph: Graph) -> pl.DataFrame:
-    """Return the collectives of the first rank of each: columns of `transfers`, and run.
-
-    A run: collectives of one op, group, step, phase and unit, with no other launch in between.
-    """
-    calls = transfers(graph)
-    launch = graph.launch[calls["at"].to_numpy()]
-    other_launches = np.zeros(len(graph.own_ns), np.int64)
-    is_other = (graph.launch[: graph.count] >= 0) & (graph.column("what") == WORK)
-    is_other[graph.parts["at"].to_numpy()] = False
-    work = np.flatnonzero(is_other)
-    np.add.at(other_launches, graph.launch[work], 1)
-    before = np.cumsum(other_launches)[launch]
-    keyed = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
-    key = ["rank", "group", "op", "step", "phase", "unit", "others"]
-    return keyed.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))
 
 
 def _pairs(graph: Graph) -> pl.DataFrame:

@@ -79,6 +79,20 @@ def allocator(graph: Graph) -> Graph:
     return _without_state(graph, host_state.ALLOCATOR)
 
 
+def oversubscribed_cores(graph: Graph) -> Graph:
+    """Return the graph with each op whose threads lack processors as fast as the fastest identical one.
+
+    Raises InsufficientDataError where no rank has such ops.
+    """
+    if graph.contended_ops.is_empty():
+        raise InsufficientDataError("no ops of a CPU run are slow because their threads lack processors")
+    excess = graph.contended_ops.select("rank", "excess_ns", ref="activity_id").unique(["rank", "ref"], keep="first")
+    nodes = graph.frame.select("rank", "ref", at=pl.int_range(pl.len(), dtype=pl.Int64), kind="kind")
+    ops = nodes.filter(pl.col("kind") == "compute").join(excess, on=["rank", "ref"])
+    at = ops["at"].to_numpy()
+    return graph.with_durations(at, np.maximum(graph.own_ns[at] - ops["excess_ns"].to_numpy(), 0))
+
+
 def checkpoint(graph: Graph) -> Graph:
     """Remove the time in which saves block training."""
     return with_zero_time(_without_state(graph, host_state.CHECKPOINT), graph.matches("phase", "checkpoint"))
@@ -124,6 +138,12 @@ ALLOCATOR = Cause(
     summary="the allocator makes no calls to the device",
     basis="cudaMalloc, cudaFree and their waits",
     removed_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION),
+)  # fmt: skip
+OVERSUBSCRIBED_CORES = Cause(
+    name="oversubscribed-cores", codes=("HOST007",), kind=Kind.HOST, transform=oversubscribed_cores,
+    pricing=Pricing.SOURCE, confidence=0.7,
+    summary="ops of a CPU run take as long as the fastest with the same inputs",
+    basis="ops with the same name and input shapes, where most of these are slow",
 )  # fmt: skip
 CHECKPOINT = Cause(
     name="checkpoint", codes=("CKPT001",), kind=Kind.HOST, transform=checkpoint, pricing=Pricing.SOURCE,

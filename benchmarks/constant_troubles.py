@@ -1,0 +1,165 @@
+"""Constant troubles: trainings that lose time in every step, and whether `tracekit check` names why, and how much.
+
+    python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
+
+Twenty small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
+healthy twin on two CPU ranks. Asked is whether the first finding names the cause, whether the twin has no warning, and
+whether the cost is within 20% of the difference between the median steps of both.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+import tracekit
+from benchmarks import constant_trainings, results
+from benchmarks.constant_trainings import HEALTHY, RANKS, SIZES, TROUBLES
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Finding, Severity
+
+_SCRIPT = Path(constant_trainings.__file__)
+_LEAST_RATIO = 0.03
+"""A trouble that costs less than this share of the step need not be reported."""
+_TOLERANCE = 0.2
+NAMED_BY: Mapping[str, tuple[str, ...]] = {
+    "recompile": ("HOST001", "STEP001", "STEP002"), "gc_one_rank": ("RANK001", "HOST001"), "gc_all_ranks": ("HOST001",),
+    "threads": ("HOST007",), "logging_every_step": ("HOST001", "HOST002"), "cpu_copies": ("HOST001", "HOST002"),
+    "one_core": ("HOST007",), "tiny_all_reduces": ("COMM002",), "parameter_loop": ("HOST001", "COMP003", "COMP004"),
+    "loader_without_workers": ("HOST003",), "barriers": ("COMM001", "COMM002"), "checkpoints": ("CKPT001", "HOST001"),
+    "profiler_hooks": ("HOST001",), "anomaly_mode": ("HOST001",), "deterministic": (), "slow_disk_log": ("HOST001",),
+    "denormals": (), "tokenize": ("HOST001", "HOST003"), "item_per_parameter": ("HOST001", "HOST002"),
+    "dtype_casts": (),
+}  # fmt: skip
+"""The rules that may name each trouble, fixed before the first recording was judged. None: no rule is about it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `check` says of a training with a trouble and of its healthy twin."""
+
+    trouble: str
+    size: str
+    healthy_ns: int
+    troubled_ns: int
+    first: Finding | None
+    twin_warnings: tuple[str, ...]
+
+    @property
+    def cost_ns(self) -> int:
+        """How much longer the median step takes with the trouble."""
+        return self.troubled_ns - self.healthy_ns
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the trouble costs enough to be reported."""
+        return self.cost_ns >= _LEAST_RATIO * self.troubled_ns
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the first finding is of a rule about this trouble."""
+        return self.first is not None and self.first.code in NAMED_BY[self.trouble]
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether the cost of a finding that names it is within the tolerance."""
+        off_ns = abs(self.first.cost_ns - self.cost_ns) if self.first is not None else self.cost_ns
+        return self.is_named and off_ns <= _TOLERANCE * self.cost_ns
+
+
+def record(size: str, folder: Path, troubles: Sequence[str]) -> None:
+    """Record each trouble and its twin. Raises CalledProcessError if a rank fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ, "PYTHONPATH": str(_SCRIPT.parents[1]), "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(RANKS),
+    }  # fmt: skip
+    commands = [
+        [sys.executable, str(_SCRIPT), str(rank), str(port), size, str(folder), *troubles] for rank in range(RANKS)
+    ]
+    ranks = [subprocess.Popen(command, env=environment) for command in commands]
+    for command, process in zip(commands, ranks, strict=True):
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def judge(trouble: str, size: str, folder: Path) -> Verdict:
+    """Check a training with a trouble and its healthy twin."""
+    troubled, healthy = (tracekit.load(str(folder / trouble / kind)) for kind in ("trouble", HEALTHY))
+    findings = check(troubled).findings
+    first = next((finding for finding in findings if finding.severity > Severity.INFO), None)
+    warnings = tuple(finding.code for finding in check(healthy).findings if finding.severity > Severity.INFO)
+    return Verdict(trouble, size, _median_step_ns(healthy), _median_step_ns(troubled), first, warnings)
+
+
+def _median_step_ns(run: Run) -> int:
+    steps = save_stages.steps(run).group_by("window", "step").agg(pl.col("duration_ns").max())
+    return int(statistics.median(steps["duration_ns"]))
+
+
+def table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the verdicts as Markdown, with the shares above."""
+    costly = [verdict for verdict in verdicts if verdict.is_costly]
+    with_rule = [verdict for verdict in costly if NAMED_BY[verdict.trouble]]
+    named = [verdict for verdict in with_rule if verdict.is_named]
+    lines = [
+        f"- {len(verdicts)} pairs; in {len(costly)} the trouble costs {units.share(_LEAST_RATIO)} of the step or more.",
+        f"- The first warning names the cause in {len(named)} of these; a rule is about it in {len(with_rule)}.",
+        f"- The healthy twin has no warning in {sum(not v.twin_warnings for v in verdicts)} of {len(verdicts)}.",
+        f"- The cost is within {units.share(_TOLERANCE)} of the difference in {sum(v.is_priced for v in named)} of "
+        f"{len(named)} that are named.",
+        "",
+        "| trouble | size | twin | difference | first warning | states | named | twin's warnings |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for verdict in verdicts:
+        first = verdict.first
+        named_text = "too small" if not verdict.is_costly else ("yes" if verdict.is_named else "no")
+        cells = (
+            verdict.trouble, verdict.size, units.duration(verdict.healthy_ns), units.duration(verdict.cost_ns),
+            f"{first.code}: {first.claim}" if first else "—", units.duration(first.cost_ns) if first else "—",
+            named_text, ", ".join(verdict.twin_warnings) or "—",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record, judge and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.constant_troubles", description=__doc__.splitlines()[0])
+    parser.add_argument("--trouble", action="append", choices=list(TROUBLES), help="only this; repeatable")
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="only this; repeatable")
+    parser.add_argument("--recordings", type=Path, help="folder of recordings: those that are there are used again")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    options = parser.parse_args(arguments)
+    troubles = options.trouble or list(TROUBLES)
+    verdicts = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.recordings or Path(temporary)
+        for size in options.size or SIZES:
+            missing = [name for name in troubles if not (folder / size / name / "trouble" / "run.json").exists()]
+            if missing:
+                record(size, folder / size, missing)
+            verdicts += [judge(name, size, folder / size) for name in troubles]
+    lines = ["# Constant troubles", "", *__doc__.splitlines()[4:], "", results.machine_description(), *table(verdicts)]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

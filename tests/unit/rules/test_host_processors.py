@@ -1,0 +1,76 @@
+"""Hosts with more computing threads than cores."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support import drawn_traces
+from tests.support.rule_examples import crowded_run
+from tracekit.analysis.host import cpu_contention
+from tracekit.model import schema
+from tracekit.rules.engine import check
+from tracekit.rules.host_processors import OversubscribedHost
+from tracekit.rules.rule import Severity
+
+CASE = Path(__file__).parents[3].parent / "shared" / "cases" / "oversub"
+SLOW = f"step {'0' * 20}{'1' * 20}\ncompute a....{'aaaa.' * 7}"
+"""The fastest call of a takes 1, the other seven 4."""
+
+
+def findings(run):
+    return check(run, [OversubscribedHost()]).findings
+
+
+def test_the_excess_over_the_fastest_identical_op_is_the_loss(wording):
+    (found,) = findings(crowded_run(SLOW))
+    # In step 0, the lower median of two steps, three calls take 4 instead of 1.
+    assert (found.cost_ns, found.confidence, found.steps) == (9, 0.9, (0, 1))
+    assert "OMP_NUM_THREADS=1" in found.fix
+    wording(found.message, found.sentence)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"threads": 1}, {"cores": 64}, {"threads": 1, "ranks": 64}, {"quota_cores": 0, "cores": 32}, {"cores": 0}],
+)
+def test_ranks_within_their_cores_are_not_reported(stated):
+    assert findings(crowded_run(SLOW, **stated)) == ()
+
+
+def test_a_quota_counts_as_the_cores():
+    assert findings(crowded_run(SLOW, cores=64, usable_cores=64, quota_cores=4))
+
+
+def logged_run(cpu_ns, **manifest):
+    """Return a run with the CPU time of its two steps, whose manifest by default states nothing."""
+    rows = [
+        {"step": step, "name": name, "value": float(value)}
+        for step in (0, 1)
+        for name, value in (("step_time_ns", 20), ("cpu_time_ns", cpu_ns))
+    ]
+    metrics = schema.METRICS.conform(pl.DataFrame(rows))
+    return drawn_traces.run(drawn_traces.trace(SLOW, on_device=False, metrics=metrics), **manifest)
+
+
+def test_ops_that_compute_for_longer_than_the_cpu_time_wait_for_processors():
+    # Ops take 29 of 40: with 20 of CPU time, threads waited for 9; with 28, for less than 8% of the time.
+    (found,) = findings(logged_run(10))
+    assert found.confidence == 0.7
+    assert "OMP_NUM_THREADS" in found.fix
+    assert findings(logged_run(14)) == ()
+
+
+def test_other_processes_are_not_the_threads_of_a_run_that_states_few():
+    assert findings(logged_run(10, processors={"cores": 2, "threads": 1, "ranks": 2})) == ()
+
+
+@pytest.mark.skipif(not CASE.is_dir(), reason="needs ../shared/cases, which is not part of the project")
+def test_late_ranks_of_an_oversubscribed_host_are_its_consequence():
+    run = tracekit.load(str(CASE))
+    first, *others = check(run).findings
+    assert (first.code, first.ranks) == ("HOST007", (0, 1))
+    assert first.impact > 0.4
+    assert all(finding.severity is Severity.INFO and finding.consequence_of == first.id for finding in others)
+    assert run.table(cpu_contention.contended_ops)["rank"].unique().sort().to_list() == [0, 1]

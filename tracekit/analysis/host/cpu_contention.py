@@ -1,0 +1,111 @@
+"""Ops of a CPU run whose threads lack processors: more threads than cores, or identical ops that are mostly slow."""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.time import trace_columns
+from tracekit.model import columns, schema
+from tracekit.model.fact import run_fact, trace_fact
+from tracekit.model.manifest import Manifest
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace, TraceFact
+
+OP_COLUMNS = schema.columns("step device activity_id name start_ns dur_ns excess_ns regular_ns")
+CPU_COLUMNS = schema.columns("step wall_ns cpu_ns")
+_MIN_CALLS = 4  # of fewer identical ops, the fastest may be slow too
+_MIN_REGULAR_RATIO = 0.3
+"""Where other processes interrupt, few calls have most of the excess: 0.02 to 0.16 of it in the median call, over 40
+recordings on a busy host. Where the threads of ops compete, every call has some: 0.43 to 0.85."""
+_MIN_EXCESS_RATIO = 0.3  # caches and frequencies make identical ops differ by less
+_MIN_WAITING_RATIO = 0.08  # of the step, for which ops compute without CPU time: the thread was not scheduled
+
+
+@trace_fact
+def op_excess(trace: Trace) -> pl.DataFrame:
+    """Ops of a CPU run against the fastest identical op of the trace: the same name and input shapes.
+
+    Columns OP_COLUMNS: device (null), excess_ns (beyond the fastest), regular_ns (what their median call has of it;
+    both 0 where there are few identical ops); one row per op that computes. Empty where a device was recorded.
+    """
+    if trace.on_device:
+        return schema.empty(OP_COLUMNS)
+    shapes = columns.rows_or_nulls(trace.ops.select("shapes"), trace_columns.launch_rows(trace))["shapes"]
+    ops = trace.activities.with_columns(shapes).filter(pl.col("kind") == "compute", trace.in_steps)
+    same = ("name", "shapes")
+    fastest_ns, median_ns = pl.col("dur_ns").min().over(same), pl.col("dur_ns").median().over(same)
+    is_counted = pl.len().over(same) >= _MIN_CALLS
+    return schema.conform(
+        ops.with_columns(
+            activity_id="id",
+            excess_ns=pl.when(is_counted).then(pl.col("dur_ns") - fastest_ns).otherwise(0),
+            regular_ns=pl.when(is_counted).then(median_ns - fastest_ns).otherwise(0).cast(pl.Int64),
+        ),
+        OP_COLUMNS,
+    )
+
+
+@trace_fact
+def cpu_times(trace: Trace) -> pl.DataFrame:
+    """Time of each profiled step, and CPU time of the process in it, by the metrics log. Columns CPU_COLUMNS."""
+    names = {conventions.STEP_TIME_METRIC: "wall_ns", conventions.CPU_TIME_METRIC: "cpu_ns"}
+    rows = trace.metrics.filter(pl.col("name").is_in(list(names)), pl.col("step").is_in(trace.steps["step"].implode()))
+    sums = rows.group_by("step", "name").agg(pl.col("value").last().round().cast(pl.Int64))
+    parts = [sums.filter(name=name).select("step", pl.col("value").alias(column)) for name, column in names.items()]
+    return schema.conform(parts[0].join(parts[1], on="step"), CPU_COLUMNS)
+
+
+FACTS: tuple[TraceFact, ...] = (op_excess, cpu_times)
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Threads that compute at the same time on the host of a run, and the cores that they may use."""
+
+    threads: int
+    ranks: int
+    cores: float
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        """Whether ops use several threads, and all ranks together more than there are cores."""
+        return self.threads > 1 and self.threads * self.ranks > self.cores
+
+
+def processors(run: Run) -> Processors | None:
+    """What the manifest states of threads and cores; None where it does not.
+
+    Where it does not state the ranks of its host, those with a trace count.
+    """
+    stated = Manifest.of(run.manifest).processors
+    limits = [cores for cores in (stated.cores, stated.usable_cores, stated.quota_cores) if cores]
+    if not limits or not stated.threads:
+        return None
+    return Processors(stated.threads, stated.ranks or len(run.ranks), min(limits))
+
+
+@run_fact
+def contended_ops(run: Run) -> pl.DataFrame:
+    """Ops that take longer because threads lack processors; use ``run.table(contended_ops)``.
+
+    Columns window, rank, those of OP_COLUMNS; one row per op with an excess, of ranks most of whose identical ops are
+    slow: a third of the excess or more is in the median call. Also, threads of all ranks outnumber the cores. Where the
+    manifest does not state that, ops compute for longer than the process had CPU time: its threads were not running.
+    """
+    ops = run.table(op_excess)
+    of_rank = ("window", "rank")
+    times = run.table(cpu_times)
+    logged = ops.join(times.select(*of_rank, "step"), on=[*of_rank, "step"], how="semi")
+    computed = logged.group_by(of_rank).agg(pl.col("dur_ns").sum().alias("logged_ns"))
+    used = times.group_by(of_rank).agg(pl.col("wall_ns", "cpu_ns").sum()).join(computed, on=of_rank)
+    ranks = ops.group_by(of_rank).agg(pl.col("dur_ns", "excess_ns", "regular_ns").sum())
+    ranks = ranks.join(used, on=of_rank, how="left")
+    stated = processors(run)
+    waiting_ns = pl.col("logged_ns") - pl.col("cpu_ns")
+    is_waiting = (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
+    is_short = is_waiting if stated is None else pl.lit(stated.is_oversubscribed)
+    is_regular = pl.col("regular_ns") >= _MIN_REGULAR_RATIO * pl.col("excess_ns")
+    is_slow = pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns")
+    contended = ranks.filter(is_short & is_regular & is_slow & (pl.col("excess_ns") > 0))
+    return ops.filter(pl.col("excess_ns") > 0).join(contended, on=of_rank, how="semi", maintain_order="left")

@@ -1,0 +1,82 @@
+"""The rule on hosts with more threads than cores."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import cpu_contention
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import TraceFact
+from tracekit.replay.graph.causes.host import OVERSUBSCRIBED_CORES
+from tracekit.rules import quoted_step
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+
+
+@dataclass(frozen=True)
+class OversubscribedHost(Rule):
+    """A host of a CPU run that has more computing threads than cores.
+
+    What it does: reports steps of a CPU run in which ops take longer than the fastest op with the same name and input
+    shapes by `min_lost_ratio` of the step or more, because their threads lack processors.
+
+    Why it costs: an op with several threads ends when its last thread does. Where the threads of all ranks outnumber
+    the cores, each barrier inside an op waits until the scheduler has run all of them: an op takes several times as
+    long as with one thread.
+
+    How it is measured: threads, ranks and cores (affinity and the quota of the control group) are those in run.json,
+    which the recorder writes. Without them, ops must compute for longer than the process had CPU time, by the metrics
+    log: meanwhile their threads were not running. Either way most identical ops must be slow: a third of the excess or
+    more in the median call. Where other processes interrupt, few calls have all of it, and nothing is reported. The
+    cost is the saving of a replay in which each op takes as long as the fastest identical one of its rank: it is too
+    low where all are slow. Ranks that are late for this reason are a consequence. Steps that save are left out.
+
+    How to fix: give each rank its share of the cores: OMP_NUM_THREADS (torchrun sets 1 for several ranks) or
+    torch.set_num_threads, cores divided by ranks; fewer DataLoader workers; a larger CPU quota of the container.
+
+    Blind spots: runs with devices are not judged. Recordings without run.json and without a metrics log state neither
+    threads nor CPU time. Ops with the same shapes may differ in their values (sparse, denormal).
+    """
+
+    code: ClassVar[str] = "HOST007"
+    facts: ClassVar[tuple[TraceFact, ...]] = (*cpu_contention.FACTS, *save_stages.FACTS)
+    min_lost_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst rank's median step exceeds the threshold."""
+        slow = run.table(cpu_contention.contended_ops)
+        loss = quoted_step.worst_loss(save_stages.losses(run, slow, "excess_ns"), self.min_lost_ratio)
+        if loss is None:
+            return
+        stated = cpu_contention.processors(run)
+        is_stated = stated is not None and stated.is_oversubscribed
+        times = loss.rows(run.table(cpu_contention.cpu_times))
+        if stated is not None and is_stated:
+            why = f"{stated.ranks} ranks of {stated.threads} threads each share {stated.cores:g} cores"
+            share = max(1, int(stated.cores // stated.ranks))
+            fix = f"Set OMP_NUM_THREADS={share} (cores divided by ranks), or torch.set_num_threads({share})."
+        else:
+            why = "ops compute for longer than their process has CPU time"
+            fix = (
+                "Set OMP_NUM_THREADS to the cores divided by the ranks of the host (torchrun sets 1), and see which "
+                "other processes run there. Record again: run.json then states threads and cores."
+            )
+        cpu = ""
+        if times.height:
+            cpu = f" The process had {units.duration(times['cpu_ns'][0])} of CPU time"
+            cpu += f" in {units.duration(times['wall_ns'][0])}."
+        ops = loss.rows(slow)
+        yield loss.finding(
+            self,
+            Severity.WARNING,
+            f"{why[0].upper()}{why[1:]}: {ops.height:,} ops take {loss} longer than the fastest ones with the same "
+            f"inputs.{cpu}",
+            fix,
+            confidence=0.9 if is_stated else 0.7,
+            what_if=WhatIf(OVERSUBSCRIBED_CORES),
+            evidence=quoted_step.evidence(slow, loss.row, "excess_ns").select(
+                "window", "rank", "step", "name", "start_ns", "dur_ns", "excess_ns"
+            ),
+            claim=f"The host is oversubscribed: {why}",
+        )
