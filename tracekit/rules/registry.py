@@ -49,13 +49,13 @@ RULES: tuple[type[Rule], ...] = (
     ExposedCommunication, SmallCollectives, ReducedEveryMicroBatch, PreparationGap, GiveWay, SerializedStreams,
     ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup, OccasionalStraggler,
     PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink, TensorParallelAcrossNodes,
-    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, Recompilation, GarbageCollection,
-    ExposedCopy, OversubscribedHost, MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels, PartialWaves, OutlierStep,
-    ColdStart, ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory,
-    LittleHeadroom, IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes,
-    ReallocatedBuffers, BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter,
-    PlannedSave, GlobalSync, GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval,
-    LostOnPowerFailure, UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
+    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, ExposedCopy, Recompilation,
+    GarbageCollection, OversubscribedHost, MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels,
+    PartialWaves, OutlierStep, ColdStart, ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation,
+    GrowingMemory, LittleHeadroom, IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack,
+    ChangingSizes, ReallocatedBuffers, BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync,
+    StragglingWriter, PlannedSave, GlobalSync, GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore,
+    SuboptimalInterval, LostOnPowerFailure, UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
 )  # fmt: skip
 
 
