@@ -143,7 +143,12 @@ def run(question: Question | None = None) -> None:
             output.repeat(answer)
             sys.exit(answer.exit_code)
         with current_question(question or Question()):
-            app(_command_line(), prog_name="tracekit")
+            # Words that were typed, with today's command in place of an old name, which a line on stderr says.
+            words = current_words(sys.argv[1:])
+            if name := renamed_command(sys.argv[1:]):
+                command = " ".join(RENAMED[name].words)
+                output.notify(f"tracekit {name} is now tracekit {command}; the old name goes away in the next version")
+            app(words, prog_name="tracekit")
     except TracekitError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -155,15 +160,6 @@ def run(question: Question | None = None) -> None:
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
         _exit(f"internal error of tracekit: {details}; {_report(error)}", INTERNAL_ERROR)
-
-
-def _command_line() -> list[str]:
-    """Words that were typed, with today's command in place of an old name, which a line on stderr says."""
-    words = current_words(sys.argv[1:])
-    if name := renamed_command(sys.argv[1:]):
-        command = " ".join(RENAMED[name].words)
-        output.notify(f"tracekit {name} is now tracekit {command}; the old name goes away in the next version")
-    return words
 
 
 def _report(error: Exception) -> str:

@@ -53,7 +53,13 @@ def _page(run: str, address: str, query: str) -> bytes:
     place = run if object_storage.is_url(run) else str(Path(run).resolve())
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "page.html"
-        command = python_child.script_command(_script(), place, address, query, str(out))
+        spec = importlib.util.find_spec("dashboard") if importlib.util.find_spec("streamlit") else None
+        script = Path(spec.origin).parent / "server" / "shared_page.py" if spec and spec.origin else None
+        if script is None or not script.is_file():
+            raise MissingExtraError(
+                "pages other than the timeline need the dashboard: pip install 'torch-tracekit[dashboard]'"
+            )
+        command = python_child.script_command(script, place, address, query, str(out))
         done = subprocess.run(  # noqa: S603 our own
             command, env=python_child.environment(), capture_output=True, text=True, check=False
         )
@@ -61,13 +67,3 @@ def _page(run: str, address: str, query: str) -> bytes:
             lines = done.stderr.strip().splitlines() or ["the page cannot be drawn"]
             raise InputError(f"{run}: {lines[-1]}")
         return out.read_bytes()
-
-
-def _script() -> Path:
-    spec = importlib.util.find_spec("dashboard") if importlib.util.find_spec("streamlit") else None
-    script = Path(spec.origin).parent / "server" / "shared_page.py" if spec and spec.origin else None
-    if script is None or not script.is_file():
-        raise MissingExtraError(
-            "pages other than the timeline need the dashboard: pip install 'torch-tracekit[dashboard]'"
-        )
-    return script

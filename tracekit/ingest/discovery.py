@@ -238,7 +238,13 @@ def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
         several = len({t.rank for t in listed}) < len(listed)
         windowed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
     _report_assumed_windows(windowed, issues)
-    return _one_per_rank(windowed, issues)
+    first_of: dict[tuple[int, int], TraceFile] = {}
+    for t in windowed:
+        first = first_of.setdefault((t.window, t.rank), t)
+        if first is not t:
+            message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
+            issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
+    return list(first_of.values())
 
 
 def _window_folder(listed: TraceFile) -> int | None:
@@ -299,16 +305,6 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
         window_ranks.add(t.rank)
         windowed.append(replace(t, window=window))
     return windowed
-
-
-def _one_per_rank(windowed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    first_of: dict[tuple[int, int], TraceFile] = {}
-    for t in windowed:
-        first = first_of.setdefault((t.window, t.rank), t)
-        if first is not t:
-            message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
-            issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
-    return list(first_of.values())
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,10 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
     if with_metrics:
         sections.append([heading("Metrics", "  medians over steps"), cells(compared)])
     else:
-        sections.append([faint(_metric_counts(compared))])
+        verdicts = [change.verdict for change in compared.changes]
+        counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
+        metric_counts = f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
+        sections.append([faint(metric_counts)])
     return Document(tuple(sections), tuple(notes), values, is_ascii=False)
 
 
@@ -180,13 +183,6 @@ def _contribution_values(part: Contribution) -> dict[str, object]:
         "is_certain": part.is_certain,
         "parts": [_contribution_values(piece) for piece in part.parts],
     }
-
-
-def _metric_counts(compared: Comparison) -> str:
-    """Return how many metrics have each verdict, and where they are shown."""
-    verdicts = [change.verdict for change in compared.changes]
-    counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
-    return f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
 
 
 def _is_of_step_time(change: Change) -> bool:
