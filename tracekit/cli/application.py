@@ -8,9 +8,10 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,6 @@ from typer.core import TyperGroup
 from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.question import Question, current_question
-from tracekit.cli.renamed_commands import RENAMED, current_words, renamed_command
 from tracekit.errors import TracekitError
 
 
@@ -74,6 +74,44 @@ COMMANDS = {
         LazyCommand("simulate", "Write traces of a simulated training with known faults."),
     )
 }
+
+
+@dataclass(frozen=True)
+class RenamedCommand:
+    """What replaces a command: the words to type in place of its name, and in place of its options."""
+
+    words: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+RENAMED: Mapping[str, RenamedCommand] = {
+    "rules": RenamedCommand(("explain", "--kind", "rule")),
+    "schema": RenamedCommand(("explain", "--kind", "table")),
+    "ops": RenamedCommand(("kernels", "--of", "host")),
+    "flamegraph": RenamedCommand(("kernels", "--by", "stack"), {"--by-rank": ("--by", "stack,rank")}),
+    "critical-path": RenamedCommand(("whatif", "--critical-path")),
+}
+
+
+def renamed_command(words: Sequence[str]) -> str | None:
+    """Old name that a command line uses; None for one without."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    return name if name in RENAMED else None
+
+
+def current_words(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with today's command in place of an old name.
+
+    >>> current_words(["ops", "RUN", "--top", "3"])
+    ['kernels', '--of', 'host', 'RUN', '--top', '3']
+    """
+    name = renamed_command(words)
+    if name is None:
+        return list(words)
+    position = list(words).index(name)
+    command = RENAMED[name]
+    options = [part for word in words[position + 1 :] for part in command.options.get(word, (word,))]
+    return [*words[:position], *command.words, *options]
 
 
 class LazyCommands(Mapping[str, Any]):

@@ -13,7 +13,7 @@ from tracekit.conventions.devices import DeviceOverride
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
 from tracekit.ingest.files import ArchivedTrace, File, RemoteTrace, RunFiles, RunLocation
-from tracekit.ingest.readers import manifest
+from tracekit.ingest.readers import logs
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
@@ -194,7 +194,7 @@ def _manifest(
     if file is None:
         return next((t.info.manifest for t in traces if t.info.manifest is not None), {})
     try:
-        return manifest.parse(file.text(cache=cache))
+        return logs.parse_manifest(file.text(cache=cache))
     except (ValueError, OSError, BadTraceError) as error:
         message = f"{file.path}: cannot be read as JSON ({error}); the run has no manifest"
         issues.append(QualityIssue("bad_manifest", message, file.path))

@@ -62,9 +62,9 @@ def explain(
     if page_format is PageFormat.MARKDOWN:
         if kind is not Kind.TABLE:
             raise ConfigError("--format markdown is for --kind table")
-        from tracekit.report import schema_pages
+        from tracekit.report import explanations
 
-        result.emit(schema_pages.as_markdown(_tables(name, is_page=True)))
+        result.emit(explanations.schema_page(_tables(name, is_page=True)))
         return
     from tracekit.report import explanations
 
@@ -148,16 +148,16 @@ def _tables(name: str | None, *, is_page: bool) -> "Sequence[TableDocument]":
 
 
 def _table_list() -> "Document":
-    from tracekit.report import schema_pages
+    from tracekit.report import explanations
 
-    return schema_pages.document(_tables(None, is_page=False))
+    return explanations.tables_document(_tables(None, is_page=False))
 
 
 def _table_page(name: str) -> "Document | None":
-    from tracekit.report import schema_pages
+    from tracekit.report import explanations
 
     tables = [table for table in _tables(None, is_page=False) if table.name == name.lower()]
-    return schema_pages.document(tables) if tables else None
+    return explanations.tables_document(tables) if tables else None
 
 
 def _table_grains() -> "Sequence[Meaning]":

@@ -9,8 +9,7 @@ from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
-from tracekit.ingest.readers.logs import CheckpointLogs, MemorySnapshots, MetricsLogs
-from tracekit.ingest.readers.manifest import Manifests
+from tracekit.ingest.readers.logs import CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
 from tracekit.ingest.readers.nsight.format import NsightExports
 from tracekit.ingest.readers.perfetto.format import PerfettoTraces
 from tracekit.ingest.readers.reader import Reader
