@@ -46,9 +46,7 @@ COMMANDS = {
     command.name: command
     for command in (
         LazyCommand(
-            "record",
-            "Record a training without changing it: record -- COMMAND…",
-            context_settings=_PASS_THROUGH,
+            "record", "Record a training without changing it: record -- COMMAND…", context_settings=_PASS_THROUGH
         ),
         LazyCommand(
             "merge", "Merge the parts of a run into one folder.", module="record", context_settings=_PASS_THROUGH

@@ -94,13 +94,7 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
     silent = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run(  # noqa: S603  the command of this process
-            command,
-            env=variables,
-            timeout=limit_s,
-            check=False,
-            stdin=silent,
-            stdout=silent,
-            stderr=silent,
+            command, env=variables, timeout=limit_s, check=False, stdin=silent, stdout=silent, stderr=silent
         )
     return max(folder.glob(f"{FOUND}*"), default=None)
 

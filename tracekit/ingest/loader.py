@@ -60,9 +60,10 @@ def load(
     traces, issues = discovery.identify(scan.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
     fields = _manifest(traces, manifests, issues, cache=cache)
     plain = [_source(t, scan, cache=cache) for t in traces]
-    sources = [_with_devices(source, tuple(devices)) for source in plain]
+    stated_devices = tuple(devices)
+    sources = [replace(s, read=partial(_read_stating, s.read, stated_devices)) if stated_devices else s for s in plain]
     read_traces = {
-        source: _stating(trace, tuple(devices))
+        source: _stating(trace, stated_devices)
         for source, trace in zip(sources, map(partial(_read_already, cache=cache), traces, plain), strict=True)
         if trace is not None
     }
@@ -92,23 +93,15 @@ def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = (
     ]
     tables: dict[str, list[pl.DataFrame]] = {}
     for companion in (*logs, *companions):
-        part = _read_companion(companion, trace)
+        try:
+            part = companion.reader.read(companion.path, companion.info, rank=trace.rank, window=trace.window)
+        except BadTraceError as error:
+            issue = pl.DataFrame([("bad_companion", f"{error}.", 0.0)], schema.DATA_QUALITY.schema, orient="row")
+            part = Trace(trace.rank, trace.window, companion.path, data_quality=issue)
         for table_name, table in part.tables.items():
             if not table.is_empty():
                 tables.setdefault(table_name, [getattr(trace, table_name)]).append(table)
     return trace.replace(**{name: pl.concat(parts) for name, parts in tables.items()})
-
-
-def _read_companion(companion: Companion, trace: Trace) -> Trace:
-    try:
-        return companion.reader.read(companion.path, companion.info, rank=trace.rank, window=trace.window)
-    except BadTraceError as error:
-        issue = pl.DataFrame([("bad_companion", f"{error}.", 0.0)], schema.DATA_QUALITY.schema, orient="row")
-        return Trace(trace.rank, trace.window, companion.path, data_quality=issue)
-
-
-def _with_devices(source: Source, devices: tuple[DeviceOverride, ...]) -> Source:
-    return replace(source, read=partial(_read_stating, source.read, devices)) if devices else source
 
 
 def _read_stating(read: Callable[[], Trace], devices: tuple[DeviceOverride, ...]) -> Trace:

@@ -250,9 +250,7 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
             for f in saved.findings
         ),
         pl.DataFrame(
-            [(row.kind, row.name, row.shapes, row.share) for row in saved.shares],
-            schema=WORK_COLUMNS,
-            orient="row",
+            [(row.kind, row.name, row.shapes, row.share) for row in saved.shares], schema=WORK_COLUMNS, orient="row"
         ),
     )
 

@@ -46,12 +46,7 @@ def meanings_document(meanings: Sequence[Meaning]) -> Document:
         ]
     ]
     values = [
-        {
-            "name": entry.name,
-            "synonyms": list(entry.synonyms),
-            "meaning": entry.meaning,
-            "details": list(entry.details),
-        }
+        {"name": entry.name, "synonyms": list(entry.synonyms), "meaning": entry.meaning, "details": list(entry.details)}
         for entry in meanings
     ]
     return Document(([Definitions(tuple(rows))],), values=values, is_ascii=False)

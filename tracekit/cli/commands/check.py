@@ -205,12 +205,7 @@ def check(
 
 
 def _results(
-    paths: list[str],
-    options: CheckOptions,
-    reported: "Sequence[TraceFact]",
-    *,
-    cache: bool,
-    executor: "Executor",
+    paths: list[str], options: CheckOptions, reported: "Sequence[TraceFact]", *, cache: bool, executor: "Executor"
 ) -> "list[CheckResult]":
     from tracekit.cli import settings as config
     from tracekit.regression import gate as checks

@@ -109,8 +109,7 @@ def export(
         bool, typer.Option("--critical-path", help="Perfetto: add a track with the critical path of the step.")
     ] = False,
     view: Annotated[
-        str,
-        typer.Option(metavar="LINK", help="Html: a link of the dashboard, or its end, such as 'kernels?by=name'."),
+        str, typer.Option(metavar="LINK", help="Html: a link of the dashboard, or its end, such as 'kernels?by=name'.")
     ] = TIMELINE,
     work: SelectedWork,
     source: RunOptions,

@@ -123,12 +123,7 @@ _STACK, _RANK = "stack", "rank"
 
 @expand_options
 def kernels(
-    *,
-    work: WorkOptions,
-    sequence: SequenceOptions,
-    part: SelectedWork,
-    source: RunOptions,
-    table: TotalsOptions,
+    *, work: WorkOptions, sequence: SequenceOptions, part: SelectedWork, source: RunOptions, table: TotalsOptions
 ) -> None:
     """Show the kernels, copies and collectives of a run, or its host ops: count, total, mean, percentiles, maximum.
 

@@ -18,16 +18,7 @@ from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import filled_devices, host_time
 from tracekit.replay.graph.host_time import Calls
-from tracekit.replay.graph.nodes import (
-    EDGE_COLUMNS,
-    HOST,
-    WAIT,
-    WORK,
-    NodeTable,
-    edge_table,
-    gap_series,
-    number_nodes,
-)
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, WAIT, WORK, NodeTable, edge_table, gap_series, number_nodes
 
 _AWAITED_NS = 1_000
 """Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""

@@ -43,11 +43,7 @@ _MISSING = {
 
 
 def to_hta(
-    run: Run,
-    *,
-    window: int | None = None,
-    ranks: Iterable[int] | None = None,
-    include_last_profiler_step: bool = False,
+    run: Run, *, window: int | None = None, ranks: Iterable[int] | None = None, include_last_profiler_step: bool = False
 ) -> "TraceAnalysis":
     """Return a ``TraceAnalysis`` over the traces of a run, as its own loader would make it, without parsing a file.
 
@@ -130,8 +126,7 @@ def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataF
         dur_us = end_us - ts_us
     times = (pl.Series("ts", ts_us), pl.Series("dur", dur_us), pl.Series("end", end_us))
     frame = filled.select(
-        pl.exclude("start_ns", "dur_ns", "op_id", "activity_id", "launch_id", "number"),
-        *times,
+        pl.exclude("start_ns", "dur_ns", "op_id", "activity_id", "launch_id", "number"), *times
     ).to_pandas()
     for name in ("pid", "tid"):
         frame[name] = _numeric_ids(events[name]).to_pandas()
