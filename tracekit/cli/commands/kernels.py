@@ -150,7 +150,14 @@ def kernels(
     elif sequence.sequences is not None or sequence.launched_by is not None:
         _write_sequences(source, sequence, table)
     elif work.of is WorkOf.HOST:
-        _write_ops(source, work, table)
+        from tracekit.analysis.host import ops as analysis
+        from tracekit.report import summary_tables
+
+        run = source.open()
+        kinds = output.split_names("cpu_op" if work.kinds is None else work.kinds)
+        with output.progress() as bar:
+            rows = analysis.ops(run, work.keys, kinds, on_progress=bar.trace_callback(len(run.sources)))
+        table.write(rows, summary_tables.totals)
     else:
         _write_kernels(source, work, sequence, table)
 
@@ -181,17 +188,6 @@ def _write_kernels(source: RunOptions, work: WorkOptions, sequence: SequenceOpti
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, work.keys, ops=ops, on_progress=callback)
-    table.write(rows, summary_tables.totals)
-
-
-def _write_ops(source: RunOptions, work: WorkOptions, table: TotalsOptions) -> None:
-    from tracekit.analysis.host import ops as analysis
-    from tracekit.report import summary_tables
-
-    run = source.open()
-    kinds = output.split_names("cpu_op" if work.kinds is None else work.kinds)
-    with output.progress() as bar:
-        rows = analysis.ops(run, work.keys, kinds, on_progress=bar.trace_callback(len(run.sources)))
     table.write(rows, summary_tables.totals)
 
 
