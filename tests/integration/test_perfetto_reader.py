@@ -22,7 +22,7 @@ from tests.unit.report.test_export import ops
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery
 from tracekit.ingest.files import File
-from tracekit.ingest.readers.perfetto.format import PerfettoTraces
+from tracekit.ingest.readers import PerfettoTraces
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace

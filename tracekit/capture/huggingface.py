@@ -145,15 +145,18 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _describe_run(args: Any, model: Any) -> dict[str, Any]:
-    state = AcceleratorState()
-    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
-    if kind == "FSDP":
-        strategy = f"fsdp{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
-    elif kind.startswith("MULTI_"):
-        strategy = "ddp"
-    else:
-        strategy = None if kind == "NO" else kind.lower()
+    strategy = _strategy()
     described: dict[str, Any] = {"name": type(model).__name__}
     if strategy in (None, "ddp"):  # under other strategies a rank has parts of the parameters, or none
         described["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return {"strategy": strategy, "model": described, "arguments": args.to_dict()}
+
+
+def _strategy() -> str | None:
+    state = AcceleratorState()
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    if kind == "FSDP":
+        return f"fsdp{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
+    if kind.startswith("MULTI_"):
+        return "ddp"
+    return None if kind == "NO" else kind.lower()
