@@ -47,13 +47,12 @@ AllowDifferent = Annotated[
 
 
 class Format(StrEnum):
-    """Formats of a table."""
+    """Formats of a document: one renderer of `tracekit.report.render` each."""
 
     TEXT = "text"
     JSON = "json"
-
-
-TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
+    MARKDOWN = "markdown"
+    HTML = "html"
 
 
 class ExecutorKind(StrEnum):
@@ -149,33 +148,44 @@ class OutputOptions:
         """Write a text result."""
         output.emit(text, self.out)
 
-    def write_text(self, document: "Document") -> None:
-        """Write a document for people."""
-        from tracekit.report.render import text
+    def write_in(self, document: "Document", document_format: Format = Format.TEXT) -> None:
+        """Write a document in a format."""
+        # Only the renderer of this format is loaded: rich loads in a tenth of a second.
+        if document_format is Format.TEXT:
+            from tracekit.report.render import text
 
-        self.emit(text.render(document, **self.style))
+            written = text.render(document, **self.style)
+        elif document_format is Format.JSON:
+            from tracekit.report.render import json
 
-    def write_json(self, document: "Document") -> None:
-        """Write a document for programs."""
-        from tracekit.report.render import json  # without rich, which loads in a tenth of a second
+            written = json.render(document)
+        elif document_format is Format.MARKDOWN:
+            from tracekit.report.render import markdown
 
-        self.emit(json.render(document))
+            written = markdown.render(document)
+        else:
+            from tracekit.report.render import html
+
+            written = html.render(document)
+        self.emit(written)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(OutputOptions):
-    """The format and destination of a table."""
+class DocumentOptions(OutputOptions):
+    """The format and destination of a document."""
 
-    table_format: TextOrJson = Format.TEXT
+    document_format: Annotated[
+        Format, typer.Option("--format", help="Text, Markdown or an HTML page for people, JSON for programs.")
+    ] = Format.TEXT
 
     @property
     def is_json(self) -> bool:
         """Return whether the result is for a program."""
-        return self.table_format is Format.JSON
+        return self.document_format is Format.JSON
 
-    def write(self, document: "Document") -> None:
-        """Write a document in the format."""
-        (self.write_json if self.is_json else self.write_text)(document)
+    def write_document(self, document: "Document") -> None:
+        """Write a document in the format that the user chose."""
+        self.write_in(document, self.document_format)
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

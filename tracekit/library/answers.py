@@ -18,9 +18,11 @@ from tracekit.regression import gate
 from tracekit.replay.graph import what_if as replayed
 from tracekit.report import html, html_fragments, json, phrases, shared_view, text, what_if
 from tracekit.report.ci import code_locations, comment, sarif
+from tracekit.report.document import Document
+from tracekit.report.render import html as render_html
 from tracekit.report.render import json as render_json
+from tracekit.report.render import markdown as render_markdown
 from tracekit.report.render import text as render_text
-from tracekit.report.shared_view import SharedView
 from tracekit.rules import engine, rule
 from tracekit.rules.rule import Rule
 
@@ -71,9 +73,29 @@ class Answer(ABC):
     def _repr_html_(self) -> str:
         return f"<style>{html_fragments.style()}</style><div>{self.as_html()}</div>"
 
-    def as_page(self, run: str, title: str, subtitle: str) -> str:
-        """The answer as an HTML page of its own."""
-        return shared_view.render(SharedView(run, title, subtitle, [self.as_html()]))
+
+class DocumentAnswer(Answer):
+    """An answer that is a document: every renderer writes it."""
+
+    @abstractmethod
+    def document(self) -> Document:
+        """What the answer says."""
+
+    def as_html(self) -> str:
+        """The document as pieces of HTML, without their style sheet."""
+        return render_html.fragment(self.document())
+
+    def formats(self) -> Mapping[str, Callable[[], str]]:
+        """HTML, Markdown, JSON and text."""
+        return {
+            ".html": lambda: render_html.render(self.document()),
+            ".md": lambda: render_markdown.render(self.document()),
+            ".json": lambda: render_json.render(self.document()),
+            ".txt": lambda: str(self),
+        }
+
+    def __str__(self) -> str:
+        return render_text.render(self.document(), width=text.WIDTH)
 
 
 class Report(rule.Report, Answer):
@@ -129,13 +151,17 @@ class Report(rule.Report, Answer):
         return f"<Report on {self.run.name}: {phrases.severity_counts(self.findings)}>"
 
 
-class WhatIf(Answer):
+class WhatIf(DocumentAnswer):
     """The saving per step without each cause, by replay of the steps on their dependency graph."""
 
     def __init__(self, run: str, answers: replayed.WhatIf) -> None:
         """Show the answers for a run of this name."""
         self.run = run
         self.answers = answers
+
+    def document(self) -> Document:
+        """The run and its replay, and a line per cause."""
+        return what_if.document(self.answers, (), run=self.run)
 
     def to_frame(self) -> pl.DataFrame:
         """One row per cause, the largest saving first: columns `report.what_if.COLUMNS`."""
@@ -153,17 +179,6 @@ class WhatIf(Answer):
         rows = [(answer.name, answer.unavailable_reason) for answer in answers.unavailable]
         unavailable = escaping.html_table(("without", "cannot be computed, because"), rows) if rows else ""
         return headline + what_if.as_html(answers) + unavailable
-
-    def formats(self) -> Mapping[str, Callable[[], str]]:
-        """HTML, JSON and text."""
-        return {
-            ".html": lambda: self.as_page(self.run, "What if", "Savings per step, by replay"),
-            ".json": lambda: render_json.render(what_if.document(self.answers, (), run=self.run)),
-            ".txt": lambda: str(self),
-        }
-
-    def __str__(self) -> str:
-        return render_text.render(what_if.document(self.answers, (), run=self.run), width=text.WIDTH)
 
     def __repr__(self) -> str:
         return f"<WhatIf of {self.run}: {units.count(len(self.answers.answers), 'cause')}>"

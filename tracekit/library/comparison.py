@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.library.answers import Answer
-from tracekit.model import escaping
+from tracekit.library.answers import DocumentAnswer
 from tracekit.model.run import Run
 from tracekit.regression import comparison as comparing
 from tracekit.regression import scaling as sizes
@@ -20,27 +19,19 @@ from tracekit.report import (
     baseline_json,
     charts,
     comparison,
-    html_fragments,
     json,
     query_rows,
     scaling,
     shared_view,
     step_change,
-    step_verdict,
-    text,
 )
-from tracekit.report.render import json as render_json
-from tracekit.report.render import markdown as render_markdown
-from tracekit.report.render import text as render_text
+from tracekit.report.document import Document
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_TOP = 40
-"""Rows of a notebook's cell."""
 
-
-class Comparison(Answer):
+class Comparison(DocumentAnswer):
     """Whether a run is better or worse than its reference, metric by metric."""
 
     def __init__(self, compared: comparing.Comparison) -> None:
@@ -52,28 +43,19 @@ class Comparison(Answer):
         rows = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in self.compared.changes]
         return pl.DataFrame(rows, infer_schema_length=None)
 
-    def as_html(self) -> str:
-        """The verdict, what differs between the runs, and a row per metric."""
-        table = html_fragments.cells(comparison.cells(self.compared))
-        verdict = html_fragments.comparison_verdict(self.compared, None)
-        return "".join([verdict, *[escaping.fragment("caption", note) for note in self.compared.differences], table])
+    def document(self) -> Document:
+        """The verdict, the contributions to the change of the step, and a row per metric."""
+        return comparison.document(self.compared)
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
-        """HTML, Markdown, JSON, CSV and text."""
-        compared = self.compared
-        return {
-            ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
-            ".md": lambda: render_markdown.render(comparison.document(compared)),
-            ".json": lambda: render_json.render(comparison.document(compared)),
-            ".csv": lambda: comparison.as_csv(compared),
-            ".txt": lambda: render_text.render(comparison.document(compared), width=text.WIDTH),
-        }
+        """HTML, Markdown, JSON, text and CSV."""
+        return {**super().formats(), ".csv": lambda: comparison.as_csv(self.compared)}
 
     def __repr__(self) -> str:
         return f"<Comparison of {self.compared.candidate} with {self.compared.reference}>"
 
 
-class StepComparison(Answer):
+class StepComparison(DocumentAnswer):
     """The change of the step by operator, kernel or module; the rows add up to it."""
 
     def __init__(self, changed: explaining.StepChange) -> None:
@@ -84,32 +66,20 @@ class StepComparison(Answer):
         """One row per operator, kernel or module and kind of idle time, the largest change first."""
         return self.changed.rows
 
-    def as_html(self) -> str:
+    def document(self) -> Document:
         """One sentence, and the rows with the largest changes."""
-        headline = html_fragments.headline(
-            step_verdict.headline(self.changed.compared),
-            step_change.count_statuses(self.changed),
-            html_fragments.change_status(self.changed.step),
-        )
-        return headline + html_fragments.cells(step_change.cells(self.changed, _TOP))
+        return step_change.document(self.changed)
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
-        """HTML, Markdown, JSON, CSV and text."""
-        changed, compared = self.changed, self.changed.compared
-        return {
-            ".html": lambda: self.as_page(compared.candidate, "Comparison", f"compared with {compared.reference}"),
-            ".md": lambda: render_markdown.render(step_change.document(changed)),
-            ".json": lambda: render_json.render(step_change.document(changed)),
-            ".csv": lambda: query_rows.as_csv(changed.rows),
-            ".txt": lambda: render_text.render(step_change.document(changed), width=text.WIDTH),
-        }
+        """HTML, Markdown, JSON, text and CSV."""
+        return {**super().formats(), ".csv": lambda: query_rows.as_csv(self.changed.rows)}
 
     def __repr__(self) -> str:
         compared = self.changed.compared
         return f"<Comparison of {compared.candidate} with {compared.reference} by {', '.join(self.changed.by)}>"
 
 
-class SizeComparison(Answer):
+class SizeComparison(DocumentAnswer):
     """Runs of one job of different size: throughput, efficiency, and what each part of the step grew by."""
 
     def __init__(self, compared: ScalingComparison) -> None:
@@ -120,31 +90,17 @@ class SizeComparison(Answer):
         """One row per run: size, throughput, efficiency, and each part of the step in ns."""
         return scaling.as_table(self.compared)
 
-    def as_html(self) -> str:
+    def document(self) -> Document:
         """A sentence per run, the runs, and the contributions of parts."""
-        compared = self.compared
-        headlines = [
-            html_fragments.headline(scaling.headline(step, compared), scaling.losses(step), scaling.status(step))
-            for step in compared.steps
-        ]
-        notes = [escaping.fragment("caption", note) for note in compared.notes]
-        tables = [html_fragments.cells(part(compared)) for part in (scaling.run_cells, scaling.contribution_cells)]
-        return "".join([*headlines, *notes, *tables])
+        return scaling.document(self.compared)
 
     def plot(self) -> "go.Figure":
         """GPU time per token by part, and throughput against perfect scaling."""
         return charts.scaling(self.compared)
 
     def formats(self) -> Mapping[str, Callable[[], str]]:
-        """HTML with the figure, Markdown, JSON, CSV and text."""
-        document = scaling.document(self.compared)
-        return {
-            ".html": self._page,
-            ".md": lambda: render_markdown.render(document),
-            ".json": lambda: render_json.render(document),
-            ".csv": lambda: scaling.as_csv(self.compared),
-            ".txt": lambda: render_text.render(document, width=text.WIDTH),
-        }
+        """HTML with the figure, Markdown, JSON, text and CSV."""
+        return {**super().formats(), ".html": self._page, ".csv": lambda: scaling.as_csv(self.compared)}
 
     def _page(self) -> str:
         runs = self.compared.runs

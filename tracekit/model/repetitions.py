@@ -5,7 +5,7 @@ they do not overlap: what repeats, and how often.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,16 +77,23 @@ def find(tokens: Ints) -> Repetition | None:
     >>> find(np.arange(20)) is None
     True
     """
+    return max(find_all(tokens), key=lambda passes: (passes.count, passes.alike_ratio), default=None)
+
+
+def find_all(tokens: Ints, marks: Sequence[Ints] = ()) -> list[Repetition]:
+    """Return the passes of equally good loops, and those that begin at the ascending places of each of `marks`.
+
+    >>> [passes.count for passes in find_all(np.tile([1, 2, 3, 3], 6), [np.array([0, 12])])]
+    [6, 2]
+    """
     codes = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
     grams = dict(_grams(codes))
     rated = [passes for places in _candidates(grams, len(codes)) if (passes := _repetition(codes, places)) is not None]
     best = max((passes.alike_ratio for passes in rated), default=0.0)
     good = [passes for passes in rated if passes.alike_ratio >= best - _AS_GOOD]
-    if not good:
-        return None
-    repetition = max(good, key=lambda passes: (passes.count, passes.alike_ratio))
-    repetition = _without_other_beginning(codes, repetition)
-    return _repetition(codes, _with_prefix(codes, _from_the_first(grams, repetition))) or repetition
+    beginning = [_without_other_beginning(codes, passes) for passes in good]
+    refined = [_repetition(codes, _with_prefix(codes, _from_the_first(grams, p))) or p for p in beginning]
+    return [*refined, *(passes for places in marks if (passes := _repetition(codes, places)) is not None)]
 
 
 def recurring_runs(tokens: Ints, parts: Ints, *, longest: int, max_runs: int = 1000) -> list[RecurringRun]:

@@ -109,6 +109,7 @@ _KINDS = {
         _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."
     ),
     "no_steps": _Kind(_INFO, _STEP),
+    "one_pass": _Kind(_INFO, "If these are iterations, name a span around each (--step-name NAME). " + _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "steps_from_repetition": _Kind(_INFO, _STEP),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),

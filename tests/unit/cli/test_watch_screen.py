@@ -135,7 +135,7 @@ def test_a_stalled_training_is_reported(tmp_path: Path, quiet_s: float, words: s
     ("values", "bars"), [([], ""), ([1], ""), ([2, 2, 2], "▁▁▁"), ([0, 7, 0], "▁█▁"), (range(400), None)]
 )
 def test_a_sparkline_spans_from_the_lowest_to_the_highest_value(values: list[float], bars: str | None) -> None:
-    drawn = screen.sparkline(values)
+    drawn = screen.loss_curve(values)
     assert bars is None or drawn == bars
     assert len(drawn) <= 40
     if bars is None:

@@ -90,7 +90,7 @@ def test_the_layers_of_one_forward_pass_are_no_iterations(tmp_path):
         recording.launch(kernel)
     trace = recording.read(tmp_path)
     assert trace.steps["step"].to_list() == [None]
-    assert "the work does not repeat" in issue(trace)["no_steps"]
+    assert "8 repetitions" in issue(trace)["one_pass"]
 
 
 def test_one_kernel_again_and_again_is_no_iteration(tmp_path):

@@ -25,6 +25,7 @@ from tracekit.regression.history import entry, store, trends
 from tracekit.regression.history.entry import Commit, history_entry, median_interval
 from tracekit.report import history as history_report
 from tracekit.report import json as report_json
+from tracekit.report.render import cells
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
 
@@ -255,7 +256,7 @@ def test_a_metric_that_some_runs_lack_keeps_its_indexes(tmp_path):
     ((shift,),) = [series.shifts for series in group.series]
     assert (shift.last, shift.first) == (11, 12)
     assert np.isnan(group.series[0].values[[3, 15]]).all()
-    assert render_text.sparkline(group.series[0].values.tolist())[3] == " "
+    assert cells.sparkline(group.series[0].values.tolist())[3] == " "
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

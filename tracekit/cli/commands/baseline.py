@@ -131,7 +131,7 @@ def show(file: File) -> None:
     """Show the fingerprint, the findings and the median metrics of a baseline."""
     from tracekit.report import baseline_json
 
-    OutputOptions().write_text(baseline_json.document(_read(file)))
+    OutputOptions().write_in(baseline_json.document(_read(file)))
 
 
 @baseline.command(short_help="Print the JSON Schema of baselines.")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli.options import TableOptions, expand_options
+from tracekit.cli.options import DocumentOptions, expand_options
 from tracekit.model import units
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def verify(
         Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder with checkpoints, such as a run.")
     ],
     *,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Verify that each checkpoint is complete; if one is damaged, name the rank, the file and the remedy.
 
@@ -45,7 +45,7 @@ def verify(
 
     lines = tuple(Line((text,), wraps=False) for ckpt in verified for text in _lines(ckpt))
     document = Document((lines,), values={"schema": SCHEMA, "checkpoints": [_values(ckpt) for ckpt in verified]})
-    table.write(document)
+    table.write_document(document)
     statuses = {ckpt.status for ckpt in verified}
     if statuses != {checkpoint_files.WHOLE}:
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, OutputOptions, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, Format, OutputOptions, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ class ComparisonFormat(StrEnum):
     """Formats of a comparison of two runs."""
 
     TEXT = "text"
+    MARKDOWN = "markdown"
+    HTML = "html"
     CSV = "csv"
     JSON = "json"
-    MARKDOWN = "markdown"
 
 
 @expand_options
@@ -106,16 +107,10 @@ def compare(
 def _write(
     document: "Document", as_csv: str, comparison_format: ComparisonFormat, output_options: OutputOptions
 ) -> None:
-    from tracekit.report.render import markdown
-
-    if comparison_format is ComparisonFormat.TEXT:
-        output_options.write_text(document)
-    elif comparison_format is ComparisonFormat.JSON:
-        output_options.write_json(document)
-    elif comparison_format is ComparisonFormat.MARKDOWN:
-        output_options.emit(markdown.render(document))
-    else:
+    if comparison_format is ComparisonFormat.CSV:
         output_options.emit(as_csv)
+    else:
+        output_options.write_in(document, Format(comparison_format.value))
 
 
 def _samples(side: "Run | RunSamples") -> "RunSamples":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli.options import OutputOptions, expand_options
+from tracekit.cli.options import DocumentOptions, Format, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ class Kind(StrEnum):
     TERM = "term"
 
 
-class PageFormat(StrEnum):
-    """Formats of an explanation, which may become part of a document."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
-
 @expand_options
 def explain(
     name: Annotated[
@@ -49,25 +41,18 @@ def explain(
     ] = None,
     *,
     kind: Annotated[Kind | None, typer.Option(help="Only names of this kind; without NAME, all of them.")] = None,
-    page_format: Annotated[
-        PageFormat, typer.Option("--format", help="Text for people, JSON for programs; tables also as Markdown.")
-    ] = PageFormat.TEXT,
-    result: OutputOptions,
+    result: DocumentOptions,
 ) -> None:
     """Explain a rule, a table of query, a cause of whatif, a metric of compare or a term; without NAME, list them.
 
     A rule: what it does, why it costs time, how it measures, how to fix its findings, its blind spots, its thresholds.
     A table: what a row is, and the unit and meaning of each column.
     """
-    if page_format is PageFormat.MARKDOWN:
-        if kind is not Kind.TABLE:
-            raise ConfigError("--format markdown is for --kind table")
-        from tracekit.report import explanations
-
-        result.emit(explanations.schema_page(_tables(name, is_page=True)))
-        return
     from tracekit.report import explanations
 
+    if result.document_format is Format.MARKDOWN and kind is Kind.TABLE:
+        result.emit(explanations.schema_page(_tables(name, is_page=True)))
+        return
     kinds = tuple(Kind) if kind is None else (kind,)
     if name is not None:
         documents = _pages(name, kinds)
@@ -76,7 +61,7 @@ def explain(
     else:
         documents = {kind.value: explanations.meanings_document(_MEANINGS[kind]()) for kind in kinds}
     document = explanations.joined(documents, has_headings=len(documents) > 1)
-    (result.write_json if page_format is PageFormat.JSON else result.write_text)(document)
+    result.write_document(document)
 
 
 def _pages(name: str, kinds: "Sequence[Kind]") -> "dict[str, Document]":

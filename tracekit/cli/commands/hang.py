@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracekit.cli.options import TableOptions, expand_options
+from tracekit.cli.options import DocumentOptions, expand_options
 
 HANG_FOUND = 1
 
@@ -24,7 +24,7 @@ def hang(
             help="A job whose ranks waited for a shorter time when the dumps were written still runs.",
         ),
     ] = 10.0,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Show why a job hangs: the collective that is not complete, the ranks that have not joined it, and what they do.
 
@@ -39,6 +39,6 @@ def hang(
     from tracekit.report import hang as report
 
     result = diagnosis.diagnose(dumps.read(folder), min_wait_ns=int(min_wait * 1e9))
-    table.write(report.document(result))
+    table.write_document(report.document(result))
     if result.is_hang:
         raise typer.Exit(HANG_FOUND)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import TableOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, UseCache, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def show(
     ] = None,
     last: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the N latest runs of each group.")] = None,
     branch: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this branch.")] = None,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Show each metric over runs with the same hardware, model, strategy and world size, and where it changed.
 
@@ -79,7 +79,7 @@ def show(
     metrics = [_metric(name) for names in metric or [] for name in output.split_names(names)]
     groups = trends.groups(store.read(db), metrics=metrics or None, last=last, branch=branch)
     if groups or table.is_json:
-        table.write(report.document(groups))
+        table.write_document(report.document(groups))
     else:
         table.emit(f"{db} has no run{f' of branch {branch}' if branch else ''}.\n")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import OutputOptions, RunOptions, SelectedWork, expand_options
+from tracekit.cli.options import Format, OutputOptions, RunOptions, SelectedWork, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class TotalsFormat(StrEnum):
     """Formats of a table of kernels or ops."""
 
     TEXT = "text"
+    MARKDOWN = "markdown"
+    HTML = "html"
     CSV = "csv"
     JSON = "json"
 
@@ -38,16 +40,17 @@ class TotalsOptions(OutputOptions):
     ] = None
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
 
-    def write(self, rows: "pl.DataFrame", document: "Callable[[pl.DataFrame, int], Document]") -> None:
+    def write_rows(self, rows: "pl.DataFrame", document: "Callable[[pl.DataFrame, int], Document]") -> None:
         """Write the first `top` rows; by default 20 in a document for people, and all rows as CSV or JSON."""
         from tracekit.report import query_rows
 
-        if self.totals_format is TotalsFormat.TEXT:
-            self.write_text(document(rows, self.top or output.DEFAULT_TOP))
-            return
         top_rows = rows if self.top is None else rows.head(self.top)
-        is_csv = self.totals_format is TotalsFormat.CSV
-        output.emit_rows(query_rows.as_csv(top_rows) if is_csv else query_rows.as_json(top_rows), self.out)
+        if self.totals_format is TotalsFormat.CSV:
+            output.emit_rows(query_rows.as_csv(top_rows), self.out)
+        elif self.totals_format is TotalsFormat.JSON:
+            output.emit_rows(query_rows.as_json(top_rows), self.out)
+        else:
+            self.write_in(document(rows, self.top or output.DEFAULT_TOP), Format(self.totals_format.value))
 
 
 class WorkOf(StrEnum):
@@ -157,7 +160,7 @@ def kernels(
         kinds = output.split_names("cpu_op" if work.kinds is None else work.kinds)
         with output.progress() as bar:
             rows = analysis.ops(run, work.keys, kinds, on_progress=bar.trace_callback(len(run.sources)))
-        table.write(rows, summary_tables.totals)
+        table.write_rows(rows, summary_tables.totals)
     else:
         _write_kernels(source, work, sequence, table)
 
@@ -188,7 +191,7 @@ def _write_kernels(source: RunOptions, work: WorkOptions, sequence: SequenceOpti
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, work.keys, ops=ops, on_progress=callback)
-    table.write(rows, summary_tables.totals)
+    table.write_rows(rows, summary_tables.totals)
 
 
 def _write_sequences(source: RunOptions, sequence: SequenceOptions, table: TotalsOptions) -> None:
@@ -197,10 +200,10 @@ def _write_sequences(source: RunOptions, sequence: SequenceOptions, table: Total
 
     run = source.open()
     if sequence.sequences is not None:
-        table.write(kernel_sequences.by_sequence(run, sequence.sequences), summary_tables.sequences)
+        table.write_rows(kernel_sequences.by_sequence(run, sequence.sequences), summary_tables.sequences)
     else:
         assert sequence.launched_by is not None
-        table.write(kernel_sequences.by_call(run, sequence.launched_by), summary_tables.sequences)
+        table.write_rows(kernel_sequences.by_call(run, sequence.launched_by), summary_tables.sequences)
 
 
 def _write_stacks(source: RunOptions, work: WorkOptions, part: SelectedWork, result: OutputOptions) -> None:

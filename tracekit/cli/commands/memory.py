@@ -8,7 +8,7 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import TableOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, UseCache, expand_options
 from tracekit.errors import BadTraceError, InputError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def memory(
     ] = None,
     options: ReplayOptions,
     cache: UseCache = True,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Show who uses memory: allocations at the peak, churn, growth, and allocations from the device.
 
@@ -78,7 +78,7 @@ def memory(
         usage = replace(usage, against=_usage(against, ReplayOptions(device=options.device), cache=cache))
     for note in usage.notes if table.is_json else ():
         output.notify(note)
-    table.write(report.document(usage))
+    table.write_document(report.document(usage))
 
 
 def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":

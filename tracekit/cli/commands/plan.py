@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tracekit.cli import run_loading
-from tracekit.cli.options import TableOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, UseCache, expand_options
 from tracekit.errors import ConfigError
 from tracekit.model import units
 
@@ -110,7 +110,7 @@ def checkpoint(
         str | None, typer.Option(metavar="RUN", help="Take missing values from the saves of a recorded run.")
     ] = None,
     cache: UseCache = True,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Estimate the size of a checkpoint, the cost to write and restore it, and the best interval.
 
@@ -164,7 +164,7 @@ def memory(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Sequence parallelism in addition to --tp.")
     ] = False,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Estimate memory of weights, gradients, mixed-precision Adam and activations per rank, and its communication.
 
@@ -201,7 +201,7 @@ def layout(
         int | None, typer.Option(metavar="N", min=1, help="Sequences per step.  [default: the model's]")
     ] = None,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to show.")] = 10,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Compare layouts over pipeline, data, tensor, context and expert parallelism by predicted MFU.
 
@@ -213,7 +213,7 @@ def layout(
     job = layouts.Job.of(
         _found(model), hardware.find(device), gpus=gpus, gpus_per_node=gpus_per_node, sequence=sequence, batch=batch
     )
-    table.write(layout_report.document(job, layouts.plan(job, count=count)))
+    table.write_document(layout_report.document(job, layouts.plan(job, count=count)))
 
 
 @plan.command(short_help="Bubble and communication of a pipeline.")
@@ -233,7 +233,7 @@ def pipeline(
     scatter_gather: Annotated[
         bool, typer.Option("--scatter-gather", help="Each tensor-parallel rank sends only its shard.")
     ] = False,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Estimate the bubble of a pipeline, relative to its ideal time and as a share of the step.
 
@@ -275,13 +275,13 @@ def _require(option: str, *values: float | None) -> float:
     return stated
 
 
-def _emit(values: Mapping[str, Any], table: TableOptions, *, measured: Mapping[str, Any] | None = None) -> None:
+def _emit(values: Mapping[str, Any], table: DocumentOptions, *, measured: Mapping[str, Any] | None = None) -> None:
     from tracekit.report.document import Definitions, Document, line
 
     rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
     lines = tuple((line(name), line(_value_text(name, value))) for name, value in rows)
     document = dict(values) if measured is None else {**values, "measured": measured}
-    table.write(Document(([Definitions(lines)],), values=document))
+    table.write_document(Document(([Definitions(lines)],), values=document))
 
 
 def _seconds(option: str, text: str | None) -> float | None:

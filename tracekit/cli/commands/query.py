@@ -83,7 +83,7 @@ def _write(rows: "pl.DataFrame", count: int, row_format: RowFormat, result: Outp
     from tracekit.report import query_rows
 
     if row_format is RowFormat.TABLE:
-        result.write_text(query_rows.document(rows, more=count > rows.height))
+        result.write_in(query_rows.document(rows, more=count > rows.height))
     else:
         text = query_rows.as_csv(rows) if row_format is RowFormat.CSV else query_rows.as_json(rows)
         output.emit_rows(text, result.out)

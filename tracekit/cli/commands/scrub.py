@@ -29,7 +29,7 @@ def scrub(
     """
     from tracekit.ingest.scrub import scrub as scrub_run
 
-    OutputOptions().write_text(document(scrub_run(run, out, words=words or [], force=force)))
+    OutputOptions().write_in(document(scrub_run(run, out, words=words or [], force=force)))
 
 
 def document(result: "ScrubResult") -> "Document":

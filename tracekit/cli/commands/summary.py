@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from tracekit.cli import output
-from tracekit.cli.options import ExecutorOptions, RunOptions, TableOptions, expand_options
+from tracekit.cli.options import DocumentOptions, ExecutorOptions, RunOptions, expand_options
 
 if TYPE_CHECKING:
     import polars as pl
@@ -42,7 +42,7 @@ def summary(
     by: Annotated[By, typer.Option(help="What a row stands for: see above.")] = By.RANK,
     source: RunOptions,
     executor: ExecutorOptions,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Show where the time goes: compute, communication, copies, their overlap and exposed parts, idle time.
 
@@ -80,7 +80,7 @@ def summary(
         run = source.measure(facts, opened)
         rows = rows_of(run)
         missing = _missing_work(run) if by is By.STEP else None
-    table.write(summary_tables.document(rows))
+    table.write_document(summary_tables.document(rows))
     if missing:
         output.notify(missing)
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -12,7 +13,6 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import output
-from tracekit.cli.options import Format, TextOrJson
 from tracekit.conventions import object_storage
 from tracekit.errors import InputError
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S, _WAITING_S = 1.0, 10.0, 0.5
 _TERMINATED = 128 + signal.SIGTERM
 _MAX_PAST_OUTLIERS = 10
+
+
+class WatchFormat(StrEnum):
+    """Formats of the state of a training, which is written line by line."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def watch(
@@ -39,7 +46,9 @@ def watch(
             help="Update interval.  [default: 1 on a terminal, else 10]",
         ),
     ] = None,
-    watch_format: TextOrJson = Format.TEXT,
+    watch_format: Annotated[
+        WatchFormat, typer.Option("--format", help="Text for people, JSON for programs.")
+    ] = WatchFormat.TEXT,
 ) -> None:
     """Show a running training: step time, loss, memory, ranks, checkpoints, and outlier steps with concurrent events.
 
@@ -60,7 +69,9 @@ def watch(
     if once:
         watched.judge_pending()
         _show_once(watched, watch_format)
-    elif watch_format is Format.TEXT and (sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")):
+    elif watch_format is WatchFormat.TEXT and (
+        sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    ):
         _show_live(watched, interval_s or _TERMINAL_INTERVAL_S)
     else:
         _write_lines(watched, watch_format, interval_s or _LOG_INTERVAL_S)
@@ -101,11 +112,11 @@ def _no_logs_message(folder: Path) -> str:
     return f"{folder}: no metrics log in it (rank…{conventions.METRICS_SUFFIX}); --wait waits for the first"
 
 
-def _show_once(watched: "Watch", watch_format: Format) -> None:
+def _show_once(watched: "Watch", watch_format: WatchFormat) -> None:
     from tracekit.cli.watch import screen
 
     state = watched.state(time.time())
-    if watch_format is Format.JSON:
+    if watch_format is WatchFormat.JSON:
         output.emit(screen.state_json(state))
     else:
         output.emit(screen.as_text(state, width=output.width(), color=output.color()))
@@ -148,13 +159,13 @@ def _terminate(*_: object) -> NoReturn:
 # In a log ------------------------------------------------------------------------------------------------------------
 
 
-def _write_lines(watched: "Watch", watch_format: Format, interval_s: float) -> None:
+def _write_lines(watched: "Watch", watch_format: WatchFormat, interval_s: float) -> None:
     """Write a line for each outlier step and, whenever the state changed, one for the state."""
     from tracekit.cli.watch import screen
 
     outlier_line, state_line = (
         (screen.outlier_json, screen.state_json)
-        if watch_format is Format.JSON
+        if watch_format is WatchFormat.JSON
         else (lambda outlier: screen.outlier_line(outlier) + "\n", lambda state: screen.state_line(state) + "\n")
     )
     starts, last_line = 0, ""

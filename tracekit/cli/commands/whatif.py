@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import run_loading
-from tracekit.cli.options import RunOptions, TableOptions, expand_options
+from tracekit.cli.options import DocumentOptions, RunOptions, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def whatif(
         float | None, typer.Option(metavar="X", help="Price of one GPU hour; adds the saving per day.")
     ] = None,
     source: RunOptions,
-    table: TableOptions,
+    table: DocumentOptions,
 ) -> None:
     """Replay each step on its dependency graph without one cause of lost time, and report the saving.
 
@@ -166,7 +166,7 @@ def whatif(
     if view.critical_path:
         if without or together or gpu_hour_price is not None or change != ChangeOptions():
             raise ConfigError("--critical-path shows a step as it is: it takes only --step and --top")
-        table.write(view.document(source))
+        table.write_document(view.document(source))
         return
     if view.step is not None or view.top is not None:
         raise ConfigError("--step and --top are for --critical-path")
@@ -184,4 +184,4 @@ def whatif(
         savings = what_if.answer(run, with_causes=False)
     combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
     document = report.document(savings, predictions, combined, run=run.name, price=gpu_hour_price)
-    table.write(document)
+    table.write_document(document)

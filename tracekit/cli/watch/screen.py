@@ -13,11 +13,11 @@ from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent,
 from tracekit.model import escaping, units
 from tracekit.report.document import Definitions, Document, Emphasis, Line, Section, Words, faint, heading, line
 from tracekit.report.render import text as render_text
+from tracekit.report.render.cells import sparkline
 from tracekit.report.render.json import to_json_value
 
 SCHEMA = "tracekit.watch/2"
 MAX_EVENTS = 10
-_SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MAX_RANKS_NAMED = 6
 _MAX_LINE = 1000
@@ -39,20 +39,13 @@ def as_text(state: TrainingState, *, width: int, color: bool = False) -> str:
     return render_text.render(_document(state, 1000), width=width, color=color)
 
 
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Return a series as a row of bars; the lowest is the smallest value; '' for fewer than two values.
-
-    >>> sparkline([0, 1, 2, 3])
-    '▁▃▆█'
-    """
+def loss_curve(values: Sequence[float]) -> str:
+    """A series as a line of at most _SPARK_WIDTH bars, each the mean of its part; '' for fewer than two values."""
     if len(values) < 2:
         return ""
-    count = min(width, len(values))
+    count = min(_SPARK_WIDTH, len(values))
     ends = [round(place * len(values) / count) for place in range(count + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
-    low, high = min(means), max(means)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+    return sparkline([math.fsum(values[a:b]) / (b - a) for a, b in pairwise(ends)])
 
 
 def _document(state: TrainingState, height: int) -> Document:
@@ -79,7 +72,7 @@ def _state(state: TrainingState) -> tuple[str, Emphasis]:
 def _facts(state: TrainingState) -> Iterator[tuple[str, Line]]:
     yield "step time", line(" · ".join(_times(state)) or "—")
     if state.loss is not None:
-        curve = sparkline(state.loss_curve)
+        curve = loss_curve(state.loss_curve)
         text, bad = f"{state.loss:.4g}", not math.isfinite(state.loss)
         yield "loss", line((text, Emphasis.WORSE) if bad else text, f"  {curve}" if curve else "")
     if memory := list(_memory(state)):

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 
 from tracekit.model import escaping
-from tracekit.report.document import Cells, Document, Line
+from tracekit.report.document import Cells, Definitions, Document, Line, Table, Trends, items
+from tracekit.report.render.cells import of_part
 
 _MAX_TEXT = 1000
 _MAX_NAME = 80
@@ -12,24 +13,19 @@ _NOTHING = "&#8203;"  # a space of no width
 
 
 def render(document: Document) -> str:
-    """Return a document of lines and cells as Markdown: paragraphs, lists and tables."""
+    """Return a document as Markdown: paragraphs, lists and tables."""
     blocks: list[str] = []
-    for section in (*document.sections, [Line((note,), mark="·") for note in document.notes]):
+    for section in (*document.sections, items(document.notes)):
         for part in section:
-            if isinstance(part, Line):
-                text = escape("".join(word if isinstance(word, str) else word[0] for word in part.words))
-                if not part.mark:
-                    blocks.append(text)
-                elif blocks and blocks[-1].startswith("- "):
-                    blocks[-1] += f"\n- {text}"
-                else:
-                    blocks.append(f"- {text}")
-            elif isinstance(part, Cells):
-                header, *rows = ([escape(cell.strip()) for cell in row] for row in (part.header, *part.rows))
-                blocks.append(table(header, rows, part.numbers))
+            if not isinstance(part, Line):
+                blocks.append(_table(part))
+            elif not part.mark:
+                blocks.append(_line(part))
+            elif blocks and blocks[-1].startswith("- "):
+                blocks[-1] += f"\n- {_line(part)}"
             else:
-                raise TypeError(f"{type(part).__name__} has no form in Markdown")
-    return "\n\n".join(blocks) + "\n"
+                blocks.append(f"- {_line(part)}")
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def escape(text: str, limit: int = _MAX_TEXT) -> str:
@@ -66,3 +62,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     # Even in code a '|' ends a cell unless it is escaped.
     lines = [[re.sub(r"(?<!\\)\|", r"\|", cell) for cell in row] for row in (header, sides, *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _line(line: Line) -> str:
+    words = [word if isinstance(word, str) else word[0] for word in line.words]
+    return escape("".join(words) + (f": {line.right}" if line.right else ""))
+
+
+def _table(part: Table | Cells | Definitions | Trends) -> str:
+    if isinstance(part, Definitions):
+        rows = [list(map(_line, row)) for row in part.rows]
+        return table([""] * len(rows[0]), rows) if rows else ""
+    cells = of_part(part)
+    header, *rows = ([escape(" ".join(cell.split())) for cell in row] for row in (cells.header, *cells.rows))
+    return table(header, rows, cells.numbers)

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from tracekit.model import escaping, kernel_names
 from tracekit.report.document import LONGEST_TEXT, Cells, Document, Emphasis, Line, Part, Table, Trends, Words, items
+from tracekit.report.render.cells import MOST_BARS, of_part, of_trends
 
 _STYLES = {
     Emphasis.STRONG: "bold",
@@ -32,8 +32,7 @@ _NARROW = 100
 _MAX_LINE = 2000
 _SIDE_WIDTH, _SIDE_GAP = 76, 4
 """The least width of a document next to others, and the space between them."""
-_BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS, _LEAST_BARS = 40, 10
+_LEAST_BARS = 10
 _WIDE, _OTHER_COLUMNS_WIDE, _OTHER_COLUMNS = 110, 90, 66  # characters, and those of the columns without bars
 
 
@@ -78,22 +77,6 @@ def renderables(document: Document, width: int) -> list[RenderableType]:
     return parts
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Numbers as a line of bars from the smallest to the largest; a space where there is none.
-
-    >>> sparkline([1.0, 2.0, float("nan"), 8.0])
-    '▁▂ █'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return " " * len(values)
-    low, high = min(finite), max(finite)
-    # A range of less than one percent is drawn flat, so that noise is not enlarged.
-    span = max(high - low, abs(high) * 0.01) or 1.0
-    levels = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
-    return "".join(" " if level is None else _BARS[level] for level in levels)
-
-
 def _print(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
     console = Console(
         file=io.StringIO(),
@@ -115,10 +98,8 @@ def _print(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
 def _part(part: Part, width: int) -> list[RenderableType]:
     if isinstance(part, Line):
         written = [_line(part)]
-    elif isinstance(part, Table):
-        written = _cells(_cells_of(part), width)
-    elif isinstance(part, Cells):
-        written = _cells(part, width)
+    elif isinstance(part, Table | Cells):
+        written = _cells(of_part(part), width)
     elif isinstance(part, Trends):
         return [_trends(part, width)]
     else:
@@ -161,22 +142,6 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> rich.table.Table:
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
-
-
-def _cells_of(table: Table) -> Cells:
-    """The numbers of a table in readable units by the endings of the column names, without empty columns."""
-    rows = table.rows.select(name for name in table.rows.columns if table.rows[name].null_count() < table.rows.height)
-    numbers = {name: number for number, name in enumerate(rows.columns)}
-    return Cells(
-        tuple(table.headings.get(name, escaping.heading(name)) for name in rows.columns),
-        tuple(tuple(map(escaping.cell, rows.columns, row)) for row in rows.iter_rows()),
-        tuple(numbers[name] for name, dtype in rows.schema.items() if dtype.is_numeric()),
-        drop_order=tuple(numbers[name] for name in table.drop_order if name in numbers),
-        early_drop=tuple(numbers[name] for name in table.early_drop if name in numbers),
-        least_text=table.least_text,
-        longest_text=table.longest_text,
-        indent=table.indent,
-    )
 
 
 def _cells(cells: Cells, width: int) -> list[RenderableType]:
@@ -285,19 +250,11 @@ def _cut_texts(texts: frozenset[str], width: int) -> Mapping[str, str]:
 def _trends(trends: Trends, width: int) -> rich.table.Table:
     """Rows of trends with as many bars as fit. Narrow ones have no interval."""
     is_wide = width >= _WIDE
-    bar_count = max(_LEAST_BARS, min(_MOST_BARS, width - (_OTHER_COLUMNS_WIDE if is_wide else _OTHER_COLUMNS)))
-    columns = {
-        "": [trend.name for trend in trends.rows],
-        "first": [trend.first for trend in trends.rows],
-        "latest": [trend.latest for trend in trends.rows],
-        **({"95% interval": [trend.interval for trend in trends.rows]} if is_wide else {}),
-        "runs": [sparkline(trend.values[-bar_count:]) for trend in trends.rows],
-        "verdict": [trend.verdict for trend in trends.rows],
-    }
-    texts = [_column_texts(column, LONGEST_TEXT) for column in columns.values()]
-    right = [name in ("first", "latest", "95% interval") for name in columns]
-    header = [*list(columns)[:-1], ""]
-    table = _table(header, texts, [trend.emphasis for trend in trends.rows], right, 2)
+    bars = max(_LEAST_BARS, min(MOST_BARS, width - (_OTHER_COLUMNS_WIDE if is_wide else _OTHER_COLUMNS)))
+    cells = of_trends(trends, has_interval=is_wide, bars=bars)
+    texts = [_column_texts(column, LONGEST_TEXT) for column in zip(*cells.rows, strict=True)]
+    right = [number in cells.numbers for number in range(len(cells.header))]
+    table = _table(cells.header, texts, cells.emphases, right, 2)
     for number in (0, -2):
         table.columns[number].no_wrap = True
         table.columns[number].min_width = max(map(len, texts[number]))

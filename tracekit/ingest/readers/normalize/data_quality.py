@@ -61,11 +61,18 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
         yield "steps_from_optimizer", message, 0.0
     elif steps.alike_ratio is not None:
         message = (
-            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0. "
+            f"No ProfilerStep marks: {len(steps.step)} iterations were found by repetition, counted from 0, "
+            f"because {steps.reason}. "
             f"{units.share(steps.alike_ratio)} of the distinct kernels recur in each, and they cover "
             f"{units.share(steps.covered_ratio)} of the main stream's work."
         )
         yield "steps_from_repetition", message, 0.0
+    elif steps.layers:
+        message = (
+            f"No ProfilerStep marks: {steps.layers} repetitions of the work are read as layers of one pass, because "
+            f"{steps.reason}."
+        )
+        yield "one_pass", message, 0.0
     elif not len(steps.step):
         message = (
             "No ProfilerStep marks, and the work does not repeat: the trace is one window without steps; call "

@@ -22,7 +22,8 @@ class Steps:
     """The host windows of the steps, by start; `from_optimizer` where the profiler marked none.
 
     Iterations that were found by repetition have an `alike_ratio`, the share of distinct kernels that recur in each,
-    and a `covered_ratio`, their share of the time of that work; `on_device` if their times are the device's.
+    and a `covered_ratio`, their share of the time of that work; `on_device` if their times are the device's. Work that
+    repeats without being iterations has that number of `layers`. `reason` says why it is the one or the other.
     """
 
     step: Ints
@@ -32,6 +33,8 @@ class Steps:
     alike_ratio: float | None = None
     covered_ratio: float = 1.0
     on_device: bool = False
+    layers: int = 0
+    reason: str = ""
 
     def at(self, times: Ints) -> Ints:
         """Return the index of the step whose window contains each time; -1 outside all steps."""
