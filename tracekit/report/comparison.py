@@ -9,12 +9,11 @@ import polars as pl
 from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.contributions import Contribution
-from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, all_metrics, metric_of
+from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
 from tracekit.report import query_rows, step_verdict
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
-from tracekit.report.render import markdown
 from tracekit.report.render.json import to_json_value
 from tracekit.report.step_verdict import EMPHASES
 
@@ -143,35 +142,6 @@ def with_minus_signs(text: str) -> str:
 def label(metric: str) -> str:
     """Return the display name of a metric: "overlap_ratio" is "communication overlap"."""
     return metric_of(metric).label
-
-
-def metrics_page() -> str:
-    """Return the page docs/metrics.md: every registered metric, and how a change of it is judged."""
-    header = ["metric", "label", "unit", "one sample per", "over ranks", "better", "fails a check", "meaning"]
-    rows = [
-        [
-            f"`{metric.key}`",
-            metric.label,
-            metric.unit.name,
-            metric.scope.value,
-            metric.over_ranks.value if metric.has_rank_values else "",
-            "lower" if metric.lower_is_better else "higher",
-            "yes" if metric.fails_check else "",
-            metric.meaning,
-        ]
-        for metric in all_metrics().values()
-    ]
-    return f"{_METRICS_PAGE}\n{markdown.table(header, rows)}\n"
-
-
-_METRICS_PAGE = """\
-# Metrics
-
-What `tracekit compare`, `check --baseline`, budgets, history and the dashboard compare runs by. Settings and options
-may leave out the unit of a name: `step_time`. Another distribution adds a metric by the entry point group
-`tracekit.metrics`: an object `tracekit.regression.metrics.Metric` with a function that measures it. This page is made
-from the registry `METRICS`.
-"""
 
 
 def _contribution_values(part: Contribution) -> dict[str, object]:
