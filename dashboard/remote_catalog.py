@@ -16,7 +16,7 @@ from tracekit import conventions
 from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import files
-from tracekit.ingest.readers import manifest as manifests
+from tracekit.ingest.readers import logs
 from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.model.manifest import Manifest
@@ -101,7 +101,7 @@ def _manifest(run: _RemoteRun) -> Manifest:
     if file is None:
         return Manifest()
     try:
-        return Manifest.of(manifests.parse(files.File(file.shown, file.size_bytes or 0, file).text()))
+        return Manifest.of(logs.parse_manifest(files.File(file.shown, file.size_bytes or 0, file).text()))
     except (ValueError, OSError, BadTraceError):
         return Manifest()  # loading the run reports the error
 

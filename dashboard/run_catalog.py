@@ -25,7 +25,7 @@ from tracekit.analysis.memory.snapshot_files import PICKLES
 from tracekit.conventions import object_storage
 from tracekit.ingest import files
 from tracekit.ingest.file_states import FileState, FileStates
-from tracekit.ingest.readers import manifest as manifests
+from tracekit.ingest.readers import logs
 from tracekit.model import units
 from tracekit.model.manifest import Manifest
 from tracekit.regression.history import store
@@ -121,7 +121,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     snapshots = [] if traces else pickles
     # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     is_readable = is_folder and not link_outside(state, roots)
-    manifest = (manifests.read(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
+    manifest = (logs.read_manifest(path / conventions.MANIFEST_FILE) if is_readable else None) or Manifest()
     is_live = not is_private and _changed_within(run_files, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), snapshots=len(snapshots), is_live=is_live)
     return RunEntry(

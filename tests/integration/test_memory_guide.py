@@ -7,7 +7,7 @@ import tracekit
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
 from tracekit.replay.allocator import memory_usage
-from tracekit.report import memory, schema_pages
+from tracekit.report import explanations, memory
 from tracekit.report.render import text
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +16,8 @@ GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 def test_the_guide_lists_the_tables_of_a_snapshot_as_the_schema_says_them():
     assert (
-        schema_pages.tables_as_markdown([table.document for table in schema.SNAPSHOT_TABLES.values()], "###") in GUIDE
-    ), "write them again: tracekit.report.schema_pages.tables_as_markdown of the documents of schema.SNAPSHOT_TABLES"
+        explanations.tables_as_markdown([table.document for table in schema.SNAPSHOT_TABLES.values()], "###") in GUIDE
+    ), "write them again: tracekit.report.explanations.tables_as_markdown of the documents of schema.SNAPSHOT_TABLES"
 
 
 def test_the_guide_shows_what_the_command_prints():

@@ -21,9 +21,9 @@ from tests.support.perfetto_reader import schema as perfetto_schema
 from tests.support.selection import others_in_accuracy
 from tests.unit.report.test_export import ops
 from tracekit.errors import BadTraceError
-from tracekit.ingest import discovery, headers
+from tracekit.ingest import discovery
 from tracekit.ingest.files import File
-from tracekit.ingest.readers.perfetto.format import PerfettoTraces
+from tracekit.ingest.readers import PerfettoTraces
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -360,7 +360,7 @@ def test_hostile_bytes_are_refused_at_once(tmp_path, data):
     path.write_bytes(data)
     began_s = time.process_time()
     with pytest.raises(BadTraceError, match="Perfetto"):
-        headers.read(File(str(path), len(data)), cache=False)
+        discovery.read_header(File(str(path), len(data)), cache=False)
     assert time.process_time() - began_s < 20
     assert discovery
 

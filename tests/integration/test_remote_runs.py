@@ -22,7 +22,7 @@ from tests.support.object_stores import BUCKET, Fault, Server, times
 from tests.support.python_path import REPOSITORY
 from tracekit.conventions import object_storage
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache, files, headers
+from tracekit.ingest import discovery, disk_cache, files
 from tracekit.ingest.loader import load
 from tracekit.replay.allocator.run_snapshots import pools
 
@@ -159,7 +159,7 @@ def test_the_header_of_a_zstd_file_is_in_its_first_bytes(s3: Server, tmp_path: P
     (tmp_path / "run" / "trace.json.zst").write_bytes(pa.compress(plain, codec="zstd", asbytes=True))
     url = object_stores.upload(tmp_path / "run", "runs/zstd")
     s3.requests.clear()
-    assert headers.read(files.find(url).traces[0], cache=False)[1][0].rank == 1
+    assert discovery.read_header(files.find(url).traces[0], cache=False)[1][0].rank == 1
     assert [each.range for each in s3.got("GET", ".zst")] == [f"bytes=0-{HEAD_BYTES - 1}"]
 
 

@@ -133,7 +133,13 @@ class WindowProfiler:
         """Write the trace of a window; it is compressed and moved into the run while the training continues."""
         folder = self._folder / conventions.window_folder(window.number) if window.number else self._folder
         if self._options.snapshot and self._options.device == "cuda":
-            _end_snapshot(folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX))
+            path = folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX)
+            try:
+                with atomic_files.atomic_write(path) as partial:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+            finally:
+                with contextlib.suppress(Exception):
+                    torch.cuda.memory._record_memory_history(enabled=None)
         plain = self._write_trace(session, window, folder)
         trace = folder / conventions.rank_file(self._rank, conventions.TRACE_SUFFIX)
 
@@ -233,15 +239,6 @@ def prune(run: Path, budget_bytes: int) -> list[int]:
         removed.append(next(iter(folders)))
         shutil.rmtree(folders.pop(removed[-1]), ignore_errors=True)
     return removed
-
-
-def _end_snapshot(path: Path) -> None:
-    try:
-        with atomic_files.atomic_write(path) as partial:
-            torch.cuda.memory._dump_snapshot(str(partial))
-    finally:
-        with contextlib.suppress(Exception):
-            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _has_room(scratch: Path) -> bool:

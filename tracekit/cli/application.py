@@ -8,9 +8,10 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENOSPC, EPERM, EROFS
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,6 @@ from typer.core import TyperGroup
 from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.question import Question, current_question
-from tracekit.cli.renamed_commands import RENAMED, current_words, renamed_command
 from tracekit.errors import TracekitError
 
 
@@ -46,9 +46,7 @@ COMMANDS = {
     command.name: command
     for command in (
         LazyCommand(
-            "record",
-            "Record a training without changing it: record -- COMMAND…",
-            context_settings=_PASS_THROUGH,
+            "record", "Record a training without changing it: record -- COMMAND…", context_settings=_PASS_THROUGH
         ),
         LazyCommand(
             "merge", "Merge the parts of a run into one folder.", module="record", context_settings=_PASS_THROUGH
@@ -74,6 +72,44 @@ COMMANDS = {
         LazyCommand("simulate", "Write traces of a simulated training with known faults."),
     )
 }
+
+
+@dataclass(frozen=True)
+class RenamedCommand:
+    """What replaces a command: the words to type in place of its name, and in place of its options."""
+
+    words: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+RENAMED: Mapping[str, RenamedCommand] = {
+    "rules": RenamedCommand(("explain", "--kind", "rule")),
+    "schema": RenamedCommand(("explain", "--kind", "table")),
+    "ops": RenamedCommand(("kernels", "--of", "host")),
+    "flamegraph": RenamedCommand(("kernels", "--by", "stack"), {"--by-rank": ("--by", "stack,rank")}),
+    "critical-path": RenamedCommand(("whatif", "--critical-path")),
+}
+
+
+def renamed_command(words: Sequence[str]) -> str | None:
+    """Old name that a command line uses; None for one without."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    return name if name in RENAMED else None
+
+
+def current_words(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with today's command in place of an old name.
+
+    >>> current_words(["ops", "RUN", "--top", "3"])
+    ['kernels', '--of', 'host', 'RUN', '--top', '3']
+    """
+    name = renamed_command(words)
+    if name is None:
+        return list(words)
+    position = list(words).index(name)
+    command = RENAMED[name]
+    options = [part for word in words[position + 1 :] for part in command.options.get(word, (word,))]
+    return [*words[:position], *command.words, *options]
 
 
 class LazyCommands(Mapping[str, Any]):
@@ -143,7 +179,12 @@ def run(question: Question | None = None) -> None:
             output.repeat(answer)
             sys.exit(answer.exit_code)
         with current_question(question or Question()):
-            app(_command_line(), prog_name="tracekit")
+            # Words that were typed, with today's command in place of an old name, which a line on stderr says.
+            words = current_words(sys.argv[1:])
+            if name := renamed_command(sys.argv[1:]):
+                command = " ".join(RENAMED[name].words)
+                output.notify(f"tracekit {name} is now tracekit {command}; the old name goes away in the next version")
+            app(words, prog_name="tracekit")
     except TracekitError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -155,15 +196,6 @@ def run(question: Question | None = None) -> None:
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         details = " ".join(f"{type(error).__name__}: {error}{cause}".split())
         _exit(f"internal error of tracekit: {details}; {_report(error)}", INTERNAL_ERROR)
-
-
-def _command_line() -> list[str]:
-    """Words that were typed, with today's command in place of an old name, which a line on stderr says."""
-    words = current_words(sys.argv[1:])
-    if name := renamed_command(sys.argv[1:]):
-        command = " ".join(RENAMED[name].words)
-        output.notify(f"tracekit {name} is now tracekit {command}; the old name goes away in the next version")
-    return words
 
 
 def _report(error: Exception) -> str:

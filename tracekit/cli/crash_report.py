@@ -94,13 +94,7 @@ def _small_run(error: Exception, words: Sequence[str], folder: Path, limit_s: fl
     silent = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run(  # noqa: S603  the command of this process
-            command,
-            env=variables,
-            timeout=limit_s,
-            check=False,
-            stdin=silent,
-            stdout=silent,
-            stderr=silent,
+            command, env=variables, timeout=limit_s, check=False, stdin=silent, stdout=silent, stderr=silent
         )
     return max(folder.glob(f"{FOUND}*"), default=None)
 
@@ -115,7 +109,8 @@ def _report(error: Exception, words: Sequence[str]) -> dict[str, object]:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     message = str(cause)
-    paths = _paths(words)
+    command = next((word for word in words if not word.startswith("-")), "")
+    paths = {word for word in words if word and _is_path(word) and (word != command or "/" in word)}
     for path in sorted(paths, key=len, reverse=True):
         message = message.replace(path, "PATH")
     return {
@@ -130,12 +125,6 @@ def _report(error: Exception, words: Sequence[str]) -> dict[str, object]:
             f"{_module(frame.filename)}:{frame.lineno} in {frame.name}" for frame in _frames(error)[-_MAX_FRAMES:]
         ],
     }
-
-
-def _paths(words: Sequence[str]) -> set[str]:
-    """Return the words that may be paths: not the command's own name, even where a folder has that name too."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    return {word for word in words if word and _is_path(word) and (word != command or "/" in word)}
 
 
 def _is_path(word: str) -> bool:

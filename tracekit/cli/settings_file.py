@@ -189,12 +189,6 @@ def suggestion(names: Iterable[str], word: str) -> str:
     return f"expected one of {', '.join(choices)}" if len(choices) <= _MAX_LISTED else "tracekit explain lists them all"
 
 
-def find_rule_of_finding(name: str, catalog: Sequence[R]) -> R:
-    """Return the rule of a code, a name or a finding's id. Raises ConfigError with the nearest match."""
-    code = name.partition("-")[0]
-    return find_rule(code if any(code == rule.code for rule in catalog) else name, catalog)
-
-
 def find_rule(pattern: str, catalog: Sequence[R], where: str = "") -> R:
     """Return the rule of a code or a name. Raises ConfigError, which starts with `where`, with the nearest match."""
     for rule in catalog:

@@ -38,12 +38,7 @@ def most(name: str) -> str:
     return f"max_{name}"
 
 
-NAMES = (
-    *(form for name in AVERAGED for form in (name, least(name), most(name))),
-    *LATEST,
-    THROTTLE_REASONS,
-    SAMPLES,
-)
+NAMES = (*(form for name in AVERAGED for form in (name, least(name), most(name))), *LATEST, THROTTLE_REASONS, SAMPLES)
 
 # The bits are those of NVML's clocks event reasons.
 GPU_IDLE, CLOCK_SETTING, POWER_CAP, HW_SLOWDOWN, SYNC_BOOST, SW_THERMAL, HW_THERMAL, POWER_BRAKE, DISPLAY_CLOCK = (

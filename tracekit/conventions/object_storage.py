@@ -196,7 +196,12 @@ _BUSY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 
 def _kind(error: BaseException) -> str:
-    chain = _chain(error)
+    # An error and those that caused it.
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     names = {parent.__name__ for link in chain for parent in type(link).__mro__}
     status = next((number for link in chain if (number := _status(link)) is not None), None)
     code = next((text for link in chain if (text := _code(link))), "")
@@ -213,16 +218,6 @@ def _kind(error: BaseException) -> str:
     if status == 403 or "PermissionError" in names or str(error).startswith("Forbidden"):
         return DENIED
     return MISSING if status in (404, 410) or "FileNotFoundError" in names else OTHER
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and those that caused it."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain
 
 
 def _status(error: BaseException) -> int | None:

@@ -245,10 +245,7 @@ _GATHER_TWICE = (
     Collective(ALL_GATHER, PARAMETERS, BACKWARD),
     Collective(REDUCE_SCATTER, GRADIENTS, BACKWARD),
 )
-_ZERO = (
-    Collective(REDUCE_SCATTER, GRADIENTS, BACKWARD),
-    Collective(ALL_GATHER, PARAMETERS, AFTER_OPTIMIZER),
-)
+_ZERO = (Collective(REDUCE_SCATTER, GRADIENTS, BACKWARD), Collective(ALL_GATHER, PARAMETERS, AFTER_OPTIMIZER))
 DDP = Strategy(
     "ddp",
     "weights on every rank, gradients all-reduced layer by layer",

@@ -100,13 +100,11 @@ def limit_polars_threads(paths: Iterable[str]) -> None:
     It has no effect if Polars is imported already or the user has set POLARS_MAX_THREADS. URLs and paths that cannot be
     read have unknown sizes, so they change nothing.
     """
-    sizes = [_trace_sizes(path) for path in paths]
-    if "polars" not in sys.modules and all(file_sizes and _median(file_sizes) < _LARGE_BYTES for file_sizes in sizes):
+    # The medians are not those of `statistics`, which would be imported for this alone, with `decimal`.
+    sizes = [sorted(_trace_sizes(path)) for path in paths]
+    are_small = all(file_sizes and file_sizes[len(file_sizes) // 2] < _LARGE_BYTES for file_sizes in sizes)
+    if "polars" not in sys.modules and are_small:
         os.environ.setdefault(POLARS_THREADS, "1")
-
-
-def _median(sizes: list[int]) -> int:
-    return sorted(sizes)[len(sizes) // 2]  # `statistics` would be imported for this alone, with `decimal`
 
 
 def _trace_sizes(path: str) -> list[int]:

@@ -38,7 +38,10 @@ class Blocks:
     def _read(self) -> Iterator[bytes]:
         try:
             with Path(self.path).open("rb") as file:
-                yield from _without_mark(self._unpack(file))
+                blocks = self._unpack(file)
+                first = next(blocks, b"")
+                yield first.removeprefix(_BYTE_ORDER_MARK)
+                yield from blocks
         except FileNotFoundError:
             raise BadTraceError(f"{self.path}: no such file; check the path") from None
         except OSError as error:
@@ -117,9 +120,3 @@ def _rest(file: BinaryIO, block: bytes) -> Iterator[bytes]:
     while block:
         yield block
         block = file.read(_READ_BYTES)
-
-
-def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    first = next(blocks, b"")
-    yield first.removeprefix(_BYTE_ORDER_MARK)
-    yield from blocks

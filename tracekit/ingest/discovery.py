@@ -1,17 +1,21 @@
 """Which traces the files of a run hold: rank, window and job of each, from file headers and names."""
 
+import dataclasses
 import re
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import headers, readers, trace_files
+from tracekit.ingest import decompression, disk_cache, readers, remote, trace_files
 from tracekit.ingest.files import File, natural_key
-from tracekit.ingest.headers import Header
-from tracekit.ingest.readers.reader import TraceInfo
+from tracekit.ingest.readers.reader import Reader, TraceInfo
+from tracekit.ingest.remote import RemoteFile
 from tracekit.ingest.remote_listing import MAX_CONCURRENT_REQUESTS
 from tracekit.ingest.trace_files import HOUR_NS, QualityIssue, TraceFile, word_rank
 
@@ -21,6 +25,11 @@ _WINDOW_FOLDER = re.compile(r"/window(\d{1,9})/")
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _SAME_START_NS = 1_000_000
 _OTHER_BASE_NS = 10 * 365 * 24 * HOUR_NS
+FIRST_BYTES = 64 << 10
+_HEAD_BYTES = (FIRST_BYTES, 512 << 10, 4 << 20)
+_CODE = ("ingest/*.py", "ingest/readers/**/*.py", "conventions/*.py")
+
+Header = tuple[Reader, Sequence[TraceInfo]]
 
 
 def identify(
@@ -120,7 +129,7 @@ def partial_traces(files: Iterable[File]) -> list[QualityIssue]:
 def _headers(files: Sequence[File], *, cache: bool) -> Iterator[tuple[File, Header | BadTraceError]]:
     def header(file: File) -> Header | BadTraceError:
         try:
-            return headers.read(file, cache=cache)
+            return read_header(file, cache=cache)
         except BadTraceError as error:
             return error
 
@@ -238,7 +247,13 @@ def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
         several = len({t.rank for t in listed}) < len(listed)
         windowed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
     _report_assumed_windows(windowed, issues)
-    return _one_per_rank(windowed, issues)
+    first_of: dict[tuple[int, int], TraceFile] = {}
+    for t in windowed:
+        first = first_of.setdefault((t.window, t.rank), t)
+        if first is not t:
+            message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
+            issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
+    return list(first_of.values())
 
 
 def _window_folder(listed: TraceFile) -> int | None:
@@ -301,16 +316,6 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
     return windowed
 
 
-def _one_per_rank(windowed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
-    first_of: dict[tuple[int, int], TraceFile] = {}
-    for t in windowed:
-        first = first_of.setdefault((t.window, t.rank), t)
-        if first is not t:
-            message = f"{t.file.path}: left out, a second trace of rank {t.rank} in window {t.window}"
-            issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
-    return list(first_of.values())
-
-
 # Text ----------------------------------------------------------------------------------------------------------------
 
 
@@ -324,3 +329,124 @@ def _numbers(ranks: Sequence[int]) -> str:
             pieces.append([rank, rank])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in pieces]
     return ", ".join(texts[:8]) + (" …" if len(texts) > 8 else "")
+
+
+# Headers of files: of remote files from the first bytes, cached by version -------------------------------------------
+
+
+def read_header(file: File, *, cache: bool) -> Header:
+    """Return the reader of a file and the traces in it. Raises BadTraceError if it has none or cannot be read.
+
+    Of a remote file, 64 KiB are read, and more only where they do not state rank, start and process.
+    """
+    if file.archived is not None:
+        try:
+            return _of_local(file.local, file.name)
+        except BadTraceError as error:
+            raise BadTraceError(file.archived.archive.shown(str(error))) from error
+    if file.remote is None:
+        return _of_local(file.path, file.name)
+    header = _recall_header(file.remote) if cache else None
+    if header is None:
+        header = _read_remote(file, file.remote, cache=cache)
+        if cache:
+            remote.remember(file.remote, _what(), _as_json(header))
+    if isinstance(header, str):
+        raise BadTraceError(header)
+    return header
+
+
+def _of_local(path: str, name: str, *, is_complete: bool = True) -> Header:
+    head = next(iter(decompression.Blocks(path)), b"")
+    reader = readers.find(head, name)
+    if reader is None:
+        raise BadTraceError(f"{path}: {readers.unknown_format(head, name)}")
+    return reader, reader.traces(path, head, is_complete=is_complete)
+
+
+def _read_remote(file: File, origin: RemoteFile, *, cache: bool) -> Header | str:
+    with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
+        copy = Path(folder, file.name)
+        try:
+            header = _from_first_bytes(origin, copy)
+            if header is None:
+                remote.fetch(origin, copy, cache=cache, keep=True)
+                header = _of_local(str(copy), file.name)
+        except remote.DownloadError:
+            raise
+        except BadTraceError as error:
+            return str(error).replace(str(copy), file.path)
+    return header
+
+
+def _from_first_bytes(origin: RemoteFile, copy: Path) -> Header | None:
+    """The header by the first bytes of a file; None if it must be read whole to know its rank."""
+    for byte_count in _HEAD_BYTES:
+        head = remote.head(origin, byte_count)
+        copy.write_bytes(head)
+        is_complete = len(head) < byte_count or len(head) == origin.size_bytes
+        try:
+            reader, infos = _of_local(str(copy), origin.name, is_complete=is_complete)
+        except BadTraceError:
+            if is_complete or not _may_need_more(copy, origin.name):
+                raise
+            continue
+        if not is_complete and any(info.rank is None for info in infos):
+            return None
+        if is_complete or byte_count == _HEAD_BYTES[-1] or _is_settled(infos, copy):
+            return reader, infos
+    raise BadTraceError(
+        f"{copy}: no profiler events in its first {_HEAD_BYTES[-1] >> 20} MiB, so this is no profiler trace; "
+        "name a trace file or run"
+    )
+
+
+def _may_need_more(copy: Path, name: str) -> bool:
+    """Return whether more bytes of a file may show a trace: not if its format is known to have none."""
+    reader = readers.find(next(iter(decompression.Blocks(str(copy))), b""), name)
+    return reader is not None and reader.has_traces
+
+
+def _is_settled(infos: Sequence[TraceInfo], copy: Path) -> bool:
+    """Return whether a longer head would say the same: readers look at one block of the decompressed file."""
+    if all(info.start_ns is not None and info.process_id is not None for info in infos):
+        return True
+    return len(next(iter(decompression.Blocks(str(copy))), b"")) >= decompression.BLOCK_BYTES
+
+
+# In the cache --------------------------------------------------------------------------------------------------------
+
+
+def _what() -> str:
+    plugins = [disk_cache.plugin_hash(type(r)) for r in readers.available() if r not in readers.READERS]
+    return "+".join(("header", disk_cache.code_hash(Path(__file__).parents[1], _CODE), *plugins))
+
+
+def _as_json(header: Header | str) -> Any:
+    if isinstance(header, str):
+        return header
+    reader, infos = header
+    names = [f.name for f in dataclasses.fields(TraceInfo) if f.name not in ("trace", "companions")]
+    return [reader.name, [{name: _plain(getattr(info, name)) for name in names} for info in infos]]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _recall_header(origin: RemoteFile) -> Header | str | None:
+    stored = remote.recall(origin, _what())
+    if stored is None or isinstance(stored, str):
+        return stored
+    try:
+        name, infos = stored
+        reader = next(reader for reader in readers.available() if reader.name == name)
+        return reader, [TraceInfo(**{name: _as_tuple(value) for name, value in info.items()}) for info in infos]
+    except (TypeError, ValueError, StopIteration):  # of a plug-in that is gone
+        return None

@@ -89,7 +89,8 @@ class DiskCache:
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 whatever the entry contains, it can be made again
-            _drop(path, error)
+            _log_once(f"{path}: not used ({error})")
+            _remove(path)
             return None
         return content
 
@@ -270,11 +271,6 @@ def _open_own(path: Path) -> io.BufferedReader:
         file.close()
         raise PermissionError(errno.EPERM, "not a file of this user's own")
     return file
-
-
-def _drop(path: Path, error: Exception) -> None:
-    _log_once(f"{path}: not used ({error})")
-    _remove(path)
 
 
 @functools.cache

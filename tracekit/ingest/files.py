@@ -288,7 +288,7 @@ def _find_files(location: str, folders: Folders, *, cache: bool) -> list[File]:
             file
             for match in matched
             for file in _find_files(match, folders, cache=cache)
-            if _may_be_trace(file.name) or _is_manifest(file)
+            if _may_be_trace(file.name) or file.name == conventions.MANIFEST_FILE
         ]
     raise InputError(f"{location}: no such file or folder; check the path")
 
@@ -324,11 +324,11 @@ def _in_archives_of(folder: Path) -> list[File]:
     """
     paths = sorted(p for p in folder.iterdir() if p.name.lower().endswith(archives.SUFFIXES) and archives.is_archive(p))
     files = [file for path in paths for file in _in_archive(archives.unpack(path, is_read_by_tracekit))]
-    manifests = [file for file in files if _is_manifest(file)]
+    manifests = [file for file in files if file.name == conventions.MANIFEST_FILE]
     if len({Path(file.local).read_bytes() for file in manifests}) != 1:
         return files
     shared = replace(manifests[0], path=str(folder / conventions.MANIFEST_FILE))
-    return [*(file for file in files if not _is_manifest(file)), shared]
+    return [*(file for file in files if file.name != conventions.MANIFEST_FILE), shared]
 
 
 def _in_archive(archive: Unpacked) -> list[File]:
@@ -379,10 +379,6 @@ def _patterns() -> str:
 def _is_checkpoint(names: Iterable[str]) -> bool:
     """Return whether these file names are of a checkpoint of torch.distributed.checkpoint, complete or not."""
     return any(name == ".metadata" or name.endswith(".distcp") for name in names)
-
-
-def _is_manifest(file: File) -> bool:
-    return file.name == conventions.MANIFEST_FILE
 
 
 def _file(path: Path) -> File:

@@ -14,7 +14,7 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
 from tracekit.ingest.files import ArchivedTrace, File, RemoteTrace, RunFiles, RunLocation
 from tracekit.ingest.named_steps import with_named_steps
-from tracekit.ingest.readers import manifest
+from tracekit.ingest.readers import logs
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
 from tracekit.ingest.trace_files import QualityIssue, TraceFile
@@ -93,19 +93,15 @@ def with_companions(trace: Trace, path: str, companions: Sequence[Companion] = (
     ]
     tables: dict[str, list[pl.DataFrame]] = {}
     for companion in (*logs, *companions):
-        part = _read_companion(companion, trace)
+        try:
+            part = companion.reader.read(companion.path, companion.info, rank=trace.rank, window=trace.window)
+        except BadTraceError as error:
+            issue = pl.DataFrame([("bad_companion", f"{error}.", 0.0)], schema.DATA_QUALITY.schema, orient="row")
+            part = Trace(trace.rank, trace.window, companion.path, data_quality=issue)
         for table_name, table in part.tables.items():
             if not table.is_empty():
                 tables.setdefault(table_name, [getattr(trace, table_name)]).append(table)
     return trace.replace(**{name: pl.concat(parts) for name, parts in tables.items()})
-
-
-def _read_companion(companion: Companion, trace: Trace) -> Trace:
-    try:
-        return companion.reader.read(companion.path, companion.info, rank=trace.rank, window=trace.window)
-    except BadTraceError as error:
-        issue = pl.DataFrame([("bad_companion", f"{error}.", 0.0)], schema.DATA_QUALITY.schema, orient="row")
-        return Trace(trace.rank, trace.window, companion.path, data_quality=issue)
 
 
 def _with_settings(source: Source, settings: ReadSettings) -> Source:
@@ -198,7 +194,7 @@ def _manifest(
     if file is None:
         return next((t.info.manifest for t in traces if t.info.manifest is not None), {})
     try:
-        return manifest.parse(file.text(cache=cache))
+        return logs.parse_manifest(file.text(cache=cache))
     except (ValueError, OSError, BadTraceError) as error:
         message = f"{file.path}: cannot be read as JSON ({error}); the run has no manifest"
         issues.append(QualityIssue("bad_manifest", message, file.path))

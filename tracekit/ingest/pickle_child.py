@@ -325,10 +325,7 @@ def _storage_index(metadata: Any) -> tuple[Any, Sequence["array[Any]"]]:
         raise RefusedError("holds no storage index of torch.distributed.checkpoint")
     try:
         return [
-            [
-                str(key.state.get("fqn", "?")),
-                *(place.state[field] for field in ("relative_path", "offset", "length")),
-            ]
+            [str(key.state.get("fqn", "?")), *(place.state[field] for field in ("relative_path", "offset", "length"))]
             for key, place in index.items()
         ], ()
     except (AttributeError, KeyError):

@@ -117,16 +117,12 @@ def _of_process(companion: TraceFile, traces: Sequence[TraceFile]) -> list[Trace
     for process_id in (info.process_id, info.parent_process_id):
         fitting = [t for t in traces if process_id is not None and t.info.process_id == process_id]
         if fitting:
-            return _narrow(fitting, companion, rank)
+            if len({t.rank for t in fitting}) == 1:
+                return fitting
+            if rank is not None:
+                return [t for t in fitting if t.rank == rank]
+            return [t for t in fitting if t.file.folder == companion.file.folder] or fitting
     return [t for t in traces if None in (info.process_id, t.info.process_id) and t.rank == rank]
-
-
-def _narrow(fitting: list[TraceFile], companion: TraceFile, rank: int | None) -> list[TraceFile]:
-    if len({t.rank for t in fitting}) == 1:
-        return fitting
-    if rank is not None:
-        return [t for t in fitting if t.rank == rank]
-    return [t for t in fitting if t.file.folder == companion.file.folder] or fitting
 
 
 def _can_join(companion: TraceFile, t: TraceFile) -> bool:
@@ -148,12 +144,7 @@ def _runs(ranked: Sequence[TraceFile]) -> list[list[TraceFile]]:
     jobs: dict[_Key, list[TraceFile]] = defaultdict(list)
     for t in ranked:
         jobs[t.job].append(t)
-    _assign_unstated_jobs(jobs)
-    return [run for job in jobs.values() for run in _separate(job)]
-
-
-def _assign_unstated_jobs(jobs: dict[_Key, list[TraceFile]]) -> None:
-    """Assign files without a stated job to the only stated job of their folder, if that job lacks their ranks."""
+    # Assign files without a stated job to the only stated job of their folder, if that job lacks their ranks.
     for job in [job for job in jobs if job[1] is None]:
         stated_jobs = [other for other in jobs if other[1] is not None and other[0] == job[0]]
         if len(stated_jobs) != 1:
@@ -162,6 +153,7 @@ def _assign_unstated_jobs(jobs: dict[_Key, list[TraceFile]]) -> None:
         fitting = [t for t in jobs[job] if t.rank not in ranks and t.rank < cast("int", stated_jobs[0][1])]
         if len(fitting) == len(jobs[job]):
             jobs[stated_jobs[0]] += jobs.pop(job)
+    return [run for job in jobs.values() for run in _separate(job)]
 
 
 def _separate(job: Sequence[TraceFile]) -> list[list[TraceFile]]:

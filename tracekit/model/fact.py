@@ -35,12 +35,7 @@ class Fact(Generic[S]):
     __qualname__: str
 
     def __init__(
-        self,
-        measure: Callable[[S], pl.DataFrame],
-        scope: Scope,
-        *,
-        table: Table | None = None,
-        is_cached: bool = True,
+        self, measure: Callable[[S], pl.DataFrame], scope: Scope, *, table: Table | None = None, is_cached: bool = True
     ) -> None:
         """Wrap a function that can be imported by its module and name."""
         update_wrapper(self, measure)

@@ -270,9 +270,7 @@ SYNCS = table(
     "wait reported by CUDA, of a stream for an event or of the host; most traces have none",
     column("call_id", "ops.id of the runtime call; null where not known."),
     column(
-        "kind",
-        "stream_wait, or what the host waited for: event, stream, context (all streams of the device).",
-        _TEXT,
+        "kind", "stream_wait, or what the host waited for: event, stream, context (all streams of the device).", _TEXT
     ),
     column("start_ns", "Start of the call."),
     column("dur_ns", "Duration of the call: includes a wait of the host, not a wait of a stream."),
@@ -305,9 +303,7 @@ CHECKPOINTS = table(
     column("thread", "Native thread id of the worker."),
     column("calls", "Calls that wrote or read; for fsync, calls of os.sync; null where none or not known."),
     column(
-        "durable",
-        "Whether all files of this rank were synced after their last byte; total and complete only.",
-        _BOOL,
+        "durable", "Whether all files of this rank were synced after their last byte; total and complete only.", _BOOL
     ),
     column("dirty_before_bytes", "Dirty pages of the machine at the start; total and complete only."),
     column("dirty_after_bytes", "The same at the end."),
@@ -396,8 +392,7 @@ SEGMENTS = table(
     column("allocated_bytes", "Bytes in allocated blocks."),
     column("active_bytes", "Allocated bytes, and freed bytes that another stream still uses."),
     column(
-        "requested_bytes",
-        "Bytes that the program requested in active blocks, before rounding; null in old snapshots.",
+        "requested_bytes", "Bytes that the program requested in active blocks, before rounding; null in old snapshots."
     ),
     _STACK,
 )

@@ -187,7 +187,7 @@ def _plan_layout(job: Job, mesh: Mesh, micro_batch: int, recompute: str) -> Layo
     seconds = sum(parts.values())
     tokens, peak = job.batch * job.sequence, job.hardware.peak_flops_per_s
     bubble = pipeline.bubble_to_ideal_ratio(mesh.pp, micro_batches, chunks=mesh.chunks)
-    times = micro_batches * _layers(job, mesh)
+    times = micro_batches * math.ceil(job.model.layers / mesh.pp)
     rest = {name: part for name, part in parts.items() if name != _COMPUTE}
     largest = max(rest, key=lambda name: rest[name])
     return LayoutPlan(
@@ -247,7 +247,7 @@ def memory_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
 
 def _step_parts(job: Job, mesh: Mesh, work: Workload) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
-    layers, times = _layers(job, mesh), work.micro_batches
+    layers, times = math.ceil(job.model.layers / mesh.pp), work.micro_batches
     node, network = _rates(job)
     within = mesh.tp * mesh.cp <= job.gpus_per_node
     experts_within = mesh.tp * mesh.cp * mesh.ep <= job.gpus_per_node
@@ -332,10 +332,6 @@ def _dp_bytes(job: Job, mesh: Mesh, work: Workload) -> float:
     dense = (model.parameters - experts) * (ranks - 1) / ranks
     sparse = experts / mesh.ep * (of_experts - 1) / of_experts
     return per_weight * (dense + sparse) / mesh.tp / mesh.pp
-
-
-def _layers(job: Job, mesh: Mesh) -> float:
-    return math.ceil(job.model.layers / mesh.pp)
 
 
 def _rates(job: Job) -> tuple[float, float]:

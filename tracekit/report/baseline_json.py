@@ -142,7 +142,10 @@ def read(path: Path) -> Baseline:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        _check_schema(path, msgspec.json.decode(text, type=_Named).schema)
+        schema = msgspec.json.decode(text, type=_Named).schema
+        if schema != SCHEMA:
+            stated = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
+            raise InputError(f"{path}: is {stated}, not {SCHEMA}; save one with tracekit baseline save RUN --out FILE")
         document = msgspec.json.decode(text, type=_Document)
         recordings = tuple(_read_recording(saved, f"recordings[{n}]") for n, saved in enumerate(document.recordings))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -171,12 +174,6 @@ def document(baseline: Baseline) -> Document:
             ],
         )
     )
-
-
-def _check_schema(path: Path, schema: str | None) -> None:
-    if schema != SCHEMA:
-        stated = f"of schema {schema[:_START_BYTES]!r}" if schema else "of no schema"
-        raise InputError(f"{path}: is {stated}, not {SCHEMA}; save one with tracekit baseline save RUN --out FILE")
 
 
 # To JSON -------------------------------------------------------------------------------------------------------------
@@ -253,9 +250,7 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
             for f in saved.findings
         ),
         pl.DataFrame(
-            [(row.kind, row.name, row.shapes, row.share) for row in saved.shares],
-            schema=WORK_COLUMNS,
-            orient="row",
+            [(row.kind, row.name, row.shapes, row.share) for row in saved.shares], schema=WORK_COLUMNS, orient="row"
         ),
     )
 

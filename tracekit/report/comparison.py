@@ -9,12 +9,11 @@ import polars as pl
 from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.contributions import Contribution
-from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, all_metrics, metric_of
+from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
 from tracekit.report import query_rows, step_verdict
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
-from tracekit.report.render import markdown
 from tracekit.report.render.json import to_json_value
 from tracekit.report.step_verdict import EMPHASES
 
@@ -48,7 +47,10 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
     if with_metrics:
         sections.append([heading("Metrics", "  medians over steps"), cells(compared)])
     else:
-        sections.append([faint(_metric_counts(compared))])
+        verdicts = [change.verdict for change in compared.changes]
+        counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
+        metric_counts = f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
+        sections.append([faint(metric_counts)])
     return Document(tuple(sections), tuple(notes), values, is_ascii=False)
 
 
@@ -142,35 +144,6 @@ def label(metric: str) -> str:
     return metric_of(metric).label
 
 
-def metrics_page() -> str:
-    """Return the page docs/metrics.md: every registered metric, and how a change of it is judged."""
-    header = ["metric", "label", "unit", "one sample per", "over ranks", "better", "fails a check", "meaning"]
-    rows = [
-        [
-            f"`{metric.key}`",
-            metric.label,
-            metric.unit.name,
-            metric.scope.value,
-            metric.over_ranks.value if metric.has_rank_values else "",
-            "lower" if metric.lower_is_better else "higher",
-            "yes" if metric.fails_check else "",
-            metric.meaning,
-        ]
-        for metric in all_metrics().values()
-    ]
-    return f"{_METRICS_PAGE}\n{markdown.table(header, rows)}\n"
-
-
-_METRICS_PAGE = """\
-# Metrics
-
-What `tracekit compare`, `check --baseline`, budgets, history and the dashboard compare runs by. Settings and options
-may leave out the unit of a name: `step_time`. Another distribution adds a metric by the entry point group
-`tracekit.metrics`: an object `tracekit.regression.metrics.Metric` with a function that measures it. This page is made
-from the registry `METRICS`.
-"""
-
-
 def _contribution_values(part: Contribution) -> dict[str, object]:
     values = {name: value for name, value in vars(part).items() if name != "parts"}
     return values | {
@@ -180,13 +153,6 @@ def _contribution_values(part: Contribution) -> dict[str, object]:
         "is_certain": part.is_certain,
         "parts": [_contribution_values(piece) for piece in part.parts],
     }
-
-
-def _metric_counts(compared: Comparison) -> str:
-    """Return how many metrics have each verdict, and where they are shown."""
-    verdicts = [change.verdict for change in compared.changes]
-    counts = [f"{verdicts.count(v):,} {step_verdict.VERDICTS[v]}" for v in Verdict if v in verdicts]
-    return f"{units.count(len(verdicts), 'metric')} (-v shows them): {', '.join(counts)}"
 
 
 def _is_of_step_time(change: Change) -> bool:

@@ -1,4 +1,4 @@
-"""What rules, causes, metrics and terms mean, as documents: each by itself, and lists of them."""
+"""What tables, rules, causes, metrics and terms mean, as documents: each by itself, and lists of them."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit.errors import InputError
+from tracekit.model.table_document import TableDocument
 from tracekit.report.document import Definitions, Document, Emphasis, Line, Section, faint, heading, line
 from tracekit.rules.documents import RuleDocument
 
@@ -45,12 +46,7 @@ def meanings_document(meanings: Sequence[Meaning]) -> Document:
         ]
     ]
     values = [
-        {
-            "name": entry.name,
-            "synonyms": list(entry.synonyms),
-            "meaning": entry.meaning,
-            "details": list(entry.details),
-        }
+        {"name": entry.name, "synonyms": list(entry.synonyms), "meaning": entry.meaning, "details": list(entry.details)}
         for entry in meanings
     ]
     return Document(([Definitions(tuple(rows))],), values=values, is_ascii=False)
@@ -127,3 +123,55 @@ def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+_INTRODUCTION = """\
+# Tables and columns
+
+The tables of a run, as `tracekit query`, `tracekit.query` and `Trace` know them. This page is written by
+`tracekit explain --kind table --format markdown`.
+
+Times are integer nanoseconds, sizes are bytes, shares are ratios from 0 to 1. A missing value is a null; an absent
+table is a table without rows. A query sees the rows of all ranks in one table, with the columns `window` and
+`rank`; the tables of a `Trace`, which is one rank in one window, do not have these two columns.
+"""
+
+
+def tables_document(tables: Sequence[TableDocument]) -> Document:
+    """Each table with its grain and its columns: names, types, units, meanings."""
+    values = [
+        {
+            "name": table.name,
+            "grain": table.grain,
+            "columns": [
+                {"name": column.name, "type": column.type_name, "unit": column.unit or None, "meaning": column.meaning}
+                for column in table.columns
+            ],
+        }
+        for table in tables
+    ]
+    return Document(tuple(map(_section, tables)), values=values, is_ascii=False)
+
+
+def _section(table: TableDocument) -> Section:
+    rows = [(line(column.name), faint(column.unit_or_type), line(column.meaning)) for column in table.columns]
+    return [heading(table.name, f"  one row per {table.grain}"), Definitions(tuple(rows), indent=2)]
+
+
+def schema_page(tables: Sequence[TableDocument]) -> str:
+    """Return the page docs/schema.md."""
+    return "\n".join((_INTRODUCTION, tables_as_markdown(tables)))
+
+
+def tables_as_markdown(tables: Sequence[TableDocument], heading: str = "##") -> str:
+    """Return each table under a heading, with what a row is and its columns."""
+    parts = []
+    for table in tables:
+        parts.append(f"{heading} {table.name}\n\nOne row per {table.grain}.\n\n")
+        parts[-1] += "| column | type | unit | meaning |\n|---|---|---|---|"
+        parts[-1] += "".join(
+            f"\n| {column.name} | {column.type_name} | {column.unit} | {column.meaning.replace('|', chr(92) + '|')} |"
+            for column in table.columns
+        )
+        parts[-1] += "\n"
+    return "\n".join(parts)

@@ -49,40 +49,32 @@ def _sections(hang: Diagnosis) -> Iterator[Section]:
     if hang.advice:
         yield [line("What to do: ", hang.advice)]
     if hang.wait is not None:
-        yield [faint(_facts(hang))]
+        wait = hang.wait
+        assert wait is not None
+        waited = f" for {duration(hang.waited_ns)}" if hang.waited_ns else ""
+        parts = [f"{wait.op}, seq {wait.seq} of {wait.group} with ranks {ranges(wait.group.ranks)}"]
+        if wait.group.is_inferred:
+            parts[0] += " (inferred from its calls: the dumps do not state them)"
+        parts.append(f"waiting{waited}: {ranges(wait.waiting_ranks)}")
+        parts.append(f"missing: {ranges(wait.missing_ranks)}")
+        if hang.completed_ranks:
+            parts.append(f"complete on: {ranges(hang.completed_ranks)}")
+        yield [faint("; ".join(parts))]
     if hang.cycle:
         yield [heading("Cycle"), *items(hang.cycle, "→")]
     for mismatch in hang.mismatches[:_MOST_MISMATCHES]:
         yield [heading(f"Calls at seq {mismatch.seq} of {mismatch.group}"), *items(_calls(mismatch))]
-    yield from _culprits(hang)
+    culprits = hang.culprits[:_MOST_CULPRITS]
+    for culprit in culprits:
+        rest = _more(len(hang.culprits) - _MOST_CULPRITS, "more") if culprit is culprits[-1] else []
+        yield [line((f"Rank {culprit.rank}", Emphasis.STRONG), f" {culprit.reason}"), *items(culprit.evidence), *rest]
     if hang.ranks:
         rows = [(str(r.rank), r.last_call, r.last_completed, r.waits_in, r.on_host) for r in hang.ranks[:_MOST_RANKS]]
         yield [Cells(_COLUMNS, tuple(rows)), *_more(len(hang.ranks) - _MOST_RANKS, "more ranks")]
 
 
-def _culprits(hang: Diagnosis) -> Iterator[Section]:
-    culprits = hang.culprits[:_MOST_CULPRITS]
-    for culprit in culprits:
-        rest = _more(len(hang.culprits) - _MOST_CULPRITS, "more") if culprit is culprits[-1] else []
-        yield [line((f"Rank {culprit.rank}", Emphasis.STRONG), f" {culprit.reason}"), *items(culprit.evidence), *rest]
-
-
 def _more(count: int, what: str) -> list[Line]:
     return [faint(f"and {count} {what}; --format json has all")] if count > 0 else []
-
-
-def _facts(hang: Diagnosis) -> str:
-    wait = hang.wait
-    assert wait is not None
-    waited = f" for {duration(hang.waited_ns)}" if hang.waited_ns else ""
-    parts = [f"{wait.op}, seq {wait.seq} of {wait.group} with ranks {ranges(wait.group.ranks)}"]
-    if wait.group.is_inferred:
-        parts[0] += " (inferred from its calls: the dumps do not state them)"
-    parts.append(f"waiting{waited}: {ranges(wait.waiting_ranks)}")
-    parts.append(f"missing: {ranges(wait.missing_ranks)}")
-    if hang.completed_ranks:
-        parts.append(f"complete on: {ranges(hang.completed_ranks)}")
-    return "; ".join(parts)
 
 
 def _calls(mismatch: Mismatch) -> list[str]:

@@ -85,8 +85,7 @@ def ranks(report: Report, run: Run) -> Headline:
     share = f" ({units.share(each_ns / step_ns)} of it)" if step_ns else ""
     per = "per step" if step_ns else "in the window"
     return _about(
-        f"Others wait longest for rank {late['rank']}: one rank waits up to {_duration(each_ns)} {per}{share}",
-        findings,
+        f"Others wait longest for rank {late['rank']}: one rank waits up to {_duration(each_ns)} {per}{share}", findings
     )
 
 

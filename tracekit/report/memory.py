@@ -6,7 +6,7 @@ from tracekit.analysis.memory.usage import change_by_category, change_by_owner
 from tracekit.model import units
 from tracekit.replay.allocator.memory_usage import MemoryUsage, ReservedMemory
 from tracekit.replay.allocator.out_of_memory import OutOfMemoryEvent
-from tracekit.report.document import Document, Line, Section, Table, heading, line
+from tracekit.report.document import Document, Section, Table, heading, line
 
 _MOST_ROWS = 15
 _EARLIER = "(allocated earlier, or without a stack)"
@@ -14,10 +14,6 @@ _EARLIER = "(allocated earlier, or without a stack)"
 
 def document(usage: MemoryUsage) -> Document:
     """Peaks, live blocks at the peak, churn, the replay, and what changed since another run or snapshot."""
-    return Document((_headlines(usage), *_tables(usage)), values=_values(usage))
-
-
-def _headlines(usage: MemoryUsage) -> list[Line]:
     oom, other = usage.out_of_memory, usage.against
     sentences = [] if oom is None else oom_sentences(oom, usage.rank)
     sentences.append(_peak(usage))
@@ -25,7 +21,7 @@ def _headlines(usage: MemoryUsage) -> list[Line]:
         sentences.append(replay_line(usage.settings, usage.recorded, usage.replayed))
     sentences += usage.notes
     sentences += [] if other is None else [_change_of_peak(usage.peak_allocated_bytes, other.peak_allocated_bytes)]
-    return [line(sentence) for sentence in sentences]
+    return Document(([line(sentence) for sentence in sentences], *_tables(usage)), values=_values(usage))
 
 
 def _tables(usage: MemoryUsage) -> list[Section]:
@@ -86,7 +82,12 @@ def oom_sentences(oom: OutOfMemoryEvent, rank: int | None = None) -> list[str]:
             f"{units.size(oom.reserved_unallocated_bytes)} was reserved by PyTorch but unallocated; the largest block "
             f"that could serve the request has {units.size(oom.largest_free_block_bytes or 0)}."
         )
-    return [*sentences, *_growth(oom), *_oom_advice(oom), *oom.notes]
+    growth = [
+        f"Memory grows by {units.size(row['step_bytes'])} a step: {row['op']} requested it in each of the last "
+        f"{row['steps']} steps, and it was not freed; that is {units.size(row['bytes'])}."
+        for row in oom.growth.head(1).iter_rows(named=True)
+    ]
+    return [*sentences, *growth, *_oom_advice(oom), *oom.notes]
 
 
 def _limit(oom: OutOfMemoryEvent) -> str:
@@ -98,14 +99,6 @@ def _limit(oom: OutOfMemoryEvent) -> str:
         f": a limit of this process refused the request, which is between {units.size(oom.peak_reserved_bytes)} "
         f"and {upper} of reserved memory (see torch.cuda.set_per_process_memory_fraction)"
     )
-
-
-def _growth(oom: OutOfMemoryEvent) -> list[str]:
-    return [
-        f"Memory grows by {units.size(row['step_bytes'])} a step: {row['op']} requested it in each of the last "
-        f"{row['steps']} steps, and it was not freed; that is {units.size(row['bytes'])}."
-        for row in oom.growth.head(1).iter_rows(named=True)
-    ]
 
 
 def _oom_advice(oom: OutOfMemoryEvent) -> list[str]:

@@ -39,7 +39,9 @@ def headline(compared: Comparison) -> str:
     if step is None:
         return ""
     a, b = (escaping.inert(name, _MAX_NAME) for name in (compared.reference, compared.candidate))
-    times = _times(step)
+    before, after = units.duration(step.reference), units.duration(step.candidate)
+    number, _, unit = before.partition(" ")
+    times = f"{number if after.endswith(f' {unit}') else before} → {after} a step"
     if step.verdict is Verdict.SAME:
         return f"{b} is as fast as {a} ({times}, {_bounds(step)})"
     if step.verdict is Verdict.INCONCLUSIVE:
@@ -221,12 +223,6 @@ def _interval(low_ns: int, high_ns: int) -> str:
 
 def _label(part: Contribution) -> str:
     return contributions.noun(part.kind, escaping.inert(part.name, _MAX_OPERATOR))
-
-
-def _times(step: Change) -> str:
-    before, after = units.duration(step.reference), units.duration(step.candidate)
-    number, _, unit = before.partition(" ")
-    return f"{number if after.endswith(f' {unit}') else before} → {after} a step"
 
 
 def _is_slower(step: Change) -> bool:

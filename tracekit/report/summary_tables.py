@@ -109,7 +109,8 @@ def document(rows: pl.DataFrame) -> Document:
     """The rows as a table, for programs as they are."""
     drop_order = _PIPELINE_DROP_ORDER if "bubble_ns" in rows.columns else _DROP_ORDER
     missing = next((subject for name, subject in _MISSING.items() if name in rows.columns), "work to break down")
-    table = Table(_without_only_window(rows), _HEADINGS, drop_order)
+    without_only_window = rows.drop("window") if "window" in rows.columns and rows["window"].n_unique() < 2 else rows
+    table = Table(without_only_window, _HEADINGS, drop_order)
     part = table if rows.height else line(f"The traces contain no {missing}.")
     return Document(([part],), values=rows.to_dicts())
 
@@ -140,11 +141,6 @@ def sequences(rows: pl.DataFrame, top: int) -> Document:
     more = rows.height - first.height
     text = f"and {more:,} more: --top {rows.height}; whole names with --format json"
     return Document(([table], [*lines, *([faint(text)] if more else [])]))
-
-
-def _without_only_window(rows: pl.DataFrame) -> pl.DataFrame:
-    """Leave out the column `window` where all rows are of one window."""
-    return rows.drop("window") if "window" in rows.columns and rows["window"].n_unique() < 2 else rows
 
 
 def _count_repeats(kernels: Sequence[str]) -> list[str]:

@@ -74,7 +74,16 @@ def render_several(
     """Return several reports: a table of their findings, then each report, side by side if the width allows."""
     write = document if is_detailed else brief
     documents = [(run.name, write(report, run)) for report, run in reports]
-    return render_text.render_several(_findings_by_run(reports), documents, width=width, color=color)
+    # One row per rule and one column per run, the costliest first.
+    findings = [finding for report, _ in reports for finding in report.findings]
+    codes = dict.fromkeys(finding.code for finding in sorted(findings, key=cost_order, reverse=True))
+    rows = [
+        (phrases.rule_name(code), code, *(_worst_of_rule(report.findings, code) for report, _ in reports))
+        for code in codes
+    ]
+    rows = rows or [("no rule fired", "", *("" for _ in reports))]
+    findings_by_run = Cells(("finding", "", *(run.name for _, run in reports)), tuple(rows))
+    return render_text.render_several(findings_by_run, documents, width=width, color=color)
 
 
 def render_gates(
@@ -224,17 +233,13 @@ def _brief(report: Report, run: Run, findings: Sequence[Finding]) -> list[Sectio
 def _finding_lines(finding: Finding, consequences: Sequence[Finding]) -> Section:
     severity = finding.severity.label.upper(), _SEVERITIES[finding.severity]
     rows = [("where", phrases.place(finding)), ("also", "; ".join(caused.claim for caused in consequences))]
-    rows.append(("fix", _first_advice(finding.fix)))
+    fix = finding.fix
+    end = fix.find(". ")
+    rows.append(("fix", fix if end < 0 else fix[: end + 1]))
     if phrases.has_moment(finding):
         rows.append(("open", f"{ADDRESS}/timeline?finding={finding.id}"))
     lines = tuple((line((name, Emphasis.FAINT)), line(text)) for name, text in rows if text)
     return [line(severity, "  ", (f"{finding.sentence}.", Emphasis.STRONG)), Definitions(lines, indent=2)]
-
-
-def _first_advice(fix: str) -> str:
-    """The first sentence of a fix. Dots inside of calls and options end no sentence."""
-    end = fix.find(". ")
-    return fix if end < 0 else fix[: end + 1]
 
 
 def _time(run: Run) -> str:
@@ -314,18 +319,6 @@ def _evidence(evidence: pl.DataFrame, clock: pl.DataFrame) -> Section:
     table = Table(rows, drop_order=optional, early_drop=early, least_text=_LEAST_TEXT, indent=4)
     more = evidence.height - rows.height
     return [table, *([faint(f"and {more:,} more rows", indent=4)] if more else [])]
-
-
-def _findings_by_run(reports: Sequence[tuple[Report, Run]]) -> Cells:
-    """One row per rule and one column per run, the costliest first."""
-    findings = [finding for report, _ in reports for finding in report.findings]
-    codes = dict.fromkeys(finding.code for finding in sorted(findings, key=cost_order, reverse=True))
-    rows = [
-        (phrases.rule_name(code), code, *(_worst_of_rule(report.findings, code) for report, _ in reports))
-        for code in codes
-    ]
-    rows = rows or [("no rule fired", "", *("" for _ in reports))]
-    return Cells(("finding", "", *(run.name for _, run in reports)), tuple(rows))
 
 
 def _worst_of_rule(findings: Sequence[Finding], code: str) -> str:

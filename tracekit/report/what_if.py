@@ -139,7 +139,12 @@ def _lines(
         yield from _of_answer(together, answers, price)
     yield from (f"{answer.name}: no estimate: {answer.unavailable_reason}" for answer in answers.unavailable)
     for prediction in predictions:
-        yield from _of_prediction(prediction, answers.gpus, price)
+        hours = what_if.hours_per_day(prediction.saved_ratio, answers.gpus)
+        yield (
+            f"prediction for {prediction.name}: mean step {units.duration(prediction.predicted_ns)} "
+            f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
+        )
+        yield from (f"  assumes: {assumption}" for assumption in prediction.assumptions)
     if price is not None and answers.gpus:
         yield f"Savings per day of training on {answers.gpus} GPUs, at {price:g} an hour each."
     elif price is not None:
@@ -161,15 +166,6 @@ def _of_answer(answer: Answer, answers: WhatIf, price: float | None) -> Iterator
         yield f"  {units.duration(before_ns)}{of_step} are before the first device work of the recording"
     if answer.caveat:
         yield f"  less certain: {answer.caveat}"
-
-
-def _of_prediction(prediction: Prediction, gpus: int, price: float | None) -> Iterator[str]:
-    hours = what_if.hours_per_day(prediction.saved_ratio, gpus)
-    yield (
-        f"prediction for {prediction.name}: mean step {units.duration(prediction.predicted_ns)} "
-        f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
-    )
-    yield from (f"  assumes: {assumption}" for assumption in prediction.assumptions)
 
 
 def _per_day(hours: float | None, price: float | None) -> str:

@@ -61,7 +61,7 @@ class Finding:
     `claim` is one clause that names the cause and the place at which a person acts (a rank, a line, an option), without
     its cost; `sentence` adds the cost, the one number of the finding. `message` is the evidence in words: what the rule
     measured, where. A rule gives a finding that costs time the severity WARNING, or INFO where it is doubtful; `check`
-    grades it by cost and confidence (`tracekit.rules.severity`).
+    grades it by cost and confidence (`cost_attribution.grade`).
 
     `impact` is the share of time lost (0 to 1): of step time, unless a field below states another. `cost_ns` is the
     time lost per step: with a replay, by how much the mean step of the run is shorter without the cause, else what the

@@ -64,7 +64,10 @@ class Engine:
         self.world = topology.world(job)
         programs = program if isinstance(program, Mapping) else dict.fromkeys(job.simulated_ranks, program)
         if not is_recorded:
-            programs = _timed_programs(job, programs)
+            space_ns = 0 if job.impairments.ideal_host else SPACE_NS
+            by_id = {id(instructions): instructions for instructions in programs.values()}  # ranks share programs
+            timed = {key: timed_program(instructions, space_ns) for key, instructions in by_id.items()}
+            programs = {rank: timed[id(instructions)] for rank, instructions in programs.items()}
         self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
         self._count = 0
         self._jitter = _jitter(job)
@@ -265,13 +268,6 @@ class Engine:
 def _is_next(stream: Stream, turns: "deque[Transfer]") -> bool:
     item = stream.queue[0][0]
     return bool(turns) and isinstance(item, Work) and item.transfer is turns[0]
-
-
-def _timed_programs(job: Job, programs: Mapping[int, list[Instruction]]) -> Mapping[int, list[Instruction]]:
-    space_ns = 0 if job.impairments.ideal_host else SPACE_NS
-    by_id = {id(instructions): instructions for instructions in programs.values()}  # ranks share programs
-    timed = {key: timed_program(instructions, space_ns) for key, instructions in by_id.items()}
-    return {rank: timed[id(instructions)] for rank, instructions in programs.items()}
 
 
 def _jitter(job: Job) -> "np.ndarray[Any, np.dtype[np.float64]]":

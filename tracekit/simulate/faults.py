@@ -85,10 +85,6 @@ def _step_ns(job: Job) -> int:
     return engine.total_ns(healthy) // 2
 
 
-def _stall_ns(job: Job) -> int:
-    return round(_STALL * _step_ns(job))
-
-
 @_fault(
     "slow-rank", "RANK001", "[:RANK[:FACTOR]]", "one rank's kernels take FACTOR times as long (1.3)",
     ranks=lambda job: tuple(job.impairments.slow_ranks), hybrid=True,
@@ -173,7 +169,7 @@ def _dataloader_stall(job: Job, args: Sequence[str]) -> Job:
 )  # fmt: skip
 def _host_stall(job: Job, args: Sequence[str]) -> Job:
     rank, step = fault_registry.rank(job, args, 0), fault_registry.step(job, args, 2, job.steps // 2)
-    took_ns = fault_registry.duration(args[1:], lambda: (step + 1) * _stall_ns(job))
+    took_ns = fault_registry.duration(args[1:], lambda: (step + 1) * round(_STALL * _step_ns(job)))
     return impair(job, host_stalls={**job.impairments.host_stalls, rank: (step, took_ns)})
 
 
@@ -185,7 +181,7 @@ def _host_stall(job: Job, args: Sequence[str]) -> Job:
 def _stalled_collective(job: Job, args: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more: other steps show how long the collective usually takes")
-    took_ns = fault_registry.duration(args, lambda: _stall_ns(job))
+    took_ns = fault_registry.duration(args, lambda: round(_STALL * _step_ns(job)))
     return impair(job, stalled_collective=(fault_registry.step(job, args, 1, job.steps // 2), took_ns))
 
 

@@ -342,18 +342,14 @@ def groups_of(hybrid: Hybrid) -> dict[str, list[list[int]]]:
     layout = hybrid.layout
     by_axis = {axis: layout.groups(axis) for axis in (*AXES, EP)}
     if layout.ep > 1:
-        by_axis[EXPERT_DATA] = _same_experts(layout)
+        # The ranks that hold the same experts: at the same place of their groups of experts.
+        by_place: dict[tuple[int, ...], list[int]] = {}
+        for members in layout.groups(EP):
+            for index, rank in enumerate(members):
+                place = layout.coordinate(rank)
+                by_place.setdefault((place[PP], place[DP_REPLICATE], place[TP], index), []).append(rank)
+        by_axis[EXPERT_DATA] = list(by_place.values())
     return {axis: groups for axis, groups in by_axis.items() if len(groups[0]) > 1}
-
-
-def _same_experts(layout: Layout) -> list[list[int]]:
-    """Return the ranks that hold the same experts: at the same place of their groups of experts."""
-    by_place: dict[tuple[int, ...], list[int]] = {}
-    for members in layout.groups(EP):
-        for index, rank in enumerate(members):
-            place = layout.coordinate(rank)
-            by_place.setdefault((place[PP], place[DP_REPLICATE], place[TP], index), []).append(rank)
-    return list(by_place.values())
 
 
 def manifest(hybrid: Hybrid, micro_batches: int) -> dict[str, Any]:

@@ -288,13 +288,9 @@ def _rank_bubbles(job: Job, recording: Recording) -> Iterator[Bubble]:
         first = min(start for rank_spans in spans.values() for start, _ in rank_spans)
         last = max(end for rank_spans in spans.values() for _, end in rank_spans)
         for rank, rank_spans in spans.items():
-            bubble_ns = last - first - _covered_ns(rank_spans)
+            covered, reached = 0, 0
+            for start, end in rank_spans:
+                covered += max(0, end - max(start, reached))
+                reached = max(reached, end)
+            bubble_ns = last - first - covered
             yield Bubble(rank, job.mesh.stages_of(rank), step, bubble_ns, bubble_ns / (last - first))
-
-
-def _covered_ns(spans: Sequence[tuple[int, int]]) -> int:
-    covered, reached = 0, 0
-    for start, end in spans:
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered

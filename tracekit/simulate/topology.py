@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tracekit.conventions.strategies import PP, RING_PASSES
-from tracekit.simulate.job import HSDP, Hybrid, Job, groups_of
+from tracekit.simulate.job import HSDP, Job, groups_of
 from tracekit.simulate.kernels import Rates, rates, ring_s
 from tracekit.simulate.program import REPLICATE, SHARD, Collective
 
@@ -88,7 +88,18 @@ class HybridWorld(World):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._hybrid = job.mesh
-        self._groups = _all_groups(job.mesh, job.node)
+        hybrid = job.mesh
+        all_ranks = [list(range(hybrid.layout.world_size))]
+        groups: dict[str, list[Group]] = {}
+        number = 0
+        for kind, listed in {WORLD: all_ranks, **groups_of(hybrid)}.items():
+            description = "default_pg" if kind == WORLD else f"mesh_{kind}"
+            groups[kind] = []
+            for ranks in listed:
+                link = NODE if len({hybrid.slot(rank) // job.node for rank in ranks}) == 1 else NETWORK
+                groups[kind].append(Group(str(number), description, tuple(ranks), link))
+                number += 1
+        self._groups = groups
         self._of = lru_cache(maxsize=None)(self._find)
         self._boundary_of = lru_cache(maxsize=None)(self._boundary)
 
@@ -150,17 +161,3 @@ class HybridWorld(World):
 def world(job: Job) -> World:
     """Return the process groups of a job."""
     return World(job) if job.hybrid is None else HybridWorld(job)
-
-
-def _all_groups(hybrid: Hybrid, node: int) -> dict[str, list[Group]]:
-    all_ranks = [list(range(hybrid.layout.world_size))]
-    groups: dict[str, list[Group]] = {}
-    number = 0
-    for kind, listed in {WORLD: all_ranks, **groups_of(hybrid)}.items():
-        description = "default_pg" if kind == WORLD else f"mesh_{kind}"
-        groups[kind] = []
-        for ranks in listed:
-            link = NODE if len({hybrid.slot(rank) // node for rank in ranks}) == 1 else NETWORK
-            groups[kind].append(Group(str(number), description, tuple(ranks), link))
-            number += 1
-    return groups

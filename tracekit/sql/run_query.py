@@ -38,12 +38,7 @@ _PROGRAM = Path(__file__).with_name("sandbox.py")
 
 
 def query(
-    run: Run,
-    sql: str,
-    *,
-    timeout_s: float = TIMEOUT_S,
-    memory_bytes: int = MEMORY_BYTES,
-    max_rows: int | None = None,
+    run: Run, sql: str, *, timeout_s: float = TIMEOUT_S, memory_bytes: int = MEMORY_BYTES, max_rows: int | None = None
 ) -> pl.DataFrame:
     """Return the result of one SELECT over the tables of a run.
 

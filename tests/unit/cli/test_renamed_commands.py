@@ -8,8 +8,7 @@ import typer.main
 
 from tests.support.cli_runner import ROOT, tracekit
 from tests.support.selection import others_in_accuracy
-from tracekit.cli.application import COMMANDS, app
-from tracekit.cli.renamed_commands import RENAMED, current_words
+from tracekit.cli.application import COMMANDS, RENAMED, app, current_words
 
 RUN = str(ROOT / "sample_traces" / "gpu" / "slow-rank")
 SAME = [

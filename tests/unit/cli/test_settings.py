@@ -287,11 +287,11 @@ def test_ignored_findings_are_removed_and_noted(wording: Wording) -> None:
     wording(*filtered.notes)
 
 
-@pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
-def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
-    assert settings_file.find_rule_of_finding(name, CATALOG) is SlowStart
+@pytest.mark.parametrize("name", ["BOOT001", "slow-start"])
+def test_a_rule_is_found_by_code_and_name(name: str) -> None:
+    assert settings_file.find_rule(name, CATALOG) is SlowStart
 
 
 def test_a_rule_that_is_not_there_is_not_found(wording: Wording) -> None:
     with wording.raises(ConfigError):
-        settings_file.find_rule_of_finding("slow-strat", CATALOG)
+        settings_file.find_rule("slow-strat", CATALOG)

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from tracekit.capture.launcher import command as recording
-from tracekit.cli import renamed_commands
+from tracekit.cli import application
 from tracekit.cli.application import app
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def _unknown(words: list[str]) -> list[str]:
     The change log has the names of its time.
     """
     found = COMMANDS
-    words = ["--out" if word == "--output" else word for word in renamed_commands.current_words(words)]
+    words = ["--out" if word == "--output" else word for word in application.current_words(words)]
     if words[0].isupper():
         return []
     while words and hasattr(found, "commands"):

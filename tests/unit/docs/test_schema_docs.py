@@ -5,7 +5,7 @@ import pytest
 
 from tracekit.errors import InputError
 from tracekit.regression.history import store
-from tracekit.report import schema_pages
+from tracekit.report import explanations
 from tracekit.report.render import json as render_json
 from tracekit.report.render import text as render_text
 from tracekit.sql import run_tables, table_documents
@@ -24,7 +24,7 @@ def test_the_file_of_tables_is_what_the_schema_says_now():
 
 def test_the_page_of_tables_is_what_the_schema_says_now():
     page = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
-    assert page == schema_pages.as_markdown(DOCUMENTS), (
+    assert page == explanations.schema_page(DOCUMENTS), (
         "write it again: tracekit explain --kind table --format markdown --out docs/schema.md"
     )
 
@@ -42,12 +42,12 @@ def test_every_column_has_a_sentence_and_every_quantity_its_unit():
 def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
     documents = [table.document for table in (store.VERSION, *store.RUN_TABLES)]
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
-    assert page.endswith(schema_pages.tables_as_markdown(documents, heading="###"))
+    assert page.endswith(explanations.tables_as_markdown(documents, heading="###"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_schema_fits_the_terminal_and_names_every_column(width):
-    text = render_text.render(schema_pages.document(DOCUMENTS), width=width)
+    text = render_text.render(explanations.tables_document(DOCUMENTS), width=width)
     assert max(map(len, text.splitlines())) <= width
     for table in DOCUMENTS:
         assert table.name in text
@@ -55,7 +55,7 @@ def test_the_schema_fits_the_terminal_and_names_every_column(width):
 
 
 def test_the_schema_as_json_holds_the_same():
-    tables = json.loads(render_json.render(schema_pages.document(DOCUMENTS)))
+    tables = json.loads(render_json.render(explanations.tables_document(DOCUMENTS)))
     assert [each["name"] for each in tables] == list(TABLES)
     ops = next(each for each in tables if each["name"] == "ops")
     assert {"name": "start_ns", "type": "integer", "unit": "ns", "meaning": "Start."} in ops["columns"]

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import polars as pl
 import pytest
 
-from tests.support import sample_baselines, sample_report
+from tests.support import metrics_page, sample_baselines, sample_report
 from tests.support.cli_runner import ROOT
 from tests.support.wording import Wording
 from tracekit.cli import settings
@@ -100,7 +100,7 @@ def test_a_metric_of_a_plugin_appears_everywhere(plugin: str, tmp_path: Path) ->
     series = next(series for series in group.series if series.metric == plugin)
     assert isinstance(many_runs.of_series(group, series), go.Figure)
 
-    assert "`activity_count`" in comparison.metrics_page()
+    assert "`activity_count`" in metrics_page.metrics_page()
     assert settings.read(settings_file(tmp_path, plugin), all_rules()).baseline.metrics == (plugin,)
     judged = checks.judge(report, None, budgets=budgets.parse({plugin: 1}))
     assert "Budgets" in render_text.render(text.gate_document(judged), width=100)
@@ -124,8 +124,8 @@ def test_a_plugin_may_not_take_the_key_of_a_metric(plugin: str, tmp_path: Path, 
 def test_the_page_of_metrics_lists_the_registry(request: pytest.FixtureRequest) -> None:
     path = ROOT / "docs" / "metrics.md"
     if request.config.getoption("--update-golden"):
-        path.write_text(comparison.metrics_page(), encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == comparison.metrics_page()
+        path.write_text(metrics_page.metrics_page(), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == metrics_page.metrics_page()
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)

@@ -61,7 +61,16 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
             notices.notify(f"cannot report what was recorded: {type(error).__name__}: {error}")
     if code < 0:
-        _die_of(-code)
+        # End this process by the signal that ended the command, without a core dump.
+        number = -code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        sys.exit(128 + number)
     return code
 
 
@@ -176,18 +185,6 @@ def _as_if_alone(mask: "set[int | signal.Signals]") -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _die_of(number: int) -> None:
-    """End this process by the signal that ended the command, without a core dump."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if number not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    sys.exit(128 + number)
 
 
 def _has_hung(folder: Path) -> bool:

@@ -27,8 +27,7 @@ baseline = typer.Typer(
 )
 
 Runs = Annotated[
-    list[str],
-    typer.Argument(metavar="RUN…", help="Recordings of the same training; several show their spread."),
+    list[str], typer.Argument(metavar="RUN…", help="Recordings of the same training; several show their spread.")
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The baseline file.", show_default=False)]
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tracekit.ingest.checkpoint_files import Problem, VerifiedCheckpoint
-    from tracekit.report.document import Document
 
 SCHEMA = "tracekit.verify/1"
 checkpoint = typer.Typer(help="Verify checkpoints on disk.", no_args_is_help=True)
@@ -42,17 +41,14 @@ def verify(
     from tracekit.ingest import checkpoint_files
 
     verified = checkpoint_files.verify(path)
-    table.write_document(_document(verified))
-    statuses = {ckpt.status for ckpt in verified}
-    if statuses != {checkpoint_files.WHOLE}:
-        raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
-
-
-def _document(verified: "list[VerifiedCheckpoint]") -> "Document":
     from tracekit.report.document import Document, Line
 
     lines = tuple(Line((text,), wraps=False) for ckpt in verified for text in _lines(ckpt))
-    return Document((lines,), values={"schema": SCHEMA, "checkpoints": [_values(ckpt) for ckpt in verified]})
+    document = Document((lines,), values={"schema": SCHEMA, "checkpoints": [_values(ckpt) for ckpt in verified]})
+    table.write_document(document)
+    statuses = {ckpt.status for ckpt in verified}
+    if statuses != {checkpoint_files.WHOLE}:
+        raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
 
 
 def _lines(ckpt: "VerifiedCheckpoint") -> "Iterator[str]":

@@ -48,13 +48,11 @@ def explain(
     A rule: what it does, why it costs time, how it measures, how to fix its findings, its blind spots, its thresholds.
     A table: what a row is, and the unit and meaning of each column.
     """
-    if result.document_format is Format.MARKDOWN and kind is Kind.TABLE:
-        from tracekit.report import schema_pages
-
-        result.emit(schema_pages.as_markdown(_tables(name, is_page=True)))
-        return
     from tracekit.report import explanations
 
+    if result.document_format is Format.MARKDOWN and kind is Kind.TABLE:
+        result.emit(explanations.schema_page(_tables(name, is_page=True)))
+        return
     kinds = tuple(Kind) if kind is None else (kind,)
     if name is not None:
         documents = _pages(name, kinds)
@@ -135,16 +133,16 @@ def _tables(name: str | None, *, is_page: bool) -> "Sequence[TableDocument]":
 
 
 def _table_list() -> "Document":
-    from tracekit.report import schema_pages
+    from tracekit.report import explanations
 
-    return schema_pages.document(_tables(None, is_page=False))
+    return explanations.tables_document(_tables(None, is_page=False))
 
 
 def _table_page(name: str) -> "Document | None":
-    from tracekit.report import schema_pages
+    from tracekit.report import explanations
 
     tables = [table for table in _tables(None, is_page=False) if table.name == name.lower()]
-    return schema_pages.document(tables) if tables else None
+    return explanations.tables_document(tables) if tables else None
 
 
 def _table_grains() -> "Sequence[Meaning]":

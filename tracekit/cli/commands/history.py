@@ -22,8 +22,7 @@ history = typer.Typer(no_args_is_help=True, help="Store the results of checked r
 
 Database = Annotated[Path, typer.Option("--db", metavar="FILE", help="The history: a DuckDB file.")]
 CommitName = Annotated[
-    str | None,
-    typer.Option("--commit", metavar="SHA", help="Commit of the training.  [default: from CI or git]"),
+    str | None, typer.Option("--commit", metavar="SHA", help="Commit of the training.  [default: from CI or git]")
 ]
 Branch = Annotated[
     str | None, typer.Option("--branch", metavar="NAME", help="Branch of the commit.  [default: from CI or git]")

@@ -126,12 +126,7 @@ _STACK, _RANK = "stack", "rank"
 
 @expand_options
 def kernels(
-    *,
-    work: WorkOptions,
-    sequence: SequenceOptions,
-    part: SelectedWork,
-    source: RunOptions,
-    table: TotalsOptions,
+    *, work: WorkOptions, sequence: SequenceOptions, part: SelectedWork, source: RunOptions, table: TotalsOptions
 ) -> None:
     """Show the kernels, copies and collectives of a run, or its host ops: count, total, mean, percentiles, maximum.
 
@@ -158,7 +153,14 @@ def kernels(
     elif sequence.sequences is not None or sequence.launched_by is not None:
         _write_sequences(source, sequence, table)
     elif work.of is WorkOf.HOST:
-        _write_ops(source, work, table)
+        from tracekit.analysis.host import ops as analysis
+        from tracekit.report import summary_tables
+
+        run = source.open()
+        kinds = output.split_names("cpu_op" if work.kinds is None else work.kinds)
+        with output.progress() as bar:
+            rows = analysis.ops(run, work.keys, kinds, on_progress=bar.trace_callback(len(run.sources)))
+        table.write_rows(rows, summary_tables.totals)
     else:
         _write_kernels(source, work, sequence, table)
 
@@ -189,17 +191,6 @@ def _write_kernels(source: RunOptions, work: WorkOptions, sequence: SequenceOpti
     with output.progress() as bar:
         callback = bar.trace_callback(len(run.sources))
         rows = analysis.with_launch_delays(run, work.keys, ops=ops, on_progress=callback)
-    table.write_rows(rows, summary_tables.totals)
-
-
-def _write_ops(source: RunOptions, work: WorkOptions, table: TotalsOptions) -> None:
-    from tracekit.analysis.host import ops as analysis
-    from tracekit.report import summary_tables
-
-    run = source.open()
-    kinds = output.split_names("cpu_op" if work.kinds is None else work.kinds)
-    with output.progress() as bar:
-        rows = analysis.ops(run, work.keys, kinds, on_progress=bar.trace_callback(len(run.sources)))
     table.write_rows(rows, summary_tables.totals)
 
 

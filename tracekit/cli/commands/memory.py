@@ -83,7 +83,16 @@ def memory(
 
 def _usage(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
     if _is_snapshot(path):
-        return _of_snapshot(path, options, cache=cache)
+        from tracekit.ingest.readers import memory_snapshots
+        from tracekit.replay.allocator import memory_usage
+        from tracekit.replay.allocator import playback as replaying
+
+        if options.replay is not None and memory_usage.uses_unit_buffers(options.replay):
+            raise InputError(f"{memory_usage.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
+        snapshot = memory_snapshots.read(path, cache=cache)
+        device = _device(snapshot, options.device)
+        usage = memory_usage.of_snapshot(snapshot, device)
+        return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, device))
     if snapshots := _snapshots_without_traces(path):
         return _of_snapshots(snapshots, options)
     try:
@@ -142,19 +151,6 @@ def _of_snapshots(snapshots: list[tuple[int, Path]], options: ReplayOptions) -> 
         return usage
     snapshot = next(candidate for rank, candidate in read if rank == usage.rank)
     return options.apply(usage, replaying.from_snapshot(snapshot, _device(snapshot, options.device)))
-
-
-def _of_snapshot(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":
-    from tracekit.ingest.readers import memory_snapshots
-    from tracekit.replay.allocator import memory_usage
-    from tracekit.replay.allocator import playback as replaying
-
-    if options.replay is not None and memory_usage.uses_unit_buffers(options.replay):
-        raise InputError(f"{memory_usage.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
-    snapshot = memory_snapshots.read(path, cache=cache)
-    device = _device(snapshot, options.device)
-    usage = memory_usage.of_snapshot(snapshot, device)
-    return usage if options.replay is None else options.apply(usage, replaying.from_snapshot(snapshot, device))
 
 
 def _of_run(path: str, options: ReplayOptions, *, cache: bool) -> "MemoryUsage":

@@ -211,12 +211,7 @@ def layout(
     from tracekit.report import layouts as layout_report
 
     job = layouts.Job.of(
-        _found(model),
-        hardware.find(device),
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        sequence=sequence,
-        batch=batch,
+        _found(model), hardware.find(device), gpus=gpus, gpus_per_node=gpus_per_node, sequence=sequence, batch=batch
     )
     table.write_document(layout_report.document(job, layouts.plan(job, count=count)))
 

@@ -13,7 +13,7 @@ from tracekit import conventions
 from tracekit.cli.watch.rank_log import LogTail, RankLog
 from tracekit.cli.watch.steps import GRACE_S, StepMonitor
 from tracekit.cli.watch.training_state import EventKind, OutlierStep, Save, StepEvent, TrainingState
-from tracekit.ingest.readers import manifest
+from tracekit.ingest.readers import logs
 from tracekit.model.manifest import Manifest
 
 _MAX_SAVES = 64
@@ -35,7 +35,7 @@ class ManifestFile:
         except OSError:
             return
         mark = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if mark != self._last_stat and (content := manifest.read(self._path)) is not None:
+        if mark != self._last_stat and (content := logs.read_manifest(self._path)) is not None:
             self._last_stat, self.content = mark, content
 
     def events_at(self, step: int) -> Iterator[StepEvent]:

@@ -78,10 +78,7 @@ def _facts(state: TrainingState) -> Iterator[tuple[str, Line]]:
     if memory := list(_memory(state)):
         yield "memory", line(" · ".join(memory))
     if state.custom_metrics:
-        yield (
-            "custom",
-            line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())),
-        )
+        yield ("custom", line(" · ".join(f"{name} {value:.4g}" for name, value in state.custom_metrics.items())))
     yield "ranks", line(*_ranks(state))
     yield "saves", line(_saves(state))
     yield "profiled", line(_windows(state))

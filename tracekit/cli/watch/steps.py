@@ -329,12 +329,7 @@ class StepMonitor:
     # Reporting --------------------------------------------------------------------------------------------------------
 
     def _record_outlier(
-        self,
-        symptom: Symptom,
-        step: int,
-        pending: _PendingStep,
-        ranks: tuple[int, ...],
-        events: tuple[StepEvent, ...],
+        self, symptom: Symptom, step: int, pending: _PendingStep, ranks: tuple[int, ...], events: tuple[StepEvent, ...]
     ) -> None:
         outlier = OutlierStep(
             symptom=symptom,

@@ -63,7 +63,15 @@ def read(path: Path) -> HangDumps:
         reason = f": {notes[0]}" if notes else ""
         raise InputError(f"{path}: no dump of a flight recorder that can be used{reason}; {_HOW_TO}")
     by_rank = _latest(dumps, notes)
-    _add_stacks(by_rank, texts, notes)
+    of_process = {dump.process_id: rank for rank, dump in by_rank.items() if dump.process_id is not None}
+    for process in texts:
+        rank = of_process.get(process.process_id) if process.process_id is not None else None
+        rank = process.rank if rank is None else rank
+        if rank is None:
+            notes.append(f"{Path(process.path).name}: process of an unknown rank; put rank3 or so in its name")
+            continue
+        of_stacks = RankDump(rank, (process.path,), threads=process.threads)
+        by_rank[rank] = by_rank[rank].with_stacks(of_stacks) if rank in by_rank else of_stacks
     _drop_other_times(by_rank, notes)
     return HangDumps(dict(sorted(by_rank.items())), tuple(notes))
 
@@ -177,18 +185,6 @@ def _same_hang(older: RankDump, newer: RankDump) -> bool:
 
 def _moment(dump: RankDump) -> int:
     return dump.written_ns or (dump.span_ns or (0, 0))[1]
-
-
-def _add_stacks(by_rank: dict[int, RankDump], texts: Iterable[_Stacks], notes: list[str]) -> None:
-    of_process = {dump.process_id: rank for rank, dump in by_rank.items() if dump.process_id is not None}
-    for process in texts:
-        rank = of_process.get(process.process_id) if process.process_id is not None else None
-        rank = process.rank if rank is None else rank
-        if rank is None:
-            notes.append(f"{Path(process.path).name}: process of an unknown rank; put rank3 or so in its name")
-            continue
-        of_stacks = RankDump(rank, (process.path,), threads=process.threads)
-        by_rank[rank] = by_rank[rank].with_stacks(of_stacks) if rank in by_rank else of_stacks
 
 
 def _drop_other_times(by_rank: dict[int, RankDump], notes: list[str]) -> None:

@@ -4,17 +4,69 @@ A new format is one module with a `Reader` and one entry here, or a plug-in with
 """
 
 import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
 
+from tracekit.conventions import perfetto as perfetto_conventions
 from tracekit.ingest.readers import foreign_formats
 from tracekit.ingest.readers.dftracer import DFTracerLogs
 from tracekit.ingest.readers.execution_trace import ExecutionTraces
 from tracekit.ingest.readers.kineto.format import KinetoTraces
-from tracekit.ingest.readers.logs import CheckpointLogs, MemorySnapshots, MetricsLogs
-from tracekit.ingest.readers.manifest import Manifests
-from tracekit.ingest.readers.nsight.format import NsightExports
-from tracekit.ingest.readers.perfetto.format import PerfettoTraces
-from tracekit.ingest.readers.reader import Reader
+from tracekit.ingest.readers.logs import CheckpointLogs, Manifests, MemorySnapshots, MetricsLogs
+from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import plugins
+from tracekit.model.trace import Trace
+
+
+class _BinaryFormat(Reader):
+    """A format whose reader is imported when there is such a file. Where a trace is in the file is known at its end."""
+
+    package: str
+
+    def traces(self, path: str, head: bytes, *, is_complete: bool = True) -> Sequence[TraceInfo]:  # noqa: ARG002
+        """Return the traces of a file. Raises BadTraceError if it is damaged, or has no trace."""
+        traces: Sequence[TraceInfo] = self._reader().traces(path) if is_complete else [TraceInfo()]
+        return traces
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
+        """Return a trace of a file."""
+        trace: Trace = self._reader().read(path, info, rank=rank, window=window)
+        return trace
+
+    def _reader(self) -> Any:
+        return importlib.import_module(f"tracekit.ingest.readers.{self.package}.reader")
+
+
+class NsightExports(_BinaryFormat):
+    """Reads the SQLite files of `nsys export`, plain, gzip or zstd: a trace for each process."""
+
+    name = "Nsight Systems export (SQLite)"
+    suffixes = (".sqlite", ".sqlite.gz", ".sqlite.zst")
+    contents = "kernels, copies, CUDA, MPI and OS calls, waits, NVTX ranges, GPU metrics; a trace for each process"
+    package = "nsight"
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether a file is a SQLite database with the table of texts that all exports have."""
+        return head.startswith(b"SQLite format 3\0") and b"StringIds" in head
+
+
+class PerfettoTraces(_BinaryFormat):
+    """Reads Perfetto's protobuf files, plain, gzip or zstd: the ranks of an export, or one trace for each rank."""
+
+    name = "Perfetto trace"
+    suffixes = tuple(f"{name}{packed}" for name in perfetto_conventions.SUFFIXES for packed in ("", ".gz", ".zst"))
+    contents = "exports of tracekit: all tables of all ranks; others: slices in PyTorch profiler's categories, counters"
+    package = "perfetto"
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether a file begins with Perfetto's packets, or has its name and may."""
+        if not head.startswith(b"\x0a"):  # the field of a packet
+            return False
+        from tracekit.ingest.readers.perfetto import packets
+
+        return name.lower().endswith(self.suffixes) or packets.is_perfetto(head)
+
 
 # Kineto is last: it takes every JSON file that no other reader recognizes, to say what is wrong with it.
 READERS: tuple[Reader, ...] = (

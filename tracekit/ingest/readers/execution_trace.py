@@ -110,7 +110,13 @@ class ExecutionTrace:
 
 def load(path: str) -> ExecutionTrace:
     """Read an execution trace. Raises BadTraceError if it is damaged or larger than 1 GiB decompressed."""
-    content = _content(path)
+    blocks, size_bytes = [], 0
+    for block in Blocks(path):
+        blocks.append(block)
+        size_bytes += len(block)
+        if size_bytes > MAX_BYTES:
+            raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB, too large to read; record fewer steps")
+    content = b"".join(blocks)
     try:
         nodes, is_truncated = msgspec.json.decode(content, type=_File).nodes, False
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -118,16 +124,6 @@ def load(path: str) -> ExecutionTrace:
     by_record = {record: node for node in nodes if (record := _record_id(node))}
     groups = next((_listed_groups(node) for node in nodes if node.name == _GROUPS_NODE), [])
     return ExecutionTrace(by_record, len(nodes), groups, is_truncated)
-
-
-def _content(path: str) -> bytes:
-    blocks, size_bytes = [], 0
-    for block in Blocks(path):
-        blocks.append(block)
-        size_bytes += len(block)
-        if size_bytes > MAX_BYTES:
-            raise BadTraceError(f"{path}: more than {MAX_BYTES >> 30} GiB, too large to read; record fewer steps")
-    return b"".join(blocks)
 
 
 def _nodes_before_cut(path: str, content: bytes, error: Exception) -> list[_Node]:

@@ -144,9 +144,7 @@ FORMATS = (
     ),
     # Logs and results.
     ForeignFormat(
-        "an NCCL debug log",
-        f"tracekit does not read it; {_RECORD}",
-        _contains(r"NCCL (?:INFO|WARN|TRACE) "),
+        "an NCCL debug log", f"tracekit does not read it; {_RECORD}", _contains(r"NCCL (?:INFO|WARN|TRACE) ")
     ),
     ForeignFormat(
         "a TensorBoard event file",

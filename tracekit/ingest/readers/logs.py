@@ -1,7 +1,7 @@
-"""What a rank records besides its trace: checkpoint stages and metrics (a JSON object a line), memory snapshots."""
+"""What is recorded besides traces: the manifest, checkpoint stages and metrics (a JSON object a line), snapshots."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from tracekit import conventions
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
+from tracekit.model.manifest import Manifest
 from tracekit.model.trace import Trace
 
+_MAX_MANIFEST_BYTES = 4 << 20
 _MOST = 1 << 60
 _NEEDED = ("checkpoint", "operation", "stage", "start_ns", "dur_ns")
 """What a stage of a save or load is, and when: without these a line says nothing."""
@@ -176,3 +178,33 @@ class MemorySnapshots(Reader):
     def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
         """Return whether the file is a pickle."""
         return head.startswith(_PICKLES)
+
+
+class Manifests(Reader):
+    """Reads run.json; it has no trace."""
+
+    name = "run manifest"
+    suffixes = (conventions.MANIFEST_FILE,)
+    contents = "strategy, world size, model, arguments, versions and commit of the run"
+    has_traces = False
+    usage = "name the run's folder or a trace file"
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether the file is called run.json or states the schema of a manifest."""
+        return name == conventions.MANIFEST_FILE or f'"{conventions.RUN_SCHEMA}"'.encode() in head[:200]
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest, for programs that load no run; None if it is no JSON object of at most 4 MiB."""
+    try:
+        return Manifest.of(parse_manifest(path.read_bytes())) if path.stat().st_size <= _MAX_MANIFEST_BYTES else None
+    except (OSError, ValueError):
+        return None
+
+
+def parse_manifest(text: str | bytes) -> Mapping[str, Any]:
+    """Return the fields of a manifest. Raises ValueError if it is not a JSON object."""
+    fields = untrusted_json.parse(text)
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    return fields

@@ -5,7 +5,7 @@ and stacks.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,24 +81,20 @@ def _snapshot(path: str, document: Mapping[str, Any], columns: "_Columns") -> Me
     _refuse_missing(blocks, ("device", "segment_address", "address", "bytes", "state"))
     events = _events(document["device_traces"], document["actions"], columns)
     _refuse_missing(events.filter(pl.col("action").is_in(_MEMORY_ACTIONS)), ("address", "bytes", "stream"))
+    # Table of frames; a path of Windows is written with slashes, as all that reads its parts expects.
+    table = _frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(document["frames"])))
+    is_of_windows = pl.col("file").str.contains(_WINDOWS_PATH)
+    with_slashes = pl.when(is_of_windows).then(pl.col("file").str.replace_all("\\", "/", literal=True))
     return MemorySnapshot(
         path,
         segments=segments,
         blocks=blocks,
         events=events,
         stacks=_stacks(document["stacks"], columns),
-        frames=_frames(document["frames"]),
+        frames=table.with_columns(with_slashes.otherwise("file").alias("file")),
         annotations=_frame(schema.ANNOTATIONS, _annotations(document.get("external_annotations", []))),
         settings=_settings(document.get("allocator_settings")),
     )
-
-
-def _frames(frames: Iterable[Sequence[object]]) -> pl.DataFrame:
-    """Table of frames; a path of Windows is written with slashes, as all that reads its parts expects."""
-    table = _frame(schema.FRAMES, ((number, *frame) for number, frame in enumerate(frames)))
-    is_of_windows = pl.col("file").str.contains(_WINDOWS_PATH)
-    with_slashes = pl.when(is_of_windows).then(pl.col("file").str.replace_all("\\", "/", literal=True))
-    return table.with_columns(with_slashes.otherwise("file").alias("file"))
 
 
 def _refuse_missing(table: pl.DataFrame, columns: Iterable[str]) -> None:

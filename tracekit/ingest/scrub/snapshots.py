@@ -48,7 +48,7 @@ def why_not(path: Path) -> str:
 def texts(path: Path) -> Iterator[bytes]:
     """Yield the distinct texts of a pickle as JSON, each a line. Raises ValueError if `why_not` has a reason."""
     distinct = dict.fromkeys(text for text, _ in _pieces(path.read_bytes()) if text is not None)
-    yield from (_as_json(text) + b"\n" for text in distinct)
+    yield from (json.dumps(text).encode() + b"\n" for text in distinct)
 
 
 def write(source: Path, target: Path, hide: Callable[[bytes], bytes]) -> None:
@@ -97,13 +97,9 @@ def _text(data: bytes, pos: int, size_bytes: int) -> tuple[str, int]:
 
 def _hide(text: str, hide: Callable[[bytes], bytes]) -> str:
     try:
-        return str(json.loads(hide(_as_json(text))))
+        return str(json.loads(hide(json.dumps(text).encode())))
     except ValueError:  # a placeholder in the place of half an escape
         return _REMOVED
-
-
-def _as_json(text: str) -> bytes:
-    return json.dumps(text).encode()
 
 
 def _instruction(text: str) -> bytes:

@@ -12,13 +12,7 @@ from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.model.trace import MemorySnapshot, Trace, TraceFact
-from tracekit.replay.allocator import (
-    double_buffering,
-    out_of_memory,
-    playback,
-    run_snapshots,
-    snapshot_facts,
-)
+from tracekit.replay.allocator import double_buffering, out_of_memory, playback, run_snapshots, snapshot_facts
 from tracekit.replay.allocator.model import BlockState, SegmentEvent, SegmentState
 from tracekit.replay.allocator.out_of_memory import OutOfMemoryEvent
 from tracekit.replay.allocator.playback import History, ReplayResult

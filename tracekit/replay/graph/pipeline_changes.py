@@ -64,7 +64,15 @@ def predict(run: Run, change: PipelineChange) -> Prediction:
     timing = before
     for axis, times in change.axes:
         timing = with_faster_axis(run, timing, axis, times)
-    after = _apply_change(timing, change)
+    after = _with_schedule(timing, change.schedule or timing.schedule, change.virtual_stages)
+    if change.micro_batches is not None:
+        if change.micro_batches < 1:
+            raise InputError(f"--micro-batches is {change.micro_batches}; it must be 1 or more")
+        after = after.with_micro_batches(change.micro_batches)
+    if change.stage_layers is not None:
+        after = after.with_layers(pipeline_timing.parsed_layers(change.stage_layers, after))
+    if refusal := pipeline_schedules.refusal(after.schedule, after.shape):
+        raise InputError(refusal)
     replayed = savings.replayed_steps(run)
     if replayed.is_empty():
         raise InputError(f"{run.path}: no step can be replayed")
@@ -156,19 +164,6 @@ def predict_rank_order(run: Run, text: str, node_bytes_per_s: float | None = Non
             "messages of the same sizes; a node's network shared by its ranks as before",
         ),
     )
-
-
-def _apply_change(before: PipelineTiming, change: PipelineChange) -> PipelineTiming:
-    after = _with_schedule(before, change.schedule or before.schedule, change.virtual_stages)
-    if change.micro_batches is not None:
-        if change.micro_batches < 1:
-            raise InputError(f"--micro-batches is {change.micro_batches}; it must be 1 or more")
-        after = after.with_micro_batches(change.micro_batches)
-    if change.stage_layers is not None:
-        after = after.with_layers(pipeline_timing.parsed_layers(change.stage_layers, after))
-    if refusal := pipeline_schedules.refusal(after.schedule, after.shape):
-        raise InputError(refusal)
-    return after
 
 
 def _with_schedule(before: PipelineTiming, schedule: str, virtual_stages: int) -> PipelineTiming:

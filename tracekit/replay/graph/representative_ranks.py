@@ -62,7 +62,14 @@ def _representative(run: Run, finding_ranks: tuple[tuple[int, ...], ...]) -> Run
     preferred = (rank for ranks in sorted(specific, key=len) for rank in _spread(ranks, _PER_FINDING))
     per_rank = int(run.table(activity_counts)["activities"].sum()) / max(len(run.ranks), 1)
     target = min(_LEAST_RANKS, max(_FEWEST_RANKS, int(_MOST_ACTIVITIES / max(per_rank, 1))))
-    return run.of_ranks(_choose_ranks(_units(run), preferred, target))
+    # The ranks in parts of at most MAX_RANKS that exchange activations: model replicas, or pipelines of one.
+    units: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in run.ranks}
+    for group in _dependent_groups(run):
+        present = [rank for rank in group if rank in units]
+        joined = tuple(sorted({other for rank in present for other in units[rank]}))
+        if len(joined) <= MAX_RANKS:
+            units |= dict.fromkeys(joined, joined)
+    return run.of_ranks(_choose_ranks(sorted(set(units.values())), preferred, target))
 
 
 def _choose_ranks(units: Sequence[tuple[int, ...]], preferred: Iterable[int], target: int) -> list[int]:
@@ -81,17 +88,6 @@ def _choose_ranks(units: Sequence[tuple[int, ...]], preferred: Iterable[int], ta
         if len(ranks) < target and len(ranks.union(unit)) <= limit:
             ranks.update(unit)
     return sorted(ranks)
-
-
-def _units(run: Run) -> list[tuple[int, ...]]:
-    """Return the ranks in parts of at most MAX_RANKS that exchange activations: model replicas, or pipelines of one."""
-    units: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in run.ranks}
-    for group in _dependent_groups(run):
-        present = [rank for rank in group if rank in units]
-        joined = tuple(sorted({other for rank in present for other in units[rank]}))
-        if len(joined) <= MAX_RANKS:
-            units |= dict.fromkeys(joined, joined)
-    return sorted(set(units.values()))
 
 
 def _dependent_groups(run: Run) -> Iterator[tuple[int, ...]]:

@@ -18,16 +18,7 @@ from tracekit.model.sweep_line import Flags, Ints, at, distinct
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import filled_devices, host_time
 from tracekit.replay.graph.host_time import Calls
-from tracekit.replay.graph.nodes import (
-    EDGE_COLUMNS,
-    HOST,
-    WAIT,
-    WORK,
-    NodeTable,
-    edge_table,
-    gap_series,
-    number_nodes,
-)
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, WAIT, WORK, NodeTable, edge_table, gap_series, number_nodes
 
 _AWAITED_NS = 1_000
 """Rounded clocks: work that a stalled kernel waited for ended at most this long after the device became idle."""
@@ -238,7 +229,11 @@ def _on_device(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     lane_waits = item_waits.with_columns(
         waiting=item_waits["waiting"].to_numpy() + first_item, awaited=item_waits["awaited"].to_numpy() + first_item
     )
-    grid_id = _grid_ids(trace, items)
+    # An id for each item, equal for kernels of equal name, grid and block; null where the grid is unknown.
+    grids = trace.activities.select(
+        "id", grid_id=pl.when(pl.col("grid").is_not_null()).then(pl.struct("name", "grid", "block").hash(seed=0))
+    )
+    grid_id = values_at(grids["grid_id"], _rows_of_work(items, grids["id"].to_numpy()))
     late = filled_devices.late_kernels(items, lane_waits, first_item, launched_ns)
     for_room = filled_devices.waits_for_room(late, grid_id)
     shared = filled_devices.resource_waits(
@@ -304,14 +299,6 @@ def _device_nodes(trace: Trace, items: pl.DataFrame, first_item: int, *, launch:
         "recomputed": ~is_wait & np.isin(items["ref"].to_numpy(), recomputed),
     }
     return recorded.with_columns(pl.Series(name, values) for name, values in columns.items())
-
-
-def _grid_ids(trace: Trace, items: pl.DataFrame) -> pl.Series:
-    """Return an id for each item, equal for kernels of equal name, grid and block; null where the grid is unknown."""
-    grids = trace.activities.select(
-        "id", grid_id=pl.when(pl.col("grid").is_not_null()).then(pl.struct("name", "grid", "block").hash(seed=0))
-    )
-    return values_at(grids["grid_id"], _rows_of_work(items, grids["id"].to_numpy()))
 
 
 def _kernels(trace: Trace, items: pl.DataFrame) -> pl.Series:

@@ -214,7 +214,12 @@ def _figure(
     around = depth[nodes["node"].to_list().index(int(level))] if level != "all" else -1
     levels = min(max(depth, default=0) - around + 1, _SHOWN_LEVELS)
     labels = [escaping.escape(name, _LABEL_LENGTH) for name in nodes["name"]]
-    texts = _fit_names(nodes, total[0] if level == "all" else nodes.filter(node=int(level))["total_ns"].item())
+    drawn_ns = total[0] if level == "all" else nodes.filter(node=int(level))["total_ns"].item()
+    room = [int(ns / max(drawn_ns, 1) * _WIDTH_PX / _CHARACTER_PX) - 1 for ns in nodes["total_ns"]]
+    texts = [
+        escaping.escape(name[: length - 1] + "…" if _LEAST_CHARACTERS <= length < len(name) else name, _LABEL_LENGTH)
+        for name, length in zip(nodes["name"], room, strict=True)
+    ]
     figure = go.Figure(
         go.Icicle(
             ids=["all", *map(str, nodes["node"])],
@@ -237,18 +242,6 @@ def _figure(
     )
     figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
     return style.with_style(figure, height_px=_AROUND_PX + _LEVEL_PX * levels)
-
-
-def _fit_names(nodes: pl.DataFrame, drawn_ns: int) -> list[str]:
-    """Return the name of each node, shortened to what its width holds where it holds a part of it.
-
-    Plotly hides a text that does not fit. Narrow nodes have their whole name, which shows once they are opened.
-    """
-    room = [int(ns / max(drawn_ns, 1) * _WIDTH_PX / _CHARACTER_PX) - 1 for ns in nodes["total_ns"]]
-    return [
-        escaping.escape(name[: length - 1] + "…" if _LEAST_CHARACTERS <= length < len(name) else name, _LABEL_LENGTH)
-        for name, length in zip(nodes["name"], room, strict=True)
-    ]
 
 
 def _branching(tree: pl.DataFrame, whole_ns: int) -> str:

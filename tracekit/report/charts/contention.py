@@ -161,7 +161,11 @@ def roofline(rows: pl.DataFrame, roofs: pl.DataFrame) -> go.Figure:
     figure = go.Figure()
     for (peak,), types in roofs.sort("flops_per_s").group_by("flops_per_s", maintain_order=True):
         _add_roof(figure, "/".join(types["dtype"].sort()), float(str(peak)), bandwidth, ends)
-    _name_memory(figure, bandwidth, ends)
+    place = 1.0 if ends[0] < 1 < ends[1] else ends[0] * 2
+    figure.add_annotation(
+        x=math.log10(place), y=math.log10(place * bandwidth), text=f"memory {units.rate(bandwidth)}",
+        showarrow=False, xanchor="left", yanchor="top", xshift=8, yshift=-2, font={"size": 11},
+    )  # fmt: skip
     longest_ns = float(points["work_ns"].max() or 1)  # type: ignore[arg-type]
     for has_products, calls in points.group_by(pl.col("flops_per_byte").is_not_null(), maintain_order=True):
         _add_calls(figure, calls, longest_ns, has_products=bool(has_products[0]))
@@ -233,14 +237,6 @@ def _add_roof(figure: go.Figure, label: str, peak: float, bandwidth: float, ends
         yanchor="bottom",
         font={"size": 11},
     )
-
-
-def _name_memory(figure: go.Figure, bandwidth: float, ends: tuple[float, float]) -> None:
-    place = 1.0 if ends[0] < 1 < ends[1] else ends[0] * 2
-    figure.add_annotation(
-        x=math.log10(place), y=math.log10(place * bandwidth), text=f"memory {units.rate(bandwidth)}",
-        showarrow=False, xanchor="left", yanchor="top", xshift=8, yshift=-2, font={"size": 11},
-    )  # fmt: skip
 
 
 def _add_calls(figure: go.Figure, calls: pl.DataFrame, longest_ns: float, *, has_products: bool) -> None:

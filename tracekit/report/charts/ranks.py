@@ -47,11 +47,7 @@ _MIN_SCALE = 0.02  # the least value of the full colour
 
 
 def rank_activity(
-    activity: pl.DataFrame,
-    window: Window,
-    *,
-    origin_ns: int | None = None,
-    labels: Mapping[int, str] | None = None,
+    activity: pl.DataFrame, window: Window, *, origin_ns: int | None = None, labels: Mapping[int, str] | None = None
 ) -> go.Figure:
     """Activity of each rank in a window of the run's clock (ns), one row per rank and device.
 

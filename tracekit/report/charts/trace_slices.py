@@ -214,12 +214,7 @@ def _hover(row: Mapping[str, Any]) -> str:
 def _band(figure: go.Figure, marks: pl.DataFrame) -> None:
     for base_ms, length_ms in marks.select("base_ms", "length_ms").head(MAX_BANDS).iter_rows():
         figure.add_vrect(
-            x0=base_ms,
-            x1=base_ms + length_ms,
-            fillcolor=COLOURS["evidence"],
-            opacity=0.16,
-            line_width=0,
-            layer="below",
+            x0=base_ms, x1=base_ms + length_ms, fillcolor=COLOURS["evidence"], opacity=0.16, line_width=0, layer="below"
         )
 
 

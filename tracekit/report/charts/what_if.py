@@ -91,10 +91,7 @@ def savings_by_rank(by_rank: pl.DataFrame, cause: str, labels: Mapping[int, str]
     if labels is not None:
         by_rank = by_rank.filter(pl.col("rank").is_in(list(labels)))
     left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
-    parts = {
-        "remaining": (left_ns, style.COLOURS["idle"]),
-        "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1]),
-    }
+    parts = {"remaining": (left_ns, style.COLOURS["idle"]), "saved": (by_rank["saved_ns"].clip(0), _kind(cause)[1])}
     figure = go.Figure()
     for label, (times_ns, colour) in parts.items():
         style.add_bars(

@@ -140,7 +140,17 @@ def _head(name: str, gate: CheckResult, *, several: bool) -> str:
         parts += [f"**{escape(sentence)}**"] if sentence else []
     parts += [f"**{escape(cause.name)}** {escape(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
     picture = (gate.comparison and before_and_now(gate.comparison)) or by_rank(gate.report.run)
-    parts += [_metrics(gate), _budgets(gate), _findings(gate), f"```text\n{picture}\n```" if picture else ""]
+    rows = [
+        (
+            code(budget.budget),
+            metric_of(budget.metric).text(budget.limit),
+            metric_of(budget.metric).text(budget.measured),
+            f"❌ {budget.outcome}" if gate.fails_budget(budget) else budget.outcome.value,
+        )
+        for budget in gate.budgets[:_MAX_ROWS]
+    ]
+    budgets = table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
+    parts += [_metrics(gate), budgets, _findings(gate), f"```text\n{picture}\n```" if picture else ""]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -165,19 +175,6 @@ def _changes(compared: Comparison, changes: Iterable[Change], failing: Collectio
         rows.append((metric.label, before, now, comparison.change_text(change), verdict))
     header = ("metric", "before", "now", f"change ({compared.confidence:.0%} interval)", "verdict")
     return table(header, rows, right=(1, 2, 3))
-
-
-def _budgets(gate: CheckResult) -> str:
-    rows = [
-        (
-            code(budget.budget),
-            metric_of(budget.metric).text(budget.limit),
-            metric_of(budget.metric).text(budget.measured),
-            f"❌ {budget.outcome}" if gate.fails_budget(budget) else budget.outcome.value,
-        )
-        for budget in gate.budgets[:_MAX_ROWS]
-    ]
-    return table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
 
 
 def _findings(gate: CheckResult) -> str:

@@ -43,11 +43,7 @@ _MISSING = {
 
 
 def to_hta(
-    run: Run,
-    *,
-    window: int | None = None,
-    ranks: Iterable[int] | None = None,
-    include_last_profiler_step: bool = False,
+    run: Run, *, window: int | None = None, ranks: Iterable[int] | None = None, include_last_profiler_step: bool = False
 ) -> "TraceAnalysis":
     """Return a ``TraceAnalysis`` over the traces of a run, as its own loader would make it, without parsing a file.
 
@@ -117,9 +113,20 @@ def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataF
         pl.col(name).fill_null(value) if name in events.columns else pl.lit(value).alias(name)
         for name, value in _MISSING.items()
     )
+    # Ts, dur and end in µs: whole ones where HTA would have them so, in the very arithmetic it uses.
+    import hta.configs.env_options as options
+
+    starts, durations = (filled["start_ns"] - zero_ns).to_numpy(), filled["dur_ns"].to_numpy()
+    ts_us, dur_us = starts / 1000, durations / 1000
+    end_us = ts_us + dur_us
+    if not (starts % 1000).any() and not (durations % 1000).any():
+        ts_us, dur_us, end_us = starts // 1000, durations // 1000, (starts + durations) // 1000
+    elif not options.disable_ns_rounding():
+        ts_us, end_us = np.ceil(ts_us).astype(np.int64), np.floor(end_us).astype(np.int64)
+        dur_us = end_us - ts_us
+    times = (pl.Series("ts", ts_us), pl.Series("dur", dur_us), pl.Series("end", end_us))
     frame = filled.select(
-        pl.exclude("start_ns", "dur_ns", "op_id", "activity_id", "launch_id", "number"),
-        *_times(filled, zero_ns),
+        pl.exclude("start_ns", "dur_ns", "op_id", "activity_id", "launch_id", "number"), *times
     ).to_pandas()
     for name in ("pid", "tid"):
         frame[name] = _numeric_ids(events[name]).to_pandas()
@@ -175,21 +182,6 @@ def _link_launches(events: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("launch", "launched")
     )
-
-
-def _times(events: pl.DataFrame, zero_ns: int) -> tuple[pl.Series, pl.Series, pl.Series]:
-    """Return ts, dur and end in µs: whole ones where HTA would have them so, in the very arithmetic it uses."""
-    import hta.configs.env_options as options
-
-    starts, durations = (events["start_ns"] - zero_ns).to_numpy(), events["dur_ns"].to_numpy()
-    ts_us, dur_us = starts / 1000, durations / 1000
-    end_us = ts_us + dur_us
-    if not (starts % 1000).any() and not (durations % 1000).any():
-        ts_us, dur_us, end_us = starts // 1000, durations // 1000, (starts + durations) // 1000
-    elif not options.disable_ns_rounding():
-        ts_us, end_us = np.ceil(ts_us).astype(np.int64), np.floor(end_us).astype(np.int64)
-        dur_us = end_us - ts_us
-    return pl.Series("ts", ts_us), pl.Series("dur", dur_us), pl.Series("end", end_us)
 
 
 def _numeric_ids(ids: pl.Series) -> pl.Series:

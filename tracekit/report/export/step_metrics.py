@@ -13,8 +13,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.errors import InputError, MissingExtraError
-from tracekit.ingest.readers import manifest
-from tracekit.ingest.readers.logs import MetricsLogs
+from tracekit.ingest.readers.logs import MetricsLogs, read_manifest
 from tracekit.ingest.readers.reader import TraceInfo
 from tracekit.model import schema
 
@@ -53,7 +52,7 @@ def samples(folder: Path) -> pl.DataFrame:
     null where one of these is not known, and early by the time that passes between steps, such as in saves. Raises
     InputError if the folder has no metrics log.
     """
-    stated = manifest.read(folder / conventions.MANIFEST_FILE)
+    stated = read_manifest(folder / conventions.MANIFEST_FILE)
     created_ns = None if stated is None else stated.created_ns
     parts = [_of_rank(rank, path, created_ns) for rank, path in logs(folder).items()]
     return pl.concat(parts).sort("rank", "name", "step", maintain_order=True)

@@ -190,7 +190,14 @@ def _lanes(first: Side, second: Side) -> pl.DataFrame:
 
 
 def _lanes_of(side: Side, number: int) -> list[_Lane]:
-    busy = _busy_ns(side.part)
+    # The time of the outermost slices of each track of a part.
+    part = side.part
+    outer = part.slice_segments[part.slice_segments["row"] == 0]
+    busy: dict[int, int] = defaultdict(int)
+    for segment in outer:
+        first = int(segment["first"])
+        durations: Ints = part.slices["dur_ns"]
+        busy[int(segment["track"])] += int(durations[first : first + int(segment["count"])].sum())
     place: dict[str, int] = {}
     seen: dict[str, int] = defaultdict(int)
     lanes = []
@@ -203,21 +210,6 @@ def _lanes_of(side: Side, number: int) -> list[_Lane]:
         like = (kind, place[row["group"]], row["role"], thread[1] if thread else "")
         lanes.append(_Lane(number, row["track"], row["group"], like, busy.get(row["track"], 0)))
     return lanes
-
-
-def _busy_ns(part: Part) -> dict[int, int]:
-    """Return the time of the outermost slices of each track of a part."""
-    outer = part.slice_segments[part.slice_segments["row"] == 0]
-    sums: dict[int, int] = defaultdict(int)
-    for segment in outer:
-        first = int(segment["first"])
-        sums[int(segment["track"])] += int(_durations(part)[first : first + int(segment["count"])].sum())
-    return sums
-
-
-def _durations(part: Part) -> Ints:
-    durations: Ints = part.slices["dur_ns"]
-    return durations
 
 
 def _pair_lanes(a: list[_Lane], b: list[_Lane]) -> Iterable[tuple[_Lane, ...]]:

@@ -35,7 +35,10 @@ def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None =
     if end_ns <= begin_ns or pixels < 1:
         return pl.DataFrame(schema=VIEW)
     level = max(0, math.ceil(math.log2((end_ns - begin_ns) / pixels)))
-    is_drawn = _drawn_flags(scene, tracks)
+    is_drawn = np.full(scene.tracks.height + 1, tracks is None)
+    if tracks is not None:
+        numbers = np.asarray(tracks, np.int64)
+        is_drawn[numbers[(numbers >= 0) & (numbers < scene.tracks.height)]] = True
     return _table(scene, [_rectangles(trace_part, is_drawn, part, level) for trace_part in _parts_of(scene, tracks)])
 
 
@@ -43,14 +46,6 @@ def names(scene: Scene, name_ids: Iterable[int]) -> list[str]:
     """Names of these name_ids, in their order."""
     ids = np.fromiter(name_ids, np.int64)
     return scene.names["name"].gather(ids).to_list()
-
-
-def _drawn_flags(scene: Scene, tracks: Sequence[int] | None) -> Flags:
-    is_drawn = np.full(scene.tracks.height + 1, tracks is None)
-    if tracks is not None:
-        numbers = np.asarray(tracks, np.int64)
-        is_drawn[numbers[(numbers >= 0) & (numbers < scene.tracks.height)]] = True
-    return is_drawn
 
 
 def _parts_of(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:

@@ -98,7 +98,9 @@ def embed(scene: timeline.Scene, page: PageState, max_bytes: int) -> Embedded:
     best = None
     for _ in range(_ATTEMPTS):
         cut = _finest(scene, cuts, limit)
-        items = _items(scene, cut)
+        columns = [table for part in scene.parts for table in _columns(part, cut)]
+        columns = columns or [dict.fromkeys(_ITEM, np.empty(0, np.int64))]
+        items = {name: np.concatenate([table[name] for table in columns]) for name in _ITEM}
         data = gzip.compress(_pack(scene, page, cut, items), 6, mtime=0)
         count = len(items["start_ns"])
         embedded = Embedded(data, cut, count)
@@ -153,13 +155,6 @@ def _finest(scene: timeline.Scene, cuts: Sequence[Cut], limit: int) -> Cut:
 
 def _count(scene: timeline.Scene, cut: Cut) -> int:
     return sum(int(counts.sum()) for part in scene.parts for _, counts, _ in _select_items(part, cut, _Zone(part, cut)))
-
-
-def _items(scene: timeline.Scene, cut: Cut) -> _Columns:
-    """Return the slices and runs of all parts, one segment after another, each sorted by start."""
-    columns = [table for part in scene.parts for table in _columns(part, cut)]
-    columns = columns or [dict.fromkeys(_ITEM, np.empty(0, np.int64))]
-    return {name: np.concatenate([table[name] for table in columns]) for name in _ITEM}
 
 
 def _columns(part: Part, cut: Cut) -> Iterator[_Columns]:

@@ -45,7 +45,8 @@ class KinetoTraces(Reader):
         Raises BadTraceError for a trace without PyTorch events, and a merged one without usable ranks.
         """
         header = read_header(path, head)
-        if is_complete and not _states_known_category(head):
+        categories = (match[1].decode("utf-8", "replace") for match in _CATEGORY.finditer(head))
+        if is_complete and not any(map(event_categories.is_known, categories)):
             _refuse_foreign_trace(path)
         info, start_ns = distributed_info(header), _start_ns(head, header)
         merged = _read_merged(path) if is_complete and (not info or _may_state_ranks(head)) else None
@@ -64,6 +65,7 @@ class KinetoTraces(Reader):
                 for rank, trace in sorted(merged.items())
             ]
         trace_id, job_id = header.get("trace_id"), header.get("tw_job")
+        host_slice = _HOST_SLICE.search(head)  # kernels have a device's number in place of the process id
         return [
             TraceInfo(
                 rank=stated_rank(info.get("rank"), lowest=0),
@@ -71,7 +73,7 @@ class KinetoTraces(Reader):
                 job_id=job_id if isinstance(job_id, str) else None,
                 start_ns=start_ns,
                 recording_id=None if trace_id is None else str(trace_id),
-                process_id=_process_id(head),
+                process_id=None if host_slice is None else int(host_slice[1]),
                 environment=environment.environment(header),
             )
         ]
@@ -112,20 +114,10 @@ def _start_ns(head: bytes, header: Mapping[str, Any]) -> int | None:
     return base_ns + round(start_us * 1000) if start_us < numbers.MOST_NS else None
 
 
-def _process_id(head: bytes) -> int | None:
-    """Return the process id of the first host slice; kernels have a device's number in its place."""
-    first = _HOST_SLICE.search(head)
-    return None if first is None else int(first[1])
-
-
 def _only_process(trace: Trace) -> int | None:
     """Return the process of a trace's host threads; None if they are of several, or not numbered."""
     processes = trace.lanes.filter(trace.lanes["device"].is_null())["pid"].drop_nulls().unique().to_list()
     return int(processes[0]) if len(processes) == 1 and processes[0].isdecimal() and len(processes[0]) < 10 else None
-
-
-def _states_known_category(head: bytes) -> bool:
-    return any(event_categories.is_known(match[1].decode("utf-8", "replace")) for match in _CATEGORY.finditer(head))
 
 
 def _refuse_foreign_trace(path: str) -> None:

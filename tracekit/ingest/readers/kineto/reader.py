@@ -1,7 +1,7 @@
 """Kineto trace files to Traces: one of a rank, or of each rank in a file that several were merged into."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,18 +44,17 @@ class JoinedInputs:
         self._issues: list[str] = []
         self._op_count = self._joined_count = 0
         for companion in companions:
-            if isinstance(companion.reader, ExecutionTraces):
-                self._load(companion.path)
-
-    def _load(self, path: str) -> None:
-        try:
-            trace = execution_trace.load(path)
-        except BadTraceError as error:
-            self._issues.append(f"{error}.")
-            return
-        self._traces.append(trace)
-        if trace.is_truncated:
-            self._issues.append(f"{path}: the execution trace ends early; its {trace.node_count:,} nodes were read.")
+            if not isinstance(companion.reader, ExecutionTraces):
+                continue
+            try:
+                trace = execution_trace.load(companion.path)
+            except BadTraceError as error:
+                self._issues.append(f"{error}.")
+                continue
+            self._traces.append(trace)
+            if trace.is_truncated:
+                ends_early = f"the execution trace ends early; its {trace.node_count:,} nodes were read."
+                self._issues.append(f"{companion.path}: {ends_early}")
 
     def __bool__(self) -> bool:
         return bool(self._traces)
@@ -63,7 +62,19 @@ class JoinedInputs:
     @property
     def data_quality(self) -> pl.DataFrame:
         """Return the issues of the execution traces, once the trace was read; columns as DATA_QUALITY."""
-        return pl.DataFrame(list(self._found_issues()), schema.DATA_QUALITY.schema, orient="row")
+        rows = [("bad_companion", issue, 0.0) for issue in self._issues]
+        joined_ratio = self._joined_count / max(self._op_count, 1)
+        if self and not self._op_count:
+            message = "The operators of this trace have no record function ids, so the execution trace adds no shapes."
+            rows.append(("unmatched_companion", message, 0.0))
+        elif self and joined_ratio < _COMPLETE:
+            message = (
+                f"The execution trace has {self._joined_count:,} of {self._op_count:,} operators of this trace "
+                f"({units.share(joined_ratio)}), by the ids of their record functions; the others get no "
+                "shapes from it."
+            )
+            rows.append(("unmatched_companion", message, 0.0))
+        return pl.DataFrame(rows, schema.DATA_QUALITY.schema, orient="row")
 
     @property
     def groups(self) -> list[Any]:
@@ -84,20 +95,6 @@ class JoinedInputs:
             inputs = None if bytes(args.input_dims) else trace.inputs_of(args.record_id, event.name)  # type: ignore[union-attr]
             if inputs is not None:
                 args.input_dims, args.input_type, args.inputs, args.input_strides = map(Raw, inputs)
-
-    def _found_issues(self) -> Iterator[tuple[str, str, float]]:
-        yield from (("bad_companion", issue, 0.0) for issue in self._issues)
-        joined_ratio = self._joined_count / max(self._op_count, 1)
-        if self and not self._op_count:
-            message = "The operators of this trace have no record function ids, so the execution trace adds no shapes."
-            yield "unmatched_companion", message, 0.0
-        elif self and joined_ratio < _COMPLETE:
-            message = (
-                f"The execution trace has {self._joined_count:,} of {self._op_count:,} operators of this trace "
-                f"({units.share(joined_ratio)}), by the ids of their record functions; the others get no "
-                "shapes from it."
-            )
-            yield "unmatched_companion", message, 0.0
 
 
 def read(path: str, *, rank: int, window: int = 0, companions: Sequence[Companion] = ()) -> Trace:

@@ -189,7 +189,12 @@ def open_database(path: str) -> Iterator[Database]:
         except sqlite3.Error as error:
             raise BadTraceError(f"{path}: {error}; check the path and its permissions") from None
         with contextlib.closing(connection):
-            _restrict(connection, size_bytes)
+            for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON", "mmap_size = 0"):
+                connection.execute(f"PRAGMA {pragma}")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT_BYTES)
+            connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            budget = iter(range(max(size_bytes * _MOST_STEPS // _EVERY, 100)))
+            connection.set_progress_handler(lambda: int(next(budget, None) is None), _EVERY)
             yield Database(path, connection, size_bytes)
 
 
@@ -244,15 +249,6 @@ def step_names(ranges: Iterable[tuple[str, int]]) -> dict[str, str]:
             marks[match[1].lower()][name] = f"ProfilerStep#{int(match[2])}"
             total_ns[match[1].lower()] += dur_ns
     return marks[max(total_ns, key=lambda word: total_ns[word])] if total_ns else {}
-
-
-def _restrict(connection: sqlite3.Connection, size_bytes: int) -> None:
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON", "mmap_size = 0"):
-        connection.execute(f"PRAGMA {pragma}")
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT_BYTES)
-    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-    budget = iter(range(max(size_bytes * _MOST_STEPS // _EVERY, 100)))
-    connection.set_progress_handler(lambda: int(next(budget, None) is None), _EVERY)
 
 
 @contextlib.contextmanager

@@ -125,6 +125,14 @@ def read_mpi(database: Database, texts: Texts, process: int | None) -> MpiCalls:
     is_whole = (rows["start"] != MISSING) & (rows["end"] != MISSING)
     calls = {name: column[is_whole] for name, column in rows.items()}
     names, name_id = texts.of_all(calls["textId"])
+    ranks = set(database.integers("MPI_RANKS", ("rank",), rows_of(database, "MPI_RANKS", process))["rank"].tolist())
+    columns = ("rank", "timestamp", "commHandle", "size", "groupRoot", "groupRootUid")
+    listed = database.integers(_COMMUNICATORS, columns)
+    by_handle: dict[int, list[Communicator]] = defaultdict(list)
+    for rank, at_ns, handle, size, root, number in zip(*(listed[name].tolist() for name in columns), strict=True):
+        if rank in ranks and 0 < size <= MAX_RANKS:
+            by_handle[handle].append(_communicator(at_ns, size, root, number))
+    communicators = {handle: sorted(uses, key=lambda use: use.created_ns) for handle, uses in by_handle.items()}
     return MpiCalls(
         names,
         name_id,
@@ -135,7 +143,7 @@ def read_mpi(database: Database, texts: Texts, process: int | None) -> MpiCalls:
         peer=calls["remoteRank"],
         sent=calls["size"],
         received=calls["recvSize"],
-        communicators=_communicators(database, process),
+        communicators=communicators,
         unfinished=int(np.count_nonzero(~is_whole)),
     )
 
@@ -148,17 +156,6 @@ def _rows(database: Database, table: str, process: int | None) -> dict[str, Ints
     calls = np.stack([rows[name] for name in _CALL], axis=1)
     first = np.sort(np.unique(calls, axis=0, return_index=True)[1])
     return {name: column[first] for name, column in rows.items()}
-
-
-def _communicators(database: Database, process: int | None) -> dict[int, list[Communicator]]:
-    ranks = set(database.integers("MPI_RANKS", ("rank",), rows_of(database, "MPI_RANKS", process))["rank"].tolist())
-    columns = ("rank", "timestamp", "commHandle", "size", "groupRoot", "groupRootUid")
-    listed = database.integers(_COMMUNICATORS, columns)
-    by_handle: dict[int, list[Communicator]] = defaultdict(list)
-    for rank, at_ns, handle, size, root, number in zip(*(listed[name].tolist() for name in columns), strict=True):
-        if rank in ranks and 0 < size <= MAX_RANKS:
-            by_handle[handle].append(_communicator(at_ns, size, root, number))
-    return {handle: sorted(uses, key=lambda use: use.created_ns) for handle, uses in by_handle.items()}
 
 
 def _communicator(at_ns: int, size: int, root: int, number: int) -> Communicator:

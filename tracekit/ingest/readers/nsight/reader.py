@@ -93,7 +93,8 @@ def read(path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
 
 def counters(database: Database, devices: Collection[int], base_ns: int) -> pl.DataFrame:
     """Return the samples of some devices, of all if none is named, columns as COUNTERS; by name and time."""
-    device_of = _metric_devices(database)
+    rows = database.rows(_GPUS, ("pwGpuId", "cuDevice"), "LIMIT 1024")
+    device_of = {gpu: device for gpu, device in rows if isinstance(gpu, int) and isinstance(device, int)}
     metrics = _of_table(database) if database.has(_SAMPLES, "metricId", "value") else _of_generic_events(database)
     parts = []
     for gpu, name, at_ns, value in metrics:
@@ -190,12 +191,6 @@ def _times(database: Database, table: str, where: str) -> Ints:
     """Return times on the clock of the report; of old versions, that of the recording is all there is."""
     times = database.integers(table, ("timestamp", "rawTimestamp"), where)
     return np.where(times["timestamp"] == numbers.MISSING, times["rawTimestamp"], times["timestamp"])
-
-
-def _metric_devices(database: Database) -> Mapping[int, int]:
-    """Return the CUDA device of each GPU of Nsight Systems."""
-    rows = database.rows(_GPUS, ("pwGpuId", "cuDevice"), "LIMIT 1024")
-    return {gpu: device for gpu, device in rows if isinstance(gpu, int) and isinstance(device, int)}
 
 
 def _thin(at_ns: Ints, value: Floats) -> tuple[Ints, Floats]:

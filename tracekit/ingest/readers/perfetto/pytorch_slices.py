@@ -138,7 +138,11 @@ def trace(path: str, events: Events, info: TraceInfo, *, rank: int, window: int)
     rows = replace(slices, event=slices.event[of_chosen], dur_ns=slices.dur_ns[of_chosen])
     moments = np.flatnonzero(selected & (events.kind == F.INSTANT))
     base_ns = int(events.at_ns[rows.event].min()) if len(rows.event) else 0
-    converter = _Converter(events, tracks, event_columns.arguments(events, selected), _correlations(events), base_ns)
+    # The number of the flow that each event begins or ends, 0 for none: a launch and its kernel share one.
+    owner, flow = event_columns.flows(events, _FLOWS)
+    number = np.zeros(len(events.kind), np.int64)
+    number[owner] = np.unique(flow, return_inverse=True)[1] + 1 if len(flow) else flow
+    converter = _Converter(events, tracks, event_columns.arguments(events, selected), number, base_ns)
     builder = columns.ColumnBuilder(has_several_ranks=False)
     for batch in converter.batches(rows, moments):
         builder.add(batch)
@@ -191,14 +195,6 @@ def _what_it_is(events: Events) -> str:
     categories = f"; its categories: {listed}" if listed else ""
     count = int(np.count_nonzero(events.kind == F.BEGIN))
     return f"this is a Perfetto trace without PyTorch events ({count:,} slices{categories}); {_RECORD}"
-
-
-def _correlations(events: Events) -> Ints:
-    """Return the number of the flow that each event begins or ends, 0 for none: a launch and its kernel share one."""
-    owner, flow = event_columns.flows(events, _FLOWS)
-    number = np.zeros(len(events.kind), np.int64)
-    number[owner] = np.unique(flow, return_inverse=True)[1] + 1 if len(flow) else flow
-    return number
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,7 +140,15 @@ def _place_spans(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
         pl.Series("end_ns", end),
     )
     idle_kind = pl.Series(np.where(node < 0, UNRECORDED, IDLE))
-    idle_name = pl.Series(_idle_names(times, table, node, wait, end - start))
+    # Why the device of each span is idle: one of the names above.
+    length_ns = end - start
+    kind = np.where(wait >= 0, times.waits.kind[np.maximum(wait, 0)], "")
+    stall_ns = table["stall_ns"].to_numpy()
+    usual = np.where(kind == LAUNCH, LAUNCH_LATENCY, GAP)
+    is_usual = (length_ns <= _USUAL_GAP_NS) | (not times.graph.on_device)
+    idle_names = np.where(is_usual, usual, UNEXPLAINED)
+    idle_names = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, idle_names)
+    idle_name = pl.Series(np.where(node < 0, BEFORE, idle_names))
     is_idle = pl.col("what") == _IDLE
     placed_spans = with_nodes.with_columns(
         pl.when(is_idle).then(idle_kind).otherwise("kind").alias("kind"),
@@ -149,17 +157,6 @@ def _place_spans(times: RecordedTimes, spans: list[Span]) -> pl.DataFrame:
         pl.when(~is_idle).then("phase").alias("phase"),
     )
     return schema.select(placed_spans, _PLACED)
-
-
-def _idle_names(times: RecordedTimes, table: pl.DataFrame, node: Ints, wait: Ints, length_ns: Ints) -> Ints:
-    """Return why the device of each span is idle: one of the names above."""
-    kind = np.where(wait >= 0, times.waits.kind[np.maximum(wait, 0)], "")
-    stall_ns = table["stall_ns"].to_numpy()
-    usual = np.where(kind == LAUNCH, LAUNCH_LATENCY, GAP)
-    is_usual = (length_ns <= _USUAL_GAP_NS) | (not times.graph.on_device)
-    idle_names = np.where(is_usual, usual, UNEXPLAINED)
-    idle_names = np.where((stall_ns > 0) & (2 * stall_ns >= length_ns), STALL, idle_names)
-    return np.where(node < 0, BEFORE, idle_names)
 
 
 def _host_parts(trace: Trace, host: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
