@@ -46,6 +46,11 @@ _KINDS = {
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
     "bad_durations": _degrading("Record again with a newer PyTorch: events with wrong durations were left out."),
+    "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
+    "unrecorded_collectives": _degrading(
+        "Record with a backend whose collectives the profiler records, such as gloo, and keep its annotations: until "
+        "then, waiting in these collectives counts as idle or compute."
+    ),
     "duplicate_events": _Kind(
         _INFO, "No action needed: each event counts once. Write each trace to its own file, with one profiler."
     ),
@@ -56,6 +61,9 @@ _KINDS = {
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
     "part_of_run": _Kind(_INFO, "Export the run without --step to judge all of it."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
+    "unknown_device": _Kind(
+        _INFO, "No action needed if the named processes are a device; else report this trace to tracekit's authors."
+    ),
     "undecided_ending_together": _Kind(
         _WARNING, "Report the names to us; until then, add this time to the exposed communication of COMM001."
     ),

@@ -111,4 +111,4 @@ class TestOnARealRecording:
         "folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "kineto_resnet_v100_memory"]
     )
     def test_public_recordings_have_no_drop(self, folder):
-        assert tracekit.load(str(SHARED / folder), cache=False).table(clock_drops).is_empty()
+        assert tracekit.load(str(SHARED / folder)).table(clock_drops).is_empty()

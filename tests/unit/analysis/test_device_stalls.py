@@ -141,10 +141,10 @@ class TestOnARealRecording:
 
     @pytest.mark.parametrize("folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "hta_ddp_v100_memory"])
     def test_public_recordings_have_no_stall(self, folder):
-        assert tracekit.load(str(SHARED / folder), cache=False).table(device_stalls).is_empty()
+        assert tracekit.load(str(SHARED / folder)).table(device_stalls).is_empty()
 
     def test_lost_kernels_of_graphs_are_an_open_question(self):
-        run = tracekit.load(str(SHARED / "hta_dlrm_a100"), cache=False)
+        run = tracekit.load(str(SHARED / "hta_dlrm_a100"))
         assert not run.table(device_stalls)["is_recurring"].any()
         (finding,) = engine.check(run, [DeviceStall()]).findings
         assert finding.severity.label == "info"

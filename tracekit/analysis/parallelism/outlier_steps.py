@@ -224,7 +224,7 @@ def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
 def _events(run: Run) -> pl.DataFrame:
     """Return the events with their culprits; those of one step, cause and set of ranks are one."""
     stalls = run.table(outlier_stalls)
-    ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
+    ranks_of = run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique().alias("ranks_of"))
     by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
     of_ranks = by_rank.agg(
         pl.col("step", "gap_step", "is_first", "is_last", "cause", "detail", "name").first(),
@@ -238,7 +238,7 @@ def _events(run: Run) -> pl.DataFrame:
             pl.col("start_ns").min(), pl.col("excess_ns").median().cast(pl.Int64).alias("stall_ns"),
             pl.col("rank").unique().sort().alias("ranks"),
         )
-        .with_columns(ranks_of=pl.col("window").replace_strict(ranks_of, return_dtype=pl.Int64))
+        .join(ranks_of, on="window", how="left", maintain_order="left")
         .with_columns(
             is_everyone=(pl.col("ranks").list.len() >= _EVERYONE_RATIO * pl.col("ranks_of")) & (pl.col("ranks_of") > 1)
         )

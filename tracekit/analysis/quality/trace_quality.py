@@ -33,6 +33,9 @@ VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 TIMES_COLUMNS = {"activities": pl.Int64, "times_hash": pl.UInt64}
 _BEFORE_LAUNCH_NS = 50_000  # less changes no verdict; 17 µs occur in traces of V100s
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
+_ISSUES = "^c10d::"
+_LEAST_LOST, _LEAST_LOST_RATIO, _MOST_NAMES = 2, 0.1, 3
+"""Fewer may have been issued as the recording stopped."""
 _DROPPED = re.compile(r"(?i)dropped (\d{1,15}) (activity )?records|exceeded max gpu buffer count")
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
 _CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
@@ -46,7 +49,7 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
     Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
-    checks = (_nothing, _launches, _overlaps, _dropped_records, _warm_up, _cut)
+    checks = (_nothing, _unrecorded_collectives, _launches, _overlaps, _dropped_records, _warm_up, _cut)
     rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
@@ -155,6 +158,26 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
     elif devices:
         message = f"The machine has {devices}, but only host activity was recorded: it is read as training on the CPU."
         yield "host_only", message, 0.0
+
+
+def _unrecorded_collectives(trace: Trace) -> Iterator[_Row]:
+    """Collectives that operators of a CPU run issued, without the slices in which the backend runs them."""
+    if trace.on_device:
+        return
+    is_waiting = trace_columns.is_named(trace, r"barrier|monitored")  # backends run no slice for these
+    is_issuing = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, _ISSUES) & ~is_waiting
+    issued = columns.where(trace.ops[["id", "name"]], is_issuing)
+    communication = trace.activities.filter(pl.col("kind") == "communication")
+    lost = issued.filter(~pl.col("id").is_in(communication["launch_id"].drop_nulls().implode()))
+    lost_count = min(lost.height, issued.height - communication.height)
+    if lost_count < max(_LEAST_LOST, _LEAST_LOST_RATIO * issued.height):
+        return
+    names = ", ".join(lost["name"].unique().sort().head(_MOST_NAMES))
+    message = (
+        f"Operators issued {issued.height:,} collectives, but only {issued.height - lost_count:,} that ran were "
+        f"recorded; the others were issued by {names}."
+    )
+    yield "unrecorded_collectives", message, lost_count / issued.height
 
 
 def _device_use(trace: Trace) -> str | None:
