@@ -62,7 +62,7 @@ def attribute_costs(report: Report) -> Report:
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
-    if not finding_ranks or not _can_be_replayed(run):
+    if not finding_ranks or not can_be_replayed(run):
         return replace(report, findings=sort_findings(sorted(filter(_is_costly, report.findings), key=_pricing)))
     priced = [part for finding in report.findings for part in _price_stalls(report.run, run, finding)]
     stalls = outlier_steps.reported_stalls(report.run, priced)
@@ -83,7 +83,8 @@ def attribute_costs(report: Report) -> Report:
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
         confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
-        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT
+        # Ranks that wait in turn may do so for late launches, whose price has to contain that.
+        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT and finding.code != _UNEVEN
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
             causing.setdefault(cause, repriced[0])
@@ -119,6 +120,22 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     return max(0, min(saving.saved_ns for saving in (solo, after) if saving)) if solo else 0
 
 
+def can_be_replayed(run: Run) -> bool:
+    """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
+    for graph in savings.graphs_of(run):
+        launched = graph.column("what") == WORK
+        work = launched if graph.on_device else launched | graph.matches("kind", "compute")  # on a CPU run, ops
+        in_window = launched & ~graph.is_queued_before
+        known = graph.launch[: graph.count][in_window] >= 0
+        is_too_small = work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
+        if is_too_small or known.sum() < _MIN_LAUNCHED_RATIO * in_window.sum():
+            return False
+    replayed = savings.replayed_steps(run)
+    recorded_ns = savings.total_ns(replayed, "duration_ns")
+    limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
+    return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
+
+
 def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     """The finding, with its cost from a replay of the ranks in `replayed` if it is on single stalls."""
     if finding.what_if is None or not _is_single(finding):
@@ -145,7 +162,9 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
     """
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
     is_occasional = finding.code == _OCCASIONAL
-    is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
+    is_minor = _pricing(finding) is Pricing.LATE_RANKS and (
+        finding.severity is Severity.INFO or finding.code == _UNEVEN
+    )
     if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
     others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
@@ -216,22 +235,6 @@ def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
     """The removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
     return (stalled,) if stalled and removal.cause.is_transfer_time else ()
-
-
-def _can_be_replayed(run: Run) -> bool:
-    """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
-    for graph in savings.graphs_of(run):
-        launched = graph.column("what") == WORK
-        work = launched if graph.on_device else launched | graph.matches("kind", "compute")  # on a CPU run, ops
-        in_window = launched & ~graph.is_queued_before
-        known = graph.launch[: graph.count][in_window] >= 0
-        is_too_small = work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
-        if is_too_small or known.sum() < _MIN_LAUNCHED_RATIO * in_window.sum():
-            return False
-    replayed = savings.replayed_steps(run)
-    recorded_ns = savings.total_ns(replayed, "duration_ns")
-    limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
-    return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
 def _is_costly(finding: Finding) -> bool:
