@@ -26,6 +26,8 @@ _MAX_DIFFERENCE_RATIO = 0.1
 """Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
 _UNEVEN, _OCCASIONAL = "RANK003", "RANK005"
+_MIN_EXPLAINED_RATIO = 0.1
+"""Share of what a rank costs in some steps that its work in these steps has to explain."""
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 fault of its own."""
@@ -263,6 +265,8 @@ def _price(
         return [finding] if _is_costly(finding) else []
     before = _causes_before(run, finding, removed)
     first = (*_stalled_before(removal, stalled), *before, *others)
+    if what_if.cause is OCCASIONAL_STRAGGLER and solo.saved_ns < _MIN_EXPLAINED_RATIO * finding.cost_ns:
+        return [finding]  # the rank is late because of the end of the steps before, which the replay leaves as it is
     after = _mean_saving(run, removal, first)
     mean = min(solo, after, key=lambda saving: saving.saved_ns) if after else solo
     saved_ns = max(0, min(mean.saved_ns, finding.cost_ns) if what_if.is_partial else mean.saved_ns)

@@ -32,6 +32,21 @@ def test_queued_work_that_does_not_run_at_varying_places_is_a_stall():
     assert set(causes["cause"]) == {"device_stall"}
 
 
+def test_work_launched_while_another_process_has_the_device_waits_for_the_rest_of_its_slice():
+    # launch             v         half of the slice is over: kernel z, which runs once
+    # compute  abc....................zabcd
+    trace = sliced((5, 10, 15, 24, 31, 35))
+    start_ns = int(trace.activities["start_ns"][35])
+    calls = pl.when(pl.col("id") == trace.activities["launch_id"][35]).then(start_ns - 10 * drawn_hosts.UNIT_NS)
+    named = pl.when(pl.col("id") == 35).then(pl.lit("z")).otherwise("name").alias("name")
+    late = trace.replace(
+        ops=trace.ops.with_columns(calls.otherwise("start_ns").alias("start_ns")),
+        activities=trace.activities.with_columns(named),
+    )
+    rest = device_stalls(late).sort("start_ns").row(-1, named=True)
+    assert (rest["dur_ns"] // drawn_hosts.UNIT_NS, rest["is_recurring"]) == (10, True)
+
+
 def test_fewer_stalls_have_no_known_cause():
     trace = sliced((5, 10, 15, 24))
     assert not device_stalls(trace)["is_recurring"].any()

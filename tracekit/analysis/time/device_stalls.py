@@ -99,6 +99,8 @@ class _Stalls:
     is_whole: Flags
     """Whether the work had been launched when the device became idle: then the length is that of the cause."""
     is_unusual: Flags
+    is_usual: Flags
+    """Whether each pass of its place, of several, has such a stall: a wait of the program."""
     in_graph: Flags
     """Whether a CUDA graph may run then."""
 
@@ -108,7 +110,7 @@ class _Stalls:
 
 
 _NO_FLAGS: Flags = np.zeros(0, np.bool_)
-_NONE = _Stalls(np.zeros(0, np.int64), intervals.EMPTY, _NO_FLAGS, _NO_FLAGS, _NO_FLAGS)
+_NONE = _Stalls(np.zeros(0, np.int64), intervals.EMPTY, _NO_FLAGS, _NO_FLAGS, _NO_FLAGS, _NO_FLAGS)
 
 
 def _of_device(trace: Trace, device: int) -> pl.DataFrame:
@@ -120,6 +122,9 @@ def _of_device(trace: Trace, device: int) -> pl.DataFrame:
     alike = _is_multiple(paused.dur_ns, slice_ns)
     recurs = (idle.is_unusual.sum() + alike.sum()) >= MIN_STALLS
     of_cause = idle.is_unusual | (idle.is_whole & ~idle.in_graph & _is_multiple(idle.dur_ns, slice_ns))
+    if slice_ns is not None:  # work that is launched while another process has the device waits for the rest of a slice
+        is_rest = ~idle.is_whole & (idle.dur_ns <= (1 + ALIKE_RATIO) * slice_ns)
+        of_cause |= is_rest & ~idle.in_graph & ~idle.is_usual
     usual_ns = np.where(alike, work["dur_ns"].to_numpy()[paused.row] - paused.dur_ns, 0)
     rows = np.concatenate((idle.row, paused.row[alike])) if recurs else idle.row
     spans = np.concatenate((idle.spans, paused.spans[alike])) if recurs else idle.spans
@@ -247,10 +252,15 @@ def _idle(trace: Trace, device: int) -> _Stalls:
     is_long = (spans[:, 1] - spans[:, 0] >= MIN_STALL_NS) & ~_has_other_cause(trace, work, spans, since)
     if not is_long.any():
         return _NONE
-    unusual = _is_unusual(_codes(launched_work.kernel_places(work)), row[is_long])
+    place = _codes(launched_work.kernel_places(work))
+    unusual = _is_unusual(place, row[is_long])
+    stalled, seen = (
+        np.bincount(place[rows], minlength=place.max() + 1)[place[row[is_long]]] for rows in (row[is_long], slice(None))
+    )
     in_graph = intervals.coverage(spans[is_long], _graph_spans(trace, work)) > 0
     is_whole = queued[row] <= idle[:, 0]
-    return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, in_graph)
+    is_usual = (stalled > 1) & (stalled == seen)
+    return _Stalls(row[is_long], spans[is_long], is_whole[is_long], unusual & ~in_graph, is_usual, in_graph)
 
 
 def _is_unusual(place: Ints, row: Ints) -> Flags:
@@ -351,7 +361,7 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     is_alone = other_ns <= launched_work.ALONE_RATIO * lengths
     rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (is_alone | (lengths > _FAR * usual)))
     yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
-    return _Stalls(compute[rows], spans[rows], yes, yes, no)
+    return _Stalls(compute[rows], spans[rows], yes, yes, no, no)
 
 
 def _slowdown_around(code: Ints, dur_ns: Ints) -> npt.NDArray[np.float64]:
