@@ -18,6 +18,7 @@ from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
+from tracekit.rules import host_phases, late_work, recurrence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -29,6 +30,7 @@ _FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     workload.marks,
     steady_state.device_calls,
+    *host_phases.FACTS,
 )
 _EVIDENCE_ROWS = 40
 _PAIR = 2
@@ -57,11 +59,10 @@ _FIXES = {
     host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
-    host_stalls.COMPILE: "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
+    host_stalls.COMPILE: late_work.FIX_COMPILATION,
     host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
     host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-    host_stalls.GARBAGE_COLLECTION: "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on "
-    "all ranks in the same step.",
+    host_stalls.GARBAGE_COLLECTION: late_work.FIX_GARBAGE,
     host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
     host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
     "module loaded at its first use).",
@@ -121,7 +122,7 @@ class OutlierStep(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each cause and set of ranks, the costliest first."""
-        events = run.table(outlier_steps.outlier_steps).filter(~is_cold())
+        events = _single_events(run).filter(~is_cold())
         ranks = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, similar in largest_first(events, "lost_ns", "start_ns").group_by("cause", ranks, maintain_order=True):
             on_device = breakdown.is_on_device(run)
@@ -175,8 +176,7 @@ class OutlierStep(Rule):
         how_often = f"It takes {took} ({share}) of the window."
         if steps > 1:
             count = events.select(pl.struct("window", "step").n_unique()).item()
-            how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
-            how_often += f"may be rare; it takes {took} in total ({share} of the time)."
+            how_often = f"{recurrence.sentence(count, steps)}; it takes {took} in total ({share} of the time)."
         subject = "Every rank" if everyone else units.numbered("rank", event["ranks"]).capitalize()
         in_steps = distinct(events, "step")
         in_step = f" in {units.numbered('step', in_steps)}" if in_steps else ""
@@ -227,7 +227,7 @@ class ColdStart(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding, on all first uses of the run."""
-        events = run.table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
+        events = _single_events(run).filter(is_warm_up(self.min_step_ratio))
         if events.is_empty():
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
@@ -244,6 +244,11 @@ class ColdStart(Rule):
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )
+
+
+def _single_events(run: Run) -> pl.DataFrame:
+    """Events of `outlier_steps.outlier_steps` without those of which HOST005 and HOST006 speak."""
+    return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.judged_phases(run)))
 
 
 def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:
@@ -264,7 +269,7 @@ def is_first_use() -> pl.Expr:
 
 def removal(run: Run, finding: Finding) -> Removal:
     """Removal in a replay for a finding of STEP001: its stalls."""
-    stalls = run.table(outlier_steps.outlier_steps).filter(_belongs_to(finding))
+    stalls = _single_events(run).filter(_belongs_to(finding))
     return Removal(SINGLE_STALL, (), tuple(_spans(run, stalls)))
 
 
@@ -273,7 +278,7 @@ def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
     for finding in (warning for warning in warnings(findings) if warning.code == OutlierStep.code):
         is_reported |= _belongs_to(finding)
-    return run.table(outlier_steps.outlier_steps).filter(is_reported)
+    return _single_events(run).filter(is_reported)
 
 
 def remaining_spans(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:

@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
@@ -367,13 +368,31 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
             continue
         median_ns = float(statistics.median(other_ns))
-        if duration_ns > WARM_UP_RATIO * median_ns:
+        is_longer = duration_ns > WARM_UP_RATIO * median_ns
+        if is_longer and (_has_first_uses(trace, step) or _is_unusual(duration_ns, other_ns)):
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({step}) takes {units.duration(duration_ns)} and "
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 duration_ns / sum(step_ns for _, step_ns in device_steps),
             )
+
+
+def _has_first_uses(trace: Trace, step: int) -> bool:
+    """Return whether the host does things in a step that a training does once: loading, allocating, compiling."""
+    stalls = host_stalls.host_stalls(trace)
+    return stalls.filter(pl.col("cause").is_in(host_stalls.FIRST_USE), step=step).height > 0
+
+
+def _is_unusual(duration_ns: int, other_ns: list[int]) -> bool:
+    """Return whether the first step is longer than each of many others, or the first of steps that become shorter.
+
+    One comparison, with the median of slow, fast, slow and fast steps, shows no warm-up.
+    """
+    excess_ns = duration_ns - statistics.median(other_ns)
+    recurs = max(other_ns) - statistics.median(other_ns) >= _RECURRING_RATIO * excess_ns
+    falls = sorted(other_ns, reverse=True) == other_ns and other_ns[0] > _FALLING_RATIO * other_ns[-1]
+    return falls or (not recurs and len(other_ns) >= _MANY_OTHERS)
 
 
 def _has_more_work(trace: Trace, step: int) -> bool:
@@ -398,6 +417,10 @@ def _cut(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
+_MANY_OTHERS = 3
+_RECURRING_RATIO = 0.5
+"""Another step that takes this share of the first one's excess, too: it recurs."""
+_FALLING_RATIO = 1.2
 
 
 def _may_be_optimizer(trace: Trace) -> bool:
