@@ -209,7 +209,7 @@ def test_findings_cost_the_same_in_text_json_html_what_if_and_dashboard(name):
             number = f"{units.duration(found.cost_ns)}"
             assert number in found.sentence
             assert f"({units.share(found.impact)}" in found.sentence
-            assert (": saves " in found.sentence) == found.is_priced
+            assert ("; fixing it saves " in found.sentence) == found.is_priced
         assert f"{found.sentence}." in text_in_detail
         assert escaping.escape(found.sentence, 500) in html_fragments.finding(found)
         if found in costly[: html_fragments.MAX_SAVINGS]:
@@ -266,7 +266,8 @@ def test_an_upper_bound_is_shown_as_one():
     (bound,) = (found for found in opened.report.findings if found.is_upper_bound)
     largest = max(found.impact for found in opened.report.findings)
     assert (bound.code, bound.impact) == ("STREAM002", largest), "the sample has a bound above all measured costs"
-    assert f"costs up to {units.duration(bound.cost_ns)} a step ({units.share(bound.impact)})" in bound.sentence
+    assert f"it costs up to {units.duration(bound.cost_ns)} of " in bound.sentence
+    assert f" a step ({units.share(bound.impact)})" in bound.sentence
     bars = html_fragments.potential_savings(opened.report.findings, None)
     assert bars.index("exposed-communication") < bars.index("straggler") < bars.index("serialized-streams")
     assert f"<b>up to {units.duration(bound.cost_ns)}</b>" in bars

@@ -1,6 +1,5 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,7 +11,7 @@ from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import escaping, intervals, units
+from tracekit.model import escaping, intervals, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH, MAJORITY_PAUSE_RATIO
@@ -36,7 +35,6 @@ _ACTIVITIES = {
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
-_FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -377,7 +375,7 @@ def _place(rows: pl.DataFrame) -> str:
     """Clause on the function with more than half of the time of host gaps; "" without one."""
     sums = _by_function(rows)
     is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
-    return " at " + _FRAME.sub(r"\1:\2 (\3)", sums["stack"][0]) if is_most else ""
+    return " at " + kernel_names.code_line(sums["stack"][0]) if is_most else ""
 
 
 def _by_function(rows: pl.DataFrame) -> pl.DataFrame:

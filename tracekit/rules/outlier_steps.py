@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.memory import steady_state
-from tracekit.analysis.parallelism import outlier_steps, workload
+from tracekit.analysis.parallelism import late_ranks, outlier_steps, workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -115,6 +115,7 @@ class OutlierStep(Rule):
 
     code: ClassVar[str] = "STEP001"
     facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.03
     min_step_ratio: float = 0.1
     min_cpu_step_ratio: float = 0.5
@@ -168,7 +169,7 @@ class OutlierStep(Rule):
             is_unnamed = event["cause"] == host_stalls.OTHER
             waits = ", as in a save, an evaluation or logging without a span" if is_unnamed else ""
         else:
-            waits = "; the other ranks wait for it" if len(run.ranks) > 1 else ""
+            waits = ", and the other ranks wait for it" if len(run.ranks) > 1 else ""
             ranks = event["ranks"]
             who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
         stall_ns = int(events["stall_ns"].sum())
@@ -184,7 +185,7 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event)}{waits}. {how_often}",
+            f"while it {_what(event)}{waits}. {how_often}{_excess(run, events)}",
             fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
@@ -200,6 +201,21 @@ class OutlierStep(Rule):
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
             stall=cause,
         )
+
+
+def _excess(run: Run, events: pl.DataFrame) -> str:
+    """Sentence on what the ranks of events take longer for in their steps than in those without a stall; "" if none."""
+    event = events.row(0, named=True)
+    stalled = run.table(outlier_steps.outlier_steps).select("window", "step").unique()
+    usual = (
+        run.table(breakdown.by_step).select("window", "step").unique().join(stalled, on=["window", "step"], how="anti")
+    )
+    ranks = run.ranks if event["is_everyone"] else event["ranks"]
+    excess = late_ranks.excess_of_steps(run, ranks, events, usual)
+    if excess is None or excess.total_ns <= 0:
+        return ""
+    longer = units.duration(excess.total_ns)
+    return f" Its work takes {longer} longer than in steps without a stall: {late_work.excess_parts(excess)}."
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,16 @@ def excess_of_stages(run: Run, stages: Sequence[int]) -> ExcessTime | None:
     return excess_times.split(own.filter(is_late), own.filter(~is_late))
 
 
+def excess_of_steps(run: Run, ranks: Sequence[int], slow: pl.DataFrame, usual: pl.DataFrame) -> ExcessTime | None:
+    """What some ranks take longer for in slow steps than in their usual ones, per rank and step.
+
+    Both have the columns window and step. Waits for others do not count. None where one of them has no work.
+    """
+    own = _own_charges(run, ranks, [])
+    sides = [own.join(steps.select(_STEP), on=_STEP, how="semi", maintain_order="left") for steps in (slow, usual)]
+    return None if any(side.is_empty() for side in sides) else excess_times.split(*sides)
+
+
 def of_steps(ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of `excess_time`: each of these ranks in each of these steps (window, step)."""
     return steps.select(_STEP).unique(maintain_order=True).join(pl.DataFrame({"rank": list(ranks)}), how="cross")

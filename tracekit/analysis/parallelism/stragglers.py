@@ -350,10 +350,11 @@ def _usual(name: str) -> pl.Expr:
 def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     """Return the steps without those in which stalls of the late rank's host explain most of the time.
 
+    A stall of hosts that are not late, as of all ranks, makes no rank late.
     Where ranks do not meet in each step, as in local SGD, the others wait in a later step than that of the stall.
     """
     meetings = run.table(collective_matching.calls).select("window", since="step").drop_nulls().unique().sort("since")
-    late = steps.select(*_STEP, "late_rank", "lost_ns").sort("step")
+    late = steps.select(*_STEP, "late_rank", "late_ranks", "lost_ns").sort("step")
     since = late.join_asof(
         meetings, left_on="step", right_on="since", by="window", allow_exact_matches=False, check_sortedness=False
     )
@@ -361,7 +362,7 @@ def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     stalled = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
     is_between = (pl.col("gap_step") <= pl.col("step")) & (pl.col("gap_step") >= pl.coalesce("since", "step"))
     pairs = since.join(stalled, on="window").filter(is_between)
-    of_rank = pairs.filter(pl.col("ranks").list.contains(pl.col("late_rank")))
+    of_rank = pairs.filter(pl.col("ranks").list.set_difference("late_ranks").list.len() == 0)
     sums = of_rank.group_by(*_STEP, "late_rank").agg(pl.col("stalled_ns").sum(), pl.col("lost_ns").first())
     explained = sums.filter(pl.col("stalled_ns") >= _MOST * pl.col("lost_ns"))
     return steps.join(explained, on=[*_STEP, "late_rank"], how="anti", maintain_order="left")
