@@ -1,9 +1,12 @@
 """What a rank left of a hang: its last collectives by the flight recorder, the stacks of its threads."""
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+
+_WINDOWS_PATH = re.compile(r"(?:[A-Za-z]:)?\\[^/]*$|[A-Za-z]:\\")
 
 
 class CallState(StrEnum):
@@ -24,6 +27,11 @@ class Frame:
     line: int
     source: str = ""
     """The text of the line; "" where it is not known."""
+
+    def __post_init__(self) -> None:
+        """Write a path of Windows with slashes, as all that reads its parts expects."""
+        if _WINDOWS_PATH.match(self.file):
+            object.__setattr__(self, "file", self.file.replace("\\", "/"))
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"

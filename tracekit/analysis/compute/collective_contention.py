@@ -203,9 +203,9 @@ def bandwidths(run: Run) -> pl.DataFrame:
         pl.col("whole").all(),
     )
     factor = collective_instances.bus_factor()
+    moved = pl.col("bytes") * factor * collective_instances.SECOND_NS
     speed = [
-        (pl.col("bytes") * factor * collective_instances.SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s")
-        for n in _CASES
+        pl.when(pl.col(f"{n}_ns") > 0).then(moved / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s") for n in _CASES
     ]
     return sums.with_columns(speed).sort("total_ns", descending=True).drop("total_ns")
 

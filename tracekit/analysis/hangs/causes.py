@@ -15,7 +15,11 @@ _QUERIES = ("get_", "is_")
 _DATA = ("torch/utils/data/", "/torchdata/", "/webdataset/", "/datasets/", "/streaming/base/", "/grain/", "/ffcv/")
 _FILES = ("torch/serialization.py", "/safetensors/", "torch/distributed/checkpoint/", "/fsspec/", "/shutil.py",
           "/gzip.py", "/zipfile", "/pathlib.py", "/tempfile.py")  # fmt: skip
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>", "/tracekit/capture/")
+_LIBRARIES = (
+    "/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>", "/tracekit/capture/",
+    "/torch/distributed/", "/torch/nn/", "/torch/autograd/", "/torch/optim/", "/torch/utils/", "/torch/_",
+)  # fmt: skip
+"""Parts of paths that are no user's code, also of packages that were installed from a folder (editable)."""
 _FILE_CALLS = frozenset({
     "open", "openat", "openat2", "read", "pread64", "readv", "preadv", "preadv2", "write", "pwrite64", "writev",
     "pwritev", "fsync", "fdatasync", "sync", "syncfs", "stat", "lstat", "fstat", "newfstatat", "statx", "getdents64",

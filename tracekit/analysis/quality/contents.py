@@ -25,11 +25,13 @@ def contents(trace: Trace) -> pl.DataFrame:
 
     span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
     (launched in a known phase); ops, operators among them, shaped (with input shapes), stacked (Python frames);
-    collectives, sized, grouped (of a known group), sequenced (with a number within the group); allocations, totals
-    (those that state all allocated bytes); metrics, step_times among them; and rows of the other tables.
+    collectives, sized, grouped (of a group whose ranks are known), sequenced (with a number within the group);
+    allocations, totals (those that state all allocated bytes); metrics, step_times among them; and rows of the other
+    tables.
     """
     work, ops, calls = trace.activities, trace.ops, trace.collectives
     steps = trace.steps["step"].drop_nulls()
+    known_groups = trace.groups.filter(pl.col("ranks").list.len() > 0)["group"]
     start_ns, end_ns = work["start_ns"].min(), (work["start_ns"] + work["dur_ns"]).max()
     row = {
         "on_device": trace.on_device,
@@ -46,7 +48,7 @@ def contents(trace: Trace) -> pl.DataFrame:
         "stacked": int((ops["kind"] == "python").sum()),
         "collectives": calls.height,
         "sized": calls.select(pl.max_horizontal("sent_bytes", "received_bytes").count()).item(),
-        "grouped": calls["group"].count(),
+        "grouped": int(calls["group"].is_in(known_groups.implode()).sum()),
         "sequenced": calls["seq"].count(),
         "totals": trace.allocations["allocated_bytes"].count(),
         "step_times": int((trace.metrics["name"] == conventions.STEP_TIME_METRIC).sum()),

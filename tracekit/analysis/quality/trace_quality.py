@@ -295,9 +295,11 @@ def _idle_launches(trace: Trace) -> Iterator[_Row]:
             f"device only from {units.duration(missing_ns)} after the first launch on."
         )
     elif later < _CUT_OFF * idle or share < _CUT_OFF_LEAST:
+        counts = {"before the first": sooner, "between others": idle - sooner - later, "behind the last": later}
+        places = ", ".join(f"{count:,} {place}" for place, count in counts.items() if count)
         message = (
-            f"{idle:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
-            "ran after recording stopped."
+            f"{idle:,} of {launched.height:,} launches have no device activity ({places} of those that have): the "
+            "profiler dropped it, or it ran after recording stopped."
         )
     else:
         devices = environment.device_names(trace.header)

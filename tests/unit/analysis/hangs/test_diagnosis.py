@@ -8,10 +8,11 @@ import pytest
 
 from tests.support.flight_records import BEGAN_NS, GROUP, SECOND_NS, done, dump, entry
 from tests.support.wording import Wording
+from tracekit.analysis.hangs import causes
 from tracekit.analysis.hangs.causes import Kind
 from tracekit.analysis.hangs.diagnosis import Diagnosis, diagnose
 from tracekit.ingest.hang_dumps import flight_recorder
-from tracekit.model.hang_dump import HangDumps
+from tracekit.model.hang_dump import Frame, HangDumps
 
 DATA, TENSOR, PIPE = ("1", "data"), ("2", "tensor"), ("3", "pipe")
 STEP = ["all_reduce", "all_gather", "all_reduce"]
@@ -316,3 +317,18 @@ def test_several_ranks_with_one_reason_are_named_in_a_sentence(wording: Wording)
     late = [*done(STEP), entry("all_gather", 4, state="started")]
     found = diagnosed({0: late, 1: late, 2: done(STEP), 3: done(STEP)})
     wording(found.verdict)
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "/src/tracekit/tracekit/capture/hangs/calls.py", "/opt/pytorch/torch/distributed/distributed_c10d.py",
+        "/venv/lib/python3.11/site-packages/accelerate/accelerator.py",
+        r"C:\venv\Lib\site-packages\torch\distributed\distributed_c10d.py",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", ["/home/me/train.py", r"D:\jobs\train.py"])
+def test_the_users_line_is_that_of_no_package_wherever_it_is_installed(library: str, own: str) -> None:
+    frame = causes.user_frame((Frame("all_reduce", library, 3), Frame("step", own, 12)))
+    assert frame is not None
+    assert (frame.function, frame.brief) == ("step", "step (train.py:12)")

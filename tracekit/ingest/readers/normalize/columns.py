@@ -335,8 +335,9 @@ class ColumnBuilder:
         return tuple(frames)
 
     def names(self) -> pl.Series:
-        """Return the distinct names by the index that the frames' `name` holds."""
-        return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
+        """Return the distinct names by the index that the frames' `name` holds; paths of Windows have slashes."""
+        texts = ("?" if name is None else str(name) for name in self._names)
+        return pl.Series("name", [_with_slashes(text) if "\\" in text else text for text in texts], dtype=pl.String)
 
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
@@ -408,6 +409,12 @@ def _scatter(length: int, places: Ints, ids: Ints) -> Ints:
     spread = np.zeros(length, np.int64)
     spread[places] = ids
     return spread
+
+
+def _with_slashes(name: str) -> str:
+    """The name of a Python function with slashes in the path of its file, as all that reads its parts expects."""
+    path, place, function = name.partition(".py(")
+    return path.replace("\\", "/") + place + function if place else name
 
 
 def _text(value: Any) -> str | None:
