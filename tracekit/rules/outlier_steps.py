@@ -18,6 +18,7 @@ from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
+from tracekit.rules.advice import Advice
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -45,39 +46,74 @@ _HOST_DOES = {
     host_stalls.SYNC: "waits for the device, which is idle",
 }
 _STATE_IS = {
-    host_state.PYTHON: "is in Python or not scheduled",
-    host_state.OP: "is inside an op",
-    host_state.LAUNCH: "is inside a runtime call",
-    host_state.LOCK: "waits for a lock",
-    host_state.RATE_LIMITER: "waits in FSDP's rate limiter",
+    host_state.PYTHON: Advice("is in Python or not scheduled", other="is outside of recorded calls, or not scheduled"),
+    host_state.OP: Advice("is inside an op"),
+    host_state.LAUNCH: Advice("is inside a runtime call"),
+    host_state.LOCK: Advice("waits for a lock"),
+    host_state.RATE_LIMITER: Advice("waits in FSDP's rate limiter"),
 }
+_NOT_LAUNCHING = Advice("is not launching work")
 _FIXES = {
-    host_stalls.RETRY: "Lower the peak (smaller batch, activation checkpointing), or set "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
-    host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
-    host_stalls.COMPILE: "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
-    host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
-    host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-    host_stalls.GARBAGE_COLLECTION: "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on "
-    "all ranks in the same step.",
-    host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
-    host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
-    "module loaded at its first use).",
-    host_stalls.SYNC: "Check what the host waits for; read values from the device later (non_blocking=True).",
+    host_stalls.RETRY: Advice(
+        "Lower the peak (smaller batch, activation checkpointing), or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
+        "Lower the peak (smaller batch, smaller cache), or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the "
+        "next retry may end in an out-of-memory error.",
+    ),
+    host_stalls.ALLOCATION: Advice(
+        "Allocate the largest sizes before training (one step with the longest input), or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        "Allocate the largest sizes before serving (one pass with the longest input), or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        "Allocate once, before the work begins, or from a pool (cudaMallocAsync).",
+    ),
+    host_stalls.PROFILER: Advice("Ignore this step, or record fewer steps and events in a window."),
+    host_stalls.COMPILE: Advice(
+        "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
+        other="Compile for all sizes before the work begins.",
+    ),
+    host_stalls.AUTOTUNE: Advice(
+        "Fix the input sizes, or autotune before training: each new size is benchmarked.",
+        "Fix the input sizes, or autotune before serving: each new size is benchmarked.",
+        "Fix the sizes, or autotune before the work begins: each new size is benchmarked.",
+    ),
+    host_stalls.KERNEL_LOADING: Advice(
+        "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
+        "Run every kind of pass once before serving, or set CUDA_MODULE_LOADING=EAGER.",
+        "Run every kernel once before the work begins, or set CUDA_MODULE_LOADING=EAGER.",
+    ),
+    host_stalls.GARBAGE_COLLECTION: Advice(
+        "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on all ranks in the same step."
+    ),
+    host_stalls.DATA: Advice(
+        "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
+    ),
+    host_stalls.LAUNCH: Advice(
+        "Check what else uses the GPU and the driver at that time (other processes, monitoring, a module loaded at its "
+        "first use)."
+    ),
+    host_stalls.SYNC: Advice(
+        "Check what the host waits for; read values from the device later (non_blocking=True).",
+        other="Check what the host waits for; copy results asynchronously, and wait for them later.",
+    ),
 }
-_FIX_ONE = (
+_FIX_ONE = Advice(
     "Check what that rank's host does there: garbage collection (gc.freeze, gc.disable and gc.collect on all ranks in "
-    "the same step), logging, other processes on its cores. Record with_stack=True to see the line."
+    "the same step), logging, other processes on its cores. Record with_stack=True to see the line.",
+    other="Check what that rank's host does there: logging, allocations, other processes on its cores. Record OS calls "
+    "and samples of the CPU (nsys profile --trace cuda,nvtx,osrt --sample process-tree) to see it.",
 )
-_FIX_GRAPH = (
+_FIX_GRAPH = Advice(
     "The first launch of a graph instantiates and uploads it: launch each graph once before serving or measuring "
     "(cudaGraphUpload), and capture few, small graphs. If it recurs, check what else uses the GPU and the driver."
 )
-_FIX_ALL = (
+_FIX_ALL = Advice(
     "Check what all ranks do there, such as a save, an evaluation or logging, and do it in the background. Mark it "
-    "with torch.profiler.record_function to see its name."
+    "with torch.profiler.record_function to see its name.",
+    "Check what all ranks do there, such as logging or handling requests, and do it in the background. Mark it with "
+    "torch.profiler.record_function to see its name.",
+    "Check what all ranks do there, such as output, and do it in the background. Mark it with an NVTX range to see its "
+    "name.",
 )
 
 
@@ -158,8 +194,6 @@ class OutlierStep(Rule):
         cause = event["cause"]
         if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
             fix = _FIX_GRAPH
-        elif event["cause"] == host_stalls.RETRY and workload.is_inference(run):
-            fix = _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
         else:
             fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
         if event["is_everyone"]:
@@ -184,12 +218,12 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event)}{waits}. {how_often}",
-            fix,
+            f"while it {_what(event, run)}{waits}. {how_often}",
+            fix.suited_to(run),
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
-            claim=f"{subject}'s host {_what(event)}{in_step}{waits if not everyone else ''}",
+            claim=f"{subject}'s host {_what(event, run)}{in_step}{waits if not everyone else ''}",
             ranks=() if everyone else tuple(event["ranks"]),
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
@@ -232,7 +266,7 @@ class ColdStart(Rule):
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
         lost_ns = int(events["lost_ns"].sum())
-        longest = f"{units.duration(event['stall_ns'])} while the host {_what(event)}"
+        longest = f"{units.duration(event['stall_ns'])} while the host {_what(event, run)}"
         yield Finding(
             self.code,
             Severity.INFO,
@@ -240,7 +274,7 @@ class ColdStart(Rule):
             f"others ({units.duration(event['reference_ns'])}), {longest}. Judge the other steps.",
             "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2).",
             confidence=0.8,
-            claim=f"Step {event['step']} is warm-up: the host {_what(event)}",
+            claim=f"Step {event['step']} is warm-up: the host {_what(event, run)}",
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )
@@ -345,11 +379,11 @@ def where(event: dict[str, Any], lost_ns: int) -> str:
     )
 
 
-def _what(event: dict[str, Any]) -> str:
+def _what(event: dict[str, Any], run: Run) -> str:
     if event["cause"] in _HOST_DOES:
         inside = event["cause"] in (host_stalls.LAUNCH, host_stalls.SYNC, host_stalls.DATA) and event["name"]
         return _HOST_DOES[event["cause"]] + (f" ({event['name']})" if inside else "")
-    state = _STATE_IS.get(event["detail"], "is not launching work")
+    state = _STATE_IS.get(event["detail"], _NOT_LAUNCHING).suited_to(run)
     return state + (f" ({event['name']})" if event["name"] else "")
 
 
