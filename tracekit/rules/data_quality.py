@@ -115,10 +115,7 @@ _KINDS = {
     "sampled": _Kind(
         _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."
     ),
-    "no_steps": _Kind(_INFO, _STEP),
-    "one_pass": _Kind(_INFO, _STEP),
-    "steps_from_optimizer": _Kind(_INFO, _STEP),
-    "steps_from_repetition": _Kind(_INFO, _STEP),
+    **dict.fromkeys(_STEP_KINDS, _Kind(_INFO, _MARK_STEPS.training)),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(
         "Call torch.cuda.synchronize() before the step that starts the recording, as tracekit record does: the host "

@@ -14,7 +14,7 @@ PYTORCH = ("torch", ".item()", "DataLoader", "Python", "gc.", "optimizer", "prof
 TRAINING = ("DataLoader", "optimizer", "gradient", "loss", "training")
 
 
-def record(folder, *, op, kernel, last_kernel):
+def record(folder, *, op, kernel, last_kernel, header):
     """A device that is idle before each of the kernels: the host waits for a copy, and then launches late."""
     events, at_us = [], 0.0
     for call in range(1, 200):
@@ -32,7 +32,7 @@ def record(folder, *, op, kernel, last_kernel):
         events.append(slice_("cuda_runtime", "cudaLaunchKernel", at_us + 110, 5, tid=1, correlation=call))
         events.append(slice_("kernel", name, at_us + 120, 60, tid=7, device=0, stream=7, correlation=call))
         at_us += 200
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (folder / "trace.json").write_text(json.dumps({**header, "traceEvents": events}))
     return load(folder, cache=False)
 
 
@@ -45,7 +45,8 @@ def record(folder, *, op, kernel, last_kernel):
     ],
 )
 def test_advice_names_only_what_the_program_has(program, op, kernel, last_kernel, tmp_path):
-    run = record(tmp_path, op=op, kernel=kernel, last_kernel=last_kernel)
+    header = {"nsight_systems_version": "2025.1"} if op is None else {}
+    run = record(tmp_path, op=op, kernel=kernel, last_kernel=last_kernel, header=header)
     assert workload.program(run) is program
     fixes = {finding.code: finding.fix for finding in check(run).findings}
     assert {"HOST001", "HOST002"} & fixes.keys()

@@ -37,6 +37,8 @@ _TORCH = (
     r"at::native|at::cuda|c10::|" + _COMPILED
 )
 """Operators, functions and kernels of PyTorch; with nsys and without `emit_nvtx` only kernels show it."""
+_OF_NSIGHT = "nsight_systems_version"
+"""The key of headers of Nsight Systems, which records any program; other traces are PyTorch's."""
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 
 DDP, FSDP1, FSDP2, YAFSDP = (
@@ -55,7 +57,8 @@ def marks(trace: Trace) -> pl.DataFrame:
     """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 
     Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels) or of PyTorch at all
-    (torch_marks), and how many graphs were launched; one row.
+    (torch_marks, at least 1
+    unless Nsight Systems recorded), and how many graphs were launched; one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
@@ -63,8 +66,15 @@ def marks(trace: Trace) -> pl.DataFrame:
         int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
         for pattern in (_TRAINING, _COMPILED, _TORCH)
     )
+    is_of_pytorch = int(_OF_NSIGHT not in trace.header)
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
-    row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + training + reduced, compiled, graphs, of_torch)
+    row = (
+        int(trace_columns.is_kind(trace, "cpu_op").sum()),
+        in_phase + training + reduced,
+        compiled,
+        graphs,
+        of_torch + is_of_pytorch,
+    )
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
 
 
