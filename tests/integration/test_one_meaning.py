@@ -35,7 +35,6 @@ RUNS = sorted(str(path.parent.relative_to(SAMPLES)) for path in SAMPLES.rglob("r
 # One of each kind: strategies; faults of one rank, the host, the disk and memory; pipelines, experts, GPUs.
 EVERYDAY = {
     "demo-fsdp2",
-    "demo-yafsdp",
     "faults/slow-rank",
     "faults/dataloader",
     "faults/slow-disk",
@@ -50,7 +49,7 @@ _QUOTED = re.compile(r"of (\S+ \S+) \([\d.]+%\) in step (\d+) of rank (\d+) \(th
 
 @functools.cache
 def open_run(name):
-    run = load(SAMPLES / name, cache=False)
+    run = load(SAMPLES / name)
     return OpenRun(run, report=engine.check(run), entry=RunEntry(name, run.path))
 
 

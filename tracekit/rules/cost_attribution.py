@@ -26,7 +26,7 @@ _MIN_PART_RATIO = 0.25
 _MAX_DIFFERENCE_RATIO = 0.1
 """Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
-_UNEVEN = "RANK003"
+_UNEVEN, _OCCASIONAL = "RANK003", "RANK005"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 fault of its own."""
@@ -127,17 +127,21 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
 def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
     """A finding on waiting for late ranks, with the waiting that remains without the causes in `removed`.
 
-    If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
+    Of ranks that are late in some steps only, these are causes in which their hosts spend time. If less than half of it
+    remains, the finding is a consequence of the costliest of them. Late ranks with a price of
     their own keep it.
     """
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
+    is_occasional = finding.code == _OCCASIONAL
     is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
-    if not is_uneven and (not is_minor or finding.consequence_of):
+    if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
     others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
+    if is_occasional:  # late launches, and waits for late ranks, may be its time under another name
+        others = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, others) / before_ns) if before_ns and others else 1.0
-    if is_minor and ratio >= _MIN_OWN_RATIO:
+    if (is_minor or is_occasional) and ratio >= _MIN_OWN_RATIO:
         return finding
     explained = replace(
         finding,
@@ -145,7 +149,7 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
         consequence_of=_costliest_of(others, causing) if ratio < _MIN_OWN_RATIO else "",
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(others)}.",
     )
-    if is_minor:
+    if is_minor or is_occasional:
         return explained
     return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
 

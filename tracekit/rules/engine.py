@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
@@ -54,7 +54,9 @@ _IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP")
 _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 
-FACTS: tuple[TraceFact, ...] = (trace_quality.data_quality, trace_quality.cut_steps, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (
+    trace_quality.data_quality, trace_quality.cut_steps, contents.contents, breakdown.by_step,
+)  # fmt: skip
 
 
 def check(

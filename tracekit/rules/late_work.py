@@ -21,6 +21,9 @@ _HOST_DOES = {
     host_state.SYNCHRONIZE: "waits for the device",
     host_state.DATA: "waits for data",
     host_state.ALLOCATOR: "waits for the allocator",
+    host_state.COMPILE: "compiles",
+    host_state.GARBAGE_COLLECTION: "runs Python's garbage collector",
+    host_state.PYTHON: "is in Python or not scheduled",
 }
 
 
@@ -203,7 +206,8 @@ def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str
         return claim, UNKNOWN.format(ranks=who)
     does = _HOST_DOES.get(detail)
     claim = f"{subject.has} host {does} for longer" if does else f"{subject.has} host launches kernels late"
-    return claim, SLOW_HOST.format(ranks=who)
+    fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
+    return claim, fixes.get(detail, SLOW_HOST.format(ranks=who))
 
 
 def _that_of(subject: Subject) -> str:
@@ -223,8 +227,17 @@ SLOW_KERNELS = (
     "move the work to another node to separate hardware from data."
 )
 SLOW_HOST = (
-    "Check the hosts of {ranks}: what Python does before the launches (data loading, logging, gc), CPU load and "
-    "frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
+    "Check the hosts of {ranks}: what Python does before the launches (garbage collection: gc.freeze(), gc.disable() "
+    "and gc.collect(1) at one time on all ranks; data loading, logging), CPU load and frequency, other processes and "
+    "the binding of CPUs on the node (HOST001, HOST003)."
+)
+FIX_COMPILATION = (
+    "Find the guard that fails (TORCH_LOGS=recompiles), and compile for dynamic shapes (torch.compile(dynamic=True), "
+    "torch._dynamo.mark_dynamic) or pad the inputs to a few sizes. Keep Python numbers and modules constant."
+)
+FIX_GARBAGE = (
+    "Call gc.freeze() after model and data are built and gc.disable(), and gc.collect(1) at one time on all ranks, "
+    "every few hundred steps."
 )
 UNKNOWN = (
     "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "

@@ -18,7 +18,7 @@ from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
-from tracekit.rules.advice import Advice
+from tracekit.rules import host_phases, late_work, recurrence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -30,6 +30,7 @@ _FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     workload.marks,
     steady_state.device_calls,
+    *host_phases.FACTS,
 )
 _EVIDENCE_ROWS = 40
 _PAIR = 2
@@ -46,74 +47,38 @@ _HOST_DOES = {
     host_stalls.SYNC: "waits for the device, which is idle",
 }
 _STATE_IS = {
-    host_state.PYTHON: Advice("is in Python or not scheduled", other="is outside of recorded calls, or not scheduled"),
-    host_state.OP: Advice("is inside an op"),
-    host_state.LAUNCH: Advice("is inside a runtime call"),
-    host_state.LOCK: Advice("waits for a lock"),
-    host_state.RATE_LIMITER: Advice("waits in FSDP's rate limiter"),
+    host_state.PYTHON: "is in Python or not scheduled",
+    host_state.OP: "is inside an op",
+    host_state.LAUNCH: "is inside a runtime call",
+    host_state.LOCK: "waits for a lock",
+    host_state.RATE_LIMITER: "waits in FSDP's rate limiter",
 }
-_NOT_LAUNCHING = Advice("is not launching work")
 _FIXES = {
-    host_stalls.RETRY: Advice(
-        "Lower the peak (smaller batch, activation checkpointing), or set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
-        "Lower the peak (smaller batch, smaller cache), or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the "
-        "next retry may end in an out-of-memory error.",
-    ),
-    host_stalls.ALLOCATION: Advice(
-        "Allocate the largest sizes before training (one step with the longest input), or set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-        "Allocate the largest sizes before serving (one pass with the longest input), or set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-        "Allocate once, before the work begins, or from a pool (cudaMallocAsync).",
-    ),
-    host_stalls.PROFILER: Advice("Ignore this step, or record fewer steps and events in a window."),
-    host_stalls.COMPILE: Advice(
-        "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
-        other="Compile for all sizes before the work begins.",
-    ),
-    host_stalls.AUTOTUNE: Advice(
-        "Fix the input sizes, or autotune before training: each new size is benchmarked.",
-        "Fix the input sizes, or autotune before serving: each new size is benchmarked.",
-        "Fix the sizes, or autotune before the work begins: each new size is benchmarked.",
-    ),
-    host_stalls.KERNEL_LOADING: Advice(
-        "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-        "Run every kind of pass once before serving, or set CUDA_MODULE_LOADING=EAGER.",
-        "Run every kernel once before the work begins, or set CUDA_MODULE_LOADING=EAGER.",
-    ),
-    host_stalls.GARBAGE_COLLECTION: Advice(
-        "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on all ranks in the same step."
-    ),
-    host_stalls.DATA: Advice(
-        "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
-    ),
-    host_stalls.LAUNCH: Advice(
-        "Check what else uses the GPU and the driver at that time (other processes, monitoring, a module loaded at its "
-        "first use)."
-    ),
-    host_stalls.SYNC: Advice(
-        "Check what the host waits for; read values from the device later (non_blocking=True).",
-        other="Check what the host waits for; copy results asynchronously, and wait for them later.",
-    ),
+    host_stalls.RETRY: "Lower the peak (smaller batch, activation checkpointing), or set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the next retry may end in an out-of-memory error.",
+    host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
+    host_stalls.COMPILE: late_work.FIX_COMPILATION,
+    host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
+    host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
+    host_stalls.GARBAGE_COLLECTION: late_work.FIX_GARBAGE,
+    host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
+    host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
+    "module loaded at its first use).",
+    host_stalls.SYNC: "Check what the host waits for; read values from the device later (non_blocking=True).",
 }
-_FIX_ONE = Advice(
+_FIX_ONE = (
     "Check what that rank's host does there: garbage collection (gc.freeze, gc.disable and gc.collect on all ranks in "
-    "the same step), logging, other processes on its cores. Record with_stack=True to see the line.",
-    other="Check what that rank's host does there: logging, allocations, other processes on its cores. Record OS calls "
-    "and samples of the CPU (nsys profile --trace cuda,nvtx,osrt --sample process-tree) to see it.",
+    "the same step), logging, other processes on its cores. Record with_stack=True to see the line."
 )
-_FIX_GRAPH = Advice(
+_FIX_GRAPH = (
     "The first launch of a graph instantiates and uploads it: launch each graph once before serving or measuring "
     "(cudaGraphUpload), and capture few, small graphs. If it recurs, check what else uses the GPU and the driver."
 )
-_FIX_ALL = Advice(
+_FIX_ALL = (
     "Check what all ranks do there, such as a save, an evaluation or logging, and do it in the background. Mark it "
-    "with torch.profiler.record_function to see its name.",
-    "Check what all ranks do there, such as logging or handling requests, and do it in the background. Mark it with "
-    "torch.profiler.record_function to see its name.",
-    "Check what all ranks do there, such as output, and do it in the background. Mark it with an NVTX range to see its "
-    "name.",
+    "with torch.profiler.record_function to see its name."
 )
 
 
@@ -157,7 +122,7 @@ class OutlierStep(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each cause and set of ranks, the costliest first."""
-        events = run.table(outlier_steps.outlier_steps).filter(~is_cold())
+        events = _single_events(run).filter(~is_cold())
         ranks = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, similar in largest_first(events, "lost_ns", "start_ns").group_by("cause", ranks, maintain_order=True):
             on_device = breakdown.is_on_device(run)
@@ -194,6 +159,8 @@ class OutlierStep(Rule):
         cause = event["cause"]
         if event["cause"] == host_stalls.LAUNCH and "GraphLaunch" in (event["name"] or ""):
             fix = _FIX_GRAPH
+        elif event["cause"] == host_stalls.RETRY and workload.is_inference(run):
+            fix = _FIXES[host_stalls.RETRY].replace("activation checkpointing", "smaller cache")
         else:
             fix = _FIXES.get(event["cause"], _FIX_ALL if event["is_everyone"] else _FIX_ONE)
         if event["is_everyone"]:
@@ -209,8 +176,7 @@ class OutlierStep(Rule):
         how_often = f"It takes {took} ({share}) of the window."
         if steps > 1:
             count = events.select(pl.struct("window", "step").n_unique()).item()
-            how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
-            how_often += f"may be rare; it takes {took} in total ({share} of the time)."
+            how_often = f"{recurrence.sentence(count, steps)}; it takes {took} in total ({share} of the time)."
         subject = "Every rank" if everyone else units.numbered("rank", event["ranks"]).capitalize()
         in_steps = distinct(events, "step")
         in_step = f" in {units.numbered('step', in_steps)}" if in_steps else ""
@@ -218,12 +184,12 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event, run)}{waits}. {how_often}",
-            fix.suited_to(run),
+            f"while it {_what(event)}{waits}. {how_often}",
+            fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
             confidence=0.8 if event["reference_ns"] is not None else 0.5,
-            claim=f"{subject}'s host {_what(event, run)}{in_step}{waits if not everyone else ''}",
+            claim=f"{subject}'s host {_what(event)}{in_step}{waits if not everyone else ''}",
             ranks=() if everyone else tuple(event["ranks"]),
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
@@ -261,12 +227,12 @@ class ColdStart(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding, on all first uses of the run."""
-        events = run.table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
+        events = _single_events(run).filter(is_warm_up(self.min_step_ratio))
         if events.is_empty():
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
         lost_ns = int(events["lost_ns"].sum())
-        longest = f"{units.duration(event['stall_ns'])} while the host {_what(event, run)}"
+        longest = f"{units.duration(event['stall_ns'])} while the host {_what(event)}"
         yield Finding(
             self.code,
             Severity.INFO,
@@ -274,10 +240,15 @@ class ColdStart(Rule):
             f"others ({units.duration(event['reference_ns'])}), {longest}. Judge the other steps.",
             "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2).",
             confidence=0.8,
-            claim=f"Step {event['step']} is warm-up: the host {_what(event, run)}",
+            claim=f"Step {event['step']} is warm-up: the host {_what(event)}",
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )
+
+
+def _single_events(run: Run) -> pl.DataFrame:
+    """Events of `outlier_steps.outlier_steps` without those of which HOST005 and HOST006 speak."""
+    return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.judged_phases(run)))
 
 
 def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:
@@ -298,7 +269,7 @@ def is_first_use() -> pl.Expr:
 
 def removal(run: Run, finding: Finding) -> Removal:
     """Removal in a replay for a finding of STEP001: its stalls."""
-    stalls = run.table(outlier_steps.outlier_steps).filter(_belongs_to(finding))
+    stalls = _single_events(run).filter(_belongs_to(finding))
     return Removal(SINGLE_STALL, (), tuple(_spans(run, stalls)))
 
 
@@ -307,7 +278,7 @@ def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
     for finding in (warning for warning in warnings(findings) if warning.code == OutlierStep.code):
         is_reported |= _belongs_to(finding)
-    return run.table(outlier_steps.outlier_steps).filter(is_reported)
+    return _single_events(run).filter(is_reported)
 
 
 def remaining_spans(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:
@@ -379,11 +350,11 @@ def where(event: dict[str, Any], lost_ns: int) -> str:
     )
 
 
-def _what(event: dict[str, Any], run: Run) -> str:
+def _what(event: dict[str, Any]) -> str:
     if event["cause"] in _HOST_DOES:
         inside = event["cause"] in (host_stalls.LAUNCH, host_stalls.SYNC, host_stalls.DATA) and event["name"]
         return _HOST_DOES[event["cause"]] + (f" ({event['name']})" if inside else "")
-    state = _STATE_IS.get(event["detail"], _NOT_LAUNCHING).suited_to(run)
+    state = _STATE_IS.get(event["detail"], "is not launching work")
     return state + (f" ({event['name']})" if event["name"] else "")
 
 

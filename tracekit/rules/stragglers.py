@@ -15,7 +15,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
-from tracekit.rules import late_work, outlier_steps, quoted_step
+from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.late_work import Reason, Subject
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
@@ -431,7 +431,7 @@ class OccasionalStraggler(Rule):
     Why it costs: all other ranks wait meanwhile. Rules on the median step do not see it.
 
     How it is measured: as in RANK001, the time that the other ranks lose to waiting for the rank, in each step. It
-    counts where it is longer than in the rank's usual step by 15% of the median step or more (50% on a CPU run), and
+    counts where it is longer than in the rank's usual step by 15% of the median step or more (25% on a CPU run), and
     where more than half of all waiting in the step is for this rank. What it takes longer for is compared with the
     other ranks as in RANK001. Losses below `min_lost_ratio` of the window, and ranks that straggle in most steps, are
     left out. On a CPU run, where other processes slow ranks down, a single step in which the rank runs no more
@@ -472,12 +472,16 @@ class OccasionalStraggler(Rule):
         event = largest_first(events, "lost_ns", "window", "step").row(0, named=True)
         ranks = tuple(event["late_ranks"])
         name = units.numbered("rank", ranks)
-        times = "once in" if events.height == 1 else f"in {events.height} of"
-        recurs = "so it may be rare" if events.height == 1 else "so it recurs"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
-        is_sure = has_more_ops or breakdown.is_on_device(run) or events.height > 1
-        in_step = f" in {'step' if events.height == 1 else 'steps'} {units.ranges(events['step'].to_list())}"
+        is_repeated = recurrence.of_count(events.height, steps).is_repeated
+        is_sure = has_more_ops or breakdown.is_on_device(run) or is_repeated
         others = late_work.names(ranks, run.ranks)
+        in_step = f" in {units.numbered('step', distinct(events, 'step'))}"
+        if is_repeated:
+            in_step = (
+                f" in {events.height} of {steps} steps; {others} {'waits' if len(run.ranks) == 2 else 'wait'} for "
+            )
+            in_step += "them" if len(ranks) > 1 else "it"
         subject = Subject(name.capitalize(), others, len(ranks) > 1, in_step)
         reason = _occasional_reason(run, ranks, events, subject)
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
@@ -486,13 +490,13 @@ class OccasionalStraggler(Rule):
             self.code,
             Severity.WARNING if is_sure else Severity.INFO,
             f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
-            f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, {recurs}; it "
+            f"waiting for {name}{_work(event)}. {recurrence.sentence(events.height, steps)}; it "
             f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time)."
             f"{reason.evidence if reason else ''}",
             reason.fix if reason else (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
             impact=min(1.0, lost_ratio),
             cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
-            confidence=0.8 if has_more_ops else 0.6,
+            confidence=0.8 if has_more_ops or is_repeated else 0.6,
             ranks=ranks,
             steps=distinct(events, "step"),
             evidence=largest_first(in_steps, "wait_ns", "start_ns")

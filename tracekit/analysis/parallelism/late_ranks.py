@@ -19,17 +19,19 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
-COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL = PARTS = (
-    "compute", "launch", "synchronize", "data", "allocator", "device_stall",
+COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL, COMPILE, GARBAGE_COLLECTION = PARTS = (
+    "compute", "launch", "synchronize", "data", "allocator", "device_stall", "compile", "garbage_collection",
 )  # fmt: skip
 """What a rank can take longer for: its kernels, late launches, waits for the device, data loading, the allocator, a
-device that runs nothing although work is queued."""
+device that runs nothing although work is queued, compilation, garbage collection."""
 
 _PART_OF_STATE = {
     **dict.fromkeys((host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK), LAUNCH),
     host_state.SYNCHRONIZE: SYNCHRONIZE,
     host_state.DATA: DATA,
     host_state.ALLOCATOR: ALLOCATOR,
+    host_state.COMPILE: COMPILE,
+    host_state.GARBAGE_COLLECTION: GARBAGE_COLLECTION,
 }
 _KEY = ["window", "instance"]
 _STEP = ["window", "step"]

@@ -14,7 +14,6 @@ from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, without
 from tracekit.replay.graph.dependency_graph import Graph
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, HostSpan
 
-_USUAL_QUANTILE = 0.75
 STOPPED = "stopped"
 """The `stall` of a span in which the process of a rank did not run."""
 
@@ -151,7 +150,7 @@ def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints
 
 
 def _usual_ns(graph: Graph, which: Flags) -> Ints:
-    """Return the host time before some launches that other steps of the rank have there, too; 0 for other nodes.
+    """Return the host time before some launches that most other steps of the rank have there; 0 for other nodes.
 
     The same place is the same kernel with the same number in its step.
     """
@@ -165,7 +164,7 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     )
     selected = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
     other_steps = selected.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
-    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").quantile(_USUAL_QUANTILE, "higher").cast(pl.Int64))
+    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").sort().get(pl.len() // 2))
     usual_ns = np.zeros(graph.count, np.int64)
     usual_ns[usual["call"].to_numpy()] = usual["gap_ns_other"].to_numpy()
     return usual_ns
