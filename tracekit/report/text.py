@@ -188,10 +188,10 @@ def _run_line(run: Run) -> Line:
     step_ns = breakdown.step_time_ns(run)
     parts = [phrases.subtitle(run)]
     if step_ns is not None:
-        noun = "iteration" if has_found_iterations(run) else "step"
+        noun, per = ("iteration", "an iteration") if has_found_iterations(run) else ("step", "a step")
         steps = units.numbered(noun, breakdown.slowest_device_by_step(run)["step"].drop_nulls().unique().sort())
         found = ", found by repetition" if noun == "iteration" else ""
-        parts.append(f"{units.duration(step_ns)} a {noun}" + (f" ({steps}{found})" if steps else ""))
+        parts.append(f"{units.duration(step_ns)} {per}" + (f" ({steps}{found})" if steps else ""))
     else:
         parts.append("no steps are marked")
     return line((run.name, Emphasis.STRONG), f"  {' · '.join(filter(None, parts))}")

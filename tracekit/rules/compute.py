@@ -22,6 +22,7 @@ from tracekit.replay.graph.causes.device_time import (
     UNFUSED_OPTIMIZER,
 )
 from tracekit.rules import quoted_step
+from tracekit.rules.advice import Advice
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
@@ -164,7 +165,7 @@ class IdleTensorCores(AvoidableTime):
     code: ClassVar[str] = "COMP002"
     cause: ClassVar[Cause] = IDLE_TENSOR_CORES
     claim: ClassVar[str] = "Matrix products run in 32 bits without tensor cores"
-    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, *save_stages.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (product_kernels.without_tensor_cores, workload.marks, *save_stages.FACTS)
 
     def advise(self, run: Run, loss: quoted_step.StepLoss) -> tuple[str, str]:
         """Message and fix for a loss, by the kernels of the quoted step."""
@@ -173,9 +174,7 @@ class IdleTensorCores(AvoidableTime):
         return (
             f"Tensor cores are unused: 32-bit matrix products without TF32 take {_duration(kernels)}, most of it in "
             f"kernels such as {_short(kernel)}; TF32 would save {loss}.",
-            'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
-            "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or train under "
-            "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
+            _TENSOR_CORES.suited_to(run),
         )
 
 
@@ -266,7 +265,7 @@ class UnfusedKernels(AvoidableTime):
             f"Elementwise kernels in a row are not fused: {kernels.height:,} kernels in {chains.height:,} chains read "
             f"again what the kernel before wrote, {loss}. {largest['len']:,} chains are {largest['ops']} "
             f"({units.duration(largest['saved_ns'])} of that).",
-            _LEFT_OUT if workload.is_compiled(run) else _COMPILE,
+            _LEFT_OUT if workload.is_compiled(run) else _COMPILE.suited_to(run),
         )
 
 
@@ -314,9 +313,22 @@ class PartialWaves(AvoidableTime):
         )
 
 
-_COMPILE = (
+_TENSOR_CORES = Advice(
+    'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
+    "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or train under "
+    "torch.autocast(dtype=torch.bfloat16). Compare the loss before and after.",
+    'Set torch.set_float32_matmul_precision("high"), for convolutions torch.backends.cudnn.allow_tf32 = True, '
+    "if factors with 10 bits of mantissa are enough (sums stay in 32 bits), or infer in bfloat16 "
+    "(model.to(torch.bfloat16), torch.autocast). Compare the outputs before and after.",
+    "Allow TF32 in the library that launches them (in cuBLAS CUBLAS_TF32_TENSOR_OP_MATH), if factors with 10 bits of "
+    "mantissa are enough, or use 16-bit types. Compare the results before and after.",
+)
+_COMPILE = Advice(
     "torch.compile the model, or the module with these operators: it fuses them into one kernel, forward and backward. "
-    "Or use a fused operator (RMSNorm, SwiGLU, a fused loss)."
+    "Or use a fused operator (RMSNorm, SwiGLU, a fused loss).",
+    "torch.compile the model, or the module with these operators: it fuses them into one kernel. Or use a fused "
+    "operator (RMSNorm, SwiGLU).",
+    "Fuse these kernels into one, so that what they share is read and written once.",
 )
 _LEFT_OUT = (
     "Move these operators into the compiled code: TORCH_LOGS=graph_breaks shows where it ends. Or use a fused operator "

@@ -14,6 +14,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
+from tracekit.rules.advice import Advice
 from tracekit.rules.host_phases import judged_phases
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
@@ -35,6 +36,12 @@ def _degrading(fix: str) -> _Kind:
 _INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
 _RECORD_AGAIN = "Record that rank again, or copy its file again. "
 _STEP = "Call profiler.step() once per training step, or record with tracekit.capture.Recorder."
+_MARK_STEPS = Advice(
+    f"{_STEP} Or name a span around each step (--step-name NAME).",
+    "If there are iterations, name a span around each (--step-name NAME), or call profiler.step() once in each.",
+    "If there are iterations, name a range around each (--step-name NAME), or call the ranges step 1, step 2, ….",
+)
+_STEP_KINDS = ("no_steps", "one_pass", "steps_from_optimizer", "steps_from_repetition")
 _WARM_UP = (
     "Skip the first steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2). In this recording, use only the other "
     "steps."
@@ -118,10 +125,7 @@ _KINDS = {
     "sampled": _Kind(
         _WARNING, "Use the complete trace: where launches are missing, an idle device says nothing about the host."
     ),
-    "no_steps": _Kind(_INFO, _STEP),
-    "one_pass": _Kind(_INFO, "If these are iterations, name a span around each (--step-name NAME). " + _STEP),
-    "steps_from_optimizer": _Kind(_INFO, _STEP),
-    "steps_from_repetition": _Kind(_INFO, _STEP),
+    **dict.fromkeys(_STEP_KINDS, _Kind(_INFO, _MARK_STEPS.training)),
     "iterations_differ": _Kind(_WARNING, "Compare ranks by collectives, not by step. " + _STEP),
     "unlinked": _degrading(
         "Call torch.cuda.synchronize() before the step that starts the recording, as tracekit record does: the host "
@@ -205,9 +209,9 @@ class DoubtfulTrace(Rule):
         ])  # fmt: skip
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
-            yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
+            yield self._finding(run, str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
-    def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
+    def _finding(self, run: Run, kind: str, rows: pl.DataFrame) -> Finding:
         issue_kind = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
         more = f" There are {rows.height:,} issues of this kind." if rows.height > 1 else ""
@@ -217,7 +221,7 @@ class DoubtfulTrace(Rule):
             self.code,
             _ERROR if issue_kind.can_be_error and ratio > self.error_affected_ratio else issue_kind.severity,
             message + affected + more,
-            issue_kind.fix,
+            _MARK_STEPS.suited_to(run) if kind in _STEP_KINDS else issue_kind.fix,
             ranks=distinct(rows, "rank"),
             evidence=rows,
             subject=kind,

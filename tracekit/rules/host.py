@@ -16,6 +16,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH, MAJORITY_PAUSE_RATIO
 from tracekit.rules import quoted_step
+from tracekit.rules.advice import Advice
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
 
@@ -28,13 +29,17 @@ _FACTS: tuple[TraceFact, ...] = (
 )
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _ACTIVITIES = {
-    host_state.PYTHON: "in Python or not scheduled",
-    host_state.OP: "inside PyTorch ops",
-    host_state.LAUNCH: "inside kernel launches",
-    host_state.LOCK: "waiting for a lock",
+    host_state.PYTHON: Advice("in Python or not scheduled", other="outside of recorded calls, or not scheduled"),
+    host_state.OP: Advice("inside PyTorch ops", other="inside recorded ranges"),
+    host_state.LAUNCH: Advice("inside kernel launches"),
+    host_state.LOCK: Advice("waiting for a lock"),
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
-_FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
+_FEWER_LAUNCHES = Advice(
+    "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}.",
+    other="Shorten what the host does between launches, or launch fewer kernels: CUDA graphs, fused kernels, larger "
+    "batches.",
+)
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -98,17 +103,18 @@ class LateLaunch(Rule):
         )
         doing = loss.rows(late).group_by("detail").agg(pl.col("dur_ns").sum())
         longest = largest_first(doing, "dur_ns", "detail").row(0, named=True)
+        activity = _ACTIVITIES[longest["detail"]].suited_to(run)
         yield loss.finding(
             self,
             Severity.WARNING if is_certain and not is_pause and not cold_ns else Severity.INFO,
             f"The {quoted_step.noun(loss.row)} is launch-bound: compute is idle {loss} because no kernel "
             f"has been launched. During {units.duration(longest['dur_ns'])} of that, the host is "
-            f"{_ACTIVITIES[longest['detail']]}.{pause}{cold}{_line(loss.rows(late))}",
-            _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.format(", ".join(_fewer_launches(run))),
+            f"{activity}.{pause}{cold}{_line(loss.rows(late))}",
+            _LATER_STEPS if cold_ns else _FEWER_LAUNCHES.suited_to(run).format(", ".join(_fewer_launches(run))),
             confidence=0.8 if on_device else 0.6,
             evidence=_evidence(loss, late),
             what_if=None if cold_ns else WhatIf(LATE_LAUNCH),
-            claim=f"The host of rank {loss.row['rank']} launches kernels late: it is {_ACTIVITIES[longest['detail']]}"
+            claim=f"The host of rank {loss.row['rank']} launches kernels late: it is {activity}"
             + _place(loss.rows(late)),
         )
 
@@ -191,7 +197,7 @@ class BlockingSync(Rule):
             Severity.WARNING,
             f"The host synchronizes with the device: compute is idle {loss} after "
             f"{loss.rows(late)['gap'].n_unique()} such waits.{_line(loss.rows(late))}",
-            _READ_LATER,
+            _READ_LATER.suited_to(run),
             confidence=0.8,
             evidence=_evidence(loss, late),
             what_if=WhatIf(BLOCKING_SYNC),
@@ -214,7 +220,7 @@ class BlockingSync(Rule):
             Severity.INFO,
             f"The host reads {worst['reads']} values in forward and backward of {quoted_step.describe(worst)}. "
             "On the CPU that costs nothing; on a GPU, each read waits for all queued work.",
-            _READ_LATER,
+            _READ_LATER.suited_to(run),
             confidence=0.9,
             ranks=distinct(reading, "rank"),
             steps=distinct(reading, "step"),
@@ -224,9 +230,14 @@ class BlockingSync(Rule):
         )
 
 
-_READ_LATER = (
+_READ_LATER = Advice(
     "Keep values on the device and read them (.item(), .cpu(), print) every N steps, after the step's launches, or "
-    "copy them with non_blocking=True into pinned memory. Use torch.where instead of an if on a tensor."
+    "copy them with non_blocking=True into pinned memory. Use torch.where instead of an if on a tensor.",
+    "Keep values on the device and read them (.item(), .cpu()) after the launches of the next iteration, or copy them "
+    "with non_blocking=True into pinned memory: sampled tokens for several iterations at once. Use torch.where instead "
+    "of an if on a tensor.",
+    "Copy results asynchronously into pinned memory, and wait for an event only where the host needs them, after the "
+    "next launches; decide on the device what the host does not have to know.",
 )
 
 

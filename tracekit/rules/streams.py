@@ -18,6 +18,7 @@ from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.collectives import SHARED_COMMUNICATOR, SHARED_QUEUE
 from tracekit.replay.graph.causes.contention import GIVE_WAY
 from tracekit.rules import quoted_step
+from tracekit.rules.advice import Advice
 from tracekit.rules.quoted_step import KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, largest_first
 
@@ -231,6 +232,19 @@ _COMMUNICATOR_FIX = (
     "Use separate communicators for collectives that need not wait for each other: {}another process group "
     "(dist.new_group). They still share the links."
 )
+_COPY_RESULTS = Advice(
+    "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N steps with "
+    "non_blocking=True into pinned memory.",
+    other="Keep results on the device, and copy several at once, asynchronously into pinned memory.",
+)
+_COPY_AHEAD = Advice(
+    "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, non_blocking=True). "
+    "Merge many small tensors into one, or create them on the device.",
+    "Copy the next inputs ahead on a stream of its own, from pinned memory with .to(device, non_blocking=True). "
+    "Merge many small tensors into one, or create them on the device.",
+    "Copy the next inputs ahead on a stream of its own, asynchronously from pinned memory. Merge small copies "
+    "into one.",
+)
 _SEPARATE = {workload.FSDP2: "FSDPModule.set_separate_reduce_scatter_group, or "}
 _PREPARE_ANY_EARLIER = (
     "Prepare data on the compute stream into pre-allocated flat buffers, and avoid casts, copies and divides directly "
@@ -274,7 +288,7 @@ class ExposedCopy(Rule):
     """
 
     code: ClassVar[str] = "HOST004"
-    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, *save_stages.FACTS)
+    facts: ClassVar[tuple[TraceFact, ...]] = (launch_delay.exposed_copies, workload.marks, *save_stages.FACTS)
     min_exposed_ratio: float = 0.02
     slow_bytes_per_ns: float = 2.0
 
@@ -292,22 +306,13 @@ class ExposedCopy(Rule):
         pinned = (
             " Pageable memory blocks the host during the copy." if largest["memory"] == launch_delay.PAGEABLE else ""
         )
-        if largest["direction"] == launch_delay.TO_HOST:
-            fix = (
-                "Keep values on the device (metrics, losses, sampled tokens), stack them, and copy them once every N "
-                f"steps with non_blocking=True into pinned memory.{pinned}"
-            )
-        else:
-            fix = (
-                "Copy one batch ahead on a stream of its own: DataLoader(pin_memory=True) and .to(device, "
-                f"non_blocking=True). Merge many small tensors into one, or create them on the device.{pinned}"
-            )
+        advice = _COPY_RESULTS if largest["direction"] == launch_delay.TO_HOST else _COPY_AHEAD
         yield loss.finding(
             self,
             Severity.WARNING,
             f"Copies between host and device are exposed: {loss}, in {_count_text(rows.height)}. "
             f"{self._describe(largest)}",
-            fix,
+            advice.suited_to(run) + pinned,
             confidence=0.8,
             evidence=quoted_step.evidence(exposed, loss.row, "exposed_ns"),
             claim=f"Copies ({largest['direction']}) by {largest['op'] or 'an unknown op'} are not overlapped",

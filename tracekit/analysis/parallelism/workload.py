@@ -1,5 +1,7 @@
 """Workload of a run by its host ops and kernels: training or inference, compiled, CUDA graphs, sharding strategy."""
 
+from enum import StrEnum
+
 import numpy as np
 import polars as pl
 
@@ -11,7 +13,16 @@ from tracekit.model.manifest import Manifest
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COLUMNS = schema.columns("host_ops training_marks compiled_kernels graph_launches")
+
+class Program(StrEnum):
+    """What was recorded: PyTorch that trains or infers, or a program without PyTorch."""
+
+    TRAINING = "training"
+    INFERENCE = "inference"
+    OTHER = "other"
+
+
+COLUMNS = schema.columns("host_ops training_marks compiled_kernels graph_launches torch_marks")
 # Autograd nodes, optimizers, dropout that drops; and kernels of gradients, since a CUDA graph leaves only kernels.
 _TRAINING = (
     r"(?i)autograd::|backward|optimizer|bwd|dgrad|wgrad|adam|lamb_|multi_tensor|_foreach_|"
@@ -21,6 +32,13 @@ _TRAINING = (
 _COMPILED = (
     r"^triton_(poi|red|per|tem|mm|for|spl)_fused|^triton_(poi|red|per)_|^## Call CompiledFxGraph|^Torch-Compiled"
 )
+_TORCH = (
+    r"^(aten|prims|torch|autograd|c10d|_c10d_functional)::|^nn\.Module: |^ProfilerStep#|^torch/|"
+    r"at::native|at::cuda|c10::|" + _COMPILED
+)
+"""Operators, functions and kernels of PyTorch; with nsys and without `emit_nvtx` only kernels show it."""
+_OF_NSIGHT = "nsight_systems_version"
+"""The key of headers of Nsight Systems, which records any program; other traces are PyTorch's."""
 _GRAPH_LAUNCH = r"^(cuda|hip|cu)GraphLaunch"
 
 DDP, FSDP1, FSDP2, YAFSDP = (
@@ -38,17 +56,25 @@ STRATEGY_COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
 def marks(trace: Trace) -> pl.DataFrame:
     """Number of dispatcher ops on the host, and of slices and kernels that only training has.
 
-    Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels), and how many graphs were
-    launched; one row.
+    Columns COLUMNS: also how many slices and kernels are of torch.compile (compiled_kernels) or of PyTorch at all
+    (torch_marks, at least 1
+    unless Nsight Systems recorded), and how many graphs were launched; one row.
     """
     in_phase = int(sum(trace_columns.is_phase(trace, phase).sum() for phase in ("backward", "optimizer")))
     reduced = int((trace.collectives["op"] == "reduce_scatter").sum())
-    training, compiled = (  # slices and kernels
+    training, compiled, of_torch = (  # slices and kernels
         int(trace_columns.is_named(trace, pattern).sum() + trace_columns.is_activity_named(trace, pattern).sum())
-        for pattern in (_TRAINING, _COMPILED)
+        for pattern in (_TRAINING, _COMPILED, _TORCH)
     )
+    is_of_pytorch = int(_OF_NSIGHT not in trace.header)
     graphs = int(trace_columns.is_named(trace, _GRAPH_LAUNCH).sum())
-    row = (int(trace_columns.is_kind(trace, "cpu_op").sum()), in_phase + training + reduced, compiled, graphs)
+    row = (
+        int(trace_columns.is_kind(trace, "cpu_op").sum()),
+        in_phase + training + reduced,
+        compiled,
+        graphs,
+        of_torch + is_of_pytorch,
+    )
     return pl.DataFrame([row], schema=COLUMNS, orient="row")
 
 
@@ -66,6 +92,14 @@ def is_inference(run: Run) -> bool:
     """Return whether a run infers: its host ops were recorded, and nothing in it belongs to training."""
     totals = run.table(marks).sum()
     return bool(not run.manifest and totals["host_ops"].item() and not totals["training_marks"].item())
+
+
+def program(run: Run) -> Program:
+    """Program that was recorded: a run with a manifest or with work that only training has trains."""
+    if is_inference(run):
+        return Program.INFERENCE if run.table(marks)["torch_marks"].sum() else Program.OTHER
+    is_torch = bool(run.manifest) or bool(run.table(marks)["torch_marks"].sum())
+    return Program.TRAINING if is_torch else Program.OTHER
 
 
 @trace_fact
