@@ -194,6 +194,58 @@ def clock_drop(job: Job, size: float, rng: random.Random) -> int:
     return rank.number
 
 
+def uneven_work(job: Job, size: float, rng: random.Random) -> None:
+    """Let each rank's kernels take longer by a factor of its own in each step, as for sequences of uneven lengths."""
+    for rank in job.ranks:
+        for stretch, kernels in [(1 + 3 * size * rng.random(), part) for part in _compute_of_steps(rank)]:
+            for kernel in kernels:
+                kernel.stretch = stretch
+
+
+def heating(job: Job, size: float, rng: random.Random) -> int:
+    """Let the clock of one rank's device fall steadily: its kernels take longer and longer."""
+    rank = rng.choice(job.ranks)
+    for kernel in rank.kernels:
+        if not kernel.is_collective and kernel.event["cat"] == "kernel":
+            kernel.stretch = 1 + 6 * size * max(0.0, kernel.start - rank.start) / (rank.end - rank.start)
+    return rank.number
+
+
+def slow_last_step(job: Job, size: float, rng: random.Random) -> int:
+    """Let the kernels of one rank take longer in the last step."""
+    rank = rng.choice(job.ranks)
+    for kernel in _compute_of_steps(rank)[-1]:
+        kernel.stretch = 1 + 6 * size
+    return rank.number
+
+
+def slow_every_second_step(job: Job, size: float, rng: random.Random) -> int:
+    """Let the kernels of one rank take longer in every second step."""
+    rank = rng.choice(job.ranks)
+    for kernels in _compute_of_steps(rank)[1::2]:
+        for kernel in kernels:
+            kernel.stretch = 1 + 6 * size
+    return rank.number
+
+
+def slow_pair(job: Job, size: float, rng: random.Random) -> None:
+    """Let two ranks be slower in exchanges of all with all: they end these later than the others."""
+    pair = rng.sample(job.ranks, 2)
+    for members in job.instances:
+        for rank, kernel in members:
+            if "SendRecv" in kernel.event["name"] and rank in pair:
+                kernel.stretch = 1 + 8 * size
+
+
+def background_save(job: Job, size: float, rng: random.Random) -> None:
+    """Let a save in the background slow the kernels of all ranks for half of one step."""
+    place = rng.randrange(len(steps_of(job.ranks[0])))
+    for rank in job.ranks:
+        kernels = _compute_of_steps(rank)[place]
+        for kernel in kernels[: len(kernels) // 2]:
+            kernel.stretch = 1 + 6 * size
+
+
 _LATE = ("RANK001", "RANK004")
 """Rules on late ranks: the rank at fault may straggle alone, or together with another one."""
 
@@ -215,12 +267,29 @@ KINDS = (
     Kind("one pause of one rank", pause_of_one, ("STEP001", *_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
     Kind("time-sliced device", time_sliced_device, ("STREAM005",), (*_LATE, "RANK003")),
     Kind("clock drop", clock_drop, ("STEP003",), (*_LATE, "RANK003", "STEP001")),
+    Kind("uneven work", uneven_work, ("RANK003", *_LATE, "RANK005", "STEP001"), needs_ranks=2),
+    Kind("heating", heating, ("STEP003",), (*_LATE, "RANK003", "STEP001")),
+    Kind("slow last step", slow_last_step, ("STEP003", "STEP001", "RANK005"), (*_LATE, "RANK003")),
+    Kind("slow in every second step", slow_every_second_step, ("RANK005", *_LATE), ("RANK003", "STEP001")),
+    Kind("slow pair in all-to-alls", slow_pair, ("RANK002", "COMM001", "RANK003", *_LATE), needs_ranks=3),
+    Kind("save in the background", background_save, ("STEP001", "CKPT001", "CKPT002")),
     Kind("late launches of two ranks", late_group, ("RANK004", "RANK001", "HOST001", "RANK003"), needs_ranks=3),
 )
 
 
 def steps_of(rank: Rank) -> list[tuple[float, float]]:
     return rank.steps or [(rank.start, rank.end)]
+
+
+def _compute_of_steps(rank: Rank) -> list[list[Kernel]]:
+    """Kernels that are no collectives, by the step in which they were launched."""
+    begins = [start for start, _ in steps_of(rank)]
+    parts: list[list[Kernel]] = [[] for _ in begins]
+    for kernel in rank.kernels:
+        place = bisect.bisect_right(begins, kernel.start if kernel.launch is None else kernel.launch) - 1
+        if not kernel.is_collective and place >= 0:
+            parts[place].append(kernel)
+    return parts
 
 
 def _step_us(rank: Rank) -> float:

@@ -23,6 +23,7 @@ import tracekit
 from benchmarks import labelled_pairs, labelled_report
 from tracekit.errors import InputError
 from tracekit.plan import hardware, models
+from tracekit.rules import unreported_causes
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding, Severity
 from tracekit.simulate import faults, memory, run
@@ -67,7 +68,9 @@ class Judged:
 
     def findings_of(self, code: str) -> list[Finding]:
         """Return the findings of a code."""
-        return [finding for finding in self.findings if finding.code == code]
+        # What a replay prices below the thresholds of a rule is no report of the rule.
+        own = (finding for finding in self.findings if finding.subject != unreported_causes.SUBJECT)
+        return [finding for finding in own if finding.code == code]
 
     def reports_of(self, code: str) -> list[Finding]:
         """Return the findings that report a fault of a code: its own, else those on a special case of it."""

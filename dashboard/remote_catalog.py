@@ -91,7 +91,7 @@ def _entry(run: _RemoteRun) -> RunEntry:
         created_ns=manifest.created_ns or max((file.changed_ns or 0 for file in run.files), default=0) or None,
         is_live=_changed_within(run.files, LIVE_S),
         traces_stamp="" if _changed_within(traces, SETTLED_S) else _stamp(run.url, traces),
-        summary=report_cache.summary(run.url, state, settings.devices()) if state else None,
+        summary=report_cache.summary(run.url, state, settings.read_settings()) if state else None,
     )
 
 

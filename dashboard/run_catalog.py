@@ -140,7 +140,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         traces_stamp=_traces_stamp(run_files),
         is_private=is_private,
         roots=roots,
-        summary=None if problem or is_private else report_cache.summary(str(path), state, settings.devices()),
+        summary=None if problem or is_private else report_cache.summary(str(path), state, settings.read_settings()),
     )
 
 

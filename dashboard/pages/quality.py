@@ -17,6 +17,8 @@ _CONTENTS = {
     "sized": "with size",
     "grouped": "with group",
     "sequenced": "with sequence number",
+    "totals": "with allocated bytes",
+    "step_times": "with step time",
 }
 """The headings of what a rank recorded."""
 NO_ISSUE = "The files have no data-quality issue."

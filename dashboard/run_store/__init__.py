@@ -181,7 +181,7 @@ def check(entry: RunEntry) -> None:
     check = first_opening.under_way(_check_key(entry))
     on_progress = check and check.on_progress
     report_cache.report(
-        entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=settings.devices(), on_progress=on_progress
+        entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=settings.read_settings(), on_progress=on_progress
     )
 
 
@@ -194,9 +194,9 @@ def start_check(entry: RunEntry) -> FirstOpening[None]:
 def load(entry: RunEntry) -> LoadedRun:
     """Return the run with its files listed and no trace read. Raises TracekitError."""
     if entry.is_private:
-        return LoadedRun(loader.load(entry.path, cache=False, devices=settings.devices()))
+        return LoadedRun(loader.load(entry.path, cache=False, settings=settings.read_settings()))
     refuse_links(entry)
-    return LoadedRun(loader.load(entry.path, devices=settings.devices()))
+    return LoadedRun(loader.load(entry.path, settings=settings.read_settings()))
 
 
 @cached_per_run(max_entries=200)
@@ -282,12 +282,12 @@ def _check_key(entry: RunEntry) -> Hashable:
 @cached_per_run(max_entries=MAX_OPEN_RUNS)
 def _open_entry(entry: RunEntry) -> OpenRun:
     crashed: dict[str, RuleError] = {}
-    devices = settings.devices()
+    read_settings = settings.read_settings()
     opening = first_opening.under_way(_opening_key(entry))
     callbacks: dict[str, Any] = {"on_crash": crashed.__setitem__, "on_progress": opening and opening.on_progress}
     if entry.is_private:
-        run = loader.load(entry.path, cache=False, devices=devices)
+        run = loader.load(entry.path, cache=False, settings=read_settings)
         return OpenRun(run, report=engine.check(run, facts=_FACTS, **callbacks), entry=entry, crashed_rules=crashed)
     refuse_links(entry)
-    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, devices=devices, **callbacks)
+    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, settings=read_settings, **callbacks)
     return OpenRun(report.run, report=report, entry=entry, crashed_rules=crashed)

@@ -37,8 +37,8 @@ class RunMetrics:
 def of_run(entry: RunEntry) -> RunMetrics | None:
     """Return the metrics of a run that was checked; None where its report is not cached. Raises TracekitError."""
     refuse_links(entry)
-    key = report_cache.run_key(entry.path, devices=settings.devices())
-    report = report_cache.get(key, entry.path, settings.devices()) if key is not None else None
+    key = report_cache.run_key(entry.path, settings=settings.read_settings())
+    report = report_cache.get(key, entry.path, settings.read_settings()) if key is not None else None
     return None if report is None else measure(report.run)
 
 

@@ -184,7 +184,7 @@ def hostile(chromium, server):
         yield page
 
 
-# test_accessibility.py opens each at its address.
+# test_other_visitors.py opens each at its address.
 @pytest.mark.parametrize("listed", dashboard_pages.addressed_pages(), ids=lambda page: page.address)
 def test_names_run_nothing_on_any_page(hostile, listed):
     heard(hostile)

@@ -162,8 +162,9 @@ def _upload(page, *paths):
 
 
 def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
-    page, other_context, server, uploaded, tmp_path
+    context, other_context, server, uploaded, tmp_path
 ):
+    page = context.new_page()
     page.goto(f"{server.url}/?run=good")
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     settle(page)
@@ -189,7 +190,7 @@ def test_an_uploaded_trace_is_visible_to_one_person_and_removed_with_the_page(
     assert_clean(page)
     page.close()
     other.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while list(server.temporary.glob("tracekit-upload-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert list(server.temporary.glob("tracekit-upload-*")) == []
@@ -252,10 +253,11 @@ def test_an_answer_does_not_wait_for_the_one_before_to_be_acknowledged(server):
     """Nagle's algorithm against delayed acknowledgements: 40 ms for each answer, hundreds of which make a page."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     took_s = []
-    for _ in range(40):
+    # At first, a kernel acknowledges at once. A busy machine delays an answer, too, but not each of hundreds.
+    while len(took_s) < 40 or (min(took_s[20:]) >= 0.03 and len(took_s) < 400):
         began_s = time.monotonic()
         connection.request("GET", "/_stcore/health")
         connection.getresponse().read()
         took_s.append(time.monotonic() - began_s)
     connection.close()
-    assert min(took_s[20:]) < 0.03  # at first, a kernel acknowledges at once
+    assert min(took_s[20:]) < 0.03

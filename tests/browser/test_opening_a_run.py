@@ -57,7 +57,8 @@ def own_server(recordings, tmp_path_factory):
         yield started
 
 
-def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(page, own_server):
+def test_a_run_that_opens_for_the_first_time_shows_its_progress_and_can_be_left(new_page, own_server):
+    page = new_page
     page.add_init_script(RECORD_PROGRESS)
     page.goto(f"{own_server.url}/overview?run=large")
     page.locator("[data-testid=stProgress]").wait_for()

@@ -11,6 +11,7 @@ import pytest
 from dashboard import uploads
 from dashboard.pages import all_pages
 from tests.browser import recorded
+from tests.support.dashboard_pages import addressed_pages
 from tests.support.visitor import Visitor, WidgetState, xsrf_token
 
 UPGRADE = (
@@ -84,6 +85,14 @@ def test_an_address_of_many_parameters_and_two_runs_opens_the_last_one(server):
         assert visitor.open(query="run=%ff%fe&run=good&=&" + "&".join(f"p{n}={n}" for n in range(400))).title == "good"
     with Visitor(server.port) as visitor:
         assert not visitor.open(query="run=good&" + "&".join(f"p{n}={n}" for n in range(3000))).of_kind("exception")
+
+
+def test_each_page_opens_at_its_address(server):
+    for page in addressed_pages():
+        with Visitor(server.port) as visitor:
+            answer = visitor.open(page.address, run=recorded.GOOD)
+        assert not answer.of_kind("exception"), page.address
+        assert visitor.address == page.address
 
 
 @pytest.mark.parametrize("page", ["../x", "overview/../../..", "%2e%2e", "a\0b", "x" * 50_000, "http://192.0.2.1/"])

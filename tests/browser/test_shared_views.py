@@ -26,21 +26,32 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-yafsdp"
 NOTE = '</script><img src=x onerror="window.hacked=1"> slow & more'
 
 
-@pytest.fixture
-def offline(chromium):
+@pytest.fixture(scope="module")
+def without_network(chromium):
     """Return a page of a browser that has no network."""
     context = chromium.new_context(offline=True, viewport={"width": 1200, "height": 900})
     context.set_default_timeout(WAIT_MS)
-    said = []
-    page = context.new_page()
-    page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    requested = []
-    page.on("request", lambda request: requested.append(request.url))
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def offline(without_network):
+    """Return the page, which afterwards must have reported no error and requested nothing but files."""
+    page, said, requested = without_network, [], []
+    listeners = {
+        "console": lambda line: said.append(line.text) if line.type == "error" else None,
+        "pageerror": lambda error: said.append(str(error)),
+        "request": lambda request: requested.append(request.url),
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
     yield page
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
+    page.goto("about:blank")
     assert said == []
     assert [url for url in requested if not url.startswith("file:")] == []
-    context.close()
 
 
 def test_a_cell_of_a_notebook_shows_the_timeline_in_its_own_frame(offline, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, open_again, settle
 from tracekit.model import escaping
 
 pytestmark = pytest.mark.browser
@@ -206,7 +206,7 @@ def test_a_click_shows_details_arrows_link_slices_and_a_search_steps_through_mat
     _assert_clean(page)
 
 
-def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, server, context):
+def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, server):
     page.goto(f"{server.url}/?run={recorded.GOOD}")
     page.locator(".js-plotly-plot .barlayer").first.wait_for()
     settle(page)
@@ -225,12 +225,12 @@ def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, serv
     shown.press("w")
     shown.wait(f"e.to - e.from < {length} && e.seq === e.requested")
     expect(page).to_have_url(re.compile(f"from={shown.view[0]}&to={shown.view[1]}"))
-    other = context.new_page()
-    other.goto(page.url)
-    again = Shown(other)
+    view = shown.view
+    open_again(page)
+    again = Shown(page)
     again.wait_until_sharp()
-    assert again.view == shown.view
-    other.locator(".tk-finding .tk-code").wait_for()
+    assert again.view == view
+    page.locator(".tk-finding .tk-code").wait_for()
     _assert_clean(page)
 
 

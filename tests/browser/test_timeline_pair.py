@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 import tracekit
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, open_again, settle
 from tests.browser.test_timeline_page import Shown
 from tracekit.analysis.host import call_trees
 from tracekit.model import escaping, units
@@ -140,7 +140,7 @@ def test_a_run_without_steps_is_said_to_have_none_and_the_first_is_shown_alone(p
     assert_clean(page)
 
 
-def test_a_flame_graph_adds_up_a_part_and_leads_to_the_longest_instance(page, server, context):
+def test_a_flame_graph_adds_up_a_part_and_leads_to_the_longest_instance(page, server):
     trace = tracekit.load(server.runs / recorded.GOOD, cache=False).trace(0)
     page.goto(f"{server.url}/timeline?run={recorded.GOOD}")
     shown = Shown(page)
@@ -165,10 +165,9 @@ def test_a_flame_graph_adds_up_a_part_and_leads_to_the_longest_instance(page, se
     shown.wait(f"e.selected.endsWith('/{longest}') && e.details === 'shown'")
     expect(shown.root.locator(".details h4")).to_have_text("tracekit::forward")
     settle(page)
-    other = context.new_page()
-    other.goto(page.url)
-    other.locator(".js-plotly-plot").filter(has_text="tracekit::forward").wait_for()
-    expect(other.get_by_label("Search frames")).to_have_value("forward")
-    other.get_by_role("button", name="Close the flame graph").click()
-    expect(other).not_to_have_url(re.compile("flame="))
+    open_again(page)
+    page.locator(".js-plotly-plot").filter(has_text="tracekit::forward").wait_for()
+    expect(page.get_by_label("Search frames")).to_have_value("forward")
+    page.get_by_role("button", name="Close the flame graph").click()
+    expect(page).not_to_have_url(re.compile("flame="))
     assert_clean(page)

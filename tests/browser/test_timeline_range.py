@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 import tracekit
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, settle
+from tests.browser.conftest import WAIT_MS, assert_clean, open_again, settle
 from tests.browser.test_timeline_page import Shown
 from tracekit.model import escaping, units
 from tracekit.report import timeline
@@ -69,7 +69,7 @@ def _assert_totals(shown, scene, start_ns, end_ns):
     assert by_name[name][1:3] == [f"{first['count']:,}", units.duration(first["total_ns"])]
 
 
-def test_a_dragged_range_is_added_up_and_a_link_shows_it_with_its_note(page, server, run, scene, context):
+def test_a_dragged_range_is_added_up_and_a_link_shows_it_with_its_note(page, server, run, scene):
     shown = _open(page, server, run)
     width = shown.canvas.bounding_box()["width"]
     y = shown.canvas.bounding_box()["y"] + 10  # on the ruler
@@ -86,16 +86,15 @@ def test_a_dragged_range_is_added_up_and_a_link_shows_it_with_its_note(page, ser
     shown.root.get_by_label("Note on the range").fill(NOTE)
     expect(page).to_have_url(re.compile("note="))
     settle(page)
-    other = context.new_page()
-    other.goto(page.url)
-    again = Shown(other)
+    open_again(page)
+    again = Shown(page)
     again.wait("e.totals === 'shown'")
     expect(again.root.get_by_label("Note on the range")).to_have_value(NOTE)
     _assert_totals(again, scene, start_ns, end_ns)
     assert again.root.locator("img, script").count() == 0
-    assert other.evaluate("window.hacked") is None
+    assert page.evaluate("window.hacked") is None
     again.press("Escape")
-    expect(other).not_to_have_url(re.compile("range="))
+    expect(page).not_to_have_url(re.compile("range="))
     expect(again.root.locator(".details")).to_be_hidden()
     assert_clean(page)
 

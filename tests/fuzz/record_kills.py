@@ -34,7 +34,7 @@ RANK, RECORDER, LAUNCHER = VICTIMS = ("rank", "recorder", "launcher")
 """A process that trains; `tracekit record`; torchrun, which starts the ranks."""
 _MAX_CHANGES = 24
 _MAX_DELAY_S = 0.05
-_TIMEOUT_S = 240.0
+_TIMEOUT_S = 480.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _record(folder: Path, training: Sequence[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "tracekit", "record", *options, "--scratch", str(scratch), "--", *training],
         cwd=folder,
-        env=cli_runner.environment(PYTHONPATH=PYTHON_PATH, SECONDS_AT_MOST="120"),
+        env=cli_runner.environment(PYTHONPATH=PYTHON_PATH, SECONDS_AT_MOST="400"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from instrumented_trainers import parallelism
 from instrumented_trainers.build import build, model_axes, shard_options
@@ -38,7 +37,9 @@ class Trainer:
     """One rank's part of a training by options; weights differ by `seed`."""
 
     def __init__(self, options: dict[str, Any], *, seed: int = 0) -> None:
-        _clear_sharding_prop_cache()
+        from torch.distributed.tensor import debug  # imports the compiler, which only ranks need
+
+        debug._clear_sharding_prop_cache()
         ranks = dist.get_world_size()
         config = TrainingConfig(out=Path("none"), world_size=ranks, seed=seed, **{**_FIXED, **options})
         assert (reason := layout_problem(config)) is None, reason

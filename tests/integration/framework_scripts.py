@@ -18,7 +18,7 @@ from tests.support.process_group import Outcome
 from tests.support.python_path import REPOSITORY
 
 IMPORTED = "tests.support.frameworks_by_ranks"
-_CASE_TIMEOUT_S = 120
+_CASE_TIMEOUT_S = 300
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
 
 from instrumented_trainers import parallelism
@@ -64,9 +63,11 @@ class Trainer:
     """One rank's model, optimizer and data."""
 
     def __init__(self, case: Hybrid, *, seed: int = 0) -> None:
+        from torch.distributed.tensor import debug  # imports the compiler, which only ranks need
+
         self.case = case
         # DTensor's caches refer to equal meshes of earlier cases, whose process groups are gone.
-        _clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()
         mesh = init_device_mesh("cpu", (case.data, case.cp, case.tp), mesh_dim_names=("dp_shard", "cp", "tp"))
         self.tp, self.cp = (Axis(name, mesh.get_group(name)) for name in ("tp", "cp"))
         self.data_rank = mesh.get_local_rank("dp_shard")

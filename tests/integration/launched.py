@@ -27,7 +27,7 @@ def train(
 ) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a training."""
     process = start(*arguments, program=program, prefix=prefix)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 

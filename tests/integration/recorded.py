@@ -70,6 +70,11 @@ def script(name: str, *arguments: str) -> list[str]:
 
 
 def launched(ranks: int, name: str, *arguments: str) -> list[str]:
+    """Return the command of a script on several ranks, by a launcher that needs no torch."""
+    return script("launch.py", str(ranks), str(SCRIPTS / name), *arguments)
+
+
+def under_torchrun(ranks: int, name: str, *arguments: str) -> list[str]:
     return [*TORCHRUN, str(ranks), str(SCRIPTS / name), *arguments]
 
 

@@ -16,7 +16,7 @@ LAYERS = 2
 
 
 def recorded(path: str) -> Run:
-    return tracekit.load(str(REPOSITORY / path), cache=False)
+    return tracekit.load(str(REPOSITORY / path))
 
 
 def counts(run: Run, *by: str) -> dict[tuple[object, ...], int]:

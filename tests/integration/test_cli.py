@@ -45,7 +45,6 @@ def test_version_prints_the_package_version() -> None:
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
-        (0, ["check", "RUN", "--fail-on", "never"]),
         (1, ["check", "RUN", "--fail-on", "info"]),
         (2, ["query", "RUN", "SELECT durr_ns FROM ops"]),
         (4, ["compare", "RUN", "OTHER"]),

@@ -101,7 +101,7 @@ def without_arguments(folder, out, rename, stream=None):
 def test_waiting_inside_kernels_without_arguments_is_split_by_peers(kernel, tmp_path):
     if not RECORDED.is_dir():
         pytest.skip("needs the recordings of others")
-    plain = tracekit.load(str(RECORDED), cache=False)
+    plain = tracekit.load(str(RECORDED))
     run = without_arguments(RECORDED, tmp_path / "run", {"SendRecv": kernel})
     expected, found = (each.table(collective_instances.waits) for each in (plain, run))
     many = expected.filter(pl.col("op") == "all_to_all")

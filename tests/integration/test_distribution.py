@@ -81,7 +81,7 @@ def test_what_is_installed_finds_every_file_that_it_reads(installed: Path, tmp_p
         env={**os.environ, "PYTHONPATH": str(installed), "TRACEKIT_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {

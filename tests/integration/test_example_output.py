@@ -40,7 +40,7 @@ def test_what_is_quoted_is_what_is_printed(
 
 def test_the_readme_quotes_a_finding_and_the_examples_a_check_and_a_comparison() -> None:
     (readme_quotation,) = quotations(README).values()
-    assert ": saves " in readme_quotation
+    assert "; fixing it saves " in readme_quotation
     assert [line.split()[0] for line in quotations(EXAMPLES)] == ["check", "compare"]
 
 

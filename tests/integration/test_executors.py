@@ -1,6 +1,7 @@
 """Executors: the same tables and reports from threads, processes and Dask, also when workers are killed."""
 
 import functools
+import itertools
 import json
 import os
 import stat
@@ -57,7 +58,11 @@ def drawn_run(executor, ranks=4):
     return Run("drawn", [Source(rank, 0, f"rank{rank}", 1, read[rank]) for rank in range(ranks)], executor=executor)
 
 
-@pytest.mark.parametrize("sample", others_in_accuracy(SAMPLES, SAMPLES[1:]))
+@pytest.mark.parametrize(
+    ("executor", "sample"),
+    others_in_accuracy(itertools.product(KINDS, SAMPLES), [("processes", SAMPLES[1])]),
+    indirect=["executor"],
+)
 def test_all_tables_of_a_check_are_those_of_threads(executor, sample):
     folder = ROOT / "sample_traces" / sample
     runs = [loader.load(folder), loader.load(folder, executor=executor)]

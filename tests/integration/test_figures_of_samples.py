@@ -8,6 +8,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import program_on_streams, run_with_snapshots
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.ingest.readers import memory_snapshots
 from tracekit.replay.allocator import memory_usage
@@ -37,7 +38,7 @@ def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
     assert sum(len(bar.x) for bar in figure.data) <= charts.MAX_SLICES
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("sample", others_in_accuracy(SAMPLES, SAMPLES[:1]))
 def test_the_report_of_a_recorded_run_lists_its_findings_and_inputs(sample):
     run = tracekit.load(ROOT / "sample_traces" / sample)
     report = tracekit.check(run)

@@ -111,7 +111,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["check by processes", "check by Dask", "export"]))
+@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["check by Dask", "export"]))
 def test_no_command_imports_from_the_current_folder(hostile: Path, name: str):
     done = in_folder(hostile, *shlex.split(COMMANDS[name]))
     assert done.returncode == 0, done.stderr

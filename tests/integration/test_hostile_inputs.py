@@ -270,19 +270,25 @@ FIELDS = [
 ]
 
 
+HALVES = {"even fields": 0, "odd fields": 1}
+
+
+OF_ANOTHER_TYPE = {
+    "null": None, "-1": -1, "1e400": 1e400, "long": 1 << 200, "longer": 1 << 20_000, "x": "x", "digits": "9" * 400,
+    "list": [], "object": {}, "objects": [{}],
+}  # fmt: skip
+# Each field has a value of two kinds.
+EVERYDAY_HALVES = [("even fields", "null"), ("odd fields", "longer"), ("odd fields", "x"), ("even fields", "objects")]
+
+
 @pytest.mark.parametrize(
-    "value",
-    [
-        *(None, 1 << 200, "x", {}),
-        *(pytest.param(value, marks=pytest.mark.accuracy) for value in (-1, [], 1e400)),
-    ],
-    ids=str,
+    ("half", "value"), others_in_accuracy(itertools.product(HALVES, OF_ANOTHER_TYPE), EVERYDAY_HALVES)
 )
-def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, value):
-    for field in FIELDS:
+def test_any_field_of_a_snapshot_may_be_of_another_type(tmp_path, half, value):
+    for field in FIELDS[HALVES[half] :: 2]:
         changed = copy.deepcopy(SNAPSHOT)
         holder = functools.reduce(lambda at, key: at[key], field[:-1], changed)
-        holder[field[-1]] = value
+        holder[field[-1]] = OF_ANOTHER_TYPE[value]
         (tmp_path / "a.pickle").write_bytes(pickle.dumps(changed, 4))
         done = cli_runner.tracekit("memory", tmp_path / "a.pickle", "--format", "json")
         assert done.returncode in (0, 2), (field, done.stderr)
@@ -320,18 +326,13 @@ def fields_of(value, *place):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        *(None, 1 << 20_000, "x", [{}]),
-        *(pytest.param(value, marks=pytest.mark.accuracy) for value in (-1, 1 << 200, "9" * 400, 1e400, [], {})),
-    ],
-    ids=lambda value: repr(value)[:8] if type(value) is not int else f"{value:#x}"[:8],
+    ("half", "value"), others_in_accuracy(itertools.product(HALVES, OF_ANOTHER_TYPE), EVERYDAY_HALVES)
 )
-def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, value):
-    for field in fields_of(DUMP):
+def test_any_field_of_a_hang_dump_may_be_of_another_type(tmp_path, half, value):
+    for field in [*fields_of(DUMP)][HALVES[half] :: 2]:
         changed = copy.deepcopy(DUMP)
         holder = functools.reduce(lambda at, key: at[key], field[:-1], changed)
-        holder[field[-1]] = value
+        holder[field[-1]] = OF_ANOTHER_TYPE[value]
         (tmp_path / "rank0.pickle").write_bytes(pickle.dumps(changed, 4))
         done = cli_runner.tracekit("hang", tmp_path, "--format", "json")
         assert done.returncode in (0, 1, 2), (field, done.stderr)
@@ -362,7 +363,16 @@ OPS = (
 OTHER_VALUES = [None, -1, 0, 1 << 62, 1 << 63, 10**40, 10**400, 1e308, "x", [], [[]], {}, [[["a"]]], True]
 
 
-@pytest.mark.parametrize("value", OTHER_VALUES, ids=lambda value: repr(value)[:8])
+EVERYDAY_VALUES = [None, -1, 10**400, 1e308, "x", {}, [[["a"]]]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(value, marks=() if value in EVERYDAY_VALUES else pytest.mark.accuracy, id=repr(value)[:8])
+        for value in OTHER_VALUES
+    ],
+)
 def test_the_inputs_of_an_operator_may_be_of_any_kind(tmp_path, value):
     """GIVEN calls that launch kernels, WHEN a part of their inputs is something else, THEN they are counted without."""
     changed = [{**INPUTS, key: value} for key in INPUTS]
@@ -438,18 +448,22 @@ def _tiled_kernel(folder, grid):
     (folder / "rank00000.pt.trace.json").write_text(text, encoding="utf-8")
 
 
+DAMAGED_TEXTS = {b"300x1x1": b"x300x1x", b"[[8, 16], [16, 4], []]": b"[[8, 16}, [16, 4], []]"}
+
+
 @pytest.mark.parametrize(
-    ("text", "damaged"), [(b"300x1x1", b"x300x1x"), (b"[[8, 16], [16, 4], []]", b"[[8, 16}, [16, 4], []]")]
+    ("command", "text"),
+    others_in_accuracy(
+        itertools.product(["check", "kernels", "kernels --of host", "whatif"], DAMAGED_TEXTS),
+        [("check", text) for text in DAMAGED_TEXTS],
+    ),
 )
-@pytest.mark.parametrize(
-    "command", others_in_accuracy(["check", "kernels", "kernels --of host", "whatif"], ["check", "whatif"])
-)
-def test_a_text_of_an_export_may_be_no_grid_and_no_array(tmp_path, command, text, damaged):
+def test_a_text_of_an_export_may_be_no_grid_and_no_array(tmp_path, command, text):
     _tiled_kernel(tmp_path, "[300, 1, 1]")
     file = tmp_path / "run.pftrace"
     assert cli_runner.tracekit("export", tmp_path, "-o", file, "--no-cache").returncode == 0
     assert text in file.read_bytes()
-    file.write_bytes(file.read_bytes().replace(text, damaged))
+    file.write_bytes(file.read_bytes().replace(text, DAMAGED_TEXTS[text]))
     done = cli_runner.tracekit(*command.split(), file, "--format", "json", "--no-cache")
     assert done.returncode in (0, 1), done.stderr
 
@@ -492,23 +506,27 @@ def test_the_end_of_events_is_before_the_last_keys():
     assert header.end_of_events(text[: text.index("}], ") + 1]) is None
 
 
-def test_slices_of_a_perfetto_trace_may_lack_their_names():
+@pytest.fixture(scope="module")
+def worker():
+    """The process of the fuzzer that runs the inputs."""
+    with runner.worker() as started:
+        yield started
+
+
+def test_slices_of_a_perfetto_trace_may_lack_their_names(worker):
     made = inputs.drawn("Perfetto trace", 2028114548)  # its interned names are damaged
-    with runner.worker() as worker:
-        assert worker.failure(made.kind, made.seed) is None
+    assert worker.failure(made.kind, made.seed) is None
 
 
-def test_inputs_with_fixed_seeds_are_handled():
-    with runner.worker() as worker:
-        failed = [worker.failure(kind, seed) for kind in inputs.KINDS for seed in range(SHARE)]
+def test_inputs_with_fixed_seeds_are_handled(worker):
+    failed = [worker.failure(kind, seed) for kind in inputs.KINDS for seed in range(SHARE)]
     assert [failure for failure in failed if failure] == []
 
 
-def test_the_fuzzer_finds_what_is_not_handled(monkeypatch):
+def test_the_fuzzer_finds_what_is_not_handled(worker, monkeypatch):
     """GIVEN a limit that no command keeps, WHEN an input is run, THEN it is a failure: the fuzzer can fail."""
     monkeypatch.setattr(runner, "MAX_GROWTH_MIB", -1)
-    with runner.worker() as worker:
-        failure = worker.failure("manifest", 1)
+    failure = worker.failure("manifest", 1)
     assert failure is not None
     assert failure.reason == "more than -1 MiB"
 
@@ -523,7 +541,7 @@ def test_a_number_of_5000_digits_after_the_events_hides_none_of_them(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("digits", [20, 400, 4000, 5000])
+@pytest.mark.parametrize("digits", others_in_accuracy([20, 400, 4000, 5000], [20, 5000]))
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_base_of_times_beyond_all_types_is_none(tmp_path, digits, is_first):
     events = {"traceEvents": json.loads(TRACE)["traceEvents"]}

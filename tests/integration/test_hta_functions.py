@@ -8,11 +8,6 @@ import pytest
 
 pytest.importorskip("hta", reason="needs the extra [hta]")
 
-from hta.analyzers import cuda_kernel_analysis
-from hta.common.trace import Trace as HtaTrace
-from hta.configs.env_options import HTAEnvOptions
-from hta.trace_analysis import TraceAnalysis
-
 import tracekit
 from tests.support import cli_runner
 from tracekit.analysis.compute import kernel_sequences, kernels
@@ -34,10 +29,14 @@ def file():
 
 @pytest.fixture(scope="module")
 def theirs(file):
+    from hta.common.trace import Trace
+    from hta.configs.env_options import HTAEnvOptions
+    from hta.trace_analysis import TraceAnalysis
+
     with pytest.MonkeyPatch.context() as patch:
         options = HTAEnvOptions.instance()  # it may have read the environment already
         patch.setitem(options._options, "HTA_DISABLE_NS_ROUNDING", True)
-        loaded = HtaTrace(trace_files={0: str(file)})
+        loaded = Trace(trace_files={0: str(file)})
         # Without the last step HTA leaves out work of the second to last one, too.
         loaded.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
         analysis = TraceAnalysis.__new__(TraceAnalysis)
@@ -47,7 +46,7 @@ def theirs(file):
 
 @pytest.fixture(scope="module")
 def ours(file):
-    return tracekit.load(str(file), cache=False)
+    return tracekit.load(str(file))
 
 
 def test_temporal_breakdown_and_overlap_are_those_of_the_summary(theirs, ours):
@@ -103,6 +102,8 @@ def sequences_of_hta(theirs, tmp_path_factory):
 
     The graph does not depend on the name. The overlaid trace is a file for a viewer: to make it takes 10 s each time.
     """
+    from hta.analyzers import cuda_kernel_analysis
+
     graph, folder = cuda_kernel_analysis.CallGraph(theirs.t, ranks=[0]), str(tmp_path_factory.mktemp("sequences"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_kernel_analysis, "CallGraph", lambda trace, ranks: graph)

@@ -19,6 +19,7 @@ import pytest
 
 from tests.fuzz import record_kills, together
 from tests.support import cli_runner, kineto_files
+from tests.support.selection import others_in_accuracy
 from tracekit.regression.history import store
 
 
@@ -79,12 +80,12 @@ def _without_rights(*arguments: object, **variables: str) -> "subprocess.Complet
         env=cli_runner.environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
 
-@pytest.mark.parametrize("streams", [">&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("streams", [pytest.param(">&-", marks=pytest.mark.accuracy), ">&- 2>&- <&-"])
 def test_a_closed_stream_is_the_null_device(streams: str, tmp_path: Path) -> None:
     kineto_files.write(tmp_path / "run" / "rank00000.pt.trace.json", kineto_files.trace(0, steps=6))
     line = f"{shlex.join(cli_runner.command('history', 'add', 'run', '--db', 'h.duckdb'))} {streams}"
@@ -94,7 +95,7 @@ def test_a_closed_stream_is_the_null_device(streams: str, tmp_path: Path) -> Non
         env=cli_runner.environment(TRACEKIT_CACHE_DIR=str(tmp_path / "cache")),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -104,7 +105,7 @@ def test_a_closed_stream_is_the_null_device(streams: str, tmp_path: Path) -> Non
         env=cli_runner.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (closed.returncode, closed.stderr) == (0, "")
@@ -202,7 +203,7 @@ def _clock_set_back(reading: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("reading", [0, 3, pytest.param(20, marks=pytest.mark.accuracy)])
+@pytest.mark.parametrize("reading", others_in_accuracy([0, 3, 20], [3]))
 def test_a_clock_that_is_set_back_changes_no_report_and_loses_no_run(run: Path, reading: int) -> None:
     tracekit = functools.partial(cli_runner.tracekit, cwd=run, TRACEKIT_CACHE_DIR=str(run / "cache"))
     report = tracekit("check", "run", "--format", "json")

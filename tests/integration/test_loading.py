@@ -77,7 +77,8 @@ def test_parts_of_every_recorded_step_sum_to_its_duration(sample):
     assert rows.select((parts == pl.col("duration_ns")).all()).item()
 
 
-def test_gloo_time_of_a_sample_equals_plain_python(sample):
+def test_gloo_time_of_a_sample_equals_plain_python():
+    sample = load(SAMPLES / "demo-fsdp2")
     rows = sample.table(breakdown.by_rank)
     for source in sample.sources:
         spans = [s[2:] for s in raw_slices(source.path) if s[1].startswith("gloo:")]

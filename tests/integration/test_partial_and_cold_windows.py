@@ -58,7 +58,9 @@ def warnings(found):
     return {name for name, each in found.items() if each.severity > Severity.INFO and not each.code.startswith("DATA")}
 
 
-@pytest.mark.parametrize("name", ["hta_ddp_v100_memory", "hta_nccl_args_a100"])
+@pytest.mark.parametrize(
+    "name", ["hta_ddp_v100_memory", pytest.param("hta_nccl_args_a100", marks=pytest.mark.accuracy)]
+)
 def test_a_recording_of_the_optimizer_alone_is_not_judged_as_a_step(name, tmp_path):
     # The recordings are launch-bound. Of hta_ddp_v100_memory, 48% of the reserved memory is unused at the peak.
     content = trace_of(TRACES / name)
@@ -82,7 +84,9 @@ def test_the_optimizer_of_an_own_recording_is_not_judged_as_a_step(tmp_path):
     assert warnings(found) == set()
 
 
-@pytest.mark.parametrize("name", ["hta_ddp_v100_memory", "hta_nccl_args_a100"])
+@pytest.mark.parametrize(
+    "name", ["hta_nccl_args_a100", pytest.param("hta_ddp_v100_memory", marks=pytest.mark.accuracy)]
+)
 def test_a_step_that_began_before_the_recording_is_information(name, tmp_path):
     content = trace_of(TRACES / name)
     (first, first_end), (second, second_end) = marks(content, "ProfilerStep#")[:2]

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import tracekit
 from tests.support.kineto_files import slice_
+from tracekit.conventions.read_settings import ReadSettings
+from tracekit.errors import InputError
 from tracekit.ingest.loader import load
 from tracekit.ingest.readers.kineto import reader
 from tracekit.rules.engine import check
@@ -197,3 +200,33 @@ def test_optimizer_kernels_in_each_make_iterations_of_a_recording_without_host(t
         gpu.launch("multi_tensor_apply_kernel")
     gpu.events = [event for event in gpu.events if event["cat"] == "kernel"]
     assert reading(gpu.read(tmp_path))[0] == [0, 1, 2, 3]
+
+
+def test_a_span_that_a_user_names_is_a_step(tmp_path):
+    gpu = Gpu()
+    for _ in range(3):
+        gpu.span("user_annotation", "generate", lambda: repeat(2, gpu.layer))
+        gpu.layer()
+    gpu.read(tmp_path)
+    trace = load(tmp_path, cache=False, settings=ReadSettings(step_name="generate")).trace(0)
+    begins_ns = [1000 * event["ts"] for event in gpu.events if event["name"] == "generate"]
+    assert trace.steps["host_start_ns"].to_list() == begins_ns
+    assert trace.activities.group_by("step").len().sort("step").rows() == [(None, 24), (0, 16), (1, 16), (2, 16)]
+    assert trace.ops.filter(trace.ops["name"] == "generate")["step"].to_list() == [0, 1, 2]
+    assert "one_pass" not in trace.data_quality["kind"]
+
+
+def test_numbers_that_end_a_name_are_those_of_the_steps(tmp_path):
+    gpu = Gpu()
+    for number in (7, 8):
+        gpu.span("user_annotation", f"batch {number}", gpu.layer)
+    gpu.read(tmp_path)
+    assert tracekit.load(tmp_path, cache=False, step_name="batch").trace(0).steps["step"].to_list() == [7, 8]
+
+
+def test_a_name_without_spans_is_an_error_that_lists_similar_names(tmp_path):
+    gpu = Gpu()
+    repeat(2, lambda: gpu.span("user_annotation", "model_inference", gpu.layer))
+    gpu.read(tmp_path)
+    with pytest.raises(InputError, match=r"no span is named 'model_inferrence'.*model_inference \(2 times\)"):
+        tracekit.load(tmp_path, cache=False, step_name="model_inferrence")

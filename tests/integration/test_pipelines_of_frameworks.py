@@ -36,7 +36,7 @@ AXES = {
 
 
 def recorded(name: str) -> Run:
-    return tracekit.load(str(REPOSITORY / "tests" / "recordings" / name), cache=False)
+    return tracekit.load(str(REPOSITORY / "tests" / "recordings" / name))
 
 
 @pytest.mark.parametrize("name", STAGES_OF)
@@ -113,9 +113,7 @@ PAIRED = ("megatron_tp2_pp2", "torchtitan_1f1b_tp2")
 
 @pytest.mark.parametrize(
     ("name", "absent"),
-    others_in_accuracy(
-        itertools.product(PAIRED, range(4)), [(PAIRED[0], 0), (PAIRED[0], 3), (PAIRED[1], 1), (PAIRED[1], 2)]
-    ),
+    others_in_accuracy(itertools.product(PAIRED, range(4)), [(PAIRED[0], 0), (PAIRED[1], 1)]),
 )
 def test_a_stage_whose_tensor_parallel_peer_has_no_trace_is_not_slow(name: str, absent: int, tmp_path: Path) -> None:
     # The other rank waits for it in each layer. With all traces, PIPE002 reports neither recording.

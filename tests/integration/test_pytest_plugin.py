@@ -221,7 +221,7 @@ def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
 def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
     pytest.importorskip("xdist")
     tests = """
-        @pytest.mark.parametrize("number", range(4))
+        @pytest.mark.parametrize("number", range(2))
         @pytest.mark.trace_budget(step_time="10s", steps="1:3")
         def test_it(number):
             train(4)
@@ -229,8 +229,8 @@ def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
     folder = written(tmp_path, "test_train.py", LOOP, tests)
     said = run_pytest(folder, "-n", "2", "--trace-keep", "all", "--trace-dir", str(folder / "traces"))
     assert said.returncode == 0, said.stdout
-    assert all(f"test_it[{number}]" in said.stdout.partition("recorded trainings")[2] for number in range(4))
-    assert len(list((folder / "traces").glob("*/rank00000.pt.trace.json.gz"))) == 4
+    assert all(f"test_it[{number}]" in said.stdout.partition("recorded trainings")[2] for number in range(2))
+    assert len(list((folder / "traces").glob("*/rank00000.pt.trace.json.gz"))) == 2
 
 
 def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):

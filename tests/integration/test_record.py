@@ -34,10 +34,11 @@ def losses(done: Done) -> list[str]:
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Done, Path]:
     """DDP on two ranks, alone and recorded, by torch and the standard library alone."""
     folder = tmp_path_factory.mktemp("ddp")
-    training = launched(2, "plain_ddp.py", "--steps", "16", "--accumulate", "2")
+    words = (2, "plain_ddp.py", "--steps", "16", "--accumulate", "2")
+    training = recorded.under_torchrun(*words)
     record = command("record", "--steps", "4:7", "--every", "8", "--out", "runs/ddp", "--", *training)
     bare = [sys.executable, "-c", WITHOUT_THE_ANALYSIS, *record[4:]]
-    return do(training, folder), do(bare, folder), folder / "runs" / "ddp"
+    return do(launched(*words), folder), do(bare, folder), folder / "runs" / "ddp"
 
 
 def test_a_recorded_training_behaves_as_without_the_recorder(ddp: tuple[Done, Done, Path]) -> None:

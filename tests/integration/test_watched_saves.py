@@ -199,7 +199,7 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
     assert os.fsync is fsync
     lines = log / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
     # A future wakes its waiters before it runs its callbacks.
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while recorded and lines.exists() and lines.read_text().count('"complete"') < SAVES_IN_BACKGROUND.get(name, 0):
         assert time.monotonic() < deadline
         time.sleep(0.01)

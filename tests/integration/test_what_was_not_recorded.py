@@ -86,5 +86,5 @@ def test_a_trace_without_cpu_activity_says_so_and_keeps_its_device_times(without
 def test_collectives_whose_launch_is_not_recorded_are_no_evidence_of_tensor_parallelism():
     # Its collectives are of parameters, sharded over all ranks; those launched before the recording began run while
     # the host is in the first forward of the recording.
-    (axis,) = load(TRACE, cache=False).table(group_axes.group_axes)["axis"].to_list()
+    (axis,) = load(TRACE).table(group_axes.group_axes)["axis"].to_list()
     assert axis == "dp_shard"

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import tracekit
+from tests.support import cli_runner
+from tests.support.selection import others_in_accuracy
 from tracekit.analysis.time import breakdown
 from tracekit.regression import comparison
 from tracekit.regression.comparison import RunSamples
@@ -43,6 +45,55 @@ def test_numbers_are_whole_at_every_width(kind: str, name: str) -> None:
     for width in (40, 60, 80, 120):
         printed = render_text.render(document(kind, name), width=width)
         assert max(map(len, printed.splitlines())) <= width, width
+        numbers = set(NUMBER.findall(" ".join(printed.split())))
+        assert numbers <= whole, (width, numbers - whole)
+        assert not re.search(r"(?<![\w.])[+-]?\d[\d.,]*…", printed), (width, printed)
+
+
+GREEN, RED = SAMPLES / "ci/green", SAMPLES / "ci/red"
+RECORDINGS = Path(__file__).parents[1] / "recordings"
+COMMANDS = {
+    "kernels": ("kernels", SAMPLES / "gpu/cuda-graphs"),
+    "kernels of the host": ("kernels", RED, "--of", "host"),
+    "collectives": ("summary", SAMPLES / "demo-yafsdp", "--by", "collective"),
+    "critical path": ("whatif", RED, "--critical-path"),
+    "changes by operator": ("compare", GREEN, RED, "--by", "operator", "--top", "5"),
+    "metrics": ("compare", GREEN, RED, "--verbose"),
+    "memory": ("memory", RECORDINGS / "out_of_memory/leak"),
+    "hang": ("hang", RECORDINGS / "hangs/skipped_collective"),
+    "plan memory": ("plan", "memory", "--model", "llama3-70b", "--dp", "64", "--zero", "3"),
+    "plan checkpoint": (
+        "plan",
+        "checkpoint",
+        "--model",
+        "405b",
+        "--dp",
+        "128",
+        "--tp",
+        "8",
+        "--write-bandwidth",
+        "273e9",
+    ),
+    "rule": ("explain", "RANK003"),
+    "query": ("query", RED, "SELECT rank, step, kind, count(*) AS n FROM activities GROUP BY ALL ORDER BY ALL"),
+}
+
+
+def printed_at(width: int, name: str) -> str:
+    done = cli_runner.tracekit(*COMMANDS[name], stored_answers=True, COLUMNS=str(width))
+    assert done.returncode in (0, 1), done.stderr  # 1: it has found something
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", others_in_accuracy(COMMANDS, ["kernels", "hang", "plan memory"]))
+def test_commands_cut_no_number_at_any_width(name: str) -> None:
+    whole = set(NUMBER.findall(" ".join(printed_at(400, name).split())))
+    assert whole or name in ("query", "rule")
+    for width in (40, 60, 80, 120):
+        printed = printed_at(width, name)
+        # A word that is longer than a line stays whole.
+        wide = [line for line in printed.splitlines() if len(line) > width and len(line.split()) > 1]
+        assert wide == [], width
         numbers = set(NUMBER.findall(" ".join(printed.split())))
         assert numbers <= whole, (width, numbers - whole)
         assert not re.search(r"(?<![\w.])[+-]?\d[\d.,]*…", printed), (width, printed)

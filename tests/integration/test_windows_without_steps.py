@@ -126,7 +126,13 @@ def test_iterations_that_are_found_agree_with_the_marks_that_were_removed(name, 
         check_agreement(expected.steps, found.steps)
 
 
-@pytest.mark.parametrize("name", ["dataloader", "host-sync", "late-launch", "slow-rank", "slow-disk", "healthy-fsdp2"])
+@pytest.mark.parametrize(
+    "name",
+    others_in_accuracy(
+        ["dataloader", "host-sync", "late-launch", "slow-rank", "slow-disk", "healthy-fsdp2"],
+        ["dataloader", "host-sync", "late-launch", "slow-disk", "healthy-fsdp2"],
+    ),
+)
 def test_iterations_of_a_sample_agree_with_its_marks(name, unmarked):
     folder = SAMPLES / name
     for expected, found in zip(load(folder).traces(), unmarked(folder).traces(), strict=True):

@@ -50,7 +50,8 @@ def outcomes(folder: Path) -> dict[int, dict[str, process_group.Outcome]]:
     lightning, alone = {}, {"trainer": in_one_process(TRAINER, str(folder / "one"))}
     alone["accelerate"] = in_one_process(ACCELERATED, str(folder / "one.json"))
     if HAS_LIGHTNING:
-        lightning["lightning"] = in_process_group(LIGHTNING, str(folder / "folder"), "2", "folder")
+        for kind in ("file", "folder"):
+            lightning[f"lightning {kind}"] = in_process_group(LIGHTNING, str(folder / kind), "2", kind)
         alone["lightning"] = in_one_process(LIGHTNING, str(folder / "lightning one"), "1")
     example = REPOSITORY / "examples" / "huggingface.py"
     on_two = {
@@ -65,23 +66,14 @@ def outcomes(folder: Path) -> dict[int, dict[str, process_group.Outcome]]:
 
 
 @pytest.fixture(scope="module")
-def lightning_alone(folder: Path) -> Path:
-    """Training on two ranks that Lightning starts itself; it saves files."""
-    start(LIGHTNING, str(folder / "lightning two"), "2")
-    return folder / "lightning two"
-
-
-@pytest.fixture(scope="module")
-def resumed(
-    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]], request: pytest.FixtureRequest
-) -> dict[str, process_group.Outcome]:
+def resumed(folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]) -> dict[str, process_group.Outcome]:
     """Trainings resumed in new processes, by framework and kind of checkpoint; their files are in `folder`."""
     outcomes[2]["trainer"].results()
     cases = {"trainer": in_process_group(TRAINER, str(folder / "resumed"), str(folder / "two" / "checkpoint-10"))}
     if HAS_LIGHTNING:
-        outcomes[2]["lightning"].results()
-        for kind, saved in (("file", request.getfixturevalue("lightning_alone")), ("folder", folder / "folder")):
-            (first,) = saved.glob("*step=10.ckpt")
+        for kind in ("file", "folder"):
+            outcomes[2][f"lightning {kind}"].results()
+            (first,) = (folder / kind).glob("*step=10.ckpt")
             assert first.is_dir() == (kind == "folder")
             cases[kind] = in_process_group(LIGHTNING, str(folder / f"resumed from a {kind}"), "2", kind, str(first))
     return framework_scripts.run_worlds({2: cases})[2]
@@ -215,13 +207,23 @@ def test_the_trainer_trains_saves_and_resumes_as_one_process_does(
 def test_lightning_trains_and_resumes_as_one_process_does(
     folder: Path,
     outcomes: dict[int, dict[str, process_group.Outcome]],
-    lightning_alone: Path,
     resumed: dict[str, process_group.Outcome],
 ) -> None:
-    one, two = folder / "lightning one", lightning_alone
+    one = folder / "lightning one"
     outcomes[1]["lightning"].results()
     assert losses(one).shape == (20,)
-    assert torch.allclose(losses(one), losses(two), rtol=1e-4, atol=0)
     for kind in ("file", "folder"):
+        two = losses(folder / kind)
+        assert torch.allclose(losses(one), two, rtol=1e-4, atol=0)
         resumed[kind].results()
-        assert torch.allclose(losses(folder / f"resumed from a {kind}"), losses(two)[-10:], rtol=1e-6, atol=0)
+        assert torch.allclose(losses(folder / f"resumed from a {kind}"), two[-10:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.accuracy  # above they are started with the environment of a launcher
+@needs_lightning
+def test_ranks_that_lightning_starts_train_as_one_process_does(
+    folder: Path, outcomes: dict[int, dict[str, process_group.Outcome]]
+) -> None:
+    outcomes[1]["lightning"].results()
+    start(LIGHTNING, str(folder / "started by Lightning"), "2")
+    assert torch.allclose(losses(folder / "lightning one"), losses(folder / "started by Lightning"), rtol=1e-4, atol=0)

@@ -21,7 +21,7 @@ from tracekit.cli import application
 from tracekit.cli.question import Question
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 _NOT_INHERITED = ("NO_COLOR", "COLUMNS", "TRACEKIT_DEBUG")
 # Categories that Python hides by default.
 _UNSHOWN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)

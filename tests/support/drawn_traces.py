@@ -12,7 +12,7 @@ row's first word names the lane; its letters before any digit say the kind (comp
 gives the step that each moment's work was launched in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import polars as pl
 
@@ -70,12 +70,25 @@ def slowing(after: Mapping[str, int], *, concurrent: bool = False) -> Trace:
 
     With `concurrent`, a collective runs during these.
     """
-    lengths = [
-        (letter, after.get(letter, 10) if step > 1 else 10, step) for step in range(4) for letter in 2 * "abcdefgh"
+    return paced(
+        [[after.get(letter, 10) if step > 1 else 10 for letter in 2 * "abcdefgh"] for step in range(4)],
+        concurrent=concurrent,
+    )
+
+
+def paced(lengths: Sequence[Sequence[int]], *, rank: int = 0, concurrent: bool = False) -> Trace:
+    """Return steps of kernels abcdefgh, twice each, of these lengths in ns, by step and kernel.
+
+    With `concurrent`, a collective runs from step 2 on.
+    """
+    rows = [
+        (letter, length, step)
+        for step, of_step in enumerate(lengths)
+        for letter, length in zip(2 * "abcdefgh", of_step, strict=True)
     ]
-    cells, steps = ("".join(text * length for text, length in rows) for rows in _letters(lengths))
-    comm = "".join(("x" if concurrent and step > 1 else ".") * length for _, length, step in lengths)
-    return trace(f"step {steps}\ncompute {cells}\ncomm {comm}")
+    cells, steps = ("".join(text * length for text, length in part) for part in _letters(rows))
+    comm = "".join(("x" if concurrent and step > 1 else ".") * length for _, length, step in rows)
+    return trace(f"step {steps}\ncompute {cells}\ncomm {comm}", rank=rank)
 
 
 def _letters(rows: list[tuple[str, int, int]]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

@@ -1,4 +1,7 @@
-"""Servers that tests start: S3 (moto) behind a proxy, and a web server of a folder. Both log requests, and may fail."""
+"""Servers that tests start: S3 (moto) behind a proxy, and a web server of a folder. Both log requests, and may fail.
+
+The libraries of the servers take seconds to import: only the worker that starts one imports them.
+"""
 
 import contextlib
 import hashlib
@@ -14,16 +17,12 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import boto3
 import pytest
-import s3fs
-from botocore.config import Config
 from fsspec import AbstractFileSystem
 from fsspec.implementations.http import HTTPFileSystem
-from gcp_storage_emulator.server import create_server
-from moto.server import ThreadedMotoServer
 
 from tracekit.conventions import object_storage
 
@@ -140,6 +139,9 @@ def _serving(handler: type[_Handler]) -> Iterator[Server]:
 @contextlib.contextmanager
 def s3_server() -> Iterator[Server]:
     """Run an S3 server with one empty bucket, and set the environment so that clients use it."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
@@ -179,8 +181,11 @@ def s3_server() -> Iterator[Server]:
             moto.stop()
 
 
-def client(address: str | None = None) -> "boto3.client":
+def client(address: str | None = None) -> Any:
     """Return a client of the server, to prepare and inspect its content."""
+    import boto3
+    from botocore.config import Config
+
     retries = Config(retries={"total_max_attempts": 1})
     return boto3.client("s3", endpoint_url=address or os.environ["AWS_ENDPOINT_URL"], config=retries)
 
@@ -203,6 +208,8 @@ def keys(prefix: str = "") -> list[str]:
 @contextlib.contextmanager
 def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbstractFileSystem]:
     """Run an emulator of Google Cloud Storage with one empty bucket, and yield a file system on it."""
+    from gcp_storage_emulator.server import create_server
+
     # As it comes, it serves one connection at a time, and clients keep theirs open.
     monkeypatch.setattr("http.server.HTTPServer", ThreadingHTTPServer)
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)

@@ -250,6 +250,40 @@ def stalled_run(
     return drawn_traces.run(*traces)
 
 
+COMPILES = ("entire_frame_compile", "cpu_op")
+COLLECTS = ("<built-in function collect>", "python")
+PHASE_LENGTH = 40
+
+
+def phase_run(*ranks: tuple[int, ...], steps: int, phase: tuple[str, str]) -> Run:
+    """Return ranks with `steps` steps of 20 units, in some of which (by rank) the host is in a phase for 40 more.
+
+    The all-reduce at the end of a step begins on all ranks when the last one arrives.
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(ranks)))]})
+    late = {step for affected in ranks for step in affected}
+    traces = []
+    for rank, affected in enumerate(ranks):
+        rows, launched = {"step": "", "compute": "", "comm": ""}, {}
+        slices = []
+        for step in range(steps):
+            begin = len(rows["step"])
+            more = PHASE_LENGTH * (step in late)
+            pause = PHASE_LENGTH * (step in affected)
+            first, second = "abcdefgh"[step], "ABCDEFGH"[step]
+            rows["step"] += str(step) * (20 + more)
+            rows["compute"] += first * 5 + "." * pause + second * 5 + "." * (20 - 10 + more - pause)
+            rows["comm"] += "." * (10 + pause) + "y" * (8 + more - pause) + ".."
+            launched |= {first: max(begin - 5, 0), second: begin + 5 + pause - 1 if pause else begin + 5}
+            if pause:
+                slices.append((*phase, begin + 5, begin + 5 + pause - 1))
+        picture = "\n".join(f"{name} {cells}" for name, cells in rows.items())
+        traces.append(
+            drawn_hosts.trace(picture, launched, tuple(slices), rank=rank, groups=groups, ops={"y": "all_reduce"})
+        )
+    return drawn_traces.run(*traces)
+
+
 def queued_run(picture: str) -> Run:
     """Return a run whose work was launched in advance, in order of start; of two at one time the collective first."""
     plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
@@ -468,7 +502,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: drawn_traces.run(drawn_traces.trace(EXPOSED)), lambda: drawn_traces.run(drawn_traces.trace(HIDDEN))
     ),
     # One of eight calls of a takes 1, the others 4; or one is interrupted for 7.
-    "HOST005": Example(
+    "HOST007": Example(
         lambda: crowded_run(f"step {'0' * 20}{'1' * 20}\ncompute a....{'aaaa.' * 7}"),
         lambda: crowded_run(f"step {'0' * 8}{'1' * 15}\ncompute {'a.' * 7}aaaaaaaa."),
     ),
@@ -518,6 +552,12 @@ EXAMPLES: dict[str, Example] = {
     "HOST001": Example(lambda: late_launch_run(late_by=7), late_launch_run),
     "HOST002": Example(lambda: late_launch_run(late_by=7, reads=True), lambda: late_launch_run(late_by=7)),
     "HOST003": Example(lambda: late_launch_run(late_by=8, loads=True), lambda: late_launch_run(late_by=8)),
+    "HOST005": Example(
+        lambda: phase_run((1, 3), steps=6, phase=COMPILES), lambda: phase_run((0,), steps=6, phase=COMPILES)
+    ),
+    "HOST006": Example(
+        lambda: phase_run((1, 3), steps=6, phase=COLLECTS), lambda: phase_run((1,), steps=6, phase=COLLECTS)
+    ),
     "COMP001": Example(
         lambda: drawn_kernels.product(1021, us=900, align=1), lambda: drawn_kernels.product(1024, us=900, align=8)
     ),

@@ -48,6 +48,8 @@ class Visitor:
     def __init__(self, port: int) -> None:
         self.port = port
         self.session = ""
+        self.address = ""
+        """That of the page shown, as the server's list of pages has it."""
         self._page_hash = ""
         self._cached: dict[str, ForwardMsg] = {}
         self._stack = ExitStack()
@@ -118,6 +120,8 @@ class Visitor:
             self.session = message.new_session.initialize.session_id or self.session
         elif kind == "navigation":
             self._page_hash = message.navigation.page_script_hash
+            pages = message.navigation.app_pages
+            self.address = next(page.url_pathname for page in pages if page.page_script_hash == self._page_hash)
         return message
 
     def _put(self, path: str, name: str, content: bytes) -> int:

@@ -1,7 +1,8 @@
 """Distribution of tests over pytest-xdist's workers: file by file, with some files together in one worker.
 
 Browser tests share one dashboard server, which each worker that runs any of them would have to start. They mostly wait,
-so other workers have the machine meanwhile. Tests of frameworks share a process that has imported them.
+so other workers have the machine meanwhile. Ranks of frameworks are forked from one process that has imported them, and
+those of other trainings from one that has imported torch and the trainers, which takes 5 s of CPU time.
 """
 
 import itertools
@@ -18,8 +19,20 @@ ONE_WORKER = {
         "tests/integration/test_adapter_huggingface.py",
         "tests/integration/test_adapter_lightning.py",
     ),
+    "ranks": (
+        "tests/integration/test_pipelines.py",
+        "tests/integration/test_strategies.py",
+        "tests/integration/test_yafsdp_",
+        "tests/integration/test_hybrid_",
+        "tests/integration/test_checkpoint_",
+        "tests/integration/test_trainers_",
+        "tests/integration/test_watched_saves.py",
+        "tests/integration/test_recorded_pipelines.py",
+        "tests/integration/test_sends.py",
+        "tests/integration/test_ranks.py",
+    ),
 }
-"""Folders and files that one worker runs, by a name for them."""
+"""How folders and files begin that one worker runs, by a name for them; the first name counts."""
 LONG_FILES = (
     "tests/integration/test_record.py",
     "tests/integration/test_stored_answers.py",
@@ -27,14 +40,10 @@ LONG_FILES = (
     "tests/integration/test_executors.py",
     "tests/integration/test_hang_watch.py",
     "tests/integration/test_hostile_folder.py",
-    "tests/integration/test_strategies.py",
-    "tests/integration/test_pipelines.py",
     "tests/integration/test_pytest_plugin.py",
     "tests/integration/test_interruptions.py",
     "tests/integration/test_run_being_written.py",
     "tests/integration/test_record_to_url.py",
-    "tests/integration/test_yafsdp_parity.py",
-    "tests/integration/test_trainers_robust.py",
     "tests/integration/test_trainers.py",
     "tests/integration/test_one_meaning.py",
     "tests/integration/test_remote_runs.py",

@@ -30,6 +30,14 @@ UseCache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Reuse tables parsed by earlier commands, and store newly parsed ones."),
 ]
+StepName = Annotated[
+    str | None,
+    typer.Option(
+        "--step-name",
+        metavar="NAME",
+        help="Each occurrence of the span NAME, such as an annotation, is a step.  [default: the profiler's steps]",
+    ),
+]
 OutputFile = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Write to FILE instead of stdout, once it is complete."),
@@ -74,14 +82,15 @@ class RunOptions:
         ),
     ]
     cache: UseCache = True
+    step_name: StepName = None
 
     def open(self, executor: "Executor | None" = None) -> "Run":
         """Return the run. Raises InputError if it cannot be read."""
-        return run_loading.open_run(self.run, cache=self.cache, executor=executor)
+        return run_loading.open_run(self.run, cache=self.cache, step_name=self.step_name, executor=executor)
 
     def measure(self, facts: "Sequence[TraceFact]", executor: "Executor | None" = None) -> "Run":
         """Return the run with facts measured. Raises InputError if it cannot be read."""
-        return run_loading.open_measured(self.run, facts, cache=self.cache, executor=executor)
+        return run_loading.open_measured(self.run, facts, cache=self.cache, step_name=self.step_name, executor=executor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import CheckSettings
-    from tracekit.conventions.devices import DeviceOverride
+    from tracekit.conventions.read_settings import ReadSettings
     from tracekit.model.run import Run
     from tracekit.model.source import Executor
     from tracekit.model.trace import TraceFact
@@ -42,13 +42,14 @@ def check_runs(
     *,
     facts: "Sequence[TraceFact]" = (),
     cache: bool = True,
-    devices: "Sequence[DeviceOverride]" = (),
+    settings: "ReadSettings | None" = None,
     executor: "Executor | None" = None,
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
-    `facts` are measured in the same pass. `devices` replace values of the table of devices. `executor` measures.
+    `facts` are measured in the same pass. `settings` are those of `loader.load`. `executor` measures.
     """
+    from tracekit.conventions.read_settings import NO_SETTINGS
     from tracekit.ingest import loader
     from tracekit.rules import engine
 
@@ -56,7 +57,9 @@ def check_runs(
     with output.progress() as bar:
         for path in paths:
             _note(path, cache=cache)
-            run = loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
+            run = loader.load(
+                path, on_progress=bar.on_file, cache=cache, settings=settings or NO_SETTINGS, executor=executor
+            )
             measured = bar.trace_callback(len(run.sources))
             reports.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
             _require_all_read(run)
@@ -64,24 +67,29 @@ def check_runs(
 
 
 def check_by_settings(
-    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True
+    path: str, facts: "Sequence[TraceFact]" = (), *, cache: bool = True, step_name: str | None = None
 ) -> "tuple[Report, CheckSettings]":
     """Return the report of a run by the rules, devices and ignores of the nearest settings file, and the settings."""
     from tracekit.cli import settings
     from tracekit.rules.registry import all_rules
 
     catalog = all_rules()
-    resolved = settings.resolve(None, catalog)
+    resolved = settings.resolve(None, catalog, step_name=step_name)
     rules = settings.configured_rules(resolved, catalog)
-    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, devices=resolved.devices)
+    ((report, _),) = check_runs([path], rules, facts=facts, cache=cache, settings=resolved.read)
     return settings.apply_ignores(report, resolved.ignore, catalog), resolved
 
 
 def open_measured(
-    path: str, facts: "Sequence[TraceFact]", *, cache: bool = True, executor: "Executor | None" = None
+    path: str,
+    facts: "Sequence[TraceFact]",
+    *,
+    cache: bool = True,
+    step_name: str | None = None,
+    executor: "Executor | None" = None,
 ) -> "Run":
     """Return a run with facts measured, by `executor`. Raises InputError if it cannot be used."""
-    run = open_run(path, cache=cache, executor=executor)
+    run = open_run(path, cache=cache, step_name=step_name, executor=executor)
     _measure(run, facts)
     return run
 
@@ -99,7 +107,7 @@ def open_baseline(
     rules: "Sequence[Rule]",
     *,
     cache: bool = True,
-    devices: "Sequence[DeviceOverride]" = (),
+    settings: "ReadSettings | None" = None,
     executor: "Executor | None" = None,
 ) -> "Baseline":
     """Return a saved baseline, or one of a run. Raises InputError if the path is neither."""
@@ -110,19 +118,21 @@ def open_baseline(
     with _document(path) as document:
         if saved.is_baseline(document):
             return saved.read(document)
-    checked = check_runs([path], rules, facts=baselines.FACTS, cache=cache, devices=devices, executor=executor)
+    checked = check_runs([path], rules, facts=baselines.FACTS, cache=cache, settings=settings, executor=executor)
     return baselines.of_reports(checked)
 
 
-def open_run(path: str, *, cache: bool = True, executor: "Executor | None" = None) -> "Run":
-    """Return a run, with the devices of the nearest settings file. Raises InputError if it cannot be used."""
+def open_run(
+    path: str, *, cache: bool = True, step_name: str | None = None, executor: "Executor | None" = None
+) -> "Run":
+    """Return a run, read by the nearest settings file. Raises InputError if it cannot be used."""
     from tracekit.cli import settings_file
     from tracekit.ingest import loader
 
     _note(path, cache=cache)
-    devices = settings_file.nearest_devices()
+    settings = settings_file.nearest_read_settings(step_name=step_name)
     with output.progress() as bar:
-        return loader.load(path, on_progress=bar.on_file, cache=cache, devices=devices, executor=executor)
+        return loader.load(path, on_progress=bar.on_file, cache=cache, settings=settings, executor=executor)
 
 
 def _measure(run: "Run", facts: "Sequence[TraceFact]") -> None:
@@ -146,7 +156,7 @@ def _require_all_read(run: "Run") -> None:
         question.current.get().withdraw()
 
 
-def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
+def comparison_side(path: str, *, cache: bool = True, step_name: str | None = None) -> "Run | RunSamples":
     """Return a measured run, or the samples of a saved report or a baseline.
 
     Raises InputError if the path is none of them.
@@ -160,10 +170,12 @@ def comparison_side(path: str, *, cache: bool = True) -> "Run | RunSamples":
             return json.read(document)
         if baseline_json.is_baseline(document):
             return RunSamples.of_baseline(baseline_json.read(document))
-    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache)
+    return open_measured(path, (*comparison.FACTS, *scaling.SIZE_FACTS), cache=cache, step_name=step_name)
 
 
-def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = True) -> "Run":
+def open_compared_run(
+    path: str, facts: "Sequence[TraceFact]", *, cache: bool = True, step_name: str | None = None
+) -> "Run":
     """Return a run with facts measured. Raises InputError if it cannot be used, or is a saved report or baseline."""
     from tracekit.report import baseline_json, json
 
@@ -171,7 +183,7 @@ def open_compared_run(path: str, facts: "Sequence[TraceFact]", *, cache: bool = 
         is_saved = json.is_report(document) or baseline_json.is_baseline(document)
     if is_saved:
         raise InputError(f"{path}: a saved report has no operators; compare --by needs the traces of both runs")
-    return open_measured(path, facts, cache=cache)
+    return open_measured(path, facts, cache=cache, step_name=step_name)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from tracekit.cli import question, settings_file
 from tracekit.cli.question import Input, Kind
-from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets, metrics
 from tracekit.regression.budgets import Budgets
@@ -66,6 +66,7 @@ class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     baseline: BaselineTable = BaselineTable()
     budget: dict[str, object] = {}
     devices: dict[str, object] = {}
+    step_name: NonBlankText | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class CheckSettings:
     ignore: tuple[Ignore, ...] = ()
     baseline: Thresholds = field(default_factory=Thresholds)
     budget: Budgets = field(default_factory=Budgets)
-    devices: tuple[DeviceOverride, ...] = ()
+    read: ReadSettings = NO_SETTINGS
 
 
 def resolve(
@@ -91,6 +92,7 @@ def resolve(
     select: Iterable[str] = (),
     assignments: Iterable[str] = (),
     strict: bool = False,
+    step_name: str | None = None,
 ) -> CheckSettings:
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
     file = path or settings_file.find_file(Path.cwd())
@@ -105,6 +107,7 @@ def resolve(
         select=selected or config.select,
         fail_on=config.fail_on if fail_on is None else parse_fail_on(fail_on),
         budget=replace(config.budget, is_strict=strict or config.budget.is_strict),
+        read=replace(config.read, step_name=step_name or config.read.step_name),
     )
 
 
@@ -213,7 +216,7 @@ def _from_file(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSetting
         baseline = _parse_key("baseline.metrics", _baseline_thresholds, file.baseline)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    stated = settings_file.device_overrides(file.devices, str(path))
+    stated = ReadSettings(settings_file.device_overrides(file.devices, str(path)), file.step_name)
     return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget, stated)
 
 

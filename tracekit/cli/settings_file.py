@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from tracekit.conventions import devices
 from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import ReadSettings
 from tracekit.errors import ConfigError, similar_names
 
 if TYPE_CHECKING:
@@ -59,17 +60,20 @@ def find_file(folder: Path) -> Path | None:
     return None
 
 
-def nearest_devices(folder: Path | None = None) -> tuple[DeviceOverride, ...]:
-    """Return the devices of the nearest settings file upwards, from `folder` or the current one.
+def nearest_read_settings(folder: Path | None = None, *, step_name: str | None = None) -> ReadSettings:
+    """Return devices and steps of the nearest settings file upwards, from `folder` or the current one.
 
-    Raises ConfigError where they cannot be used.
+    `step_name` replaces that of the file. Raises ConfigError where they cannot be used.
     """
     path = find_file(folder or Path.cwd())
     stated = section(path, parse(path)) if path else None
     tables = (stated or {}).get("devices", {})
     if not isinstance(tables, dict):
         raise ConfigError(f"{path}: devices: expected a table, not {tables!r}")
-    return device_overrides(tables, str(path))
+    stated_name = (stated or {}).get("step_name")
+    if stated_name is not None and (not isinstance(stated_name, str) or not stated_name.strip()):
+        raise ConfigError(f"{path}: step_name: expected the name of a span, not {stated_name!r}")
+    return ReadSettings(device_overrides(tables, str(path)), step_name or stated_name)
 
 
 def parse(path: Path) -> dict[str, object]:

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit import conventions
-from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
 from tracekit.errors import BadTraceError
 from tracekit.ingest import discovery, files, readers, trace_cache
 from tracekit.ingest.files import ArchivedTrace, File, RemoteTrace, RunFiles, RunLocation
+from tracekit.ingest.named_steps import with_named_steps
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Companion, Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
@@ -32,7 +33,7 @@ def load(
     *,
     on_progress: Progress | None = None,
     cache: bool = True,
-    devices: Sequence[DeviceOverride] = (),
+    settings: ReadSettings = NO_SETTINGS,
     executor: Executor | None = None,
     run_class: type[Run] = Run,
 ) -> Run:
@@ -44,7 +45,7 @@ def load(
         where: The path, paths or URL.
         on_progress: Called as `on_progress(done, total)` after each file.
         cache: Whether parsed tables are stored in the user's cache, and read from there.
-        devices: Peaks and bandwidths that replace those of the table of devices.
+        settings: What the user states of devices and steps.
         executor: What measures the traces; by default threads of this process.
         run_class: The class of the run: that of the library has more methods.
 
@@ -52,7 +53,7 @@ def load(
         The run. Its times are in ns, sizes in bytes. `Run.data_quality` lists what is missing, guessed or left out.
 
     Raises:
-        InputError: A path does not exist or has no trace.
+        InputError: A path does not exist or has no trace, or a trace has no span of the steps' name.
         BadTraceError: No trace can be read.
     """
     scan = files.find(where, cache=cache)
@@ -60,9 +61,9 @@ def load(
     traces, issues = discovery.identify(scan.traces, manifest_folders=manifests, on_progress=on_progress, cache=cache)
     fields = _manifest(traces, manifests, issues, cache=cache)
     plain = [_source(t, scan, cache=cache) for t in traces]
-    sources = [_with_devices(source, tuple(devices)) for source in plain]
+    sources = [_with_settings(source, settings) for source in plain]
     read_traces = {
-        source: _stating(trace, tuple(devices))
+        source: _stating(trace, settings)
         for source, trace in zip(sources, map(partial(_read_already, cache=cache), traces, plain), strict=True)
         if trace is not None
     }
@@ -107,17 +108,20 @@ def _read_companion(companion: Companion, trace: Trace) -> Trace:
         return Trace(trace.rank, trace.window, companion.path, data_quality=issue)
 
 
-def _with_devices(source: Source, devices: tuple[DeviceOverride, ...]) -> Source:
-    return replace(source, read=partial(_read_stating, source.read, devices)) if devices else source
+def _with_settings(source: Source, settings: ReadSettings) -> Source:
+    is_default = settings == NO_SETTINGS
+    return source if is_default else replace(source, read=partial(_read_stating, source.read, settings))
 
 
-def _read_stating(read: Callable[[], Trace], devices: tuple[DeviceOverride, ...]) -> Trace:
-    return _stating(read(), devices)
+def _read_stating(read: Callable[[], Trace], settings: ReadSettings) -> Trace:
+    return _stating(read(), settings)
 
 
-def _stating(trace: Trace, devices: tuple[DeviceOverride, ...]) -> Trace:
-    """Return the trace with what the user states of devices in its header."""
-    return trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: devices}) if devices else trace
+def _stating(trace: Trace, settings: ReadSettings) -> Trace:
+    """Return the trace with the steps that the user names, and what is stated of devices in its header."""
+    if settings.devices:
+        trace = trace.replace(header={**trace.header, environment.DEVICE_OVERRIDES: settings.devices})
+    return trace if settings.step_name is None else with_named_steps(trace, settings.step_name)
 
 
 def _source(t: TraceFile, scan: RunFiles, *, cache: bool) -> Source:

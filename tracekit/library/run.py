@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import polars as pl
 
 from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import ReadSettings
 from tracekit.errors import InputError, did_you_mean
 from tracekit.ingest import loader
 from tracekit.ingest.files import RunLocation
@@ -176,6 +177,7 @@ def load(
     on_progress: Progress | None = None,
     cache: bool = True,
     devices: Sequence[DeviceOverride] = (),
+    step_name: str | None = None,
     executor: Executor | None = None,
 ) -> Run:
     """Load a run: a folder, archive, list or glob of trace files, one trace file, or a URL (s3://, gs://, …).
@@ -187,11 +189,13 @@ def load(
         on_progress: Called as `on_progress(done, total)` after each file.
         cache: Whether parsed tables are stored in the user's cache, and read from there.
         devices: Peaks and bandwidths that replace those of the table of devices.
+        step_name: The name of a span, such as an annotation, each occurrence of which is a step.
         executor: What measures the traces; by default threads of this process.
 
     Raises:
-        InputError: A path does not exist or has no trace.
+        InputError: A path does not exist or has no trace, or a trace has no span of that name.
         BadTraceError: No trace can be read.
     """
-    run = loader.load(where, on_progress=on_progress, cache=cache, devices=devices, executor=executor, run_class=Run)
+    settings = ReadSettings(tuple(devices), step_name)
+    run = loader.load(where, on_progress=on_progress, cache=cache, settings=settings, executor=executor, run_class=Run)
     return cast("Run", run)

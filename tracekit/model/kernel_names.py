@@ -19,6 +19,7 @@ _LAMBDA = re.compile(r"\{(?:lambda|unnamed)[^{}#]*#?(\d*)\}")
 _WORD = re.compile(r"#\d+|(?<!\w)(?:[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*|-?\d+)")
 _MANGLED = re.compile(r"L[a-z](n?\d+)E|\d+")
 _LENGTH = re.compile(r"\d+")
+_FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 # What wraps the function that says what is computed, and what is the same in all kernels of a kind.
 _NOISE = re.compile(
     r"gpu_kernel_impl\w*|(?:Unary|Binary|Ternary|Pointwise)Op\w*Functor|[AB]?(?:Unary|Binary)Functor|opmath_\w+|func_wrapper_t|ReduceOp|Array|array|TensorIterator\w*|TrivialOffsetCalculator|"
@@ -28,6 +29,15 @@ _NOISE = re.compile(
     r"complex|tuple|Tuple|pair|std|lambda|c10|at|native|int64_t|int32_t|uint\d+_t|size_t|u?l+|enum|struct|class|"
     r"enable_sm\d+\w*|policy_hub|Policy\d+|OpaqueType|CopyFunctor|detail|internal|cuda|hip|memory|policies|type|value"
 )
+
+
+def code_line(frame: str) -> str:
+    """A frame of the profiler's Python stack as a place in the code.
+
+    >>> code_line("train.py(20): step")
+    'train.py:20 (step)'
+    """
+    return _FRAME.sub(r"\1:\2 (\3)", frame)
 
 
 def short(name: str) -> str:

@@ -199,9 +199,10 @@ def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) 
     }
     refused = [notes[field] for field in fields if field in a and field in b]
     if refused and not allow_different:
-        raise NotComparableError(
-            f"{'; '.join(refused)}; compare it with a baseline of its own, or pass --allow-different"
-        )
+        advice = "compare it with a baseline of its own, or pass --allow-different"
+        if "world_size" in fields:
+            advice += "; tracekit compare with the folders of both runs states throughput and efficiency"
+        raise NotComparableError(f"{'; '.join(refused)}; {advice}")
     return list(notes.values())
 
 

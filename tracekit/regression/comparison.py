@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -19,7 +20,7 @@ from tracekit.regression.contributions import Contribution, PartPlaces
 from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import part_places
 from tracekit.regression.metrics import BYTES, COUNT, FLOP, STEP_TIME, Metric, Scope
-from tracekit.regression.samples import Values, job_series, places_of_parts, run_samples, samples
+from tracekit.regression.samples import Values, job_samples, job_series, places_of_parts, run_samples, samples
 from tracekit.regression.significance import MIN_PAIRED_STEPS, MetricSides, compare_metrics
 from tracekit.regression.thresholds import CONFIDENCE, Change, Thresholds, Verdict
 
@@ -234,8 +235,28 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
         # What one manifest lacks is not a difference, only a lesser certainty.
         (refused if root in _MUST_AGREE and field in a and field in b else notes).append(text)
     if refused and not allow_different:
-        raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
+        advice = f"{'; '.join(refused)}; pass --allow-different to compare anyway"
+        raise NotComparableError(f"{advice}{_scaling_sentence(reference, candidate)}")
     return refused + notes
+
+
+def _scaling_sentence(reference: RunSamples, candidate: RunSamples) -> str:
+    """What the sides, such as saved reports, say about runs on another number of ranks; "" where that is the same.
+
+    They have the tokens of steps, but not what each rank does in them, which `scaling.compare_sizes` needs.
+    """
+    sizes = [side.manifest.get("world_size") for side in (reference, candidate)]
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] == sizes[1]:
+        return ""
+    rates = [job_samples(side.samples).get(conventions.TOKENS_METRIC) for side in (reference, candidate)]
+    medians = [float(np.median(values)) for values in rates if values is not None and len(values)]
+    known = ""
+    if len(medians) == len(sizes) and medians[0] > 0:
+        ratio = medians[1] / medians[0]
+        efficiency = ratio * float(str(sizes[0])) / float(str(sizes[1]))
+        known = f". {candidate.name} processes {ratio:.2f} times as many tokens a second as {reference.name} on "
+        known += f"{sizes[1]} ranks instead of {sizes[0]}: its efficiency is {units.share(efficiency)}"
+    return f"{known}. What grew is known only from the recordings: tracekit compare with the folders of both runs"
 
 
 def _unknown_groups(fields: Iterable[str], side: Mapping[str, object]) -> frozenset[str]:

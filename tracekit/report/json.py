@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.quality import contents
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model.manifest import Manifest
@@ -74,6 +75,7 @@ def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
             for aside in report.ignored
         ],
         "notes": list(report.notes),
+        "not_recorded": run.table(contents.missing).to_dicts(),
         "samples": _samples(run_samples(run)),
         "inputs": [{"path": file.path, "size_bytes": file.size_bytes, "sha256": file.sha256} for file in report.inputs],
         **verdict,

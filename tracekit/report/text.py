@@ -6,6 +6,7 @@ from dataclasses import replace
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis.quality import contents
 from tracekit.analysis.time import breakdown, rank_shares
 from tracekit.model import schema, units
 from tracekit.model.run import Run
@@ -274,7 +275,14 @@ def _body(report: Report, run: Run, findings: Sequence[Finding]) -> list[Section
                 *_evidence(finding.evidence, clock),
             ]
         )
-    return [*sections, *([[heading("Notes"), *items(report.notes)]] if report.notes else [])]
+    absent = [
+        f"{missing}: {consequence} To record: {how_to_record}."
+        for missing, consequence, how_to_record in run.table(contents.missing)
+        .select("missing", "consequence", "how_to_record")
+        .rows()
+    ]
+    remarks = (("Notes", report.notes), ("Not recorded", absent))
+    return [*sections, *([heading(title), *items(texts)] for title, texts in remarks if texts)]
 
 
 def _breakdown(run: Run) -> Section:

@@ -251,6 +251,10 @@ _EVIDENCE_COLUMNS = (
 _DURING_COLLECTIVES = (pl.col("kind") == contention.COMPUTE) & (pl.col("concurrent_kind") == contention.COMMUNICATION)
 
 
+_MOST_SPREAD = 10.0
+"""How many times as far from 1 the upper bound of a slowdown may be as its lower one."""
+
+
 def _compute(run: Run) -> pl.DataFrame:
     return run.table(contention.by_step).filter(_DURING_COLLECTIVES)
 
@@ -273,7 +277,11 @@ def _slowdown_on(
     row = slow.filter(pl.col("rank") == loss.row["rank"], pl.col("device") == loss.row["device"]).row(0, named=True)
     times, low, calls = f"{row['slowdown']:.2f} times", row["low"], int(row["judged_calls"])
     if low is not None:
-        return f"{times} (95% interval {low:.2f} to {row['high']:.2f})", "", 0.8
+        interval = f"{times} (95% interval {low:.2f} to {row['high']:.2f})"
+        # From 1.26 to 50 times, a few of the samples decide: the cost is not known.
+        if row["high"] - 1 > _MOST_SPREAD * (low - 1):
+            return interval, " The interval is wide, so this is a suspicion: record more steps and ranks.", 0.4
+        return interval, "", 0.8
     few = f" Only {calls} of them could be compared on this rank, so this is a suspicion: record more steps and ranks."
     return times, "" if calls >= min_calls and is_whole else few, 0.5
 

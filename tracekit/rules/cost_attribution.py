@@ -11,9 +11,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.replay.graph import representative_ranks, savings
 from tracekit.replay.graph.causes.cause import Cause, Pricing
-from tracekit.replay.graph.causes.stalls import STALLED_COLLECTIVE, Removal
+from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, SINGLE_STALL, STALLED_COLLECTIVE, Removal
 from tracekit.replay.graph.nodes import WORK
-from tracekit.rules import outlier_steps, slow_collectives
+from tracekit.rules import outlier_steps, slow_collectives, stragglers
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings, warnings
 from tracekit.rules.severity import grade
 
@@ -26,7 +26,7 @@ _MIN_PART_RATIO = 0.25
 _MAX_DIFFERENCE_RATIO = 0.1
 """Evidence is of one step and a saving of the mean step: up to this share of the evidence they count as equal."""
 _MORE = 2
-_UNEVEN = "RANK003"
+_UNEVEN, _OCCASIONAL = "RANK003", "RANK005"
 _MIN_OWN_RATIO = 0.5
 """Share of the waiting for late ranks, or of what a straggler costs, that must remain without other causes for a
 fault of its own."""
@@ -49,7 +49,7 @@ def attribute_costs(report: Report) -> Report:
     3. Data loading, blocking calls, allocator calls, saves, device stalls and clock drops.
     4. Stragglers, which may be late because of 3: without the causes of 3 that have a warning. If less than half of the
        cost remains, the finding becomes information.
-    5. Late launches: without all of these and without stragglers.
+    5. Ranks that are late in some steps, then late launches: without all of these and without stragglers.
 
     In a run with many ranks, representative ranks are replayed, and a note names them. The cost of a finding on other
     ranks is the one that its rule measured.
@@ -60,7 +60,7 @@ def attribute_costs(report: Report) -> Report:
     """
     finding_ranks = tuple(finding.ranks for finding in report.findings if finding.what_if)
     run = representative_ranks.run_of(report.run, finding_ranks) if finding_ranks else report.run
-    if not finding_ranks or not _can_be_replayed(run):
+    if not finding_ranks or not can_be_replayed(run):
         return replace(report, findings=sort_findings(sorted(filter(_is_costly, report.findings), key=_pricing)))
     priced = [part for finding in report.findings for part in _price_stalls(report.run, run, finding)]
     stalls = outlier_steps.reported_stalls(report.run, priced)
@@ -69,17 +69,20 @@ def attribute_costs(report: Report) -> Report:
     removed: list[Removal] = []
     causing: dict[Cause, Finding] = {}
     for finding in _in_order(run, priced):
-        if finding.what_if is None or finding.what_if.cause.is_of_finding:
+        if finding.what_if is None or _is_single(finding):
             findings.append(finding)
             continue
         cause, pricing = finding.what_if.cause, finding.what_if.cause.pricing
         ranks = finding.ranks if pricing is Pricing.LATE_RANKS else ()
         removal = Removal(cause, ranks, outlier_steps.remaining_spans(report.run, stalls, cause))
+        if cause is OCCASIONAL_STRAGGLER:
+            removal = stragglers.occasional_removal(report.run, finding)
         repriced = _price(run, finding, finding.what_if, removal, removed, stalled, causing)
         findings += repriced
         # A replay confirms a warning, or finds that it is the consequence of another one.
         confirmed = repriced if pricing is Pricing.LATE_RANKS else warnings(repriced)
-        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT
+        # Ranks that wait in turn may do so for late launches, whose price has to contain that.
+        is_judged = finding.severity > Severity.INFO and pricing is not Pricing.INDEPENDENT and finding.code != _UNEVEN
         if is_judged and any(part.is_priced and part.cost_ns > 0 for part in confirmed):
             removed.append(removal)
             causing.setdefault(cause, repriced[0])
@@ -103,6 +106,9 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     here = []
     for removal in removals:
         # Where retries recur, a single one may be no outlier: then it is in the price there, and so has to be here.
+        if removal.steps:
+            here.append(removal)
+            continue
         names = {span.stall for span in removal.stalls}
         spans = outlier_steps.remaining_spans(report.run, stalls, removal.cause)
         here.append(replace(removal, stalls=tuple(span for span in spans if span.stall in names)))
@@ -112,9 +118,25 @@ def saved_by(report: Report, removals: Sequence[Removal]) -> int:
     return max(0, min(saving.saved_ns for saving in (solo, after) if saving)) if solo else 0
 
 
+def can_be_replayed(run: Run) -> bool:
+    """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
+    for graph in savings.graphs_of(run):
+        launched = graph.column("what") == WORK
+        work = launched if graph.on_device else launched | graph.matches("kind", "compute")  # on a CPU run, ops
+        in_window = launched & ~graph.is_queued_before
+        known = graph.launch[: graph.count][in_window] >= 0
+        is_too_small = work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
+        if is_too_small or known.sum() < _MIN_LAUNCHED_RATIO * in_window.sum():
+            return False
+    replayed = savings.replayed_steps(run)
+    recorded_ns = savings.total_ns(replayed, "duration_ns")
+    limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
+    return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
+
+
 def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     """The finding, with its cost from a replay of the ranks in `replayed` if it is on single stalls."""
-    if finding.what_if is None or not finding.what_if.cause.is_of_finding:
+    if finding.what_if is None or not _is_single(finding):
         return [finding]
     is_collective = finding.what_if.cause is STALLED_COLLECTIVE
     removal = slow_collectives.removal(run, (finding,)) if is_collective else outlier_steps.removal(run, finding)
@@ -124,20 +146,31 @@ def _price_stalls(run: Run, replayed: Run, finding: Finding) -> list[Finding]:
     return [replace(part, removals=()) for part in _price(replayed, finding, finding.what_if, removal, [], None, {})]
 
 
+def _is_single(finding: Finding) -> bool:
+    """Whether a finding is on single stalls, which are priced before all other causes."""
+    return finding.what_if is not None and finding.what_if.cause in (SINGLE_STALL, STALLED_COLLECTIVE)
+
+
 def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping[Cause, Finding]) -> Finding:
     """A finding on waiting for late ranks, with the waiting that remains without the causes in `removed`.
 
-    If less than half of it remains, the finding is a consequence of the costliest of them. Late ranks with a price of
+    Of ranks that are late in some steps only, these are causes in which their hosts spend time. If less than half of it
+    remains, the finding is a consequence of the costliest of them. Late ranks with a price of
     their own keep it.
     """
     is_uneven = finding.code == _UNEVEN and finding.what_if is None
-    is_minor = _pricing(finding) is Pricing.LATE_RANKS and finding.severity is Severity.INFO
-    if not is_uneven and (not is_minor or finding.consequence_of):
+    is_occasional = finding.code == _OCCASIONAL
+    is_minor = _pricing(finding) is Pricing.LATE_RANKS and (
+        finding.severity is Severity.INFO or finding.code == _UNEVEN
+    )
+    if not is_uneven and not is_occasional and (not is_minor or finding.consequence_of):
         return finding
     others = [removal for removal in removed if not (is_minor and removal.cause.pricing is Pricing.LATE_RANKS)]
+    if is_occasional:  # late launches, and waits for late ranks, may be its time under another name
+        others = [removal for removal in removed if removal.cause.pricing is Pricing.SOURCE]
     before_ns = savings.waiting_ns(run)
     ratio = min(1.0, savings.waiting_ns(run, others) / before_ns) if before_ns and others else 1.0
-    if is_minor and ratio >= _MIN_OWN_RATIO:
+    if (is_minor or is_occasional) and ratio >= _MIN_OWN_RATIO:
         return finding
     explained = replace(
         finding,
@@ -145,14 +178,15 @@ def _beyond(run: Run, finding: Finding, removed: list[Removal], causing: Mapping
         consequence_of=_costliest_of(others, causing) if ratio < _MIN_OWN_RATIO else "",
         message=f"{finding.message} {units.share(1 - ratio)} of the waiting ends with {_codes(others)}.",
     )
-    if is_minor:
+    if is_minor or is_occasional:
         return explained
     return replace(explained, cost_ns=int(ratio * finding.cost_ns), impact=ratio * finding.impact)
 
 
 def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return findings in the order in which they are priced: of late ranks, those first that alone cost most."""
-    ordered = sorted(findings, key=_pricing)
+    # What is lost in some steps is no steady late launch: it is priced before these.
+    ordered = sorted(findings, key=lambda finding: (_pricing(finding), _is_steady(finding)))
     late = [finding for finding in ordered if _pricing(finding) is Pricing.LATE_RANKS and finding.what_if]
     if len(late) < 2:
         return ordered
@@ -161,6 +195,10 @@ def _in_order(run: Run, findings: Sequence[Finding]) -> list[Finding]:
         saving = _mean_saving(run, Removal(finding.what_if.cause, finding.ranks, ()))  # type: ignore[union-attr]
         alone_ns[id(finding)] = saving.saved_ns if saving else 0
     return sorted(ordered, key=lambda finding: (_pricing(finding), -alone_ns.get(id(finding), 0)))
+
+
+def _is_steady(finding: Finding) -> bool:
+    return finding.what_if is None or finding.what_if.cause is not OCCASIONAL_STRAGGLER
 
 
 def _pricing(finding: Finding) -> Pricing:
@@ -195,22 +233,6 @@ def _causes_before(run: Run, finding: Finding, removed: list[Removal]) -> tuple[
 def _stalled_before(removal: Removal, stalled: Removal | None) -> tuple[Removal, ...]:
     """The removal of stalled collectives where a cause is the time of transfers: their excess is not its."""
     return (stalled,) if stalled and removal.cause.is_transfer_time else ()
-
-
-def _can_be_replayed(run: Run) -> bool:
-    """Whether graphs have enough work, the launches of most of it, and a replay as long as the recording."""
-    for graph in savings.graphs_of(run):
-        launched = graph.column("what") == WORK
-        work = launched if graph.on_device else launched | graph.matches("kind", "compute")  # on a CPU run, ops
-        in_window = launched & ~graph.is_queued_before
-        known = graph.launch[: graph.count][in_window] >= 0
-        is_too_small = work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
-        if is_too_small or known.sum() < _MIN_LAUNCHED_RATIO * in_window.sum():
-            return False
-    replayed = savings.replayed_steps(run)
-    recorded_ns = savings.total_ns(replayed, "duration_ns")
-    limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
-    return recorded_ns > 0 and abs(savings.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
 def _is_costly(finding: Finding) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
+from tracekit.analysis.host import host_phases
 from tracekit.analysis.parallelism import outlier_steps, stragglers
 from tracekit.analysis.quality import trace_quality, undecided_kernels
 from tracekit.analysis.time import breakdown
@@ -13,6 +14,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.allocator import run_snapshots
+from tracekit.rules.host_phases import judged_phases
 from tracekit.rules.outlier_steps import is_first_use
 from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.rules.stragglers import OccasionalStraggler
@@ -44,6 +46,11 @@ _KINDS = {
     "truncated": _degrading(_RECORD_AGAIN + "The events before the cut were judged."),
     "bad_times": _degrading("Record again with a newer PyTorch: events with invalid times were left out."),
     "bad_durations": _degrading("Record again with a newer PyTorch: events with wrong durations were left out."),
+    "unplaced_allocations": _degrading("Record with a newer PyTorch: events of the allocator state their device."),
+    "unrecorded_collectives": _degrading(
+        "Record with a backend whose collectives the profiler records, such as gloo, and keep its annotations: until "
+        "then, waiting in these collectives counts as idle or compute."
+    ),
     "duplicate_events": _Kind(
         _INFO, "No action needed: each event counts once. Write each trace to its own file, with one profiler."
     ),
@@ -54,6 +61,9 @@ _KINDS = {
     "unmatched_pairs": _degrading("Stop the profiler after the profiled work has ended."),
     "part_of_run": _Kind(_INFO, "Export the run without --step to judge all of it."),
     "unknown_kinds": _degrading("Report this trace to tracekit's authors: the profiler that wrote it is unknown."),
+    "unknown_device": _Kind(
+        _INFO, "No action needed if the named processes are a device; else report this trace to tracekit's authors."
+    ),
     "undecided_ending_together": _Kind(
         _WARNING, "Report the names to us; until then, add this time to the exposed communication of COMM001."
     ),
@@ -217,7 +227,8 @@ class DoubtfulTrace(Rule):
 def _measured_quality(run: Run) -> pl.DataFrame:
     """Issues that traces show of their quality, without warm-up in windows whose first step is long for other reasons.
 
-    STEP001 reports stalls that are no first use, RANK005 the additional work of one rank, such as an evaluation.
+    STEP001 reports stalls that are no first use, HOST005 and HOST006 what recurs in later steps, RANK005 the additional
+    work of one rank, such as an evaluation.
     """
     lengths = run.table(breakdown.by_step).drop_nulls("step")
     is_first = pl.col("step") == pl.col("step").min().over("window")
@@ -225,10 +236,16 @@ def _measured_quality(run: Run) -> pl.DataFrame:
     medians = lengths.filter(~is_first).group_by("window").agg(pl.col("duration_ns").median().alias("median_ns"))
     # The device idles in gap_step; what the host launches late there may belong to the next step.
     stalled = run.table(outlier_steps.outlier_steps).filter(~is_first_use())
+    recurring = run.table(host_phases.host_phases).filter(pl.col("phase").is_in(judged_phases(run, is_repeated=True)))
+    of_ranks = recurring.group_by("window", "rank", "step").agg(pl.col("dur_ns").sum())
+    in_phases = of_ranks.group_by("window", "step").agg(
+        lost_ns=pl.col("dur_ns").max(), reference_ns=pl.lit(0, pl.Int64)
+    )
     worked = run.table(stragglers.occasional_stragglers).filter(pl.col("ops_ratio") >= trace_quality.MORE_OPS_RATIO)
     columns = ("lost_ns", "reference_ns")
     events = pl.concat([
-        stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step")
+        stalled.select("window", *columns, step="gap_step"), worked.select("window", *columns, "step"),
+        in_phases.select("window", *columns, "step"),
     ])  # fmt: skip
     stalls = firsts.join(events, on=["window", "step"])
     by_window = stalls.group_by("window").agg(

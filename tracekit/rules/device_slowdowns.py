@@ -145,8 +145,8 @@ class _Loss:
 class ClockDrop(Rule):
     """A clock drop: from some step on, all kernels of a device take longer by about the same factor.
 
-    What it does: reports the ranks whose kernels become slower together during the window, by how much, and from which
-    step on, if that costs `min_cost_ratio` of the window.
+    What it does: reports the ranks whose kernels become slower together during the window, at once or steadily, by how
+    much, and from which step on, if that costs `min_cost_ratio` of the window.
 
     Why it costs: the device runs at a lower clock, because it is too hot or draws too much power, and the ranks that
     exchange data with it wait.
@@ -155,7 +155,9 @@ class ClockDrop(Rule):
     neighbours on the stream) is compared with itself before, where no collective overlaps it. The moment is that after
     which kernels take longest. The slowdown is the median over kernels by their time. It must exceed 3% and how much
     the same kernel varies, and kernels with three quarters of the time must be slower by a third of it or more: a lower
-    clock slows all kernels, those bound by memory less. The cost is the saving of a replay in which these kernels take
+    clock slows all kernels, those bound by memory less. One drop, at once or steady, must explain three quarters of how
+    steps differ, and the work of no other rank may vary from step to step by half of the slowdown: sequences of uneven
+    lengths make each step take another time. The cost is the saving of a replay in which these kernels take
     time before, as a mean over all steps of the window. If the metrics log has counters of the GPU (tracekit record
     --device-metrics), the message says whether its clock fell, and why; if it did not, another process is likely.
 
@@ -170,6 +172,7 @@ class ClockDrop(Rule):
     code: ClassVar[str] = "STEP003"
     facts: ClassVar[tuple[TraceFact, ...]] = (
         device_counters.clock_drops,
+        device_counters.work_variation,
         device_counters.slowed_kernels,
         device_counters.recorded_clocks,
         *save_stages.FACTS,
@@ -178,7 +181,7 @@ class ClockDrop(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all ranks whose clock drops."""
-        drops = run.table(device_counters.clock_drops)
+        drops = run.table(device_counters.confirmed_drops)
         if drops.is_empty():
             return
         slowed = run.table(device_counters.slowed_kernels).join(drops.select(_DEVICE), on=_DEVICE, nulls_equal=True)
@@ -197,6 +200,10 @@ class ClockDrop(Rule):
         worst = largest_first(costly, "lost_ratio", "rank").row(0, named=True)
         ranks, places = distinct(costly, "rank"), losses.join(costly, on=_DEVICE, how="semi", nulls_equal=True)
         since = "the middle of the window" if worst["step"] is None else f"step {worst['step']}"
+        longer = f"{worst['slowdown']:.2f} times as long as before in total "
+        longer += f"({worst['low']:.2f} to {worst['high']:.2f} for the middle half of their time)"
+        if worst["is_gradual"]:
+            longer = f"longer and longer, in the end {worst['slowdown']:.2f} times as long as before"
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {units.ranges(ranks)}"
         fell, clock = None, ""
         clocks = quoted_step.rows_of(run.table(device_counters.recorded_clocks), worst, _DEVICE)
@@ -211,10 +218,8 @@ class ClockDrop(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{what}: from {since} on, kernels of rank {worst['rank']} take {worst['slowdown']:.2f} "
-            f"times as long as before in total ({worst['low']:.2f} to {worst['high']:.2f} for the middle half of "
-            f"their time). That adds {units.duration(worst['lost_ns'])} to the window "
-            f"({units.share(worst['lost_ratio'])}).{clock}",
+            f"{what}: from {since} on, kernels of rank {worst['rank']} take {longer}. That adds "
+            f"{units.duration(worst['lost_ns'])} to the window ({units.share(worst['lost_ratio'])}).{clock}",
             _FIX if fell is not False else _OTHER_FIX,
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"] // max(1, worst["steps"]),

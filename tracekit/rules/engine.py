@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.conventions import VERSION
 from tracekit.errors import RuleError
@@ -15,7 +15,7 @@ from tracekit.model.run import OnTrace, Run, require_run
 from tracekit.model.source import Source
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph import dependency_graph, representative_ranks
-from tracekit.rules import cost_attribution, severity
+from tracekit.rules import cost_attribution, severity, unreported_causes
 from tracekit.rules.registry import all_rules
 from tracekit.rules.rule import (
     TIMED_FAMILIES,
@@ -54,7 +54,9 @@ _IDLE_FAMILIES = (*TIMED_FAMILIES, "STEP")
 _IDLE_CODES = ("MEM001", "MEM002")
 _UNCERTAIN = 0.3
 
-FACTS: tuple[TraceFact, ...] = (trace_quality.data_quality, trace_quality.cut_steps, breakdown.by_step)
+FACTS: tuple[TraceFact, ...] = (
+    trace_quality.data_quality, trace_quality.cut_steps, contents.contents, breakdown.by_step,
+)  # fmt: skip
 
 
 def check(
@@ -121,6 +123,7 @@ def check(
     report = Report(run, sort_findings(limit_findings(run, findings)), notes, inputs, VERSION)
     report = replace(report, rules=tuple(rule.code for rule in selected), blind_spots=blind_spots)
     graded = severity.by_cost(cost_attribution.attribute_costs(report))
+    graded = unreported_causes.with_unreported(graded, selected)
     wholes = {rule.code: rule.part_of for rule in selected if rule.part_of}
     return name_iterations(replace(graded, findings=tuple(_parts(graded.findings, wholes))))
 

@@ -1,6 +1,5 @@
 """Rules on the host: late launches, blocking synchronization, and data loading."""
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,10 +11,10 @@ from tracekit.analysis.compute import contention
 from tracekit.analysis.host import host_stalls, launch_delay
 from tracekit.analysis.parallelism import workload
 from tracekit.analysis.time import breakdown, host_state
-from tracekit.model import escaping, intervals, units
+from tracekit.model import escaping, intervals, kernel_names, units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH
+from tracekit.replay.graph.causes.host import BLOCKING_SYNC, DATA_LOADING, LATE_LAUNCH, MAJORITY_PAUSE_RATIO
 from tracekit.rules import quoted_step
 from tracekit.rules.quoted_step import DEVICE, KEY
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first
@@ -36,7 +35,6 @@ _ACTIVITIES = {
 }
 _LATER_STEPS = "Profile later steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2)."
 _FEWER_LAUNCHES = "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: {}."
-_FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 _PLACE = [*DEVICE, "phase", "name", "nth"]
 
 
@@ -117,25 +115,32 @@ class LateLaunch(Rule):
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long Python pauses that occur at the same place in every step, with the shortest duration.
 
+        Those of a quarter of the step, on all ranks, need occur in more than half of the steps only.
         A pause before the first op of the loop's body is at the end of the previous step's window, so the last step of
         a window need not have it. Where no steps are marked: pauses before the same compute that occur several times in
         the window.
         """
         steps = save_stages.steps(run)
-        counts = steps.group_by(DEVICE).agg(pl.len().alias("steps"), pl.col("step").max().alias("last_step"))
+        counts = steps.group_by(DEVICE).agg(
+            pl.len().alias("steps"),
+            pl.col("step").max().alias("last_step"),
+            pl.col("duration_ns").mean().alias("mean_ns"),
+        )
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
         pauses = pauses.join(steps, on=KEY, how="semi", nulls_equal=True)
         counted = pauses.join(counts, on=DEVICE, nulls_equal=True, maintain_order="left")
-        at_place = counted.with_columns(
-            pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
-        )
+        is_longer = pl.col("dur_ns") >= MAJORITY_PAUSE_RATIO * pl.col("mean_ns")
+        in_most = (pl.col("step").filter(is_longer).n_unique().over(_PLACE) * 2 > pl.col("steps")) & is_longer
+        at_place = counted.with_columns(pl.col("step").n_unique().over(_PLACE).alias("seen"), in_most.alias("in_most"))
+        ranks = pl.col("rank").filter("in_most").n_unique().over("window", "phase", "name", "nth")
         is_between = (pl.col("step").max().over(_PLACE) < pl.col("last_step")).cast(pl.Int64)
-        in_steps = (
-            (pl.col("seen") == pl.col("steps") - is_between) & (pl.col("seen") > 1) & pl.col("step").is_not_null()
-        )
+        in_all = pl.col("seen") == pl.col("steps") - is_between
+        in_steps = (in_all | (pl.col("in_most") & (ranks == len(run.ranks)))) & (pl.col("seen") > 1)
+        in_steps &= pl.col("step").is_not_null()
         by_name = [*DEVICE, "phase", "name"]
         in_window = pl.col("step").is_null() & (pl.len().over(by_name) > 1)
-        shortest_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise("dur_ns")
+        at_one = pl.col("dur_ns").min().over(_PLACE)
+        shortest_ns = pl.when(pl.col("step").is_null()).then(pl.col("dur_ns").min().over(by_name)).otherwise(at_one)
         return at_place.filter(in_steps | in_window).with_columns(shortest_ns).select(late.columns)
 
 
@@ -370,7 +375,7 @@ def _place(rows: pl.DataFrame) -> str:
     """Clause on the function with more than half of the time of host gaps; "" without one."""
     sums = _by_function(rows)
     is_most = sums.height > 0 and 2 * sums["dur_ns"][0] > rows["dur_ns"].sum()
-    return " at " + _FRAME.sub(r"\1:\2 (\3)", sums["stack"][0]) if is_most else ""
+    return " at " + kernel_names.code_line(sums["stack"][0]) if is_most else ""
 
 
 def _by_function(rows: pl.DataFrame) -> pl.DataFrame:

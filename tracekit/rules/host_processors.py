@@ -39,7 +39,7 @@ class OversubscribedHost(Rule):
     threads nor CPU time. Ops with the same shapes may differ in their values (sparse, denormal).
     """
 
-    code: ClassVar[str] = "HOST005"
+    code: ClassVar[str] = "HOST007"
     facts: ClassVar[tuple[TraceFact, ...]] = (*cpu_contention.FACTS, *save_stages.FACTS)
     min_lost_ratio: float = 0.05
 

@@ -21,6 +21,9 @@ _HOST_DOES = {
     host_state.SYNCHRONIZE: "waits for the device",
     host_state.DATA: "waits for data",
     host_state.ALLOCATOR: "waits for the allocator",
+    host_state.COMPILE: "compiles",
+    host_state.GARBAGE_COLLECTION: "runs Python's garbage collector",
+    host_state.PYTHON: "is in Python or not scheduled",
 }
 
 
@@ -32,7 +35,7 @@ class Subject:
     others: str = "the other ranks"
     is_plural: bool = False
     tail: str = ""
-    """Ends the claim: "; the others wait for it"."""
+    """Ends the claim: ", and the others wait for it"."""
 
     @property
     def has(self) -> str:
@@ -79,14 +82,18 @@ def reason(excess: ExcessTime | None, subject: Subject, *, lost_ns: int, balance
 
 def _evidence(excess: ExcessTime, subject: Subject) -> str:
     """Sentence on the parts of the excess: "It takes 22 ms longer a step: 22 ms for extra calls (spin_kernel)"."""
-    limit_ns = _MIN_NAMED * excess.total_ns
+    verb = subject.verb("It takes", "They take")
+    return f" {verb} {units.duration(excess.total_ns)} longer a step than {subject.others}: {excess_parts(excess)}."
+
+
+def excess_parts(excess: ExcessTime) -> str:
+    """The kinds with a tenth of the excess or more: "22 ms for extra calls (most in spin_kernel)"."""
     parts = []
     for kind, kind_ns in excess.kinds.items():
-        if kind_ns >= limit_ns:
+        if kind_ns >= _MIN_NAMED * excess.total_ns:
             rows = excess.rows.filter(pl.col("excess_ns") > 0, kind=kind)
             parts.append(f"{units.duration(kind_ns)} for {_NOUNS[kind]}{_most_of(rows, kind_ns)}")
-    verb = subject.verb("It takes", "They take")
-    return f" {verb} {units.duration(excess.total_ns)} longer a step than {subject.others}: {', '.join(parts)}."
+    return ", ".join(parts)
 
 
 _NOUNS = dict(
@@ -110,7 +117,7 @@ def _most_of(rows: pl.DataFrame, kind_ns: int) -> str:
     kernel, excess_ns, module = _top(rows)
     if excess_ns < _MIN_NAMED * kind_ns:
         return ""
-    return f" (most in {short_name(kernel)}{f' of {module}' if module else ''})"
+    return f" (most in {short_name(kernel)}{f' of {module}' if module else ''}{_line_of(rows, kernel)})"
 
 
 def _top(rows: pl.DataFrame) -> tuple[str, int, str | None]:
@@ -119,6 +126,16 @@ def _top(rows: pl.DataFrame) -> tuple[str, int, str | None]:
     sums = rows.group_by("kernel").agg(pl.col("excess_ns").sum(), module.alias("module"))
     kernel, excess_ns, module_name = sums.sort("excess_ns", "kernel", descending=[True, False]).row(0)
     return kernel or "unknown work", excess_ns, module_name
+
+
+def _line_of(rows: pl.DataFrame, kernel: str) -> str:
+    """The line of the user's code with most of a kernel's excess: " at train.py:20 (step)"; "" without stacks."""
+    called = rows.filter(pl.col("kernel").eq_missing(kernel))
+    sums = called.drop_nulls("line").group_by("line").agg(pl.col("excess_ns").sum())
+    if sums.is_empty():
+        return ""
+    line, excess_ns = sums.sort("excess_ns", "line", descending=[True, False]).row(0)
+    return f" at {kernel_names.code_line(line)}" if excess_ns >= _MOST * int(called["excess_ns"].sum()) else ""
 
 
 def short_name(kernel: str) -> str:
@@ -138,7 +155,8 @@ def _extra(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[st
     never = f"that {subject.others} never {'runs' if subject.others.startswith('rank ') else 'run'}"
     runs = subject.verb("runs", "run")
     if is_most:
-        claim = f"{subject.name} {runs} {what} {times} {never if is_new else f'more than {subject.others}'}"
+        claim = f"{subject.name} {runs} {what} {times}{_line_of(rows, kernel)} "
+        claim += never if is_new else f"more than {subject.others}"
     else:
         claim = f"{subject.name} {runs} {count:,} kernels {never if is_new else f'more than {subject.others}'}"
     return claim, (
@@ -203,7 +221,8 @@ def _late(excess: ExcessTime, rows: pl.DataFrame, subject: Subject) -> tuple[str
         return claim, UNKNOWN.format(ranks=who)
     does = _HOST_DOES.get(detail)
     claim = f"{subject.has} host {does} for longer" if does else f"{subject.has} host launches kernels late"
-    return claim, SLOW_HOST.format(ranks=who)
+    fixes = {host_state.COMPILE: FIX_COMPILATION, host_state.GARBAGE_COLLECTION: FIX_GARBAGE}
+    return claim, fixes.get(detail, SLOW_HOST.format(ranks=who))
 
 
 def _that_of(subject: Subject) -> str:
@@ -223,8 +242,17 @@ SLOW_KERNELS = (
     "move the work to another node to separate hardware from data."
 )
 SLOW_HOST = (
-    "Check the hosts of {ranks}: what Python does before the launches (data loading, logging, gc), CPU load and "
-    "frequency, other processes and the binding of CPUs on the node (HOST001, HOST003)."
+    "Check the hosts of {ranks}: what Python does before the launches (garbage collection: gc.freeze(), gc.disable() "
+    "and gc.collect(1) at one time on all ranks; data loading, logging), CPU load and frequency, other processes and "
+    "the binding of CPUs on the node (HOST001, HOST003)."
+)
+FIX_COMPILATION = (
+    "Find the guard that fails (TORCH_LOGS=recompiles), and compile for dynamic shapes (torch.compile(dynamic=True), "
+    "torch._dynamo.mark_dynamic) or pad the inputs to a few sizes. Keep Python numbers and modules constant."
+)
+FIX_GARBAGE = (
+    "Call gc.freeze() after model and data are built and gc.disable(), and gc.collect(1) at one time on all ranks, "
+    "every few hundred steps."
 )
 UNKNOWN = (
     "Check what {ranks} does before its collectives: GPU clocks and temperature, uneven work, a busy host "

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.host import host_stalls
 from tracekit.analysis.memory import steady_state
-from tracekit.analysis.parallelism import outlier_steps, workload
+from tracekit.analysis.parallelism import late_ranks, outlier_steps, workload
 from tracekit.analysis.time import breakdown, host_state
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -18,6 +18,7 @@ from tracekit.replay.graph import causes
 from tracekit.replay.graph.causes.cause import Cause
 from tracekit.replay.graph.causes.stalls import SINGLE_STALL, Removal
 from tracekit.replay.graph.nodes import HostSpan
+from tracekit.rules import host_phases, late_work, recurrence
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, largest_first, warnings
 from tracekit.sync import collective_matching
 
@@ -29,6 +30,7 @@ _FACTS: tuple[TraceFact, ...] = (
     collective_matching.calls,
     workload.marks,
     steady_state.device_calls,
+    *host_phases.FACTS,
 )
 _EVIDENCE_ROWS = 40
 _PAIR = 2
@@ -57,11 +59,10 @@ _FIXES = {
     host_stalls.ALLOCATION: "Allocate the largest sizes before training (one step with the longest input), or set "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     host_stalls.PROFILER: "Ignore this step, or record fewer steps and events in a window.",
-    host_stalls.COMPILE: "Find what is compiled again (TORCH_LOGS=recompiles), and mark changing sizes as dynamic.",
+    host_stalls.COMPILE: late_work.FIX_COMPILATION,
     host_stalls.AUTOTUNE: "Fix the input sizes, or autotune before training: each new size is benchmarked.",
     host_stalls.KERNEL_LOADING: "Run every kind of step once before training, or set CUDA_MODULE_LOADING=EAGER.",
-    host_stalls.GARBAGE_COLLECTION: "Call gc.freeze() after the model is built and gc.disable(), and gc.collect() on "
-    "all ranks in the same step.",
+    host_stalls.GARBAGE_COLLECTION: late_work.FIX_GARBAGE,
     host_stalls.DATA: "Prefetch more batches (prefetch_factor, num_workers), with persistent_workers=True.",
     host_stalls.LAUNCH: "Check what else uses the GPU and the driver at that time (other processes, monitoring, a "
     "module loaded at its first use).",
@@ -114,6 +115,7 @@ class OutlierStep(Rule):
 
     code: ClassVar[str] = "STEP001"
     facts: ClassVar[tuple[TraceFact, ...]] = _FACTS
+    finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_lost_ratio: float = 0.03
     min_step_ratio: float = 0.1
     min_cpu_step_ratio: float = 0.5
@@ -121,7 +123,7 @@ class OutlierStep(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for each cause and set of ranks, the costliest first."""
-        events = run.table(outlier_steps.outlier_steps).filter(~is_cold())
+        events = _single_events(run).filter(~is_cold())
         ranks = pl.when("is_everyone").then(None).otherwise("ranks").alias("_of")
         for _, similar in largest_first(events, "lost_ns", "start_ns").group_by("cause", ranks, maintain_order=True):
             on_device = breakdown.is_on_device(run)
@@ -167,7 +169,7 @@ class OutlierStep(Rule):
             is_unnamed = event["cause"] == host_stalls.OTHER
             waits = ", as in a save, an evaluation or logging without a span" if is_unnamed else ""
         else:
-            waits = "; the other ranks wait for it" if len(run.ranks) > 1 else ""
+            waits = ", and the other ranks wait for it" if len(run.ranks) > 1 else ""
             ranks = event["ranks"]
             who = f"the host of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} stalls"
         stall_ns = int(events["stall_ns"].sum())
@@ -175,8 +177,7 @@ class OutlierStep(Rule):
         how_often = f"It takes {took} ({share}) of the window."
         if steps > 1:
             count = events.select(pl.struct("window", "step").n_unique()).item()
-            how_often = f"It happens {'once' if count == 1 else f'in {count} steps'} in {steps} profiled steps, so it "
-            how_often += f"may be rare; it takes {took} in total ({share} of the time)."
+            how_often = f"{recurrence.sentence(count, steps)}; it takes {took} in total ({share} of the time)."
         subject = "Every rank" if everyone else units.numbered("rank", event["ranks"]).capitalize()
         in_steps = distinct(events, "step")
         in_step = f" in {units.numbered('step', in_steps)}" if in_steps else ""
@@ -184,7 +185,7 @@ class OutlierStep(Rule):
             self.code,
             severity,
             f"{where(event, event['stall_ns'])}{who} for {units.duration(event['stall_ns'])}, "
-            f"while it {_what(event)}{waits}. {how_often}",
+            f"while it {_what(event)}{waits}. {how_often}{_excess(run, events)}",
             fix,
             impact=min(1.0, lost_ns / max(window_ns, 1)),
             cost_ns=lost_ns // max(steps, 1),
@@ -200,6 +201,21 @@ class OutlierStep(Rule):
             subject=f"{cause} {'all ranks' if everyone else event['ranks']}",
             stall=cause,
         )
+
+
+def _excess(run: Run, events: pl.DataFrame) -> str:
+    """Sentence on what the ranks of events take longer for in their steps than in those without a stall; "" if none."""
+    event = events.row(0, named=True)
+    stalled = run.table(outlier_steps.outlier_steps).select("window", "step").unique()
+    usual = (
+        run.table(breakdown.by_step).select("window", "step").unique().join(stalled, on=["window", "step"], how="anti")
+    )
+    ranks = run.ranks if event["is_everyone"] else event["ranks"]
+    excess = late_ranks.excess_of_steps(run, ranks, events, usual)
+    if excess is None or excess.total_ns <= 0:
+        return ""
+    longer = units.duration(excess.total_ns)
+    return f" Its work takes {longer} longer than in steps without a stall: {late_work.excess_parts(excess)}."
 
 
 @dataclass(frozen=True)
@@ -227,7 +243,7 @@ class ColdStart(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding, on all first uses of the run."""
-        events = run.table(outlier_steps.outlier_steps).filter(is_warm_up(self.min_step_ratio))
+        events = _single_events(run).filter(is_warm_up(self.min_step_ratio))
         if events.is_empty():
             return
         event = largest_first(events, "lost_ns", "start_ns").row(0, named=True)
@@ -244,6 +260,11 @@ class ColdStart(Rule):
             steps=distinct(events, "step"),
             evidence=_evidence(run, events),
         )
+
+
+def _single_events(run: Run) -> pl.DataFrame:
+    """Events of `outlier_steps.outlier_steps` without those of which HOST005 and HOST006 speak."""
+    return run.table(outlier_steps.outlier_steps).filter(~pl.col("cause").is_in(host_phases.judged_phases(run)))
 
 
 def is_warm_up(min_step_ratio: float = ColdStart.min_step_ratio) -> pl.Expr:
@@ -264,7 +285,7 @@ def is_first_use() -> pl.Expr:
 
 def removal(run: Run, finding: Finding) -> Removal:
     """Removal in a replay for a finding of STEP001: its stalls."""
-    stalls = run.table(outlier_steps.outlier_steps).filter(_belongs_to(finding))
+    stalls = _single_events(run).filter(_belongs_to(finding))
     return Removal(SINGLE_STALL, (), tuple(_spans(run, stalls)))
 
 
@@ -273,7 +294,7 @@ def reported_stalls(run: Run, findings: Iterable[Finding]) -> pl.DataFrame:
     is_reported = is_warm_up() & pl.lit(any(finding.code == ColdStart.code for finding in findings))
     for finding in (warning for warning in warnings(findings) if warning.code == OutlierStep.code):
         is_reported |= _belongs_to(finding)
-    return run.table(outlier_steps.outlier_steps).filter(is_reported)
+    return _single_events(run).filter(is_reported)
 
 
 def remaining_spans(run: Run, stalls: pl.DataFrame, cause: Cause) -> tuple[HostSpan, ...]:

@@ -178,7 +178,7 @@ class UnbalancedStages(Rule):
             why = f" {whose} layers take {slowdown:.2f} times as long as those of other stages."
         several = len(stages) > 1
         subject = Subject(
-            stage_text, "the other stages", several, f"; the others wait for {'them' if several else 'it'}"
+            stage_text, "the other stages", several, f", and the others wait for {'them' if several else 'it'}"
         )
         has_more = bool(balance.layers) and not is_slow
         excess = None if has_more else late_ranks.excess_of_stages(run, stages)

@@ -17,6 +17,7 @@ from tracekit.rules.contention import ContendedCompute, PreparationGap, StarvedC
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.device_slowdowns import ClockDrop, DeviceStall
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.host_phases import GarbageCollection, Recompilation
 from tracekit.rules.host_processors import OversubscribedHost
 from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.memory_reuse import ChangingSizes, NeedlessRecomputation, ReallocatedBuffers
@@ -48,13 +49,14 @@ RULES: tuple[type[Rule], ...] = (
     ExposedCommunication, SmallCollectives, ReducedEveryMicroBatch, PreparationGap, GiveWay, SerializedStreams,
     ContendedCompute, StarvedCollectives, DeviceStall, Straggler, SlowLink, UnevenRanks, LateGroup, OccasionalStraggler,
     PipelineBubble, UnbalancedStages, FewMicroBatches, ShardedMicroBatches, SlowPipelineLink, TensorParallelAcrossNodes,
-    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, ExposedCopy, OversubscribedHost,
-    MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels, PartialWaves, OutlierStep, ColdStart,
-    ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation, GrowingMemory, LittleHeadroom,
-    IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes, ReallocatedBuffers,
-    BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter, PlannedSave, GlobalSync,
-    GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval, LostOnPowerFailure,
-    UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
+    ExposedTensorParallel, OverloadedExperts, LateLaunch, BlockingSync, DataStall, Recompilation, GarbageCollection,
+    OversubscribedHost, ExposedCopy, MisalignedProducts, IdleTensorCores, UnfusedOptimizer, UnfusedKernels,
+    PartialWaves, OutlierStep, ColdStart, ClockDrop, StalledCollective, SteadyDeviceAllocation, NeedlessRecomputation,
+    GrowingMemory,
+    LittleHeadroom, IdleReserve, PeakOwner, AllocatorRetry, FragmentedMemory, CrossStreamSlack, ChangingSizes,
+    ReallocatedBuffers, BlockingCheckpoint, SerializedSave, StagedSave, SlowStorage, SlowSync, StragglingWriter,
+    PlannedSave, GlobalSync, GilContention, CpuStarvation, BlockingBackgroundSave, AmplifiedRestore, SuboptimalInterval,
+    LostOnPowerFailure, UnverifiedShards, CrowdedSave, SeveralWriters, DoubtfulTrace,
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.conventions import object_storage
-from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import NO_SETTINGS, ReadSettings
 from tracekit.errors import InputError, RuleError
 from tracekit.executors.processes import ProcessesPerPass
 from tracekit.ingest import disk_cache, file_states, files, loader, readers
@@ -51,20 +51,20 @@ def report(
     *,
     facts: Iterable[TraceFact] = (),
     surveys: Iterable[Fact[Run]] = (),
-    devices: Sequence[DeviceOverride] = (),
+    settings: ReadSettings = NO_SETTINGS,
     on_progress: OnTrace | None = None,
     on_crash: Callable[[str, RuleError], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with default thresholds, from the cache if it is there.
 
-    Its run has measured `facts` and `surveys`, and the facts of all rules; `devices` are as in `loader.load`,
+    Its run has measured `facts` and `surveys`, and the facts of all rules; `settings` are as in `loader.load`,
     `on_crash` as in `engine.check`. A report without a rule that crashed is not stored. Raises the errors of both.
     """
-    key = run_key(path, devices=devices)
-    cached = get(key, path, devices) if key is not None else None
+    key = run_key(path, settings=settings)
+    cached = get(key, path, settings) if key is not None else None
     if cached is not None:
         return cached
-    run = loader.load(path, devices=devices, executor=ProcessesPerPass())
+    run = loader.load(path, settings=settings, executor=ProcessesPerPass())
     crashed: list[str] = []
 
     def note(code: str, error: RuleError) -> None:
@@ -77,19 +77,21 @@ def report(
     for survey in surveys:
         run.table(survey)
     if (
-        not crashed and key is not None and run_key(path, devices=devices) == key
+        not crashed and key is not None and run_key(path, settings=settings) == key
     ):  # else the run changed while it was read
         put(key, new_report)
-        run.use_cache(_MeasuredTables(DiskCache.of_user("reports"), key, {}, _LazyRun(path, key, devices).is_unchanged))
+        run.use_cache(
+            _MeasuredTables(DiskCache.of_user("reports"), key, {}, _LazyRun(path, key, settings).is_unchanged)
+        )
     return new_report
 
 
-def summary(path: str, state: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> Summary | None:
+def summary(path: str, state: FileStates | None = None, settings: ReadSettings = NO_SETTINGS) -> Summary | None:
     """Return the summary of a run; None if it was not checked, or changed since.
 
     `state` is the state of its files, if the caller has it already.
     """
-    key = run_key(path, state, devices)
+    key = run_key(path, state, settings)
     return None if key is None else DiskCache.of_user("reports").get(key, report_entry.read_summary)
 
 
@@ -116,23 +118,23 @@ def remote_states(listed: Iterable[RemoteFile], url: str) -> FileStates | None:
     return FileStates(tuple(sorted(states, key=lambda state: state.path)))
 
 
-def run_key(path: str, known_states: FileStates | None = None, devices: Sequence[DeviceOverride] = ()) -> str | None:
+def run_key(path: str, known_states: FileStates | None = None, settings: ReadSettings = NO_SETTINGS) -> str | None:
     """Return the key of a run's report; None if it cannot be cached.
 
-    `devices` are what a user states of devices. Raises InputError if a URL cannot be listed.
+    `settings` are as in `loader.load`. Raises InputError if a URL cannot be listed.
     """
     states = run_states(path) if known_states is None else known_states
     if states is None:
         return None
     # The report's file names depend on how the run's path was written.
     absolute = path if object_storage.is_url(path) else str(Path(path).absolute())
-    text = repr((_code_hash(), path, absolute, states.stamp, *devices))
+    text = repr((_code_hash(), path, absolute, states.stamp, settings))
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def get(key: str, path: str, devices: Sequence[DeviceOverride] = ()) -> Report | None:
+def get(key: str, path: str, settings: ReadSettings = NO_SETTINGS) -> Report | None:
     """Return the report stored under `key` of the run at `path`; None if there is no valid one."""
-    run = _LazyRun(path, key, devices)
+    run = _LazyRun(path, key, settings)
     reports = DiskCache.of_user("reports")
     stored = reports.get(key, lambda file: report_entry.read(file, run.reader))
     if stored is None:
@@ -150,8 +152,8 @@ def put(key: str, report: Report) -> None:
 class _LazyRun:
     """A run that is loaded when one of its traces is needed."""
 
-    def __init__(self, path: str, key: str, devices: Sequence[DeviceOverride]) -> None:
-        self._path, self._key, self._devices = path, key, tuple(devices)
+    def __init__(self, path: str, key: str, settings: ReadSettings) -> None:
+        self._path, self._key, self._settings = path, key, settings
         self._run: Run | None = None
         self._lock = Lock()
 
@@ -160,7 +162,7 @@ class _LazyRun:
 
     def is_unchanged(self) -> bool:
         """Return whether the files of the run are those that were checked."""
-        return run_key(self._path, devices=self._devices) == self._key
+        return run_key(self._path, settings=self._settings) == self._key
 
     def _read(self, window: int, rank: int, path: str) -> Trace:
         with self._lock:
@@ -168,7 +170,7 @@ class _LazyRun:
                 if not self.is_unchanged():
                     # Not BadTraceError: a run would continue without that rank.
                     raise InputError(f"{self._path}: changed since it was checked; open it again")
-                self._run = loader.load(self._path, devices=self._devices)
+                self._run = loader.load(self._path, settings=self._settings)
         for source in self._run.sources:
             if (source.window, source.rank, source.path) == (window, rank, path):
                 return source.read()

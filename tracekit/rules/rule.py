@@ -123,21 +123,25 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The finding in one sentence with one number, without a full stop: "Rank 1 computes longer: saves 9 ms …"."""
-        return f"{self.claim}: {self.cost_in_words}" if self.cost_in_words else self.claim
+        """The finding in one sentence, without a full stop: "Rank 1 computes longer; fixing it saves 9 ms of …"."""
+        if not self.cost_in_words:
+            return self.claim
+        return f"{self.claim}; {'fixing it' if self.is_priced else 'it'} {self.cost_in_words}"
 
     @property
     def cost_in_words(self) -> str:
-        """The cost: "saves 16.1 ms a step (8.4%)" by replay, else "costs up to 16.1 ms a step (8.4%)"; "" without."""
+        """The cost: "saves 16 ms of 190 ms a step (8.4%)" by replay, else "costs up to 16 ms of …"; "" without."""
         if not self.impact:
             return ""
         verb = "saves" if self.is_priced else "costs up to"
         if not self.cost_ns:
             return f"{verb} {units.share(self.impact)} of {self.time_noun}"
-        per_step = " an iteration" if self.is_of_iterations else " a step"
-        duration = units.duration(self.cost_ns) + ("" if self.is_of_window else per_step)
-        share = units.share(self.impact) + (f" of {self.time_noun}" if self.is_of_training or self.is_of_window else "")
-        return f"{verb} {duration} ({share})"
+        duration, share = units.duration(self.cost_ns), units.share(self.impact)
+        if self.is_of_training or self.is_of_window:
+            per_step = "" if self.is_of_window else " a step"
+            return f"{verb} {duration}{per_step} ({share} of {self.time_noun})"
+        whole = f" of {units.duration(round(self.cost_ns / self.impact))}" if self.impact < 1 else ""
+        return f"{verb} {duration}{whole} {'an iteration' if self.is_of_iterations else 'a step'} ({share})"
 
     @property
     def time_noun(self) -> str:

@@ -15,7 +15,8 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.replay.graph.causes.device_time import STRAGGLER
-from tracekit.rules import late_work, outlier_steps, quoted_step
+from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
+from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
 from tracekit.rules.late_work import Reason, Subject
 from tracekit.rules.model_parallel import OverloadedExperts, overloaded_ranks
@@ -25,6 +26,8 @@ from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct, large
 _EVIDENCE_ROWS = 40
 _STEP = ("window", "step")
 _MOST = 0.5
+_MIN_LATEST_RATIO = 2 / 3
+"""Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
 _MAX_NAMED = 3
 
 
@@ -138,7 +141,7 @@ class Straggler(Rule):
         late_steps = late.select(_STEP)
         named = name.capitalize() if place is None else f"{place[0].upper()}{place[1:]} ({name})"
         others = late_work.names(ranks, run.ranks)
-        tail = f"; {'the others wait' if len(run.ranks) - len(ranks) > 1 else f'{others} waits'} for "
+        tail = f", and {'the others wait' if len(run.ranks) - len(ranks) > 1 else f'{others} waits'} for "
         tail += "them" if several else "it"
         subject = Subject(named, others, several, tail)
         hidden = tuple(rank for rank in worst["group"] if rank not in ranks)
@@ -246,10 +249,12 @@ class UnevenRanks(Rule):
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
-    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. Where
-    more than half of the waiting ends in a replay without the causes that have a warning, such as late launches, the
-    finding is information, with the cost of the rest. Below `min_wait_ratio`, the rank that the others wait for most is
-    information if a replay in which nobody waits for it saves `min_latest_ratio` of the step.
+    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
+    two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the saving of
+    a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a
+    replay without the causes that have a warning, such as late launches, the finding is information, with the cost of
+    the rest. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
+    waits for it saves `min_latest_ratio` of the step.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
@@ -306,10 +311,26 @@ class UnevenRanks(Rule):
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
         in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
         last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
+        latest_rank = _mostly_latest(in_steps)
+        if latest_rank is not None:
+            last = last.filter(rank=latest_rank)
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None
-        subject = Subject("The latest rank", late_work.names(most_late[:1], run.ranks), tail=_IN_TURN)
+        others = late_work.names(most_late[:1] if latest_rank is None else [latest_rank], run.ranks)
+        if latest_rank is None:
+            sums = largest_first(in_steps.group_by("rank").agg(pl.col("dur_ns").sum()), "dur_ns", "rank")
+            in_turn = [
+                f"rank {rank} ({units.share(dur_ns / max(1, int(sums['dur_ns'].sum())))})"
+                for rank, dur_ns in sums.head(_MAX_NAMED).iter_rows()
+            ]
+            subject = Subject("The latest rank", others, tail=f", and ranks vary: {', '.join(in_turn)}")
+        else:
+            waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
+            subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
         balanced_ratio = 1 - 1 / len(run.ranks)
         reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
+        claim = f"Ranks wait for each other in turn, {late_for}"
+        if latest_rank is not None:
+            claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -322,12 +343,13 @@ class UnevenRanks(Rule):
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
             confidence=0.7,
-            ranks=distinct(quoted, "rank"),
+            ranks=distinct(quoted, "rank") if latest_rank is None else (latest_rank,),
             steps=distinct(late_steps, "step"),
             evidence=quoted.head(_EVIDENCE_ROWS).select(
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
-            claim=reason.claim if reason else f"Ranks wait for each other in turn, {late_for}",
+            claim=reason.claim if reason else claim,
+            what_if=None if latest_rank is None else WhatIf(STRAGGLER, Straggler.min_cost_ratio),
             is_of_window=worst["step"] is None,
         )
 
@@ -370,7 +392,14 @@ class UnevenRanks(Rule):
         )
 
 
-_IN_TURN = "; ranks wait for each other in turn"
+def _mostly_latest(waited: pl.DataFrame) -> int | None:
+    """Rank for which two thirds of the waiting are in more than half of the steps; None if it varies.
+
+    `waited` has one row per step and rank that is waited for: window, step, rank, dur_ns.
+    """
+    leads = waited.filter(pl.col("dur_ns") > _MIN_LATEST_RATIO * pl.col("dur_ns").sum().over(_STEP))
+    counts = leads.group_by("rank").len().filter(pl.col("len") > _MOST * waited.select(_STEP).n_unique())
+    return None if counts.is_empty() else int(counts["rank"][0])
 
 
 _FIX_WORK = (
@@ -431,11 +460,12 @@ class OccasionalStraggler(Rule):
     Why it costs: all other ranks wait meanwhile. Rules on the median step do not see it.
 
     How it is measured: as in RANK001, the time that the other ranks lose to waiting for the rank, in each step. It
-    counts where it is longer than in the rank's usual step by 15% of the median step or more (50% on a CPU run), and
+    counts where it is longer than in the rank's usual step by 15% of the median step or more (25% on a CPU run), and
     where more than half of all waiting in the step is for this rank. What it takes longer for is compared with the
     other ranks as in RANK001. Losses below `min_lost_ratio` of the window, and ranks that straggle in most steps, are
     left out. On a CPU run, where other processes slow ranks down, a single step in which the rank runs no more
-    operators than usual is information. The cost is the mean per step.
+    operators than usual is information. The cost is the saving of a replay in which the rank takes no longer in these
+    steps than in its others, as a mean over all steps.
 
     How to fix: divide the evaluation, metrics or samples among the ranks, or do them less often.
 
@@ -472,12 +502,16 @@ class OccasionalStraggler(Rule):
         event = largest_first(events, "lost_ns", "window", "step").row(0, named=True)
         ranks = tuple(event["late_ranks"])
         name = units.numbered("rank", ranks)
-        times = "once in" if events.height == 1 else f"in {events.height} of"
-        recurs = "so it may be rare" if events.height == 1 else "so it recurs"
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
-        is_sure = has_more_ops or breakdown.is_on_device(run) or events.height > 1
-        in_step = f" in {'step' if events.height == 1 else 'steps'} {units.ranges(events['step'].to_list())}"
+        is_repeated = recurrence.of_count(events.height, steps).is_repeated
+        is_sure = has_more_ops or breakdown.is_on_device(run) or is_repeated
         others = late_work.names(ranks, run.ranks)
+        in_step = f" in {units.numbered('step', distinct(events, 'step'))}"
+        if is_repeated:
+            in_step = (
+                f" in {events.height} of {steps} steps; {others} {'waits' if len(run.ranks) == 2 else 'wait'} for "
+            )
+            in_step += "them" if len(ranks) > 1 else "it"
         subject = Subject(name.capitalize(), others, len(ranks) > 1, in_step)
         reason = _occasional_reason(run, ranks, events, subject)
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == event["late_rank"])
@@ -486,21 +520,29 @@ class OccasionalStraggler(Rule):
             self.code,
             Severity.WARNING if is_sure else Severity.INFO,
             f"{outlier_steps.where(event, event['lost_ns'])}the other ranks lose {units.duration(event['lost_ns'])} to "
-            f"waiting for {name}{_work(event)}. It happens {times} {steps} profiled steps, {recurs}; it "
+            f"waiting for {name}{_work(event)}. {recurrence.sentence(events.height, steps)}; it "
             f"takes {units.duration(int(events['lost_ns'].sum()))} in total ({units.share(lost_ratio)} of the time)."
             f"{reason.evidence if reason else ''}",
             reason.fix if reason else (_FIX_WORK if has_more_ops else _FIX_SLOW).format(ranks=name),
             impact=min(1.0, lost_ratio),
             cost_ns=int(events["lost_ns"].sum()) // max(1, steps),
-            confidence=0.8 if has_more_ops else 0.6,
+            confidence=0.8 if has_more_ops or is_repeated else 0.6,
             ranks=ranks,
             steps=distinct(events, "step"),
             evidence=largest_first(in_steps, "wait_ns", "start_ns")
             .head(_EVIDENCE_ROWS)
             .select("window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"),
             claim=reason.claim if reason else f"The others wait for {name}{in_step}",
+            what_if=WhatIf(OCCASIONAL_STRAGGLER),
             subject=name,
         )
+
+
+def occasional_removal(run: Run, finding: Finding) -> Removal:
+    """Removal in a replay for a finding on an occasional straggler: its ranks take no longer than in other steps."""
+    events = run.table(stragglers.occasional_stragglers)
+    of_ranks = events.filter(pl.col("late_ranks") == pl.lit(list(finding.ranks), pl.List(pl.Int64)))
+    return Removal(OCCASIONAL_STRAGGLER, finding.ranks, steps=tuple(of_ranks.select(_STEP).sort(_STEP).iter_rows()))
 
 
 def _occasional_reason(run: Run, ranks: tuple[int, ...], events: pl.DataFrame, subject: Subject) -> Reason | None:

@@ -33,9 +33,11 @@ def offsets(run: Run) -> pl.DataFrame:
 
     Columns as OFFSETS; one row per window and rank. The run's clock is the first rank's in each domain. The offsets
     minimise the absolute differences between the ends of shared collectives, as far as no rank then leaves a collective
-    before all have arrived. residual_ns bounds the error: it is the 90th percentile of the distance of a rank's ends
-    from the median of the other ranks' ends or, if that is less, how far the clock could be moved at most until a rank
-    left a collective before another arrived (ends scatter where hosts are busy; this limit does not). Drift is fitted
+    before all have arrived. Ranks leave all-to-alls at different times, so their ends count only for ranks that share
+    fewer than three other collectives. residual_ns bounds the error: it is the 90th percentile of the distance of a
+    rank's ends from the median of the other ranks' ends or, if that is less or only all-to-alls are shared, how far the
+    clock could be moved at most until a rank left a collective before another arrived (ends scatter where hosts are
+    busy; this limit does not). Drift is fitted
     where a rank's collectives span 10 s or more. Ranks that share fewer than three collectives are aligned by sends and
     receives in both directions, where they have such; otherwise such a rank keeps its own clock, and its residual is
     null.
@@ -52,7 +54,7 @@ def offsets(run: Run) -> pl.DataFrame:
         ends = (
             of_window.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
             .filter(pl.len().over("instance") > 1)
-            .select("rank", "instance", "start_ns", "end_ns", "matched_by")
+            .select("rank", "instance", "start_ns", "end_ns", "matched_by", is_together=_is_together())
         )
         parts.append(_solve_window(rank_clocks, ends))
     return pl.concat(parts) if parts else OFFSETS.empty()
@@ -118,6 +120,10 @@ def data_quality(run: Run) -> pl.DataFrame:
 # Solving -------------------------------------------------------------------------------------------------------------
 
 
+def _is_together() -> pl.Expr:
+    return pl.col("op").is_in(collective_matching.TOGETHER)
+
+
 def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     """Return rows of OFFSETS for the ranks of one window, from initial offsets and shared ends."""
     ranks = rank_clocks["rank"].to_numpy()
@@ -130,18 +136,27 @@ def _solve_window(rank_clocks: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame
     rough = rank_clocks["rough_ns"].to_numpy().astype(np.float64)
     ends_of_rank = np.bincount(rank, minlength=len(ranks))
     is_aligned = ends_of_rank >= clock_offsets.MIN_PAIRS
-    offset = np.where(is_aligned, _refine_offsets(rough, rank, instance, end_ns), rough)
+    # The ends of all-to-alls only limit the clocks, unless a rank shares nothing else.
+    is_together = ends["is_together"].to_numpy()
+    is_exact = np.bincount(rank, is_together, minlength=len(ranks)) >= clock_offsets.MIN_PAIRS
+    decides = is_together | ~is_exact[rank]
+    decides &= np.bincount(instance, decides)[instance] > 1
+    judged = rank[decides], np.unique(instance[decides], return_inverse=True)[1], end_ns[decides]
+    offset = np.where(is_aligned, _refine_offsets(rough, *judged), rough)
     offset = np.where(is_aligned, _possible_offsets(offset, rank, instance, start_ns, end_ns), offset)
-    drift, at_ns = _drifts(len(ranks), offset, rank, instance, end_ns)
+    drift, at_ns = _drifts(len(ranks), offset, *judged)
     correction = offset[rank] + drift[rank] * (end_ns - at_ns[rank])
     common = end_ns + correction
-    deviation = _deviation_from_others(instance, common)
+    deviation = _deviation_from_others(judged[1], common[decides])
     limit = _limits(rank, instance, *_room(instance, start_ns + correction, common), len(ranks))
     domain, message_error = rank_clocks["clock_domain"].to_numpy(), rank_clocks["message_error_ns"].to_list()
     by_ends = [0] * len(ranks)
     for i in np.flatnonzero(is_aligned).tolist():
-        scatter_ns = np.quantile(np.abs(deviation[rank == i]), RESIDUAL_QUANTILE)
-        by_ends[i] = int(np.ceil(min(scatter_ns, limit[i])))
+        scatter = np.abs(deviation[judged[0] == i])
+        scatter_ns = float(np.quantile(scatter, RESIDUAL_QUANTILE)) if len(scatter) else np.inf
+        # A rank that always leaves all-to-alls later looks like a clock that is late: only the limit is certain.
+        error_ns = limit[i] if np.isfinite(limit[i]) and not is_exact[i] else min(scatter_ns, limit[i])
+        by_ends[i] = int(np.ceil(error_ns))
     rows = []
     for i, number in enumerate(ranks):
         matched_by = ends.filter(pl.col("rank") == number)["matched_by"]

@@ -17,6 +17,8 @@ from tracekit.sync.clock_offsets import MIN_PAIRS, UNKNOWN, Instances, RankCalls
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank can leave before all ranks have arrived."""
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""Those that all ranks leave at one time; from an all-to-all, ranks with slow links leave later than the others."""
 EXPERT = ("dispatch", "combine")
 """All-to-alls of expert parallelism: ranks wait for each other, but a kernel that only sends may leave before."""
 UNEQUAL_SIZES = ("all_to_all", "gather", "scatter", *EXPERT)  # message sizes may differ between ranks

@@ -54,7 +54,7 @@ class TraceRun:
         if self._run is None:
             self._require_steps()
             self._run = library.load(
-                str(self.folder), cache=False, devices=settings_file.nearest_devices(self._settings_from)
+                str(self.folder), cache=False, **vars(settings_file.nearest_read_settings(self._settings_from))
             )
         return self._run
 

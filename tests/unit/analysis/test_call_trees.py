@@ -122,7 +122,7 @@ def test_a_difference_has_the_times_of_both_sides():
 
 
 def test_a_recorded_run_loses_no_time():
-    run = tracekit.load(SAMPLE, cache=False)
+    run = tracekit.load(SAMPLE)
     tree = call_trees.call_tree(run, HOST)
     whole_ns = sum(ops.self_times(run.trace(rank).ops).sum() for rank in run.ranks)
     assert tree["self_ns"].sum() == tree.filter(parent=-1)["total_ns"].sum() == whole_ns
@@ -133,7 +133,7 @@ def test_a_recorded_run_loses_no_time():
 @pytest.mark.skipif(not OTHERS.exists(), reason="shared traces are not here")
 @pytest.mark.parametrize("name", ["tracelens_h100_memory_stacks", "hta_nccl_args_a100"])
 def test_the_device_time_of_a_public_run_is_that_of_its_kernels(name: str):
-    run = tracekit.load(OTHERS / name, cache=False)
+    run = tracekit.load(OTHERS / name)
     tree = call_trees.call_tree(run, DEVICE)
     assert tree["self_ns"].sum() == kernels.kernels(run)["total_ns"].sum()
     longest = by_stack(tree)

@@ -122,7 +122,7 @@ def test_repeated_calls_are_one_frame_that_leads_to_the_longest():
 
 
 def test_the_whole_of_a_recorded_run_is_its_host_time_and_parts_are_those_of_brute_force():
-    run = tracekit.load(SAMPLE, cache=False)
+    run = tracekit.load(SAMPLE)
     trace = run.trace(0)
     whole = (trace.ops["start_ns"].min(), int((trace.ops["start_ns"] + trace.ops["dur_ns"]).max()) + 1)
     tree = call_trees.of_window(trace, whole)
@@ -156,7 +156,7 @@ def test_a_window_on_the_runs_clock_is_moved_to_that_of_the_trace():
 @pytest.mark.accuracy
 @pytest.mark.skipif(not STACKS.exists(), reason="shared traces are not here")
 def test_python_frames_of_a_public_run_are_those_of_brute_force():
-    run = tracekit.load(STACKS, cache=False)
+    run = tracekit.load(STACKS)
     trace = run.trace(run.ranks[0])
     python = trace.ops.filter(kind="python")
     assert python.height

@@ -9,7 +9,12 @@ import pytest
 import tracekit
 from benchmarks import injected_faults, perturbation_graph
 from tests.support import drawn_traces
-from tracekit.analysis.compute.device_counters import clock_drops, slowed_kernels
+from tracekit.analysis.compute.device_counters import (
+    clock_drops,
+    confirmed_drops,
+    slowed_kernels,
+    work_variation,
+)
 from tracekit.replay.graph import savings
 from tracekit.rules import engine
 from tracekit.rules.device_slowdowns import ClockDrop
@@ -50,6 +55,41 @@ def test_a_slowdown_within_the_variation_of_the_kernels_is_not_reported():
     assert clock_drops(trace.replace(activities=trace.activities.with_columns(noisy))).is_empty()
 
 
+# All kernels of a step take as long as its number says: work that varies, as with sequences of uneven lengths.
+UNEVEN = [[length] * 16 for length in (10, 13, 11, 14)]
+DROPPED = [[length] * 16 for length in (10, 10, 14, 14)]
+
+
+def test_work_that_varies_from_step_to_step_is_no_lower_clock():
+    trace = drawn_traces.paced(UNEVEN)
+    assert clock_drops(trace).is_empty()
+    assert work_variation(trace)["ratio"].item() == pytest.approx(1.4, rel=0.01)
+
+
+def test_a_device_in_every_second_step_slower_has_no_lower_clock():
+    assert clock_drops(drawn_traces.paced([[length] * 16 for length in (10, 17, 10, 17)])).is_empty()
+
+
+def test_a_drop_on_one_rank_counts_where_the_work_of_the_others_does_not_vary():
+    dropped, steady = drawn_traces.paced(DROPPED), drawn_traces.paced([[10] * 16] * 4, rank=1)
+    assert drawn_traces.run(dropped, steady).table(confirmed_drops)["rank"].to_list() == [0]
+    varying = drawn_traces.paced(UNEVEN, rank=1)
+    assert drawn_traces.run(dropped, varying).table(confirmed_drops).is_empty()
+
+
+def test_a_clock_that_falls_steadily_costs_what_kernels_take_beyond_their_first_time():
+    # Kernels take from 20 to 40: 20 more in as long as all of them take.
+    lengths, now_ns = [], 0
+    for _ in range(64):
+        lengths.append(20 + round(20 * now_ns / 1846))
+        now_ns += lengths[-1]
+    trace = drawn_traces.paced([lengths[first : first + 16] for first in range(0, 64, 16)])
+    (drop,) = clock_drops(trace).iter_rows(named=True)
+    assert (drop["is_gradual"], drop["step"]) == (True, 0)
+    assert drop["slowdown"] == pytest.approx(2, rel=0.1)
+    assert slowed_kernels(trace)["excess_ns"].sum() == pytest.approx(sum(lengths) - 64 * 20, rel=0.1)
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
 class TestOnARealRecording:
     def test_a_clock_drop_of_one_rank_is_found_and_priced(self, tmp_path):
@@ -71,4 +111,4 @@ class TestOnARealRecording:
         "folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "kineto_resnet_v100_memory"]
     )
     def test_public_recordings_have_no_drop(self, folder):
-        assert tracekit.load(str(SHARED / folder), cache=False).table(clock_drops).is_empty()
+        assert tracekit.load(str(SHARED / folder)).table(clock_drops).is_empty()

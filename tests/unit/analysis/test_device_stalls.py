@@ -98,6 +98,12 @@ def test_kernels_that_take_longer_by_different_lengths_are_not_paused():
     assert device_stalls(trace).is_empty()
 
 
+def test_kernels_that_all_take_longer_for_a_while_are_slower_not_paused():
+    # From the 16th to the 27th pair of kernels all take twice as long: a 40 instead of 20, b 4 instead of 2.
+    cells = "".join("a" * 40 + "b" * 4 if 16 <= pair < 28 else "a" * 20 + "b" * 2 for pair in range(60))
+    assert device_stalls(drawn_hosts.trace(f"step {'0' * len(cells)}\ncompute {cells}")).is_empty()
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
 class TestOnARealRecording:
     """A device that another process takes for time slices, on a public recording of 4 ranks."""
@@ -120,10 +126,10 @@ class TestOnARealRecording:
 
     @pytest.mark.parametrize("folder", ["torchrec_v100_4ranks", "megatron_tp8_a100_8ranks", "hta_ddp_v100_memory"])
     def test_public_recordings_have_no_stall(self, folder):
-        assert tracekit.load(str(SHARED / folder), cache=False).table(device_stalls).is_empty()
+        assert tracekit.load(str(SHARED / folder)).table(device_stalls).is_empty()
 
     def test_lost_kernels_of_graphs_are_an_open_question(self):
-        run = tracekit.load(str(SHARED / "hta_dlrm_a100"), cache=False)
+        run = tracekit.load(str(SHARED / "hta_dlrm_a100"))
         assert not run.table(device_stalls)["is_recurring"].any()
         (finding,) = engine.check(run, [DeviceStall()]).findings
         assert finding.severity.label == "info"

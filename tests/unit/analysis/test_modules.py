@@ -151,7 +151,7 @@ def conserved(run: Run) -> pl.DataFrame:
 
 
 def test_totals_of_a_recorded_fsdp_run_are_conserved():
-    found = conserved(tracekit.load(ROOT / "sample_traces" / "demo-fsdp2", cache=False))
+    found = conserved(tracekit.load(ROOT / "sample_traces" / "demo-fsdp2"))
     assert {"layers.0", "layers.3", call_paths.ROOT_UNIT} <= set(found["module"])
 
 
@@ -165,7 +165,7 @@ def test_totals_of_a_recorded_fsdp_run_are_conserved():
 def test_totals_of_recorded_stacks_are_conserved(name: str, root: str, least_inside: float) -> None:
     if not (TRACES / name).is_dir():
         pytest.skip("no traces of other projects next to this checkout")
-    found = conserved(tracekit.load(TRACES / name, cache=False))
+    found = conserved(tracekit.load(TRACES / name))
     whole = found.row(by_predicate=pl.col("module") == root, named=True)
     assert whole["total_compute_ns"] >= least_inside * found["compute_ns"].sum()
     assert whole["total_flops"] == found["flops"].sum() > 1e12

@@ -76,7 +76,7 @@ def test_charges_sum_to_each_part_of_the_breakdown(rows: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
 def test_charges_of_a_recorded_run_sum_to_its_breakdown(name: str) -> None:
-    run = tracekit.load(SAMPLES / name, cache=False)
+    run = tracekit.load(SAMPLES / name)
     assert_sums(run.table(step_charges.step_charges), run.table(breakdown.by_step), PLACE)
 
 

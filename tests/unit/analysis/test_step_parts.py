@@ -43,7 +43,7 @@ def test_the_parts_of_every_recorded_step_sum_to_its_device_window_exactly(path:
 
 
 def test_waiting_for_a_batch_is_at_the_line_of_the_program_that_waits():
-    parts = tracekit.load("sample_traces/ci/red", cache=False).table(step_parts)
+    parts = tracekit.load("sample_traces/ci/red").table(step_parts)
     data = parts.filter(part="data").sort("dur_ns", descending=True)
     assert data["place"][0] == "data.py(20): fetched"
     assert not parts["place"].drop_nulls().str.contains("tracekit/capture").any()

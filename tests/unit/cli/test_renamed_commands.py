@@ -7,6 +7,7 @@ import pytest
 import typer.main
 
 from tests.support.cli_runner import ROOT, tracekit
+from tests.support.selection import others_in_accuracy
 from tracekit.cli.application import COMMANDS, app
 from tracekit.cli.renamed_commands import RENAMED, current_words
 
@@ -58,7 +59,9 @@ def test_a_command_after_record_is_not_renamed():
     assert current_words(["--debug", "schema"]) == ["--debug", "explain", "--kind", "table"]
 
 
-@pytest.mark.parametrize("command", ["check", "kernels", "whatif", "summary"])
+@pytest.mark.parametrize(
+    "command", others_in_accuracy(["check", "kernels", "whatif", "summary"], ["kernels", "summary"])
+)
 def test_out_and_output_are_one_option_and_the_help_shows_one(tmp_path, command):
     files = {spelling: tmp_path / spelling.strip("-") for spelling in ("--out", "--output", "-o")}
     for spelling, file in files.items():

@@ -84,7 +84,7 @@ def test_devices_are_read_in_operations_and_bytes_per_second(tmp_path: Path) -> 
         [devices.H100]
         link_gb_per_s = 300
         """
-    mine, h100 = read(tmp_path, text).devices
+    mine, h100 = read(tmp_path, text).read.devices
     assert mine == DeviceOverride("My GPU", {"bf16": 4e14}, 2e12)
     assert h100 == DeviceOverride("H100", {}, None, 3e11)
     listed = devices.find_overridden("NVIDIA H100 80GB HBM3", [mine, h100])

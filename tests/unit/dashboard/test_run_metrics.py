@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "gpu/compiled"])
 def test_metrics_of_steps_are_those_that_runs_are_compared_by(name):
-    run = load(SAMPLES / name, cache=False)
+    run = load(SAMPLES / name)
     found = run_metrics.measure(run)
     compared = job_samples(RunSamples.of(run, "a").samples)
     for metric in ("step_time_ns", "exposed_communication_ratio", "peak_allocated_bytes"):
@@ -29,7 +29,7 @@ def test_metrics_of_steps_are_those_that_runs_are_compared_by(name):
 
 
 def test_mfu_of_a_step_is_the_mean_over_ranks():
-    run = load(SAMPLES / "gpu/cuda-graphs", cache=False)
+    run = load(SAMPLES / "gpu/cuda-graphs")
     steps = run.table(efficiency.by_step).drop_nulls(["step", "mfu_ratio"])
     expected = [
         float(np.mean(steps.filter(window=window, step=step)["mfu_ratio"].to_list()))
@@ -39,7 +39,7 @@ def test_mfu_of_a_step_is_the_mean_over_ranks():
 
 
 def test_lists_and_nested_fields_of_a_manifest_are_settings():
-    run = load(SAMPLES / "demo-fsdp2", cache=False)
+    run = load(SAMPLES / "demo-fsdp2")
     manifest = {"mesh": {"axes": ["dp_shard", "tp"]}, "model": {"name": "tiny"}, "none": None, "x" * 500: "y" * 500}
     found = run_metrics.measure(Run("x", run.sources, manifest=manifest)).settings
     assert found["mesh.axes"] == "dp_shard, tp"

@@ -108,7 +108,7 @@ def test_an_uploaded_io_log_is_joined_with_the_trace_of_its_process(tmp_path):
     folder.update([Upload(path.read_bytes(), path.name) for path in files])
     assert not folder.problems()
     run = loader.load(tmp_path, cache=False)
-    expected = loader.load(RECORDINGS / "dftracer", cache=False)
+    expected = loader.load(RECORDINGS / "dftracer")
     for rank in (0, 1):
         found = run.trace(rank).io_calls
         assert found.height

@@ -252,7 +252,7 @@ def test_an_op_has_those_of_its_inputs_that_were_recorded(tmp_path):
 
 def test_allocator_events_of_both_spellings_of_an_instant_are_in_the_order_of_the_file(tmp_path):
     events = [
-        event(ph=ph, name="[memory]", args={"Bytes": size, "Device Type": 1, "Addr": 8})
+        event(ph=ph, name="[memory]", args={"Bytes": size, "Device Type": 1, "Device Id": 0, "Addr": 8})
         for ph, size in (("i", 4), ("I", -4), ("I", 8), ("i", -8))
     ]
     assert read(tmp_path, event(), *events).allocations["delta_bytes"].to_list() == [4, -4, 8, -8]

@@ -174,7 +174,7 @@ def test_a_command_line_is_parsed_without_torch() -> None:
     program = "import sys; from instrumented_trainers import config, launch; "
     program += f"config.parse({words}); print('torch' in sys.modules)"
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=where, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=where, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
@@ -184,6 +184,6 @@ def test_strategies_are_those_of_the_engines() -> None:
 
 def test_without_torch_one_line_says_what_to_install(wording: Wording) -> None:
     words, where = [sys.executable, "-c", WITHOUT_TORCH], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     wording(done.stderr)

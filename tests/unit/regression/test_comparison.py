@@ -101,6 +101,21 @@ def test_a_different_field_that_must_agree_is_named(different: dict[str, object]
     assert field in compare(side("a"), side("b", **different), allow_different=True).notes
 
 
+def test_samples_of_other_numbers_of_ranks_state_throughput_and_efficiency() -> None:
+    def with_tokens(name: str, per_second: float, **manifest: object) -> RunSamples:
+        table = side(name, **manifest).samples
+        rates = table.with_columns(metric=pl.lit("tokens_per_second"), value=pl.lit(per_second))
+        return dataclasses.replace(side(name, **manifest), samples=pl.concat([table, rates]))
+
+    with pytest.raises(NotComparableError) as caught:
+        compare(with_tokens("a", 100.0), with_tokens("b", 165.0, world_size=4))
+    assert "1.65 times" in str(caught.value)
+    assert "82.5%" in str(caught.value)
+    with pytest.raises(NotComparableError) as without_tokens:
+        compare(side("a"), side("b", world_size=4))
+    assert "%" not in str(without_tokens.value)
+
+
 def test_the_strategy_may_differ() -> None:
     assert compare(side("a"), side("b", strategy="yafsdp")).notes == ()
 

@@ -106,7 +106,7 @@ def test_concurrent_writers_and_readers_lose_nothing(tmp_path):
         writer.stdin.close()
     with ThreadPoolExecutor(4) as pool:  # threads of this process too
         list(pool.map(lambda number: store.add(path, entries([simulated_history.report(number)])), range(40, 44)))
-    assert [writer.wait(timeout=120) for writer in theirs] == [0, 0]
+    assert [writer.wait(timeout=300) for writer in theirs] == [0, 0]
     runs = store.read(path).runs
     assert sorted(runs["name"]) == [f"run-{number:02d}" for number in (*range(4), *range(40, 44))]
 

@@ -106,7 +106,7 @@ def test_contributions_add_up_to_what_the_step_lacks(simulated: tuple[list[Simul
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "gpu/slow-rank", "parallelism/pipeline-1f1b", "faults/gil-save"])
 def test_the_parts_of_a_recorded_step_sum_to_it(name: str) -> None:
-    table = tracekit.load(str(REPOSITORY / "sample_traces" / name), cache=False).table(time_by_part.time_by_part)
+    table = tracekit.load(str(REPOSITORY / "sample_traces" / name)).table(time_by_part.time_by_part)
     parts = [f"{part}_ns" for part in time_by_part.PARTS]
     assert table.height
     assert table.select((pl.sum_horizontal(parts) == pl.col("duration_ns")).all()).item()

@@ -53,7 +53,14 @@ def _placed_ns(job: Job, axes: Sequence[str]) -> float:
             marks=pytest.mark.accuracy,
         ),
         (2, {"tp": 2, "pp": 2}, "pp,tp,dp", ["pp", "tp"], "pp inside nodes, tp across nodes"),
-        (4, {"tp": 2, "pp": 2}, "tp-pp-dp", ["tp", "pp"], "pp inside nodes, dp_replicate across nodes"),
+        pytest.param(
+            4,
+            {"tp": 2, "pp": 2},
+            "tp-pp-dp",
+            ["tp", "pp"],
+            "pp inside nodes, dp_replicate across nodes",
+            marks=pytest.mark.accuracy,
+        ),
     ],
     ids=["tensor and data", "data inside", "pipeline inside", "data across"],
 )

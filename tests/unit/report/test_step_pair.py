@@ -29,7 +29,7 @@ def test_steps_of_the_same_length_are_said_to_be_that(wording):
 
 
 def test_a_recorded_run_offers_its_marked_steps_and_the_representative_one_of_the_report():
-    run = tracekit.load(SAMPLE, cache=False)
+    run = tracekit.load(SAMPLE)
     marked = step_pair.marked_steps(run)
     typical = save_stages.representative_step(run)
     assert (marked.rank, marked.step) == (typical["rank"], typical["step"])
@@ -44,7 +44,7 @@ def test_a_recorded_run_offers_its_marked_steps_and_the_representative_one_of_th
 
 
 def test_of_several_devices_the_slowest_counts():
-    run = tracekit.load(SAMPLE, cache=False)
+    run = tracekit.load(SAMPLE)
     table = run.table(breakdown.by_step)
     assert step_pair.marked_steps(run, 0).table.height == table.select("rank", "step").unique().height
 

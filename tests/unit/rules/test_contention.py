@@ -31,6 +31,18 @@ def test_kernels_slowed_in_few_samples_are_a_suspicion(wording):
     wording(found.message)
 
 
+def test_a_slowdown_that_may_be_anything_is_a_suspicion():
+    # a takes 2 alone; during x, 3 in eight steps and 60 in two: without these it would be 1.5 times.
+    parts = [(step, "a" * (60 if step > 7 else 3)) for step in range(10) for _ in range(12 if step > 7 else 6)]
+    compute = "".join(f"{part}.aa." for _, part in parts)
+    comm = "".join("x" * len(part) + "...." for _, part in parts)
+    steps = "".join(str(step) * (len(part) + 4) for step, part in parts)
+    found = judge(
+        drawn_traces.run(drawn_traces.trace(f"step {steps}\ncompute {compute}\ncomm {comm}")), ContendedCompute()
+    )
+    assert found.severity == Severity.INFO
+
+
 def test_a_lower_bar_for_samples_makes_it_a_warning():
     assert judge(contended(8), ContendedCompute(min_calls=2)).severity == Severity.WARNING
 

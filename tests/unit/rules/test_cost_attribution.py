@@ -50,7 +50,8 @@ def test_the_cost_is_what_the_mean_step_of_the_run_is_longer(tmp_path: Path) -> 
     assert found.cost_ns == savings.saving(run, "straggler").saved_ns
     assert found.message.startswith(uncosted.findings[0].message)
     assert found.measured_ns == uncosted.findings[0].cost_ns
-    assert found.sentence.endswith(f"saves {units.duration(found.cost_ns)} a step ({units.share(found.impact)})")
+    assert found.sentence.endswith(f" a step ({units.share(found.impact)})")
+    assert f"; fixing it saves {units.duration(found.cost_ns)} of " in found.sentence
     assert found.severity is Severity.WARNING
 
 

@@ -234,12 +234,18 @@ def test_dropped_events_in_the_header_are_reported():
 
 
 @pytest.mark.parametrize(
-    ("first", "issues"),
-    [(8, {}), (9, {"warm_up_inside": 9 / 17}), (4, {})],
-)
-def test_a_first_step_of_more_than_twice_the_median_looks_like_warm_up(first, issues):
-    steps = "0" * first + "11112222"
-    assert of_trace(drawn_traces.trace(f"step {steps}\ncompute {steps.translate({48: 97, 49: 98, 50: 99})}")) == issues
+    ("lengths", "issues"),
+    [
+        ((8, 4, 4, 4), {}), ((9, 4, 4, 4), {"warm_up_inside": 9 / 21}), ((4, 4, 4, 4), {}),
+        ((9, 4, 4), {}), ((12, 6, 4), {"warm_up_inside": 12 / 22}),  # two comparisons, and a trend
+        ((9, 4, 9, 4), {}), ((9, 2, 9, 2, 9), {}), ((9, 2, 2, 6, 2, 2), {}), ((9, 3, 3, 9, 3, 3), {}),  # it recurs
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_first_step_looks_like_warm_up_if_many_others_are_half_as_long_or_if_steps_become_shorter(lengths, issues):
+    steps = "".join(str(step) * length for step, length in enumerate(lengths))
+    letters = {48 + step: 97 + step for step in range(len(lengths))}
+    assert of_trace(drawn_traces.trace(f"step {steps}\ncompute {steps.translate(letters)}")) == issues
 
 
 def test_a_long_first_step_that_saves_or_has_few_successors_is_not_warm_up():

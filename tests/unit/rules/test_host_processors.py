@@ -70,7 +70,7 @@ def test_other_processes_are_not_the_threads_of_a_run_that_states_few():
 def test_late_ranks_of_an_oversubscribed_host_are_its_consequence():
     run = tracekit.load(str(CASE))
     first, *others = check(run).findings
-    assert (first.code, first.ranks) == ("HOST005", (0, 1))
+    assert (first.code, first.ranks) == ("HOST007", (0, 1))
     assert first.impact > 0.4
     assert all(finding.severity is Severity.INFO and finding.consequence_of == first.id for finding in others)
     assert run.table(cpu_contention.contended_ops)["rank"].unique().sort().to_list() == [0, 1]

@@ -2,14 +2,18 @@
 
 from pathlib import Path
 
+import polars as pl
 import pytest
 
+from tracekit.analysis.compute.excess_time import LARGER
+from tracekit.analysis.parallelism import late_ranks
 from tracekit.ingest.loader import load
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import UnbalancedStages
 from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
+RECORDINGS = Path(__file__).parents[2] / "recordings"
 CASES = Path(__file__).parents[3].parent / "shared" / "cases"
 RULES = [Straggler(), LateGroup(), UnevenRanks(), OccasionalStraggler()]
 needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases, which is not part of the project")
@@ -52,5 +56,18 @@ def test_a_rank_that_is_last_in_all_steps_by_a_varying_time_straggles() -> None:
 @needs_cases
 def test_a_rank_whose_host_pauses_in_some_steps_recurs() -> None:
     (found,) = check(load(CASES / "gcstraggler"), RULES).findings
-    assert (found.code, found.ranks, found.steps) == ("RANK005", (1,), (11, 13))
+    assert (found.code, found.ranks, found.steps) == ("RANK005", (1,), (11, 13, 14))
     assert "host" in found.claim
+
+
+def test_recorded_batches_of_another_size_are_larger_inputs() -> None:
+    # Rank 1 has 512 samples in each batch, rank 0 has 32 (record_uneven_batches.py).
+    run = load(RECORDINGS / "uneven_batches")
+    (straggler,) = (finding for finding in check(run, RULES).findings if finding.code == "RANK001")
+    excess = late_ranks.excess_time(run, late_ranks.of_steps([1], pl.DataFrame({"window": 0, "step": straggler.steps})))
+    assert excess is not None
+    assert (straggler.ranks, excess.largest) == ((1,), LARGER)
+    assert excess.size_ratio == pytest.approx(16, rel=0.01)
+    assert excess.kinds[LARGER] > 0.6 * excess.total_ns
+    assert "16.0 times" in straggler.claim
+    assert "if they were balanced" in straggler.message

@@ -1,13 +1,23 @@
 """One fault makes one finding, on drawn timelines that are long enough to be replayed."""
 
+import random
+from pathlib import Path
+
 import polars as pl
 import pytest
 
-from tests.support import drawn_hosts, drawn_traces
+import tracekit
+from benchmarks import injected_faults, perturbation_graph
+from tests.support import drawn_hosts, drawn_traces, rule_examples
 from tests.support.rule_examples import slow_link_run
+from tracekit.analysis.parallelism.stragglers import occasional_stragglers
+from tracekit.replay.graph import savings
+from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
+from tracekit.rules.device_slowdowns import ClockDrop
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity
 from tracekit.rules.slow_collectives import SlowLink
+from tracekit.rules.stragglers import OccasionalStraggler
 
 BLOCKS = 36
 
@@ -105,3 +115,34 @@ def test_contention_of_some_percent_is_at_least_information(length):
     found = judged(drawn_traces.run(drawn_hosts.trace("\n".join(rows), dict.fromkeys("axz", 0))))["STREAM003"]
     assert found.severity >= Severity.INFO
     assert found.impact == pytest.approx(2 / len(compute), rel=0.05)
+
+
+def test_a_rank_that_is_slower_in_one_step_costs_what_it_takes_beyond_its_other_steps():
+    run = rule_examples.occasional_straggler_run(0, 0, 0, 10, 0, 0)
+    late = run.table(occasional_stragglers).row(0, named=True)
+    removal = Removal(OCCASIONAL_STRAGGLER, tuple(late["late_ranks"]), steps=((0, 3),))
+    saved = savings.saving_of(run, [removal]).steps
+    assert saved.filter(pl.col("saved_ns") > 0, rank=0)["step"].to_list() == [3]
+    assert saved["saved_ns"].max() == late["lost_ns"]
+
+
+SHARED = Path(__file__).parents[4] / "shared" / "traces" / "torchrec_v100_4ranks"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not here")
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [(injected_faults.slow_every_second_step, "RANK005"), (injected_faults.slow_last_step, "STEP003")],
+    ids=["one step between others", "last step"],
+)
+def test_a_recorded_rank_that_is_slower_in_one_step_is_one_warning_with_its_price(change, code, tmp_path):
+    job = perturbation_graph.load(SHARED.glob("*.json.gz"))
+    rank = change(job, 0.12, random.Random("one step"))
+    true_ns = 1000 * job.lost_in_steps_us() / 3
+    job.replay()
+    for of_rank, document in zip(job.ranks, job.documents(), strict=True):
+        perturbation_graph.write(document, tmp_path / f"rank{of_rank.number}.json.gz")
+    run = tracekit.load(str(tmp_path), cache=False)
+    warnings = [f for f in check(run, [OccasionalStraggler(), ClockDrop()]).findings if f.severity >= Severity.WARNING]
+    assert [(found.code, found.ranks) for found in warnings] == [(code, (rank,))]
+    assert warnings[0].cost_ns == pytest.approx(true_ns, rel=0.25)

@@ -19,6 +19,7 @@ from tests.support.drawn_traces import trace as drawn_trace
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.conventions.devices import DeviceOverride
+from tracekit.conventions.read_settings import ReadSettings
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import disk_cache, file_states, loader
 from tracekit.model import environment
@@ -357,15 +358,15 @@ def test_the_key_depends_on_how_the_path_is_written(run, monkeypatch):
 
 
 def test_what_a_user_states_of_devices_is_in_the_run_and_changes_the_key(run):
-    stated = (DeviceOverride("a device", {"bf16": 8e14}, 3e12),)
+    stated = ReadSettings((DeviceOverride("a device", {"bf16": 8e14}, 3e12),))
     report_cache.report(str(run))
-    computed = report_cache.report(str(run), devices=stated)
-    cached = report_cache.report(str(run), devices=stated)
+    computed = report_cache.report(str(run), settings=stated)
+    cached = report_cache.report(str(run), settings=stated)
     assert [_is_cached(each) for each in (computed, cached)] == [False, True]
     for each in (computed, cached):
-        assert each.run.trace(0).header[environment.DEVICE_OVERRIDES] == stated
-    assert report_cache.summary(str(run), devices=stated) is not None
-    assert report_cache.summary(str(run), devices=(DeviceOverride("a device", {"bf16": 9e14}, 3e12),)) is None
+        assert each.run.trace(0).header[environment.DEVICE_OVERRIDES] == stated.devices
+    assert report_cache.summary(str(run), settings=stated) is not None
+    assert report_cache.summary(str(run), settings=ReadSettings(step_name="tracekit::forward")) is None
     assert environment.DEVICE_OVERRIDES not in report_cache.report(str(run)).run.trace(0).header
 
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 import tracekit
+from tests.support import drawn_hosts, drawn_traces
 from tests.support.drawn_hosts import UNIT_NS
 from tests.support.rule_examples import all_reduce_run
 from tests.unit.simulate.jobs import job, written
@@ -113,3 +115,45 @@ def test_communication_is_priced_without_the_stall(tmp_path: Path):
 def test_healthy_simulated_jobs_have_none(strategy: str, tmp_path: Path):
     written(job(strategy, steps=6, ranks_written=4), tmp_path)
     assert judge(tracekit.load(str(tmp_path), cache=False)) == ()
+
+
+def unsized_run(*last: int, calls=None):
+    """Ranks whose steps have three all-gathers of 2 and a last one, as after the logits, of the lengths given.
+
+    No size is recorded. `calls` is how many short ones a step has.
+    """
+    # step     0                1
+    # compute  aa..aa..aa..aa…  aa..
+    # comm       xx  xx  xx  xxxx…
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    parts = [("aa", "xx")] * 3
+    traces = []
+    for rank in (0, 1):
+        pictures = {"step": "", "compute": "", "comm": ""}
+        for step, length in enumerate(last):
+            short = parts[: (calls or {}).get(step, 3)]
+            for compute, comm in [*short, ("aa", "x" * length)]:
+                pictures["compute"] += compute + "." * (len(comm) + 1)
+                pictures["comm"] += ".." + comm + "."
+                pictures["step"] += str(step) * (len(compute) + len(comm) + 1)
+        picture = "\n".join(f"{name} {cells}" for name, cells in pictures.items())
+        trace = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
+        sizes = pl.lit(None, pl.Int64)
+        unsized = trace.collectives.with_columns(sent_bytes=sizes, received_bytes=sizes)
+        traces.append(trace.replace(collectives=unsized))
+    return drawn_traces.run(*traces)
+
+
+@pytest.mark.parametrize(
+    ("last", "calls"),
+    [((60,), None), ((60, 60, 60, 60), None), ((60, 2, 60, 60), None), ((2, 60, 2, 2), {1: 2})],
+    ids=["one step", "every step", "a short one", "another number of calls"],
+)
+def test_a_long_collective_of_unknown_size_is_no_stall(last, calls):
+    assert judge(unsized_run(*last, calls=calls)) == ()
+
+
+def test_of_unknown_sizes_one_that_takes_longer_than_at_its_place_of_other_steps_stalls():
+    (found,) = judge(unsized_run(2, 2, 60, 2))
+    assert found.steps == (2,)
+    assert found.evidence["usual_ns"].unique().to_list() == [2 * UNIT_NS]

@@ -90,7 +90,7 @@ def test_sharded_weights_are_gathered_once_per_step_or_for_each_action(fault: st
     assert (gathered > first_backward) == bool(fault)
 
 
-@pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), (2, "gpipe")])
+@pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), pytest.param(2, "gpipe", marks=pytest.mark.accuracy)])
 def test_the_price_of_sharded_micro_batches_is_what_a_simulation_without_them_saves(
     tmp_path: Path, pp: int, schedule: str
 ) -> None:

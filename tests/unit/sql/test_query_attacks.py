@@ -243,7 +243,7 @@ def test_a_program_without_a_main_guard_can_query(tmp_path):
         env={"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("3\n", "")

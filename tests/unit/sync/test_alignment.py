@@ -474,3 +474,32 @@ def test_the_calls_of_an_uneven_all_to_all_are_one_collective():
     )
     times = drawn_traces.run(small, large).table(group_bandwidth.collective_times)
     assert times.select("ranks", "bytes", "group_size").rows() == [([0, 1], 65536, 2)] * 24
+
+
+def with_slow_exchanges(trace, op, later_ns):
+    """A trace whose rank leaves the collectives of one op later than the others, as over a slow link."""
+    ids = trace.collectives.filter(op=op)["activity_id"].implode()
+    later = pl.when(pl.col("id").is_in(ids)).then(pl.col("dur_ns") + later_ns).otherwise("dur_ns")
+    return trace.replace(activities=trace.activities.with_columns(later.alias("dur_ns")))
+
+
+EXCHANGES = (*(("world", "all_to_all", 4096 * n) for n in (1, 2, 3)), ("world", "all_reduce", 64))
+
+
+@pytest.mark.parametrize("with_seq", [True, False], ids=["seq", "order"])
+def test_ranks_that_leave_all_to_alls_late_have_the_clocks_that_other_collectives_show(with_seq):
+    # rank 0  [a2a]        [ar]
+    # rank 3  [a2a......]  [ar]    the pair of ranks 2 and 3 exchanges slowly
+    job = Job({"world": range(4)}).steps(6, EXCHANGES)
+    traces = [job.trace(rank, behind_ns=CLOCKS[rank], with_seq=with_seq) for rank in job.ranks]
+    run = drawn_traces.run(*(with_slow_exchanges(t, "all_to_all", 400 * US) if t.rank > 1 else t for t in traces))
+    assert error_ns(run, CLOCKS) <= 5 * US
+    assert run.offsets["residual_ns"].max() <= 5 * US
+    assert is_right(run)
+
+
+def test_the_error_of_clocks_that_only_all_to_alls_align_contains_how_late_ranks_leave_them():
+    job = Job({"world": range(4)}).steps(6, EXCHANGES[:3])
+    traces = [job.trace(rank, behind_ns=CLOCKS[rank], with_seq=True) for rank in job.ranks]
+    run = drawn_traces.run(*(with_slow_exchanges(t, "all_to_all", 400 * US) if t.rank > 1 else t for t in traces))
+    assert run.offsets["residual_ns"].max() >= error_ns(run, CLOCKS) > 100 * US

@@ -85,7 +85,7 @@ def moved(trace: Trace, by_ns: int) -> Trace:
 
 @pytest.mark.parametrize("name", ["pipeline-1f1b", "pipeline-interleaved", "pipeline-slow-stage"])
 def test_a_recorded_pipeline_is_aligned_whatever_its_clocks_show(name):
-    run, ahead = load(SAMPLES / name, cache=False), {0: 0, 1: 40 * MS, 2: -7 * MS, 3: 3600_000 * MS}
+    run, ahead = load(SAMPLES / name), {0: 0, 1: 40 * MS, 2: -7 * MS, 3: 3600_000 * MS}
     skewed = drawn_traces.run(*(moved(trace, ahead[trace.rank]) for trace in run.traces()), **run.manifest)
     found = skewed.offsets
     assert found["residual_ns"].null_count() == 0
@@ -97,7 +97,7 @@ def test_a_recorded_pipeline_is_aligned_whatever_its_clocks_show(name):
 
 
 def test_sends_of_a_pipeline_with_data_parallelism_are_matched_within_the_pipelines_groups():
-    run = load(SAMPLES / "pipeline-interleaved", cache=False)
+    run = load(SAMPLES / "pipeline-interleaved")
     calls = run.table(collective_matching.matched_calls).filter(pl.col("op") == collective_matching.PAIRED)
     assert sorted(calls["members"].unique()) == ["0>2", "1>3", "2>0", "3>1"]
     assert calls.group_by("instance").len()["len"].unique().to_list() == [2]

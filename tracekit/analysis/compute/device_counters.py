@@ -3,7 +3,8 @@
 They are those of the metrics log; else clocks are the means of the samples that Nsight Systems took.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -14,9 +15,10 @@ from tracekit.analysis.time import device_stalls
 from tracekit.conventions import device_metrics
 from tracekit.conventions import device_metrics as names
 from tracekit.model import columns, schema
-from tracekit.model.fact import trace_fact
+from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.memoize import memoize
-from tracekit.model.sweep_line import Ints
+from tracekit.model.run import Run
+from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 _FLOAT, _TEXTS = pl.Float64(), pl.List(pl.String())
@@ -64,8 +66,11 @@ OF_STEPS = (names.SM_CLOCK, names.MEMORY_CLOCK, names.POWER, names.TEMPERATURE, 
 """The counters that a breakdown by step has."""
 
 COLUMNS = schema.columns(
-    "device step since_ns slowdown low high kernels", slowdown=pl.Float64, low=pl.Float64, high=pl.Float64
+    "device step since_ns slowdown low high kernels is_gradual",
+    **dict.fromkeys(("slowdown", "low", "high"), pl.Float64),
+    is_gradual=pl.Boolean,
 )
+VARIATION_COLUMNS = schema.columns("device ratio", ratio=pl.Float64)
 KERNEL_COLUMNS = schema.columns("device activity_id name step lane start_ns dur_ns excess_ns")
 CLOCK_COLUMNS = schema.columns(
     "device before_mhz since_mhz reasons", before_mhz=pl.Float64, since_mhz=pl.Float64, reasons=pl.List(pl.String)
@@ -77,6 +82,13 @@ _MIN_SAMPLES = 30
 _MIN_TIME_RATIO = 0.3
 _TOGETHER_RATIO = 1 / 3
 """A kernel that is bound by memory loses less to a lower clock than one that is bound by arithmetic, but it loses."""
+_RAMPS = np.arange(6) / 8
+"""Where a clock that drops steadily may begin to do so, as shares of the window."""
+_SHAPED_RATIO = 0.75
+"""Share of the variation between steps that a drop has to explain: by varying work, each step is another level."""
+_MOST_LEVELS = 64
+_VARYING_RATIO = 0.5
+"""Work that varies by this share of a drop on another rank makes the drop as likely to be work, too."""
 
 
 @trace_fact(table=DEVICE_METRICS)
@@ -136,17 +148,44 @@ def clock_drops(trace: Trace) -> pl.DataFrame:
     """Devices whose kernels all become slower at some moment of the window.
 
     Columns device, step (in which that happens), since_ns, slowdown (median over kernels, by their time: duration after
-    over before), low and high (quartiles), kernels (how many were compared); one row per such device. Each kernel is
-    compared with the same kernel before, where no collective overlaps it. The moment is that after which the sum of
-    their relative durations is highest (CUSUM). It counts as a drop of the clock if the slowdown exceeds both
-    MIN_SLOWDOWN and how much the same kernel varies before and after (interquartile range), and if kernels with three
-    quarters of the time are slower by at least a third of it: other causes slow single kernels.
+    over before; of a gradual drop, of the last kernels over the first), low and high (quartiles), kernels (how many
+    were compared), is_gradual (they take longer and longer); one row per such device. Each kernel is compared with the
+    same kernel before, where no collective overlaps it. The moment is that after which the sum of their relative
+    durations is highest (CUSUM). It counts as a drop of the clock if the slowdown exceeds both MIN_SLOWDOWN and how
+    much the same kernel varies before and after (interquartile range), if kernels with three quarters of the time are
+    slower by at least a third of it, since other causes slow single kernels, and if a drop at one moment, or a steady
+    one, explains three quarters of how the steps differ: varying work has a level of its own in each step.
     """
     rows = [
-        (drop.device, drop.step, drop.since_ns, drop.slowdown, drop.low, drop.high, len(drop.ratio_of))
-        for drop in _drops(trace)
+        (device, drop.step, drop.since_ns, drop.slowdown, drop.low, drop.high, len(drop.ratio_of), drop.is_gradual)
+        for device, change in _changes(trace)
+        if (drop := change.drop) is not None
     ]
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+@trace_fact
+@memoize
+def work_variation(trace: Trace) -> pl.DataFrame:
+    """Devices whose kernels take longer in some steps and shorter in others, not as by a clock that drops once.
+
+    Columns device, ratio (of the slowest step's kernels to the fastest's, at the same kernels); one row per device.
+    """
+    rows = [(device, change.level_ratio) for device, change in _changes(trace) if not change.is_drop_shaped]
+    return pl.DataFrame(rows, schema=VARIATION_COLUMNS, orient="row")
+
+
+@run_fact
+def confirmed_drops(run: Run) -> pl.DataFrame:
+    """The rows of `clock_drops` of all ranks, columns window, rank and COLUMNS'; use ``run.table``.
+
+    Without those in windows in which the work of another device varies by half of the slowdown or more.
+    """
+    drops, variation = run.table(clock_drops), run.table(work_variation)
+    most = variation.group_by("window").agg((pl.col("ratio").max() - 1).alias("varies_by"))
+    compared = drops.join(most, on="window", how="left", maintain_order="left")
+    is_own = pl.col("varies_by").fill_null(0.0) < _VARYING_RATIO * (pl.col("slowdown") - 1)
+    return compared.filter(is_own).drop("varies_by")
 
 
 @trace_fact
@@ -155,16 +194,21 @@ def slowed_kernels(trace: Trace) -> pl.DataFrame:
     """Compute kernels that run with a lower clock.
 
     Columns KERNEL_COLUMNS: excess_ns (beyond what the kernel would take with the clock before; by the slowdown of the
-    same kernel, else of the device); one row per kernel since the drop.
+    same kernel, else of the device; of a gradual drop, by how far it had come); one row per kernel since the drop.
     """
     parts = [schema.empty(KERNEL_COLUMNS)]
-    for drop in _drops(trace):
-        device = next(work for work in contention.device_work(trace) if work.device == drop.device)
-        since = (device.kind == KINDS.index(COMPUTE)) & (device.spans[:, 0] >= drop.since_ns)
+    for work, (_, change) in zip(contention.device_work(trace), _changes(trace), strict=True):
+        drop = change.drop
+        if drop is None:
+            continue
+        since = (work.kind == KINDS.index(COMPUTE)) & (work.spans[:, 0] >= drop.since_ns)
         rows = np.flatnonzero(since)
-        slower = [drop.ratio_of.get(kernel, drop.slowdown) for kernel in device.kernel[rows].tolist()]
-        excess_ns = device.dur_ns[rows] * (1 - 1 / np.maximum(np.array(slower), 1.0))
-        kernels = device.work[rows].with_columns(pl.col("id").alias("activity_id"))
+        slower = np.array([drop.ratio_of.get(kernel, drop.slowdown) for kernel in work.kernel[rows].tolist()])
+        if drop.is_gradual:
+            reached = (work.spans[rows, 0] - drop.since_ns) / max(1, drop.until_ns - drop.since_ns)
+            slower = 1 + (drop.slowdown - 1) * np.minimum(reached, 1.0)
+        excess_ns = work.dur_ns[rows] * (1 - 1 / np.maximum(slower, 1.0))
+        kernels = work.work[rows].with_columns(pl.col("id").alias("activity_id"))
         with_excess = kernels.with_columns(pl.Series("excess_ns", np.round(excess_ns), pl.Int64))
         parts.append(schema.select(with_excess, KERNEL_COLUMNS))
     return pl.concat(parts)
@@ -184,8 +228,11 @@ def recorded_clocks(trace: Trace) -> pl.DataFrame:
     counters = device_counters(trace).with_columns(clock_mhz=busy_clock())
     clocked = counters.drop_nulls(["step", "clock_mhz"])
     rows = []
-    for device, drop_step in clock_drops(trace).drop_nulls("step").select("device", "step").iter_rows():
+    drops = clock_drops(trace).drop_nulls("step").select("device", "step", "is_gradual")
+    for device, drop_step, is_gradual in drops.iter_rows():
         before, since = clocked.filter(pl.col("step") < drop_step), clocked.filter(pl.col("step") > drop_step)
+        if is_gradual:
+            before, since = clocked.head(1), clocked.tail(1)
         if before.height and since.height:
             reasons = [reason for reason in _usual_reasons(since) if reason not in _usual_reasons(before)]
             rows.append((device, before["clock_mhz"].median(), since["clock_mhz"].median(), reasons))
@@ -215,41 +262,126 @@ def _usual_reasons(counters: pl.DataFrame) -> list[str]:
 class _Drop:
     """A drop of one device's clock; `ratio_of`: duration after over before, by kernel."""
 
-    device: int | None
     step: int | None
     since_ns: int
+    until_ns: int
     slowdown: float
     low: float
     high: float
     ratio_of: dict[int, float]
+    is_gradual: bool
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How the same kernels of a device change over the window.
+
+    `level_ratio` is that of the slowest step to the fastest; `is_drop_shaped`: one drop explains it.
+    """
+
+    drop: _Drop | None = None
+    level_ratio: float = 1.0
+    is_drop_shaped: bool = True
 
 
 @memoize
-def _drops(trace: Trace) -> list[_Drop]:
+def _changes(trace: Trace) -> list[tuple[int | None, _Change]]:
     stalls = device_stalls.device_stalls(trace)
     paused = columns.ids(stalls["activity_id"])[columns.flags(stalls["kind"] == device_stalls.PAUSED)]
-    drops = (_drop(device, paused) for device in contention.device_work(trace))
-    return [drop for drop in drops if drop is not None]
+    return [(device.device, _change(device, paused)) for device in contention.device_work(trace)]
 
 
-def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
+def _change(device: DeviceWork, paused: Ints) -> _Change:
     is_alone = device.concurrent_ns[:, KINDS.index(COMMUNICATION)] <= contention.ALONE_RATIO * device.dur_ns
     is_alone &= (device.kind == KINDS.index(COMPUTE)) & (device.dur_ns > 0)
     is_alone &= ~np.isin(device.work["id"].to_numpy(), paused)
     rows = np.flatnonzero(is_alone)
+    if len(rows) < 2 * _MIN_SAMPLES:
+        return _Change()
     ids, code = np.unique(device.kernel[rows], return_inverse=True)
-    dur = device.dur_ns[rows].astype(np.float64)
-    if not len(rows):
-        return None
+    times = _KernelTimes(code, device.dur_ns[rows].astype(np.float64), device.spans[rows, 0].astype(np.float64))
     # The sample from which on the same kernels take longest, compared with those before.
-    relative = np.log(dur)
-    mean = np.bincount(code, relative) / np.bincount(code)
-    change = int(np.argmin(np.cumsum(dur * (relative - mean[code])))) + 1
-    if min(change, len(rows) - change) < _MIN_SAMPLES:
-        return None
+    relative = np.log(times.dur_ns)
+    relative -= (np.bincount(code, relative) / np.bincount(code))[code]
+    change = int(np.argmin(np.cumsum(times.dur_ns * relative))) + 1
     after = np.arange(len(rows)) >= change
+    ramps = [np.maximum(times.place - begin, 0.0) / (1 - begin) for begin in _RAMPS.tolist()]
+    (_, by_drop), *fits = (times.fit(shape) for shape in (after.astype(np.float64), *ramps))
+    best = int(np.argmax([explained for _, explained in fits]))
+    slowdown, by_ramp = fits[best]
+    level_ratio, by_steps = times.levels(device.step[rows])
+    is_drop_shaped = max(by_drop, by_ramp) >= _SHAPED_RATIO * by_steps
+    drop = _drop(times, after, ids) if is_drop_shaped and min(change, len(rows) - change) >= _MIN_SAMPLES else None
+    if drop is not None:
+        is_gradual = by_ramp > by_drop
+        first = int(np.searchsorted(times.start_ns, times.start_ns[0] + _RAMPS[best] * np.ptp(times.start_ns)))
+        begin = int(rows[first if is_gradual else change])
+        drop = replace(
+            drop,
+            step=device.work["step"][begin:].drop_nulls().first(),  # type: ignore[arg-type]
+            since_ns=int(device.spans[begin, 0]),
+            until_ns=int(times.start_ns[-1]),
+            slowdown=slowdown if is_gradual else drop.slowdown,
+            is_gradual=is_gradual,
+        )
+    return _Change(drop, level_ratio, is_drop_shaped)
+
+
+@dataclass(frozen=True, eq=False)
+class _KernelTimes:
+    """Kernels of a device by start: the code of each, its duration and start."""
+
+    code: Ints
+    dur_ns: Floats
+    start_ns: Floats
+
+    @cached_property
+    def mean_ns(self) -> Floats:
+        """Mean duration of the same kernel, for each: its weight, and what it is compared with."""
+        return self._means(self.dur_ns, np.ones(len(self.code)))
+
+    @cached_property
+    def place(self) -> Floats:
+        """Where in the window each kernel starts, from 0 to 1."""
+        return np.asarray((self.start_ns - self.start_ns[0]) / max(1.0, float(np.ptp(self.start_ns))))
+
+    @cached_property
+    def _excess(self) -> Floats:
+        """How much longer than the mean each takes, without outliers: one that takes ten times as long says little."""
+        excess = self.dur_ns / self.mean_ns - 1
+        most = float(np.quantile(np.abs(excess), 0.9))
+        return np.clip(excess, -most, most)
+
+    def _means(self, values: Floats, weight: Floats) -> Floats:
+        means = np.bincount(self.code, weight * values) / np.bincount(self.code, weight)
+        return np.asarray(means[self.code], np.float64)
+
+    def fit(self, shape: Floats) -> tuple[float, float]:
+        """How many times as long kernels take where `shape` is 1 as where it is 0, and the squares that it explains."""
+        centred = shape - self._means(shape, self.mean_ns)
+        square, product = (float((self.mean_ns * centred * other).sum()) for other in (centred, self._excess))
+        if square <= 0 or product <= 0:
+            return 1.0, 0.0
+        rise = product / square  # beyond the mean, which contains a part of it
+        usual = 1 - rise * float(np.average(shape, weights=self.mean_ns))
+        return 1 + rise / max(usual, 0.1), product**2 / square
+
+    def levels(self, step: Ints) -> tuple[float, float]:
+        """Ratio of the slowest step to the fastest, and the sum of squares that levels of all steps explain."""
+        names, number = np.unique(step, return_inverse=True)
+        number = number * min(len(names), _MOST_LEVELS) // len(names)
+        count = int(number.max()) + 1
+        both = np.bincount(self.code * count + number, self.mean_ns, minlength=count * (int(self.code.max()) + 1))
+        both = both.reshape(-1, count)
+        normal = np.diag(both.sum(axis=0)) - both.T @ (both / both.sum(axis=1, keepdims=True))
+        products = np.bincount(number, self.mean_ns * (self._excess - self._means(self._excess, self.mean_ns)))
+        level = np.linalg.pinv(normal, hermitian=True) @ products
+        return float((1 + level.max()) / max(1 + level.min(), 0.1)), float(level @ products)
+
+
+def _drop(times: _KernelTimes, after: Flags, ids: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> _Drop | None:
     # Each kernel's median duration after over before (NaN where it is on one side only), and its time.
-    both = pl.DataFrame({"code": code, "dur": dur, "after": after})
+    both = pl.DataFrame({"code": times.code, "dur": times.dur_ns, "after": after})
     medians = both.group_by("code").agg(
         pl.col("dur").filter("after").median().alias("late"),
         pl.col("dur").filter(~pl.col("after")).median().alias("early"),
@@ -258,18 +390,17 @@ def _drop(device: DeviceWork, paused: Ints) -> _Drop | None:
     ordered = medians.sort("code").select((pl.col("late") / pl.col("early")).fill_null(float("nan")).alias("r"), "time")
     ratio, weight = ordered["r"].to_numpy(), ordered["time"].to_numpy()
     is_compared = ~np.isnan(ratio)
-    if is_compared.sum() < _MIN_KERNELS or weight[is_compared].sum() < _MIN_TIME_RATIO * dur.sum():
+    if is_compared.sum() < _MIN_KERNELS or weight[is_compared].sum() < _MIN_TIME_RATIO * times.dur_ns.sum():
         return None
     low, slowdown, high = _weighted_quartiles(ratio[is_compared], weight[is_compared])
     is_common = low - 1 >= _TOGETHER_RATIO * (slowdown - 1)
-    if slowdown < MIN_SLOWDOWN or not is_common or np.log(slowdown) <= _spread(code, dur, after):
+    if slowdown < MIN_SLOWDOWN or not is_common or np.log(slowdown) <= _spread(times.code, times.dur_ns, after):
         return None
-    step = device.work["step"][int(rows[change])]
     ratio_of = dict(zip(ids[is_compared].tolist(), ratio[is_compared].tolist(), strict=True))
-    return _Drop(device.device, step, int(device.spans[rows[change], 0]), slowdown, low, high, ratio_of)
+    return _Drop(None, 0, 0, slowdown, low, high, ratio_of, is_gradual=False)
 
 
-def _spread(code: Ints, dur: Floats, after: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
+def _spread(code: Ints, dur: Floats, after: Flags) -> float:
     """Variation of the same kernel on one side: the interquartile range of relative durations, by time."""
     side = 2 * code + after.astype(np.int64)
     middle = pl.DataFrame({"side": side, "dur": dur}).select(pl.col("dur").median().over("side"))["dur"].to_numpy()

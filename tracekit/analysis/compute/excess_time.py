@@ -20,9 +20,9 @@ EXTRA, LARGER, SLOWER, LONGER, LATE = KINDS = ("extra", "larger", "slower", "lon
 that take longer where nothing shows whether they are larger or slower; the same calls, later (launch gaps, waits)."""
 
 COLUMNS = schema.columns(
-    "kind part operator kernel module path cause detail excess_ns count_change is_new size_ratio time_ratio",
+    "kind part operator kernel module path line cause detail excess_ns count_change is_new size_ratio time_ratio",
     count_change=pl.Float64,
-    **dict.fromkeys(("kind", "part", "operator", "kernel", "module", "path", "cause", "detail"), pl.String),
+    **dict.fromkeys(("kind", "part", "operator", "kernel", "module", "path", "line", "cause", "detail"), pl.String),
 )
 _EXACT_COLUMNS = COLUMNS | {"excess_ns": pl.Float64}
 CELL = ("window", "rank", "step", "device")
@@ -55,7 +55,8 @@ class ExcessTime:
     """Columns COLUMNS, the largest excess first: one row per kind, operator, kernel, module and path that differs.
 
     count_change is the number of calls that a step of the late ranks has more, is_new whether the others have none;
-    size_ratio how many times as large the inputs are, time_ratio how many times as long a call of the same size takes.
+    line is a frame of the user's code, as recorded; size_ratio how many times as large the inputs are, time_ratio how
+    many times as long a call of the same size takes.
     """
     steps: int
     """Number of late steps that were compared."""
@@ -169,7 +170,7 @@ class _Side:
         )
         sums = rows.group_by(*key, "is_idle", maintain_order=True).agg(
             pl.col("order_ns").median(),
-            pl.col("path", "shapes", "extent").first(),
+            pl.col("path", "line", "shapes", "extent").first(),
             *((pl.col(name).sum() / cells).alias(name) for name in _MEASURES),
         )
         return cls(sums, cells)
@@ -188,13 +189,13 @@ class _Side:
         rows = self._with_call(self.rows.filter(~pl.col("is_idle")), sites)
         sums = (pl.col(name).sum() for name in _MEASURES)
         return rows.group_by(_KERNEL, maintain_order=True).agg(
-            pl.col(*_SITE, "path", "shapes", "extent").first(), *sums
+            pl.col(*_SITE, "path", "line", "shapes", "extent").first(), *sums
         )
 
     def idle(self, sites: pl.DataFrame) -> pl.DataFrame:
         """Return the idle time by the call that ends it (null for none), its cause and detail."""
         rows = self._with_call(self.rows.filter("is_idle"), sites)
-        of_call = pl.col(*_SITE, "path", "kernel").first()
+        of_call = pl.col(*_SITE, "path", "line", "kernel").first()
         return rows.group_by(_GAP, maintain_order=True).agg(of_call, pl.col("dur_ns").sum())
 
     def _with_call(self, rows: pl.DataFrame, sites: pl.DataFrame) -> pl.DataFrame:
@@ -308,10 +309,19 @@ def _mean_ratio(rows: pl.DataFrame, column: str) -> float | None:
         return None
     if column == "extent" or len({len(size) for size in sizes}) > 1:
         sizes = [np.array([math.prod(size.tolist())]) for size in sizes]
-    late, usual = (np.average(np.stack(sizes), axis=0, weights=weight) for weight in weights)
-    ratios = late[usual > 0] / usual[usual > 0]
-    differing = ratios[np.abs(ratios - 1) > _SAME_SIZE]
-    return float(np.median(differing)) if len(differing) else 1.0
+    dimensions = np.stack(sizes)
+    (late, late_weight), (usual, usual_weight) = ((dimensions[weight > 0], weight[weight > 0]) for weight in weights)
+    # One operator may be called with several kinds of shapes, such as both products of a linear layer's backward pass:
+    # each is compared with those that agree with it in most dimensions.
+    agreeing = np.stack([(usual == size).sum(axis=1) for size in late])
+    is_alike = agreeing == agreeing.max(axis=1, keepdims=True)
+    ratios = []
+    for size, alike in zip(late, is_alike, strict=True):
+        alike_size = np.average(usual[alike], axis=0, weights=usual_weight[alike])
+        by_dimension = size[alike_size > 0] / alike_size[alike_size > 0]
+        differing = by_dimension[np.abs(by_dimension - 1) > _SAME_SIZE]
+        ratios.append(float(np.median(differing)) if len(differing) else 1.0)
+    return float(np.average(ratios, weights=late_weight))
 
 
 def _extra_rows(kernels: pl.DataFrame) -> pl.DataFrame:
@@ -347,7 +357,7 @@ def _same_size_rows(kernels: pl.DataFrame, *, is_uniform: bool) -> pl.DataFrame:
 def _by_kernel(rows: pl.DataFrame) -> pl.DataFrame:
     sums = [name for name in ("excess_ns", "count_change", "late_ns", "usual_ns") if name in rows.columns]
     return rows.group_by("kind", "call", "kernel", maintain_order=True).agg(
-        pl.col("part", "operator", "module", "path", "is_new").first(), pl.col(sums).sum()
+        pl.col("part", "operator", "module", "path", "line", "is_new").first(), pl.col(sums).sum()
     )
 
 
@@ -360,7 +370,7 @@ def _other_size_rows(kernels: pl.DataFrame, slowdown: float) -> tuple[pl.DataFra
         beyond.sort("late_ns", descending=True, maintain_order=True)
         .group_by("call", maintain_order=True)
         .agg(
-            pl.col("kernel", "part", "operator", "module", "path", "size_ratio").first(),
+            pl.col("kernel", "part", "operator", "module", "path", "line", "size_ratio").first(),
             pl.col("late_ns", "usual_ns").sum(),
         )
     )

@@ -17,8 +17,9 @@ IDLE = "idle"
 PARTS = (*breakdown.PARTS, IDLE)
 KEYS = ("part", "operator", "kernel", "module", "path", "shapes")
 COLUMNS = schema.columns(
-    "step device part operator kernel module path shapes extent chain cause detail order_ns calls count work_ns dur_ns",
-    **dict.fromkeys((*KEYS, "extent", "chain", "cause", "detail"), pl.String),
+    "step device part operator kernel module path shapes extent chain line cause detail order_ns calls count work_ns "
+    "dur_ns",
+    **dict.fromkeys((*KEYS, "extent", "chain", "line", "cause", "detail"), pl.String),
 )
 _PARAMETERS = "record_param_comms"
 """The profiler's own operator inside that of a collective."""
@@ -45,8 +46,9 @@ def step_charges(trace: Trace) -> pl.DataFrame:
     Columns COLUMNS; one row per step, device, part (of PARTS), operator, kernel (name of the activity), module, call
     path, shapes and extent (grid and block of a kernel, else its bytes; null where not known). The operator is the
     innermost one around the launch, of a collective its own and not ``record_param_comms``; path, shapes and chain (see
-    `call_paths`) are its own. Idle time has cause and detail as in `compute_gap_causes`; its operator to extent are
-    those of the compute that ends the gap. dur_ns sums to the window exactly, and each part to that of
+    `call_paths`) are its own. The line is the innermost frame of the user's code around the launch, of the first row.
+    Idle time has cause and detail as in `compute_gap_causes`; its operator to extent are those of the compute that ends
+    the gap. dur_ns sums to the window exactly, and each part to that of
     `breakdown.by_step`: where several activities run, the part is the breakdown's, and the one on the lane with most
     work of its kind counts. count and work_ns are of the activities that the step launched, hidden ones included; calls
     of those that are the first of their operator's call. order_ns is the time from the start of the window to the first
@@ -64,6 +66,7 @@ def step_charges(trace: Trace) -> pl.DataFrame:
         _extents(trace),
         (op.is_null() | pl.struct(op.alias("op"), _PART).is_first_distinct()).cast(pl.Int64).alias("calls"),
         call_paths.dispatch_chains(trace).gather(op).alias("chain"),
+        _lines(trace, launch),
     )
     parts = [schema.empty(COLUMNS)]
     for device in breakdown.devices(trace):
@@ -89,7 +92,9 @@ def step_charges(trace: Trace) -> pl.DataFrame:
                 pl.coalesce("part", "own_part").alias("part")
             )
             sums = charged.group_by(_PLACE, maintain_order=True).agg(
-                pl.col("order_ns").min(), pl.col("chain").first(), pl.col("calls", "count", "work_ns", "dur_ns").sum()
+                pl.col("order_ns").min(),
+                pl.col("chain", "line").first(),
+                pl.col("calls", "count", "work_ns", "dur_ns").sum(),
             )
             parts.append(schema.select(sums, COLUMNS).sort("step", "order_ns", nulls_last=True, maintain_order=True))
     return pl.concat(parts)
@@ -229,6 +234,13 @@ def save_work(trace: Trace) -> pl.DataFrame:
         kind=pl.lit(SAVE), phase=pl.lit(None, pl.String), name="stage", step=step, amount=pl.col("dur_ns")
     )
     return _typical(stages, max(1, stages["step"].n_unique()))
+
+
+def _lines(trace: Trace, launch: pl.Series) -> pl.Series:
+    """Innermost frame of the user's code around each launch, or around its call in the forward pass; null without."""
+    ids = trace.ops["id"].gather(launch).alias("op_id")
+    stacks = allocations.code_locations(trace, ids).select("op_id", line="stack")
+    return ids.to_frame().join(stacks, on="op_id", how="left", maintain_order="left")["line"]
 
 
 def _extents(trace: Trace) -> pl.Series:

@@ -11,6 +11,7 @@ from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import breakdown, host_state, trace_columns
+from tracekit.ingest.readers.normalize.name_patterns import COMPILER
 from tracekit.model import columns, intervals, schema
 from tracekit.model.fact import run_fact, trace_fact
 from tracekit.model.run import Run
@@ -41,12 +42,11 @@ _STALL_COLUMNS = schema.columns(f"{' '.join(_STALL)} is_last", place=pl.String)
 _PATTERNS = {
     # Kineto's overhead events and what the profiler itself calls.
     PROFILER: r"^(CUPTI|Buffer Flush|Activity Buffer|Instrumentation|Resource$|Overhead)|cupti",
-    COMPILE: r"(?i)\bcompile_fx|compile_inner|backend_compile|_compile_to_module|async_compile|user_compiler|"
-    r"torch[/._]+_dynamo[/._]+convert_frame|dynamo_timed|TorchDynamo Cache Lookup Miss|\bnvrtc|hiprtc|^cuLink",
+    COMPILE: COMPILER,
     AUTOTUNE: r"(?i)autotun|do_bench\b|cudnnFind|miopenFind|FindConvolution",
     KERNEL_LOADING: r"^(cu|hip)(Module|Library|Func)(Load|Unload|Get|Set)|^cuKernel[GS]et|"
     r"^(cuda|hip)(Func[GS]et|GetFuncBy|Occupancy|ModuleLoad|LibraryLoad)|(?i)lazy function loading",
-    GARBAGE_COLLECTION: r"(?i)\bgc[._ ]?collect|garbage.?collect|<built-in (function|method) collect\b|^gc$",
+    GARBAGE_COLLECTION: host_state.COLLECTOR,
     ALLOCATION: r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)|"
     r"^cuMem(Create|Map|Unmap|Release|SetAccess)",
     DATA: r"^enumerate\(DataLoader\)",

@@ -19,17 +19,19 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import collective_matching
 
-COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL = PARTS = (
-    "compute", "launch", "synchronize", "data", "allocator", "device_stall",
+COMPUTE, LAUNCH, SYNCHRONIZE, DATA, ALLOCATOR, STALL, COMPILE, GARBAGE_COLLECTION = PARTS = (
+    "compute", "launch", "synchronize", "data", "allocator", "device_stall", "compile", "garbage_collection",
 )  # fmt: skip
 """What a rank can take longer for: its kernels, late launches, waits for the device, data loading, the allocator, a
-device that runs nothing although work is queued."""
+device that runs nothing although work is queued, compilation, garbage collection."""
 
 _PART_OF_STATE = {
     **dict.fromkeys((host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK), LAUNCH),
     host_state.SYNCHRONIZE: SYNCHRONIZE,
     host_state.DATA: DATA,
     host_state.ALLOCATOR: ALLOCATOR,
+    host_state.COMPILE: COMPILE,
+    host_state.GARBAGE_COLLECTION: GARBAGE_COLLECTION,
 }
 _KEY = ["window", "instance"]
 _STEP = ["window", "step"]
@@ -169,6 +171,16 @@ def excess_of_stages(run: Run, stages: Sequence[int]) -> ExcessTime | None:
     own = _own_charges(run, late, others).with_columns(pl.col("module").str.replace_all(r"\d+", "*"))
     is_late = pl.col("rank").is_in(late)
     return excess_times.split(own.filter(is_late), own.filter(~is_late))
+
+
+def excess_of_steps(run: Run, ranks: Sequence[int], slow: pl.DataFrame, usual: pl.DataFrame) -> ExcessTime | None:
+    """What some ranks take longer for in slow steps than in their usual ones, per rank and step.
+
+    Both have the columns window and step. Waits for others do not count. None where one of them has no work.
+    """
+    own = _own_charges(run, ranks, [])
+    sides = [own.join(steps.select(_STEP), on=_STEP, how="semi", maintain_order="left") for steps in (slow, usual)]
+    return None if any(side.is_empty() for side in sides) else excess_times.split(*sides)
 
 
 def of_steps(ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:

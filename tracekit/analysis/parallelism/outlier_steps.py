@@ -28,7 +28,6 @@ _DEVICE = ["window", "rank", "device"]
 _PLACE = [*_DEVICE, "place", "nth"]
 _FEW = 3
 """With as many other steps or fewer, all of them must contradict a stall."""
-_USUAL_QUANTILE = 0.75
 _ALLOCATOR = (host_stalls.RETRY, host_stalls.ALLOCATION)
 _PAUSE_NS = 1_000_000
 """Allocator calls with longer pauses between them belong to different allocations."""
@@ -138,7 +137,7 @@ def outlier_steps(run: Run) -> pl.DataFrame:
     events = _events(run)
     if events.is_empty():
         return schema.empty(COLUMNS)
-    lengths, of_ranks = step_lengths(run), _last_steps(run)
+    lengths, of_ranks = step_lengths(run), last_steps(run)
     parts = [
         _with_losses(stalls, lengths.filter(pl.col("window") == window), of_ranks.filter(pl.col("window") == window))
         for (window,), stalls in events.group_by("window", maintain_order=True)
@@ -150,6 +149,19 @@ def step_lengths(run: Run) -> pl.DataFrame:
     """Return the median rank's device window of each step. Columns window, step, duration_ns."""
     of_rank = run.table(breakdown.by_step).group_by("window", "rank", "step").agg(pl.col("duration_ns").max())
     return of_rank.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64)).sort("window", "step")
+
+
+def last_steps(run: Run) -> pl.DataFrame:
+    """Duration of the last of several steps on each rank, until it ends on the host if nothing runs before.
+
+    Columns window, rank, step, duration_ns.
+    """
+    key = ["window", "rank", "step"]
+    steps = run.table(breakdown.by_step).drop_nulls("step").filter(pl.col("step").n_unique().over("window") > 1)
+    last = steps.filter(pl.col("step") == pl.col("step").max().over("window"))
+    tails = run.table(host_stalls.host_stalls).filter("is_last").group_by(key).agg(tail_ns=pl.col("dur_ns").max())
+    lengths = last.group_by(key).agg(pl.col("duration_ns").max()).join(tails, on=key, how="left")
+    return lengths.select(*key, pl.col("duration_ns") + pl.col("tail_ns").fill_null(0))
 
 
 def _usual(stalls: pl.DataFrame, steps: pl.DataFrame, key: list[str]) -> pl.Series:
@@ -202,14 +214,17 @@ def _usual_calls(run: Run, stalls: pl.DataFrame, steps: pl.DataFrame) -> pl.Seri
 
 
 def _usual_of(taken_ns: pl.Expr) -> pl.Expr:
-    """Usual time in other steps: the longest of few, the third quartile of many."""
-    return pl.when(pl.len() <= _FEW).then(taken_ns.max()).otherwise(taken_ns.quantile(_USUAL_QUANTILE, "higher"))
+    """Usual time in other steps: what more than half of them have, so that half of all steps may have a stall.
+
+    Rules on the median step judge what more steps have.
+    """
+    return taken_ns.sort().get(pl.len() // 2)
 
 
 def _events(run: Run) -> pl.DataFrame:
     """Return the events with their culprits; those of one step, cause and set of ranks are one."""
     stalls = run.table(outlier_stalls)
-    ranks_of = dict(run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique()).iter_rows())
+    ranks_of = run.table(breakdown.by_rank).group_by("window").agg(pl.col("rank").n_unique().alias("ranks_of"))
     by_rank = stalls.sort("excess_ns", descending=True).group_by("window", "event", "rank", maintain_order=True)
     of_ranks = by_rank.agg(
         pl.col("step", "gap_step", "is_first", "is_last", "cause", "detail", "name").first(),
@@ -223,7 +238,7 @@ def _events(run: Run) -> pl.DataFrame:
             pl.col("start_ns").min(), pl.col("excess_ns").median().cast(pl.Int64).alias("stall_ns"),
             pl.col("rank").unique().sort().alias("ranks"),
         )
-        .with_columns(ranks_of=pl.col("window").replace_strict(ranks_of, return_dtype=pl.Int64))
+        .join(ranks_of, on="window", how="left", maintain_order="left")
         .with_columns(
             is_everyone=(pl.col("ranks").list.len() >= _EVERYONE_RATIO * pl.col("ranks_of")) & (pl.col("ranks_of") > 1)
         )
@@ -240,19 +255,6 @@ def _events(run: Run) -> pl.DataFrame:
         pl.col("step", "is_first", "is_last", "detail", "name", "ranks").first(),
         pl.col("event").alias("events"), pl.col("start_ns").min(), pl.col("stall_ns").sum(),
     ).drop("_of")  # fmt: skip
-
-
-def _last_steps(run: Run) -> pl.DataFrame:
-    """Duration of the last of several steps on each rank, until it ends on the host if nothing runs before.
-
-    Columns window, rank, step, duration_ns.
-    """
-    key = ["window", "rank", "step"]
-    steps = run.table(breakdown.by_step).drop_nulls("step").filter(pl.col("step").n_unique().over("window") > 1)
-    last = steps.filter(pl.col("step") == pl.col("step").max().over("window"))
-    tails = run.table(host_stalls.host_stalls).filter("is_last").group_by(key).agg(tail_ns=pl.col("dur_ns").max())
-    lengths = last.group_by(key).agg(pl.col("duration_ns").max()).join(tails, on=key, how="left")
-    return lengths.select(*key, pl.col("duration_ns") + pl.col("tail_ns").fill_null(0))
 
 
 def _with_last_step(length_of: dict[int | None, int], events: pl.DataFrame, of_ranks: pl.DataFrame) -> None:

@@ -28,12 +28,14 @@ COLUMNS = {
     "silent_ranks": _RANKS,
 }
 _GROUP = ["group", "members"]
-_KIND = [*_GROUP, "op", "dtype", "size_class"]
+_SIZED = [*_GROUP, "op", "dtype", "size_class"]
+_KIND = [*_SIZED, "unsized_place", "unsized_calls"]
+"""What equal collectives have in common. Of unknown size, those at one place of steps with as many calls are equal."""
 _ONE = ["window", "step"]
 _MIN_EXCESS_NS = 1_000_000
 _MIN_RATIO = 4.0
 """How many times as long as usual a collective must take: contention and jitter slow one down a few times at most."""
-_MIN_OTHERS = 5
+_MIN_OTHERS, _MIN_UNSIZED_OTHERS = 5, 2
 _FEW, _MANY = 3, 20
 _USUAL_QUANTILE, _TAIL_QUANTILE = 0.75, 0.95
 _TAIL_RATIO = 2.0
@@ -53,9 +55,10 @@ def stalled_calls(run: Run) -> pl.DataFrame:
 
     Columns CALL_COLUMNS: transfer_ns (of `group_bandwidth`: from the last known arrival to the end), usual_ns and
     others (of the other ones: at the same place of other steps, and of the same op, group and size within a factor of
-    two), excess_ns (beyond that), excess_start_ns (when it begins, on the run's clock), rank, start_ns and dur_ns (of
-    the rank with the shortest wait), event (those that stall at once have one number), ranks (with a trace); one row
-    per collective. Sends and receives, saves and the first collective of a group are left out.
+    two; of unknown size, only at the same place of steps with as many calls), excess_ns (beyond that), excess_start_ns
+    (when it begins, on the run's clock), rank, start_ns and dur_ns (of the rank with the shortest wait), event (those
+    that stall at once have one number), ranks (with a trace); one row per collective. Sends and receives, saves and the
+    first collective of a group are left out.
     """
     calls = _classify_calls(run)
     # Collectives that take far longer than the others, with usual_ns and others (how many).
@@ -67,7 +70,7 @@ def stalled_calls(run: Run) -> pl.DataFrame:
     compared = candidates.join(of_kind, on="row").join(at_place, on="row")
     most_ns = pl.max_horizontal("of_kind_ns", "at_place_ns")
     usual = compared.with_columns(pl.coalesce("at_place_ns", "of_kind_ns").cast(pl.Int64).alias("usual_ns")).filter(
-        pl.col("others") >= _MIN_OTHERS,
+        pl.col("others") >= pl.when(pl.col("size_class").is_null()).then(_MIN_UNSIZED_OTHERS).otherwise(_MIN_OTHERS),
         pl.col("transfer_ns") >= _MIN_RATIO * most_ns,
         pl.col("transfer_ns") >= _TAIL_RATIO * pl.col("tail_ns").fill_null(0),
     )
@@ -117,9 +120,15 @@ def _classify_calls(run: Run) -> pl.DataFrame:
     calls = run.table(group_bandwidth.collective_times).filter(pl.col("op").is_in(_JUDGED))
     size_class = pl.col("bytes").cast(pl.Float64).log(2).floor().alias("size_class")
     ordered = calls.with_columns(pl.when(pl.col("bytes") > 0).then(size_class)).sort("window", "start_ns")
-    nth = pl.int_range(pl.len()).over(*_ONE, *_KIND).alias("place")
+    nth = pl.int_range(pl.len()).over(*_ONE, *_SIZED).alias("place")
     is_first = pl.int_range(pl.len()).over(_GROUP) == 0
-    return ordered.with_columns(nth, is_first.alias("is_first")).with_row_index("row")
+    is_unsized = pl.col("size_class").is_null()
+    return ordered.with_columns(
+        nth,
+        is_first.alias("is_first"),
+        pl.when(is_unsized).then(nth).alias("unsized_place"),
+        pl.when(is_unsized).then(pl.len().over(*_ONE, *_SIZED)).alias("unsized_calls"),
+    ).with_row_index("row")
 
 
 def _of_others(calls: pl.DataFrame, candidates: pl.DataFrame, key: list[str]) -> pl.DataFrame:

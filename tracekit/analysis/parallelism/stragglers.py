@@ -29,7 +29,7 @@ OCCASIONAL_COLUMNS = {
     "late_ranks": pl.List(pl.Int64),
 }
 _STEP, _RANK = ["window", "step"], ["window", "rank"]
-_LONGER_RATIO, _LONGER_CPU_RATIO = 0.15, 0.5
+_LONGER_RATIO, _LONGER_CPU_RATIO = 0.15, 0.25
 """Share of the median step that the others wait beyond what is usual; on a CPU run other processes delay ranks."""
 _MOST_STEPS = 0.75
 """In as many steps a rank is a straggler, not an occasional one."""
@@ -155,11 +155,12 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     """Return the few steps in which most of the waiting is for one rank that takes longer than usual.
 
     Columns OCCASIONAL_COLUMNS: late_rank and late_ranks as in `straggler_costs`, step_ns and reference_ns (of the step,
-    and the median), lost_ns (by the other ranks, beyond the lower quartile of the steps), compute_ns (of the late rank
-    in the step) and usual_compute_ns (the larger of two medians: of its steps, and of all ranks in the step), ops_ratio
-    (operators over the same for operators; null if not recorded), window_ns and steps (of the window); one row per step
-    and late rank. Use ``run.table``. Fewer than three quarters of the window's steps. Steps with saves, and those in
-    which the rank's host stalls, are left out.
+    and the median), lost_ns (by the other ranks, beyond the lower quartile of the steps; of the last step, whose delay
+    no later step shows, what the rank takes longer than usual and than the others, if it is late elsewhere, too),
+    compute_ns (of the late rank in the step) and usual_compute_ns (the larger of two medians: of its steps, and of all
+    ranks in the step), ops_ratio (operators over the same for operators; null if not recorded), window_ns (of the rank
+    with the longest steps) and steps (of the window); one row per step and late rank. Use ``run.table``. Fewer than
+    three quarters of the window's steps. Steps with saves, and those in which the rank's host stalls, are left out.
     """
     costs = run.table(straggler_costs).drop_nulls("step")
     if costs.is_empty():
@@ -171,16 +172,40 @@ def occasional_stragglers(run: Run) -> pl.DataFrame:
     measured = costs.with_columns(
         pl.col("duration_ns").alias("step_ns"),
         pl.col("duration_ns").median().over(of_rank).cast(pl.Int64).alias("reference_ns"),
-        pl.col("duration_ns").sum().over(of_rank).alias("window_ns"),
         pl.len().over(of_rank).cast(pl.Int64).alias("steps"),
         (pl.col("lost_ns") - usual_ns).alias("lost_ns"),
     )
     is_outlier = (pl.col("lost_ns") >= least_ratio * pl.col("reference_ns")) & (pl.col("share") > _MOST)
-    few = measured.filter(is_outlier, pl.col("steps") >= _FEWEST_STEPS)
+    measured = measured.join(_window_lengths(run), on="window").join(
+        _excess_of_last_steps(run), left_on=[*_STEP, "late_rank"], right_on=[*_STEP, "rank"], how="left"
+    )
+    is_last_outlier = (pl.col("excess_ns") >= least_ratio * pl.col("reference_ns")) & is_outlier.any().over(of_rank)
+    few = measured.filter(is_outlier | is_last_outlier, pl.col("steps") >= _FEWEST_STEPS)
+    few = few.with_columns(pl.max_horizontal("lost_ns", "excess_ns").alias("lost_ns"))
     few = few.filter(pl.len().over(of_rank) < _MOST_STEPS * pl.col("steps"))
     worked = _work(run).rename({"rank": "late_rank"})
     table = _without_host_stalls(run, few).join(worked, on=[*_STEP, "late_rank"], how="left")
     return table.pipe(schema.select, OCCASIONAL_COLUMNS).sort("window", "step", "late_rank")
+
+
+def _window_lengths(run: Run) -> pl.DataFrame:
+    """Time of all steps of the rank with most of it: columns window, window_ns."""
+    of_rank = save_stages.steps(run).group_by(*_RANK, "step").agg(pl.col("duration_ns").max())
+    sums = of_rank.group_by(_RANK).agg(pl.col("duration_ns").sum())
+    return sums.group_by("window").agg(pl.col("duration_ns").max().alias("window_ns"))
+
+
+def _excess_of_last_steps(run: Run) -> pl.DataFrame:
+    """By how much the last step of each rank is longer than its usual ones and than that of most ranks.
+
+    Columns window, step, rank, excess_ns.
+    """
+    of_steps = run.table(breakdown.by_step).group_by(*_RANK, "step").agg(pl.col("duration_ns").max())
+    usual = of_steps.group_by(_RANK).agg(pl.col("duration_ns").quantile(1 - _MOST_STEPS, "lower").alias("usual_ns"))
+    last = outlier_steps.last_steps(run).join(usual, on=_RANK)
+    of_ranks = pl.col("duration_ns").quantile(0.5, "lower").over(_STEP)
+    excess_ns = pl.col("duration_ns") - pl.max_horizontal("usual_ns", of_ranks)
+    return last.select(*_STEP, "rank", excess_ns=excess_ns.cast(pl.Int64))
 
 
 def _late_ranks(run: Run, waits: pl.DataFrame) -> pl.DataFrame:
@@ -325,10 +350,11 @@ def _usual(name: str) -> pl.Expr:
 def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     """Return the steps without those in which stalls of the late rank's host explain most of the time.
 
+    A stall of hosts that are not late, as of all ranks, makes no rank late.
     Where ranks do not meet in each step, as in local SGD, the others wait in a later step than that of the stall.
     """
     meetings = run.table(collective_matching.calls).select("window", since="step").drop_nulls().unique().sort("since")
-    late = steps.select(*_STEP, "late_rank", "lost_ns").sort("step")
+    late = steps.select(*_STEP, "late_rank", "late_ranks", "lost_ns").sort("step")
     since = late.join_asof(
         meetings, left_on="step", right_on="since", by="window", allow_exact_matches=False, check_sortedness=False
     )
@@ -336,7 +362,7 @@ def _without_host_stalls(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     stalled = stalls.select("window", "ranks", "gap_step", stalled_ns="lost_ns")
     is_between = (pl.col("gap_step") <= pl.col("step")) & (pl.col("gap_step") >= pl.coalesce("since", "step"))
     pairs = since.join(stalled, on="window").filter(is_between)
-    of_rank = pairs.filter(pl.col("ranks").list.contains(pl.col("late_rank")))
+    of_rank = pairs.filter(pl.col("ranks").list.set_difference("late_ranks").list.len() == 0)
     sums = of_rank.group_by(*_STEP, "late_rank").agg(pl.col("stalled_ns").sum(), pl.col("lost_ns").first())
     explained = sums.filter(pl.col("stalled_ns") >= _MOST * pl.col("lost_ns"))
     return steps.join(explained, on=[*_STEP, "late_rank"], how="anti", maintain_order="left")

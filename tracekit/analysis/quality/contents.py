@@ -2,6 +2,7 @@
 
 import polars as pl
 
+from tracekit import conventions
 from tracekit.analysis.memory import snapshot_files
 from tracekit.model import schema
 from tracekit.model.fact import run_fact, trace_fact
@@ -9,8 +10,8 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 
 COLUMNS = schema.columns(
-    "on_device steps first_step last_step span_ns activities linked phased ops shaped stacked collectives sized "
-    "grouped sequenced syncs allocations checkpoints metrics",
+    "on_device steps first_step last_step span_ns activities linked phased ops operators shaped stacked collectives "
+    "sized grouped sequenced syncs allocations totals checkpoints metrics step_times",
     on_device=pl.Boolean,
 )
 MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -23,8 +24,9 @@ def contents(trace: Trace) -> pl.DataFrame:
     """Number of rows of each kind in a trace. Columns COLUMNS; one row.
 
     span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
-    (launched in a known phase); ops, shaped (with input shapes), stacked (Python frames); collectives, sized, grouped
-    (of a known group), sequenced (with a number within the group); and rows of the other tables.
+    (launched in a known phase); ops, operators among them, shaped (with input shapes), stacked (Python frames);
+    collectives, sized, grouped (of a known group), sequenced (with a number within the group); allocations, totals
+    (those that state all allocated bytes); metrics, step_times among them; and rows of the other tables.
     """
     work, ops, calls = trace.activities, trace.ops, trace.collectives
     steps = trace.steps["step"].drop_nulls()
@@ -39,12 +41,15 @@ def contents(trace: Trace) -> pl.DataFrame:
         "linked": work["launch_id"].count(),
         "phased": work["phase"].count(),
         "ops": ops.height,
+        "operators": int((ops["kind"] == "cpu_op").sum()),
         "shaped": ops["shapes"].count(),
         "stacked": int((ops["kind"] == "python").sum()),
         "collectives": calls.height,
         "sized": calls.select(pl.max_horizontal("sent_bytes", "received_bytes").count()).item(),
         "grouped": calls["group"].count(),
         "sequenced": calls["seq"].count(),
+        "totals": trace.allocations["allocated_bytes"].count(),
+        "step_times": int((trace.metrics["name"] == conventions.STEP_TIME_METRIC).sum()),
         **{name: getattr(trace, name).height for name in ("syncs", "allocations", "checkpoints", "metrics")},
     }
     return pl.DataFrame([row], schema=COLUMNS)
@@ -58,6 +63,16 @@ _CONSEQUENCES = {
         pl.lit(value=True),
         "No step times, no variation over steps, no representative step.",
         "profiler.step() once per training step, or tracekit record",
+    ),
+    "linked": (
+        pl.col("on_device") & (pl.col("activities") > 0),
+        "Step, phase and cause of device work are unknown.",
+        "ProfilerActivity.CPU, which records operators and launches",
+    ),
+    "operators": (
+        pl.lit(value=True),
+        "Time of the host in operators counts as time in Python, and phases are unknown.",
+        "ProfilerActivity.CPU",
     ),
     "phased": (
         pl.lit(value=True),
@@ -75,6 +90,11 @@ _CONSEQUENCES = {
         "No bandwidth, and messages of different sizes cannot be distinguished.",
         "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
     ),
+    "grouped": (
+        pl.col("collectives") > 0,
+        "Process groups and their ranks are inferred from what ranks do together.",
+        "PyTorch 2.2 or newer, with torch.distributed initialized before the profiler starts",
+    ),
     "sequenced": (
         pl.col("collectives") > 0,
         "Collectives of different ranks are matched by order.",
@@ -86,6 +106,11 @@ _CONSEQUENCES = {
         "experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)",
     ),
     "allocations": (pl.lit(value=True), "Memory usage over time is unknown.", "profile_memory=True"),
+    "totals": (
+        pl.col("allocations") > 0,
+        "Memory that was allocated before the recording is not counted.",
+        "PyTorch 1.11 or newer",
+    ),
     "checkpoints": (
         pl.lit(value=True),
         "Checkpoint saves and loads are not recognized.",
@@ -96,11 +121,17 @@ _CONSEQUENCES = {
         "Loss, tokens and step times outside the profiled steps are unknown.",
         "tracekit record, or tracekit.capture.Recorder in the loop",
     ),
+    "step_times": (
+        pl.col("metrics") > 0,
+        "Step times outside the profiled steps are unknown: saves are compared with profiled steps.",
+        "step_time_ns in each line of the metrics log",
+    ),
 }
 _LABELS = {
-    "steps": "steps", "phased": "phases", "shaped": "input shapes", "stacked": "Python stacks",
-    "sized": "message sizes", "sequenced": "collective sequence numbers", "syncs": "synchronization events",
-    "allocations": "memory events", "checkpoints": "checkpoint log", "metrics": "metrics log",
+    "steps": "steps", "linked": "launches", "operators": "operators", "phased": "phases", "shaped": "input shapes",
+    "stacked": "Python stacks", "sized": "message sizes", "grouped": "process groups",
+    "sequenced": "collective sequence numbers", "syncs": "synchronization events", "allocations": "memory events",
+    "totals": "allocated bytes", "checkpoints": "checkpoint log", "metrics": "metrics log", "step_times": "step times",
 }  # fmt: skip
 
 

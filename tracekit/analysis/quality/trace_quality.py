@@ -10,6 +10,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.host import host_stalls
 from tracekit.analysis.time import breakdown, trace_columns
 from tracekit.model import columns, environment, schema, units
 from tracekit.model.fact import trace_fact
@@ -32,6 +33,9 @@ VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 TIMES_COLUMNS = {"activities": pl.Int64, "times_hash": pl.UInt64}
 _BEFORE_LAUNCH_NS = 50_000  # less changes no verdict; 17 µs occur in traces of V100s
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
+_ISSUES = "^c10d::"
+_LEAST_LOST, _LEAST_LOST_RATIO, _MOST_NAMES = 2, 0.1, 3
+"""Fewer may have been issued as the recording stopped."""
 _DROPPED = re.compile(r"(?i)dropped (\d{1,15}) (activity )?records|exceeded max gpu buffer count")
 _CUT_OFF = 0.9  # of the launches without device activity: then they are not lost one by one
 _CUT_OFF_LEAST = 0.2  # of all launches: fewer may be queued when the recording stops
@@ -45,7 +49,7 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
     Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
-    checks = (_nothing, _launches, _overlaps, _dropped_records, _warm_up, _cut)
+    checks = (_nothing, _unrecorded_collectives, _launches, _overlaps, _dropped_records, _warm_up, _cut)
     rows = [row for check in checks for row in check(trace)]
     measured = pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
     return pl.concat([trace.data_quality, measured])
@@ -154,6 +158,26 @@ def _nothing(trace: Trace) -> Iterator[_Row]:
     elif devices:
         message = f"The machine has {devices}, but only host activity was recorded: it is read as training on the CPU."
         yield "host_only", message, 0.0
+
+
+def _unrecorded_collectives(trace: Trace) -> Iterator[_Row]:
+    """Collectives that operators of a CPU run issued, without the slices in which the backend runs them."""
+    if trace.on_device:
+        return
+    is_waiting = trace_columns.is_named(trace, r"barrier|monitored")  # backends run no slice for these
+    is_issuing = trace_columns.is_kind(trace, "cpu_op") & trace_columns.is_named(trace, _ISSUES) & ~is_waiting
+    issued = columns.where(trace.ops[["id", "name"]], is_issuing)
+    communication = trace.activities.filter(pl.col("kind") == "communication")
+    lost = issued.filter(~pl.col("id").is_in(communication["launch_id"].drop_nulls().implode()))
+    lost_count = min(lost.height, issued.height - communication.height)
+    if lost_count < max(_LEAST_LOST, _LEAST_LOST_RATIO * issued.height):
+        return
+    names = ", ".join(lost["name"].unique().sort().head(_MOST_NAMES))
+    message = (
+        f"Operators issued {issued.height:,} collectives, but only {issued.height - lost_count:,} that ran were "
+        f"recorded; the others were issued by {names}."
+    )
+    yield "unrecorded_collectives", message, lost_count / issued.height
 
 
 def _device_use(trace: Trace) -> str | None:
@@ -342,13 +366,31 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if len(other_ns) < _FEWEST_OTHERS or step in saving or _has_more_work(trace, step):
             continue
         median_ns = float(statistics.median(other_ns))
-        if duration_ns > WARM_UP_RATIO * median_ns:
+        is_longer = duration_ns > WARM_UP_RATIO * median_ns
+        if is_longer and (_has_first_uses(trace, step) or _is_unusual(duration_ns, other_ns)):
             yield (
                 "warm_up_inside",
                 f"The first profiled step ({step}) takes {units.duration(duration_ns)} and "
                 f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 duration_ns / sum(step_ns for _, step_ns in device_steps),
             )
+
+
+def _has_first_uses(trace: Trace, step: int) -> bool:
+    """Return whether the host does things in a step that a training does once: loading, allocating, compiling."""
+    stalls = host_stalls.host_stalls(trace)
+    return stalls.filter(pl.col("cause").is_in(host_stalls.FIRST_USE), step=step).height > 0
+
+
+def _is_unusual(duration_ns: int, other_ns: list[int]) -> bool:
+    """Return whether the first step is longer than each of many others, or the first of steps that become shorter.
+
+    One comparison, with the median of slow, fast, slow and fast steps, shows no warm-up.
+    """
+    excess_ns = duration_ns - statistics.median(other_ns)
+    recurs = max(other_ns) - statistics.median(other_ns) >= _RECURRING_RATIO * excess_ns
+    falls = sorted(other_ns, reverse=True) == other_ns and other_ns[0] > _FALLING_RATIO * other_ns[-1]
+    return falls or (not recurs and len(other_ns) >= _MANY_OTHERS)
 
 
 def _has_more_work(trace: Trace, step: int) -> bool:
@@ -373,6 +415,10 @@ def _cut(trace: Trace) -> Iterator[_Row]:
 
 
 _FEWEST_OTHERS = 2
+_MANY_OTHERS = 3
+_RECURRING_RATIO = 0.5
+"""Another step that takes this share of the first one's excess, too: it recurs."""
+_FALLING_RATIO = 1.2
 
 
 def _may_be_optimizer(trace: Trace) -> bool:

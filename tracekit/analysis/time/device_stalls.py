@@ -7,6 +7,7 @@ that time.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.time import breakdown, launched_work, trace_columns
@@ -340,6 +341,9 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     usual = np.where(usual == _LATER, _usual_ns(place, dur, slice_ns), usual)
     spans = np.stack((np.minimum(start + np.minimum(usual, dur), start + dur), start + dur), axis=1)
     lengths = spans[:, 1] - spans[:, 0]
+    # Where the kernels around it are slower, too, all are: a lower clock, or other work on the device.
+    slower_ns = usual * (_slowdown_around(code, dur) - 1)
+    lengths = np.where(slower_ns < _MOSTLY * lengths, lengths, 0)
     # Of lanes with equal compute, the one with the highest number is the main one.
     lanes, lane_code = np.unique(work.lane[compute], return_inverse=True)
     main = int(lanes[np.lexsort((lanes, np.bincount(lane_code, dur)))[-1]]) if len(lanes) else -1
@@ -348,6 +352,20 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
     rows = np.flatnonzero((lengths >= MIN_STALL_NS) & (is_alone | (lengths > _FAR * usual)))
     yes, no = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
     return _Stalls(compute[rows], spans[rows], yes, yes, no)
+
+
+def _slowdown_around(code: Ints, dur_ns: Ints) -> npt.NDArray[np.float64]:
+    """How many times as long as usual the kernels around each one take: the median of the nearest, itself left out."""
+    ratio = dur_ns / np.maximum(_quartiles(code, dur_ns)[0], 1)
+    many = np.bincount(code, minlength=1)[code] >= _MIN_SAMPLES
+    padded = np.pad(np.where(many, ratio, np.nan), _AROUND, constant_values=np.nan)
+    near = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
+    others = np.delete(near, _AROUND, axis=1)
+    return np.where(np.isnan(others).all(axis=1), 1.0, np.nanmedian(np.nan_to_num(others, nan=1.0), axis=1))
+
+
+_AROUND = 10
+"""How many kernels before and after one are around it."""
 
 
 def _usual_ns(code: Ints, dur_ns: Ints, slice_ns: float | None) -> Ints:

@@ -5,6 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import trace_columns
+from tracekit.ingest.readers.normalize.name_patterns import COMPILER
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -32,18 +33,19 @@ _SAVE_FUNCTION = (
     r"|safetensors/torch\.py\(\d+\): save_file$|torchsnapshot/.*: (async_)?take$"
 )
 
-RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = HOST_STATES = (
-    "rate_limiter",
-    "checkpoint",
-    "data",
-    "allocator",
-    "lock",
-    "synchronize",
-    "launch",
-    "op",
-    "python",
+(
+    RATE_LIMITER, CHECKPOINT, COMPILE, GARBAGE_COLLECTION, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON,
+) = HOST_STATES = (
+    "rate_limiter", "checkpoint", "compile", "garbage_collection", "data", "allocator", "lock", "synchronize", "launch",
+    "op", "python",
+)  # fmt: skip
+"""If several apply, the first counts: a rate limiter synchronizes, compilers run ops and collect garbage, and data
+loading does all of that."""
+COLLECTOR = (
+    r"(?i)\bgc[._ ]?collect|garbage.?collect|<built-in (function|method) (gc\.)?collect\b|"
+    r"^(python[ _.])?gc($|[ :.(#-])"
 )
-"""If several apply, the first counts: a rate limiter synchronizes, data loading runs ops."""
+"""Slices of Python's garbage collector: calls of gc.collect in traces with stacks, and spans of gc.callbacks."""
 
 _ALLOCATOR = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 SYNCHRONIZING = (
@@ -131,6 +133,8 @@ def _spans(trace: Trace) -> list[Spans]:
     flags = {
         RATE_LIMITER: trace_columns.is_named(trace, _RATE_LIMITER),
         CHECKPOINT: trace_columns.is_phase(trace, conventions.CHECKPOINT) | is_save(trace),
+        COMPILE: trace_columns.is_named(trace, COMPILER),
+        GARBAGE_COLLECTION: trace_columns.is_named(trace, COLLECTOR),
         DATA: trace_columns.is_phase(trace, conventions.DATA) | trace_columns.is_named(trace, _LOADER),
         ALLOCATOR: is_call & trace_columns.is_named(trace, _ALLOCATOR),
         LOCK: trace_columns.is_named(trace, _LOCK),

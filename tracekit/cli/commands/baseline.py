@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, ConfigFile, OutputOptions, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, ConfigFile, OutputOptions, StepName, UseCache, expand_options
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ class RecordingOptions:
     config: ConfigFile = None
     allow_different: AllowDifferent = False
     cache: UseCache = True
+    step_name: StepName = None
 
     def settings(self) -> "CheckSettings":
         """Return the settings of the check. Raises ConfigError."""
         from tracekit.cli import settings
         from tracekit.rules.registry import all_rules
 
-        return settings.resolve(self.config, all_rules())
+        return settings.resolve(self.config, all_rules(), step_name=self.step_name)
 
     def check(self, runs: Sequence[str]) -> "list[tuple[Report, Run]]":
         """Return each run with its report. Raises ConfigError for more runs than a baseline can have."""
@@ -58,7 +59,7 @@ class RecordingOptions:
             raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
         resolved = self.settings()
         rules = settings.configured_rules(resolved, all_rules())
-        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache, devices=resolved.devices)
+        return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=self.cache, settings=resolved.read)
 
 
 @baseline.command(short_help="Save recordings as a baseline.")

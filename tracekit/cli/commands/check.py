@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, question, run_loading
-from tracekit.cli.options import AllowDifferent, ConfigFile, ExecutorOptions, OutputOptions, UseCache, expand_options
+from tracekit.cli.options import (
+    AllowDifferent,
+    ConfigFile,
+    ExecutorOptions,
+    OutputOptions,
+    StepName,
+    UseCache,
+    expand_options,
+)
 from tracekit.cli.question import Input, Kind
 from tracekit.errors import ConfigError, InputError
 
@@ -164,6 +172,7 @@ def check(
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
+    step_name: StepName = None,
 ) -> None:
     """Report why runs are slow, what it costs and what to change.
 
@@ -190,7 +199,7 @@ def check(
         store.check(history)
 
     with executor.open([*paths, *repeats]) as opened:
-        results = _results(paths, options, reports.facts(), cache=cache, executor=opened)
+        results = _results(paths, options, reports.facts(), cache=cache, step_name=step_name, executor=opened)
         reports.write(results)
     if history is not None:
         from tracekit.cli.commands.history import add_results
@@ -210,6 +219,7 @@ def _results(
     reported: "Sequence[TraceFact]",
     *,
     cache: bool,
+    step_name: str | None,
     executor: "Executor",
 ) -> "list[CheckResult]":
     from tracekit.cli import settings as config
@@ -224,20 +234,23 @@ def _results(
         select=options.select or (),
         assignments=options.assignments or (),
         strict=options.strict,
+        step_name=step_name,
     )
     rules = config.configured_rules(settings, catalog)
     facts = checks.facts(settings.budget, with_baseline=options.baseline is not None)
-    devices = settings.devices
+    read = settings.read
     baseline = (
         None
         if options.baseline is None
-        else run_loading.open_baseline(options.baseline, rules, cache=cache, devices=devices, executor=executor)
+        else run_loading.open_baseline(options.baseline, rules, cache=cache, settings=read, executor=executor)
     )
     all_facts = [*facts, *reported]
-    checked = run_loading.check_runs(paths, rules, facts=all_facts, cache=cache, devices=devices, executor=executor)
+    checked = run_loading.check_runs(paths, rules, facts=all_facts, cache=cache, settings=read, executor=executor)
     reports = [config.apply_ignores(report, settings.ignore, catalog) for report, _ in checked]
     repeats = options.repeat or ()
-    recordings = [run_loading.open_measured(path, facts, cache=cache, executor=executor) for path in repeats]
+    recordings = [
+        run_loading.open_measured(path, facts, cache=cache, step_name=step_name, executor=executor) for path in repeats
+    ]
     return [
         checks.judge(
             report,

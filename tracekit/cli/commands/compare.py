@@ -1,16 +1,20 @@
 """``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import AllowDifferent, Format, OutputOptions, UseCache, expand_options
+from tracekit.cli.options import AllowDifferent, Format, OutputOptions, StepName, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tracekit.model.run import Run
+    from tracekit.model.trace import TraceFact
     from tracekit.regression.comparison import Comparison, RunSamples
     from tracekit.regression.step_change import StepChange
     from tracekit.regression.thresholds import Limit
@@ -62,6 +66,7 @@ def compare(
     ] = ComparisonFormat.TEXT,
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
+    step_name: StepName = None,
     output_options: OutputOptions,
 ) -> None:
     """Compare two runs by the medians of their steps, with 99% confidence intervals; or runs of different size.
@@ -80,7 +85,7 @@ def compare(
     parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     paths = (reference, *candidates)
     if by is None:
-        sides = [run_loading.comparison_side(path, cache=cache) for path in paths]
+        sides = [run_loading.comparison_side(path, cache=cache, step_name=step_name) for path in paths]
         runs = [side for side in sides if isinstance(side, Run)]
         if len(runs) == len(sides) and scaling.differ_in_size(runs):
             sized = [run_loading.scaling_side(run) for run in runs]
@@ -97,7 +102,8 @@ def compare(
         document = comparison.document(compared, with_metrics=with_metrics)
         as_csv = comparison.as_csv(compared)
     else:
-        changed = _step_change(_require_two(paths), by, allow_different=allow_different, cache=cache)
+        opened = partial(run_loading.open_compared_run, cache=cache, step_name=step_name)
+        changed = _step_change(_require_two(paths), by, opened, allow_different=allow_different)
         document, compared = step_change.document(changed, top), changed.compared
         as_csv = query_rows.as_csv(changed.rows)
     _write(document, as_csv, comparison_format, output_options)
@@ -128,14 +134,19 @@ def _require_two(paths: tuple[str, ...]) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def _step_change(paths: tuple[str, str], by: str, *, allow_different: bool, cache: bool) -> "StepChange":
+def _step_change(
+    paths: tuple[str, str],
+    by: str,
+    open_run: "Callable[[str, Sequence[TraceFact]], Run]",
+    *,
+    allow_different: bool,
+) -> "StepChange":
     from tracekit.analysis.compute import kernels
     from tracekit.regression import step_change
 
     keys = output.split_names(by)
     kernels.require_known("--by", keys, step_change.KEYS)
-    runs = (run_loading.open_compared_run(path, step_change.FACTS, cache=cache) for path in paths)
-    a, b = (step_change.RunSteps.of(run) for run in runs)
+    a, b = (step_change.RunSteps.of(open_run(path, step_change.FACTS)) for path in paths)
     return step_change.step_change(a, b, keys, allow_different=allow_different)
 
 

@@ -61,7 +61,7 @@ def dashboard(
         raise InputError(f"{history}: there is no such file; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
-    settings_file.nearest_devices()  # an error in a settings file is said here, not on a page
+    settings_file.nearest_read_settings()  # an error in a settings file is said here, not on a page
     _require_free_port(host, port)
     if host not in _LOOPBACK:
         output.notify(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.options import DocumentOptions, UseCache, expand_options
+from tracekit.cli.options import DocumentOptions, StepName, UseCache, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def add(
     commit: CommitName = None,
     branch: Branch = None,
     cache: UseCache = True,
+    step_name: StepName = None,
 ) -> None:
     """Add runs to a history; it is created if it does not exist. Runs are checked first, saved reports are not.
 
@@ -54,7 +55,7 @@ def add(
         if json.is_report(Path(path)):
             entries += _saved_entries(Path(path), trained)
         else:
-            entries.append(_check_run(path, trained, cache=cache))
+            entries.append(_check_run(path, trained, cache=cache, step_name=step_name))
     _report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
@@ -125,10 +126,10 @@ def _report_added(db: Path, added: "AddedRuns") -> None:
     output.notify(f"{db}: {', '.join(parts)}")
 
 
-def _check_run(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
+def _check_run(path: str, commit: "Commit", *, cache: bool, step_name: str | None) -> "HistoryEntry":
     from tracekit.regression import gate as checks
 
-    report, resolved = run_loading.check_by_settings(path, cache=cache)
+    report, resolved = run_loading.check_by_settings(path, cache=cache, step_name=step_name)
     return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 

@@ -14,6 +14,10 @@ from tracekit.model import schema
 from tracekit.model.trace import Trace
 
 _MOST = 1 << 60
+_NEEDED = ("checkpoint", "operation", "stage", "start_ns", "dur_ns")
+"""What a stage of a save or load is, and when: without these a line says nothing."""
+_STATED = ("step", "blocking")
+"""What the recorder states of each stage, and rules read."""
 
 
 class _Logs(Reader):
@@ -40,7 +44,9 @@ class CheckpointLogs(_Logs):
         """Return a trace with checkpoints and data_quality only."""
         lines, skipped = _lines(path)
         checkpoints, dropped = _conform(schema.CHECKPOINTS, lines)
-        return Trace(rank, window, path, checkpoints=checkpoints, data_quality=_issues(path, skipped, dropped))
+        complete = checkpoints.drop_nulls(_NEEDED)
+        issues = [_issues(path, skipped, dropped), _lacking(path, checkpoints, _NEEDED, _STATED)]
+        return Trace(rank, window, path, checkpoints=complete, data_quality=pl.concat(issues))
 
 
 class MetricsLogs(_Logs):
@@ -61,12 +67,13 @@ class MetricsLogs(_Logs):
             if name not in ("step", "rank") and _is_number(value) and _is_possible(name, value)
         ]
         metrics, _ = _conform(schema.METRICS, rows)
-        step_metrics = metrics.filter(pl.col("step").is_not_null())
+        step_metrics = metrics.drop_nulls("step")
         dropped = sum("step" in line and _as_dtype(line["step"], pl.Int64()) is None for line in lines)
         dropped += sum(
             _is_number(value) and not _is_possible(name, value) for ln in lines for name, value in ln.items()
         )
-        return Trace(rank, window, path, metrics=step_metrics, data_quality=_issues(path, skipped, dropped))
+        issues = [_issues(path, skipped, dropped), _lacking(path, metrics, ("step",))]
+        return Trace(rank, window, path, metrics=step_metrics, data_quality=pl.concat(issues))
 
 
 def _with_throughput_of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +109,18 @@ def _issues(path: str, skipped: int, dropped: int) -> pl.DataFrame:
     values = f"{path}: {dropped} values have a wrong type or size and were left out."
     rows = [("bad_log", text, 0.0) for text, count in ((lines, skipped), (values, dropped)) if count]
     return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
+
+
+def _lacking(path: str, rows: pl.DataFrame, needed: Sequence[str], stated: Sequence[str] = ()) -> pl.DataFrame:
+    """Data-quality issues of values that rows lack: without those that are needed a row is left out."""
+    absent = {name: rows[name].null_count() for name in (*needed, *stated) if rows[name].null_count()}
+    left_out = [name for name in absent if name in needed]
+    incomplete = [f"{name} ({count} of {rows.height})" for name, count in absent.items()]
+    if not incomplete:
+        return schema.DATA_QUALITY.empty()
+    effect = "; values without " + " or ".join(left_out) + " were left out" if left_out else ""
+    message = f"{path}: the log does not state {', '.join(incomplete)}{effect}."
+    return pl.DataFrame([("bad_log", message, 0.0)], schema=schema.DATA_QUALITY.schema, orient="row")
 
 
 def _is_possible(name: str, value: float) -> bool:

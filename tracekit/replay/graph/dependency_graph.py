@@ -15,6 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import latency
+from tracekit.analysis.compute import device_counters
 from tracekit.analysis.host import cpu_contention
 from tracekit.analysis.parallelism import expert_load, late_ranks
 from tracekit.analysis.time import device_stalls
@@ -164,6 +165,8 @@ FACTS: tuple[TraceFact, ...] = (
     trace_graph.windows,
     trace_graph.preparation,
     *device_stalls.FACTS,
+    device_counters.clock_drops,
+    device_counters.work_variation,
     collective_matching.calls,
     *late_ranks.FACTS,
     *latency.FACTS,
@@ -178,7 +181,9 @@ def graphs(run: Run) -> list[Graph]:
     stored = NodeTable(run.scan(trace_graph.nodes) if run.parts(trace_graph.nodes) else run.table(trace_graph.nodes))
     times = stored.select("window", "rank", "start_ns", "end_ns")
     on_clock = alignment.on_run_clock(times, run.offsets, ("start_ns", "end_ns")).select("start_ns", "end_ns")
-    on_clock = on_clock.with_columns(trace_graph.pauses_on_other_ranks(run, stored))
+    on_clock = on_clock.with_columns(
+        trace_graph.pauses_on_other_ranks(run, stored) + trace_graph.refuted_slowdowns(run, stored)
+    )
     all_nodes = stored.with_columns(on_clock.get_columns())
     own_edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     shared = shared_waits(all_nodes.select(*SHARED_WAITS_NODES), own_edges)

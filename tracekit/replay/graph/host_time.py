@@ -27,7 +27,13 @@ KiB that ran long after their call had returned. Where larger ones do, these do 
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_BUSY = [host_state.HOST_STATES.index(state) for state in (host_state.DATA, host_state.CHECKPOINT)]
+_LATE_END_RATIO = 0.01
+"""Share of the host's wait by which the end of the awaited collective may be recorded later."""
+_BUSY = [
+    host_state.HOST_STATES.index(state)
+    for state in (host_state.DATA, host_state.CHECKPOINT, host_state.COMPILE, host_state.GARBAGE_COLLECTION)
+]
+"""States in which the host of a CPU run works: it waits for no collective meanwhile."""
 
 
 _WORK_COLUMNS = (
@@ -138,7 +144,7 @@ def build(trace: Trace) -> tuple[pl.DataFrame, pl.DataFrame]:
     gap_ns = time_by_state(trace, reach, paused)
     awaited, until = _awaited_collectives(calls, reach, paused)
     waits = np.flatnonzero(awaited >= 0)
-    waiting_ns = time_by_state(trace, reach[waits], until[waits])
+    waiting_ns = time_by_state(trace, reach[waits], np.minimum(until, paused)[waits])
     waiting_ns[:, _BUSY] = 0
     gap_ns[waits] = np.maximum(gap_ns[waits] - waiting_ns, 0)
     lag = (paused - until)[waits]
@@ -262,11 +268,13 @@ def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
 def _awaited_collectives(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Ints]:
     """Return the collective whose end is the last within each pause of the host (-1: none), and that end.
 
-    A send or receive of gloo ends where the host waits for it, so a short wait shows that it was complete before.
+    A send or receive of gloo ends where the host waits for it, so a short wait shows that it was complete before. On a
+    busy machine the host goes on a little before the thread of the collective has written down its end.
     """
     ends = calls["end_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
-    last = np.searchsorted(ends[order], to_ns, side="right") - 1
+    until_ns = to_ns + (_LATE_END_RATIO * (to_ns - from_ns)).astype(np.int64)
+    last = np.searchsorted(ends[order], until_ns, side="right") - 1
     if not len(order):
         return np.full(len(to_ns), -1, np.int64), to_ns
     row = order[np.maximum(last, 0)]

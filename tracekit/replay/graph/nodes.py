@@ -70,7 +70,7 @@ def number_nodes(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def gap_series(gap_ns: Ints) -> list[pl.Series]:
-    """Return the columns of the host time before nodes: `gap_ns` by state (`host_state.HOST_STATES`), shape (n, 9)."""
+    """Return the columns of the host time before nodes: `gap_ns`, a column for each of `host_state.HOST_STATES`."""
     return [pl.Series(name, gap_ns[:, state], pl.Int64) for state, name in enumerate(GAP_COLUMNS.values())]
 
 

@@ -164,6 +164,22 @@ def pauses_on_other_ranks(run: Run, nodes: NodeTable) -> list[pl.Series]:
     return [joined.select(pl.coalesce("ns", "paused_ns").alias("paused_ns")).to_series()]
 
 
+def refuted_slowdowns(run: Run, nodes: NodeTable) -> list[pl.Series]:
+    """Return the column slowed_ns without clock drops that the work of other ranks refutes; [] without any."""
+    key = ["window", "rank", "device"]
+    drops = run.table(device_counters.clock_drops)
+    confirmed = run.table(device_counters.confirmed_drops)
+    refuted = drops.join(confirmed, on=key, how="anti", nulls_equal=True).select(*key, refuted=True)
+    if refuted.is_empty():
+        return []
+    joined = nodes.select(*key, "slowed_ns").join(refuted, on=key, how="left", nulls_equal=True, maintain_order="left")
+    return [
+        joined.select(
+            pl.when(pl.col("refuted").is_null()).then("slowed_ns").otherwise(0).alias("slowed_ns")
+        ).to_series()
+    ]
+
+
 def slowdowns(trace: Trace, items: pl.DataFrame) -> Ints:
     """Return by how much a clock drop slows each item (`dependencies.lane_items`), shape (n,)."""
     slowed = device_counters.slowed_kernels(trace)

@@ -251,7 +251,11 @@ def test_a_step_that_the_run_does_not_have_is_an_error(wording):
 
 
 @pytest.mark.parametrize(
-    "name", ["pipeline-1f1b", pytest.param("pipeline-interleaved", marks=pytest.mark.accuracy), "pipeline-slow-stage"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.accuracy) for name in ("pipeline-1f1b", "pipeline-interleaved")),
+        "pipeline-slow-stage",
+    ],
 )
 def test_a_path_goes_on_past_collectives_whose_waits_contradict_others(name):
     # Without sequence numbers, some broadcasts of one size from different roots are matched to each other.

@@ -99,7 +99,7 @@ def _mask(slices, window, kinds):
 
 @pytest.fixture(scope="module", params=["gpu/slow-rank", "demo-fsdp2"])
 def sample(request):
-    run = load(SAMPLES / request.param, cache=False)
+    run = load(SAMPLES / request.param)
     return run, timeline.open_scene(run)
 
 
@@ -133,7 +133,7 @@ def _on_run_clock(run, scene, rank):
 
 
 def test_the_range_of_a_step_has_the_breakdown_of_the_step():
-    run = load(SAMPLES / "gpu/compiled", cache=False)  # one rank: its clock is that of the run
+    run = load(SAMPLES / "gpu/compiled")  # one rank: its clock is that of the run
     scene = timeline.open_scene(run)
     for step in run.table(breakdown.by_step).iter_rows(named=True):
         window = (step["start_ns"], step["start_ns"] + step["duration_ns"])
@@ -144,7 +144,7 @@ def test_the_range_of_a_step_has_the_breakdown_of_the_step():
 
 @pytest.mark.parametrize("name", ["gpu/compiled", "demo-fsdp2"])
 def test_flops_of_the_whole_run_are_those_of_its_steps(name):
-    run = load(SAMPLES / name, cache=False)
+    run = load(SAMPLES / name)
     scene = timeline.open_scene(run)
     steps = run.table(efficiency.by_step)
     rates = timeline.range_rates(run, scene, (scene.span[0], scene.span[1] + 1))

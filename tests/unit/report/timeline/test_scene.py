@@ -201,7 +201,7 @@ def test_processes_side_by_side_all_get_the_scene(run, folder, tmp_path):
         time.sleep(0.01)
     go.touch()
     scene = opened(run, folder)
-    assert [int(other.communicate(timeout=120)[0]) for other in others] == [
+    assert [int(other.communicate(timeout=300)[0]) for other in others] == [
         timeline.view(scene, scene.span, 100_000).height
     ] * 2
     assert len(files(folder)) == 1

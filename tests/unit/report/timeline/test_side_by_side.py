@@ -93,7 +93,7 @@ def test_totals_and_matches_are_those_of_both_runs():
 
 @pytest.fixture(scope="module")
 def runs():
-    return [tracekit.load(SAMPLES / name, cache=False) for name in ("demo-fsdp2", "demo-yafsdp")]
+    return [tracekit.load(SAMPLES / name) for name in ("demo-fsdp2", "demo-yafsdp")]
 
 
 def test_recorded_runs_are_aligned_by_their_typical_steps(runs):

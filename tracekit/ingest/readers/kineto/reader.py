@@ -13,10 +13,11 @@ from tracekit.errors import BadTraceError
 from tracekit.ingest.readers import execution_trace
 from tracekit.ingest.readers.execution_trace import ExecutionTrace, ExecutionTraces
 from tracekit.ingest.readers.kineto.scan import Scan
-from tracekit.ingest.readers.normalize import columns, event_tables
+from tracekit.ingest.readers.normalize import columns, event_tables, unknown_devices
 from tracekit.ingest.readers.normalize.columns import CollectiveArgs, ColumnBuilder
 from tracekit.ingest.readers.normalize.event_tables import Events
-from tracekit.ingest.readers.normalize.events import Event
+from tracekit.ingest.readers.normalize.events import HEAD, Event, Flow
+from tracekit.ingest.readers.normalize.numbers import Clock
 from tracekit.ingest.readers.normalize.trace import build_trace
 from tracekit.ingest.readers.reader import Companion
 from tracekit.model import schema, units
@@ -137,7 +138,21 @@ def read_events(path: str, joined: JoinedInputs | None = None) -> Events:
                 joined.complete(exactly)
             builder.add(batch if exactly is None else exactly)
     builder.finish()
-    return event_tables.of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
+    read = event_tables.of_columns(builder, source.header, damage=source.damage, read_bytes=source.read_bytes)
+    return unknown_devices.read(read, lambda: _flows(path))
+
+
+def _flows(path: str) -> pl.DataFrame:
+    """Ends of arrows in a file, columns `unknown_devices.FLOWS`."""
+    ends = [event for batch in Scan(path, with_flows=True) for event in batch if isinstance(event, Flow)]
+    columns_of = {
+        "arrow": [f"{end.cat}/{end.id}" for end in ends],
+        "is_head": [type(end) is HEAD for end in ends],
+        "pid": [None if end.pid is None else str(end.pid) for end in ends],
+        "tid": [None if end.tid is None else str(end.tid) for end in ends],
+        "at_ns": Clock().ns([end.ts for end in ends]),
+    }
+    return pl.DataFrame(columns_of, schema=unknown_devices.FLOWS)
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:

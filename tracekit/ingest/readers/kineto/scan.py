@@ -33,8 +33,10 @@ class Scan:
     Raises BadTraceError if the file cannot be opened or has no event.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, with_flows: bool = False) -> None:
+        """Read the events of a file, by default without arrows, which are many and seldom needed."""
         self.path = path
+        self._with_flows = with_flows
         self.header: dict[str, Any] = {}
         self.damage = Damage()
         self.exact = False
@@ -107,13 +109,15 @@ class Scan:
     def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
         """Return the events in the concatenated `parts`; None if they must be read one by one."""
         self._batch = b"".join((b"[", *parts, b"]"))
-        decoded = None if self._need_comma else events.decode(self._batch, exact=self.exact)
+        decoded = (
+            None if self._need_comma else events.decode(self._batch, exact=self.exact, with_flows=self._with_flows)
+        )
         if decoded is None:
             replaced = self._batch.decode("utf-8", "replace").encode()
             if replaced != self._batch and not self._need_comma:
                 self.damage.stray_bytes = True
                 self._batch = replaced
-                decoded = events.decode(replaced, exact=self.exact)
+                decoded = events.decode(replaced, exact=self.exact, with_flows=self._with_flows)
         return decoded
 
     def _one_by_one(self, buffer: bytes, *, last: bool) -> tuple[list[Event], bytes]:
@@ -160,7 +164,7 @@ class Scan:
             raise self._too_deep()
         self._take(comma)
         if isinstance(item, dict):
-            batch.append(events.from_text(text[start:end], item))
+            batch.append(events.from_text(text[start:end], item, with_flows=self._with_flows))
         else:
             self.damage.non_objects += 1
         return end, end

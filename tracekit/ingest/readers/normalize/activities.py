@@ -119,9 +119,9 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     """Return the activities of a CPU run, and what may describe the collectives among them.
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
-    slices inside them. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
-    is recorded on the requesting thread, which also computes; it begins with the op that issued it. Column host_id is
-    the slice whose step and phase an activity has.
+    slices inside them; what a compiler runs to trace the program is none. A collective takes step, phase, unit and span
+    of the op that issued it. A gloo send or receive is recorded on the requesting thread, which also computes; it
+    begins with the op that issued it. Column host_id is the slice whose step and phase an activity has.
     """
     names, name_id = host.names, host.name_id
     running = np.flatnonzero(names.runs_collective[name_id])
@@ -130,7 +130,9 @@ def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list
     within_issuer = _within_issuer(host, running, issuer)
     # A thread on which some of them begin within their issuers makes the requests; what is not tied to one is its too.
     busy = np.setdiff1d(host.lane[running[~within_issuer]], host.lane[running[within_issuer]])
-    dispatches = host.is_kind("cpu_op") & names.is_compute_op[name_id] & ~np.isin(host.lane, busy)
+    in_compiler = nesting.nearest(host.parent, names.is_compiler[name_id]) >= 0
+    computes = names.is_compute_op[name_id] & ~in_compiler
+    dispatches = host.is_kind("cpu_op") & computes & ~np.isin(host.lane, busy)
     above = nesting.nearest(host.parent, dispatches)
     inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(name_id) else dispatches
     compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))

@@ -93,6 +93,8 @@ class ColumnBuilder:
     _names: Codes = field(default_factory=Codes)
     _threads: Codes = field(default_factory=Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
+    process_names: dict[str | None, str] = field(default_factory=dict)
+    process_labels: dict[str | None, str] = field(default_factory=dict)
     _categories: Codes = field(default_factory=Codes)
     _kind_of_category: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
@@ -101,13 +103,15 @@ class ColumnBuilder:
     grids: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
     """Distinct grids and blocks, as the file writes them, with their places in the device frame's `grid`."""
     _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], []))
-    """Parts of the frames of host slices, device work, allocator events and waits."""
+    _tables: tuple[list[dict[str, Any]], ...] = field(default_factory=lambda: ([], [], [], [], []))
+    """Parts of the frames of host slices, device work, allocator events, waits and slices of unknown categories."""
     host_collectives: list[CollectiveArgs] = field(default_factory=list)
     device_collectives: list[CollectiveArgs] = field(default_factory=list)
+    unknown_collectives: list[CollectiveArgs] = field(default_factory=list)
     _pairs: list[Any] = field(default_factory=list)
     _host_rows: int = 0
     _device_rows: int = 0
+    _unknown_rows: int = 0
 
     def add(self, batch: list[Event]) -> bool:
         """Take the events of a batch; False, and nothing is taken, where their times must be parsed as text."""
@@ -130,16 +134,22 @@ class ColumnBuilder:
         host = self._host_part(*_of_places(slices, place, 0, event_categories.FIRST_DEVICE))
         device = self._device_part(*_of_places(slices, place, event_categories.FIRST_DEVICE, event_categories.SYNC))
         syncs = self._sync_part(_of_places(slices, place, event_categories.SYNC, event_categories.UNUSED)[0])
+        unknown = self._device_part(*_of_places(slices, place, event_categories.UNKNOWN, _ALL_PLACES))
         memory = self._memory_part([e for e in _of_kinds(events.INSTANTS, by_kind, batch) if e.name == _MEMORY])
         halves = _of_kinds(events.HALVES, by_kind, batch)
         half_ns = self.clock.ns([e.ts for e in halves])
-        if host is None or device is None or memory is None or syncs is None or half_ns is None:
+        if host is None or device is None or memory is None or syncs is None or unknown is None or half_ns is None:
             return None
         self.unknown += int(np.count_nonzero(place == event_categories.UNKNOWN))
         self._pairs += halves
         for event in by_kind.get(events.Metadata, ()):
-            if event.name == "thread_name" and event.args is not None and event.args.name is not None:
-                self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
+            args = event.args or _NO_ARGS
+            if event.name == "thread_name" and args.name is not None:
+                self.thread_names[_text(event.pid), _text(event.tid)] = str(args.name)
+            elif event.name == "process_name" and args.name is not None:
+                self.process_names[_text(event.pid)] = str(args.name)
+            elif event.name == "process_labels" and args.labels is not None:
+                self.process_labels[_text(event.pid)] = str(args.labels)
         spellings = list(self._categories)
         for code, n in enumerate(np.bincount(category).tolist()):
             if n:
@@ -147,7 +157,7 @@ class ColumnBuilder:
         for event_kind, kind_batch in by_kind.items():
             if event_kind not in events.SLICES:
                 _count_kind(self.counts, event_kind, kind_batch)
-        return host, device, memory, syncs
+        return host, device, memory, syncs, unknown
 
     def _categorize(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
         """Return the code of each slice's category, and its place."""
@@ -229,7 +239,7 @@ class ColumnBuilder:
             | _columns(args, numbers.ints, "device", "stream")
             | _columns(args, numbers.moved_bytes, "bytes")
             | {
-                "kind": place - np.uint8(event_categories.FIRST_DEVICE),
+                "kind": place - np.uint8(event_categories.FIRST_DEVICE),  # of unknown slices: no kind
                 "correlation": numbers.ids([a.correlation for a in args]),
                 "external_id": _external_ids(args),
                 "grid": np.fromiter(map(self.grids.__getitem__, sizes), np.int32, len(args)),
@@ -257,16 +267,23 @@ class ColumnBuilder:
         return part | streams | _columns(args, numbers.ids, "correlation", "awaited_correlation")
 
     def _append(
-        self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any], syncs: dict[str, Any]
+        self,
+        host: dict[str, Any],
+        device: dict[str, Any],
+        memory: dict[str, Any],
+        syncs: dict[str, Any],
+        unknown: dict[str, Any],
     ) -> None:
         for part, rows, collectives in (
             (host, self._host_rows, self.host_collectives),
             (device, self._device_rows, self.device_collectives),
+            (unknown, self._unknown_rows, self.unknown_collectives),
         ):
             collectives += [CollectiveArgs(rows + i, _by_itself(args)) for i, args in part.pop("collective_args")]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
-        for parts, part in zip(self._tables, (host, device, memory, syncs), strict=True):
+        self._unknown_rows += len(unknown["kind"])
+        for parts, part in zip(self._tables, (host, device, memory, syncs, unknown), strict=True):
             if not parts or len(part["lane"]):
                 parts.append(part)
 
@@ -303,7 +320,7 @@ class ColumnBuilder:
             self.add([])
 
     def frames(self) -> tuple[pl.DataFrame, ...]:
-        """Return host slices, device work, allocator events and waits, and let their parts go."""
+        """Return host slices, device work, allocator events, waits and unknown slices, and let their parts go."""
         threads = self.threads()
         first = {thread: index for index, thread in reversed(list(enumerate(threads)))}
         index = np.array([first[thread] for thread in threads], np.int32)
@@ -333,6 +350,7 @@ _MEMORY_PLACES = ("device_type", "device_id", "address")
 _MEMORY_SIZES = ("delta_bytes", "allocated_bytes", "reserved_bytes")
 _NULLABLE = frozenset({"rank", "device", "stream", "awaited_stream", "bytes", *_MEMORY_PLACES, *_MEMORY_SIZES})
 _ENOUGH_RANKS = 0.9
+_ALL_PLACES = 256
 
 
 def _us(ns: int) -> str:

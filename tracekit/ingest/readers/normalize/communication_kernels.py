@@ -40,7 +40,7 @@ LIBRARIES = (
     Library("MSCCL", r"msccl(?!pp)", "github.com/microsoft/msccl-executor-nccl src/collectives/device/msccl_kernel.h"),
     Library("MSCCL++", r"mscclpp(::collective::|_)", "github.com/microsoft/mscclpp src/ext/collectives"),
     Library("oneCCL", r"(one|x)ccl", "github.com/uxlfoundation/oneCCL src/coll/algorithms"),
-    Library("HCCL", r"hccl", "github.com/Ascend/pytorch"),
+    Library("HCCL", r"hccl|hcom_", "github.com/Ascend/pytorch; hcom_allReduce__101_0_1 in Ascend's own traces"),
     Library("other *CCL", r"\w{0,4}ccl(sym|symk)?(dev)?kernel", "the naming of NCCL's forks"),
     # Expert parallelism: all-to-all dispatch of tokens and combination of results.
     Library(

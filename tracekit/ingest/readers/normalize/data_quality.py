@@ -82,9 +82,10 @@ def _content(events: Events, steps: Steps) -> Iterator[Row]:
     if events.unmatched:
         message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total
-    if events.unknown:
-        message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
-        yield "unknown_kinds", message, events.unknown / total
+    if events.unread:
+        message = f"{events.unread:,} slices are of an unknown kind and were ignored."
+        yield "unknown_kinds", message, events.unread / total
+    yield from events.issues
     yield from _sampled_ops(events)
     resolution = _resolution(events)
     if resolution:
@@ -108,6 +109,9 @@ def _odd(events: Events, odd: OddValues) -> Iterator[Row]:
             f"{longest.name[:_LONGEST_NAME]}, would take {units.duration(longest.dur_ns)} and contain what follows it."
         )
         yield "bad_durations", message, len(odd.overlong) / total
+    if odd.unplaced:
+        message = f"{units.count(odd.unplaced, 'allocator event')} state no device and were left out."
+        yield "unplaced_allocations", message, odd.unplaced / max(events.memory.height, 1)
     if odd.duplicates:
         message = f"{units.count(odd.duplicates, 'event')} recorded twice; the repetitions were left out."
         yield "duplicate_events", message, odd.duplicates / total

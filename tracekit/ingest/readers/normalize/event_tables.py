@@ -1,7 +1,7 @@
 """The events of one trace file as tables of what tracekit uses, with counts of all events."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -39,7 +39,8 @@ class Events:
     (index into its DEVICE_KINDS), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
     external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
     allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
-    awaited_correlation. With `has_several_ranks`, each has the `rank` in its arguments. An invalid time is
+    awaited_correlation. `unknown`: slices of categories that no profiler of PyTorch writes, columns as `device`. With
+    `has_several_ranks`, each has the `rank` in its arguments. An invalid time is
     `numbers.BAD`.
     """
 
@@ -56,34 +57,45 @@ class Events:
     host_collectives: list[CollectiveArgs]
     device_collectives: list[CollectiveArgs]
     counts: Counter[tuple[str | None, str | None]]
-    unknown: int
+    unread: int
+    """Slices that were left out because their category is unknown."""
     unmatched: int
     has_several_ranks: bool
     damage: Damage
     clock: numbers.Clock
     read_bytes: int
+    unknown: pl.DataFrame = field(default_factory=pl.DataFrame)
+    unknown_collectives: list[CollectiveArgs] = field(default_factory=list)
+    process_names: dict[str | None, str] = field(default_factory=dict)
+    process_labels: dict[str | None, str] = field(default_factory=dict)
+    issues: tuple[tuple[str, str, float], ...] = ()
+    """Further data-quality issues: kind, message and affected share."""
 
 
 def of_columns(
     builder: ColumnBuilder, header: dict[str, Any], *, damage: Damage | None = None, read_bytes: int = 0
 ) -> Events:
     """Return the events that a finished builder was given; its parts are let go."""
-    host, device, memory, syncs = builder.frames()
+    host, device, memory, syncs, unknown = builder.frames()
     return Events(
         header=header,
         host=host,
         device=device,
         memory=memory,
         syncs=syncs,
+        unknown=unknown,
         names=builder.names(),
         inputs=list(builder.inputs),
         grids=list(builder.grids),
         threads=builder.threads(),
         thread_names=builder.thread_names,
+        process_names=builder.process_names,
+        process_labels=builder.process_labels,
         host_collectives=builder.host_collectives,
         device_collectives=builder.device_collectives,
+        unknown_collectives=builder.unknown_collectives,
         counts=builder.counts,
-        unknown=builder.unknown,
+        unread=builder.unknown,
         unmatched=builder.unmatched,
         has_several_ranks=bool(builder.has_several_ranks),
         damage=damage or Damage(),

@@ -36,6 +36,7 @@ class Args(msgspec.Struct, gc=False):
     forward_thread: Any = field(default=None, name="Fwd thread id")
     record_id: Any = field(default=None, name="Record function id")
     name: Any = None
+    labels: Any = None
     rank: Any = None
     bytes: Any = None
     grid: Raw = _NO_RAW
@@ -98,6 +99,16 @@ class Counted(msgspec.Struct, gc=False):
     cat: Any = None
 
 
+class Flow(msgspec.Struct, gc=False):
+    """An end of an arrow between two slices, read only where it may show which slice launched work."""
+
+    cat: Any = None
+    id: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Raw = _NO_RAW
+
+
 class Other(msgspec.Struct, gc=False):
     """An event of a kind that tracekit does not know: only counted."""
 
@@ -107,7 +118,7 @@ class Other(msgspec.Struct, gc=False):
 
 EMPTY = Other()
 """An object without keys: files of millions of them share this one."""
-Event: TypeAlias = Slice | Exact | Counted | Other
+Event: TypeAlias = Slice | Exact | Counted | Flow | Other
 
 
 def _of_phases(base: type[Any], phases: str) -> dict[str, type[Any]]:
@@ -127,6 +138,8 @@ _EXACT = {"X": Exact} | _of_phases(Exact, "BEiI")
 # Arrows (s, t, f), counters, and what other writers add: asynchronous events, objects, samples, marks, memory dumps.
 _COUNTED = _of_phases(Counted, "stfCbneSTpFNODPRcvV")
 Metadata = _KINDS["M"]
+_FLOWS = _of_phases(Flow, "sf")
+TAIL, HEAD = _FLOWS.values()
 SLICES = frozenset({Slice, Exact})
 COUNTED = frozenset({*_COUNTED.values(), Other})
 BEGINS = frozenset({_KINDS["B"], _EXACT["B"]})
@@ -138,22 +151,25 @@ PHASES = {kind: phase for kinds in (_KINDS, _EXACT, _COUNTED) for phase, kind in
 _KNOWN = _KINDS | _COUNTED
 _DECODER = _decoder(_KNOWN)
 _EXACT_DECODER = _decoder(_EXACT | _COUNTED | {"M": Metadata})
+_FLOW_DECODER = _decoder(_EXACT | _COUNTED | {"M": Metadata} | _FLOWS)
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
 _RAW_ARGS = ("grid", "block", "input_dims", "input_type", "input_strides", "inputs")
 
 
-def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
+def decode(array: bytes, *, exact: bool = False, with_flows: bool = False) -> list[Event] | None:
     """Return the events of a JSON array; None where it is not valid JSON or holds anything unusual."""
     try:
+        if with_flows:
+            return _FLOW_DECODER.decode(array)
         return (_EXACT_DECODER if exact else _DECODER).decode(array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def from_text(text: str, event: Mapping[str, Any]) -> Event:
+def from_text(text: str, event: Mapping[str, Any], *, with_flows: bool = False) -> Event:
     """Return the event of a JSON object, given as text and parsed; its times are text."""
-    decoded = decode(f"[{text}]".encode(), exact=True) if _has_known_phase(event) else None
+    decoded = decode(f"[{text}]".encode(), exact=True, with_flows=with_flows) if _has_known_phase(event) else None
     return decoded[0] if decoded else from_object(event)
 
 

@@ -33,6 +33,18 @@ _FSDP_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
 _FSDP_UNIT = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
 _FSDP1 = "FullyShardedDataParallel."
 _NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
+COMPILER = (
+    r"\(dynamo_timed\)|^(entire_frame_compile|_compile\.|compile_attempt_\d|create_aot_dispatcher_function)|"
+    r"(?i)\bcompile_fx\w*(\.<locals>|\s|$)|\bcompile_inner\b|\bbackend_compile\b|_compile_to_module|async_compile|"
+    r"\buser_compiler\b|torch[/._]+_dynamo[/._]+convert_frame|"
+    r"torch/_inductor/compile_fx\.py\(\d+\): \w*(compile|codegen)|"
+    r"TorchDynamo Cache Lookup Miss|triton/runtime/jit\.py\(\d+\): _do_compile|"
+    r"triton_heuristics\.py\(\d+\): _?precompile|"
+    r"triton/compiler/\w+\.py\(\d+\): (compile|make_\w+|ast_to_ttir)$|^triton[._ ](jit[._ ])?compile|"
+    r"torch/utils/cpp_extension\.py\(\d+\): (load|_jit_compile)|\bnvrtc|hiprtc|^cuLink"
+)
+"""Slices of a compiler: of torch.compile (`dynamo_timed` in torch/_dynamo/utils.py, Python functions of its stages in
+traces with stacks), of Triton, C++ extensions and the driver's run-time compilers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class HostNames:
     """Slices that run a collective on the host, such as gloo:all_reduce or MPI_Allreduce."""
     is_compute_op: Flags
     """Dispatcher ops that compute."""
+    is_compiler: Flags
+    """Slices of a compiler, which traces the program with operators that compute nothing for it."""
     is_module: Flags
     """Calls of modules."""
 
@@ -83,6 +97,7 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.contains(_COMMUNICATION_OP).alias("is_communication_op"),
         (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"]) | is_mpi).alias("runs_collective"),
         (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
+        name.str.contains(COMPILER).alias("is_compiler"),
         name.str.starts_with(conventions.MODULE_PREFIX).alias("is_module"),
     )
     return HostNames(
@@ -99,5 +114,6 @@ _FLAGS = (
     "is_communication_op",
     "runs_collective",
     "is_compute_op",
+    "is_compiler",
     "is_module",
 )

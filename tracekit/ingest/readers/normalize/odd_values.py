@@ -63,6 +63,8 @@ class OddValues:
     overlong: list[Overlong] = field(default_factory=list)
     duplicates: int = 0
     """Events that the file has before."""
+    unplaced: int = 0
+    """Events of the allocator that state no device."""
 
 
 @dataclass(frozen=True)

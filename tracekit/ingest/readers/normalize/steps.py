@@ -68,7 +68,7 @@ def find(names: HostNames, name_id: Ints, marked: Flags, start: Ints, end: Ints)
 
 
 def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps table: one row per step and device; without steps, one window of all work on each device.
+    """Return the steps table: one row per step and device; one window of all work on each device if none is in a step.
 
     The main lane is that with most compute, or, in a trace of nothing but communication, with most of this.
     """
@@ -81,7 +81,7 @@ def device_windows(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) 
     rows: list[_Row] = []
     for device in dict.fromkeys(device_of.values()):
         on_device = np.isin(lane, [number for number, lane_device in device_of.items() if lane_device == device])
-        if on_device.any() and not len(steps.step):
+        if on_device.any() and not (step_index >= 0).any():
             rows.append((None, None, None, int(start[on_device].min()), int(end[on_device].max()), device))
         elif (on_device & computes).any():
             main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (step_index >= 0)

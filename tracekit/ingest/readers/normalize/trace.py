@@ -22,6 +22,9 @@ from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
 _HOST_MEMORY = 0
+_IS_PLACED = (pl.col("device_type") == _HOST_MEMORY) | pl.all_horizontal(
+    pl.col("device_type", "device_id").is_not_null()
+)
 
 STREAM_WAIT, EVENT, STREAM, CONTEXT = "stream_wait", "event", "stream", "context"
 _SYNC_KINDS = {
@@ -63,8 +66,10 @@ def build_trace(
         lanes = pl.concat([lanes, work.lanes_of(device_rows)], how="diagonal_relaxed")
         kernel_args = {s.row: s.args for s in events.device_collectives}
         activities, communication, undecided = work.on_device(device_rows, events, built, kernel_args, slice_args)
-    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
-    odd.bad_times += len(events.memory) - len(memory)
+    timed_memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    odd.bad_times += len(events.memory) - len(timed_memory)
+    memory = timed_memory.filter(_IS_PLACED)
+    odd.unplaced = len(timed_memory) - len(memory)
     memory = odd_values.within_recording(memory, memory["at_ns"].to_numpy() + base_ns, timed, odd)
     built, activities = iterations.with_iterations(
         built, activities, lanes, memory.with_columns(pl.col("at_ns") + base_ns)

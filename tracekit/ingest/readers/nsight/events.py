@@ -172,7 +172,7 @@ class Tables:
             host_collectives=self._collectives,
             device_collectives=[],
             counts=self.counts,
-            unknown=0,
+            unread=0,
             unmatched=self.unmatched,
             has_several_ranks=False,
             damage=Damage(),

@@ -187,8 +187,8 @@ CLOCK_DROP = Cause(
 
 
 STRAGGLER = Cause(
-    name="straggler", codes=("RANK001", "RANK003", "RANK004"), kind=Kind.STRAGGLERS, transform=without_late_ranks,
-    place=40, pricing=Pricing.LATE_RANKS,
+    name="straggler", codes=("RANK001", "RANK003", "RANK005", "RANK004"), kind=Kind.STRAGGLERS,
+    transform=without_late_ranks, place=40, pricing=Pricing.LATE_RANKS,
     summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
     basis="arrivals at collectives: the ranks without which the others would wait least",
 )  # fmt: skip

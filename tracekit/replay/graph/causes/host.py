@@ -18,6 +18,8 @@ from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 _PAUSE_NS = 2_000_000
 """On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
 
+MAJORITY_PAUSE_RATIO = 0.25
+"""Share of the mean step from which a pause on a CPU run need occur in more than half of the steps only."""
 _SHORT_RATIO = 0.1
 _SPLIT_RATIO = 0.5
 """A call is in the middle of a pause if the host pauses before it for this share of the usual pause after a call."""
@@ -37,23 +39,39 @@ def rate_limiter(graph: Graph) -> Graph:
 
 
 def data_loading(graph: Graph) -> Graph:
-    """Remove the time of data loading.
+    """Remove the time of data loading."""
+    on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
+    return with_zero_time(_without_phase(graph, host_state.DATA), on_host & graph.matches("phase", "data"))
 
-    A load before the first step delays the device more than others do, for nothing is queued when a recording begins:
-    it counts by the share of its time that the loads of the other steps cost. A single step's load counts whole.
+
+def compilation(graph: Graph) -> Graph:
+    """Remove the time in compilers."""
+    return without_waits(_without_phase(graph, host_state.COMPILE), in_state(graph, host_state.COMPILE))
+
+
+def garbage_collection(graph: Graph) -> Graph:
+    """Remove the time in Python's garbage collector."""
+    collects = in_state(graph, host_state.GARBAGE_COLLECTION)
+    return without_waits(_without_phase(graph, host_state.GARBAGE_COLLECTION), collects)
+
+
+def _without_phase(graph: Graph, state: str) -> Graph:
+    """Graph without the host time in a state before its nodes, of which the first may be before the first step.
+
+    That delays the device more than others do, for nothing is queued when a recording begins: it counts by the share of
+    its time that the others cost. A single step's counts whole.
     """
-    data_ns = gap_ns(graph, host_state.DATA)
-    ready = with_shorter_gaps(graph, data_ns)
+    state_ns = gap_ns(graph, state)
+    shorter = with_shorter_gaps(graph, state_ns)
     released = graph.edges.waiting[graph.edges.kind == RELEASE]  # nodes that begin with the window
     is_first = np.zeros(graph.count, bool)
     is_first[released[released < graph.count]] = True
-    if data_ns[is_first].any():
-        is_single_step = graph.windows["step"].n_unique() == 1
-        share = 1.0 if is_single_step else _saved_share(graph, ready, np.where(is_first, 0, data_ns))
-        counted_ns = np.where(is_first, np.round(share * data_ns), data_ns).astype(np.int64)
-        ready = with_shorter_gaps(graph, counted_ns, before_window=True)
-    on_host = (graph.column("what") == HOST) & graph.matches("kind", "compute")
-    return with_zero_time(ready, on_host & graph.matches("phase", "data"))
+    if not state_ns[is_first].any():
+        return shorter
+    is_single_step = graph.windows["step"].n_unique() == 1
+    share = 1.0 if is_single_step else _saved_share(graph, shorter, np.where(is_first, 0, state_ns))
+    counted_ns = np.where(is_first, np.round(share * state_ns), state_ns).astype(np.int64)
+    return with_shorter_gaps(graph, counted_ns, before_window=True)
 
 
 def allocator(graph: Graph) -> Graph:
@@ -85,8 +103,7 @@ LATE_LAUNCH = Cause(
     summary="the host takes no time between calls and in launches",
     basis="host time between recorded calls, without data loading, saves, allocator calls and waits",
     removed_stalls=(
-        host_stalls.PROFILER, host_stalls.COMPILE, host_stalls.AUTOTUNE, host_stalls.KERNEL_LOADING,
-        host_stalls.GARBAGE_COLLECTION, host_stalls.LAUNCH, host_stalls.OTHER,
+        host_stalls.PROFILER, host_stalls.AUTOTUNE, host_stalls.KERNEL_LOADING, host_stalls.LAUNCH, host_stalls.OTHER,
     ),
 )  # fmt: skip
 RATE_LIMITER = Cause(
@@ -101,6 +118,20 @@ DATA_LOADING = Cause(
     basis="phase data and DataLoader spans",
     removed_stalls=(host_stalls.DATA,),
 )  # fmt: skip
+COMPILATION = Cause(
+    name="compilation", codes=("HOST005",), kind=Kind.HOST, transform=compilation, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.COMPILE, is_before_window=True, is_hidden_elsewhere=True,
+    summary="nothing is compiled within the steps",
+    basis="spans and Python functions of torch.compile, Triton and run-time compilers",
+    removed_stalls=(host_stalls.COMPILE,),
+)  # fmt: skip
+GARBAGE_COLLECTION = Cause(
+    name="garbage-collection", codes=("HOST006",), kind=Kind.HOST, transform=garbage_collection, pricing=Pricing.SOURCE,
+    idle_part=late_ranks.GARBAGE_COLLECTION, is_before_window=True, is_hidden_elsewhere=True,
+    summary="Python's garbage collector never runs within the steps",
+    basis="calls of gc.collect in recorded stacks, and spans of gc.callbacks",
+    removed_stalls=(host_stalls.GARBAGE_COLLECTION,),
+)  # fmt: skip
 ALLOCATOR = Cause(
     name="allocator", codes=("MEM001",), kind=Kind.HOST, transform=allocator, pricing=Pricing.SOURCE,
     idle_part=late_ranks.ALLOCATOR, is_hidden_elsewhere=True,
@@ -109,7 +140,7 @@ ALLOCATOR = Cause(
     removed_stalls=(host_stalls.RETRY, host_stalls.ALLOCATION),
 )  # fmt: skip
 OVERSUBSCRIBED_CORES = Cause(
-    name="oversubscribed-cores", codes=("HOST005",), kind=Kind.HOST, transform=oversubscribed_cores,
+    name="oversubscribed-cores", codes=("HOST007",), kind=Kind.HOST, transform=oversubscribed_cores,
     pricing=Pricing.SOURCE, confidence=0.7,
     summary="ops of a CPU run take as long as the fastest with the same inputs",
     basis="ops with the same name and input shapes, where most of these are slow",
@@ -186,19 +217,26 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     """Return the long Python pauses at the same place of every step, each with its shortest length.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
-    the host does before the first op of the first step is not known, so the pause there may be missing.
+    the host does before the first op of the first step is not known, so the pause there may be missing. Longer ones,
+    of a quarter of the step, need occur in more than half of the steps only.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
-    in_steps = graph.frame.select("rank", "step").drop_nulls("step")
+    in_steps = graph.frame.select("rank", "step", "start_ns", "end_ns").drop_nulls("step")
     steps = in_steps.group_by("rank").agg(
-        pl.col("step").n_unique().alias("steps"), pl.col("step").min().alias("first_step")
+        pl.col("step").n_unique().alias("steps"),
+        pl.col("step").min().alias("first_step"),
+        (pl.col("end_ns").max() - pl.col("start_ns").min()).alias("all_ns"),
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
     long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
-    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
+    is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
+    in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
+    seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
     is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
-    recurring = seen.filter(pl.col("seen") == pl.col("steps") - is_between, pl.col("seen") > 1)
+    in_all = pl.col("seen") == pl.col("steps") - is_between
+    recurring = seen.filter(pl.col("in_most") | in_all, pl.col("seen") > 1)
+    recurring = recurring.with_columns(pl.col("pause_ns").min().over(place))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
     return late

@@ -11,10 +11,9 @@ from tracekit.model.columns import rows_by_key
 from tracekit.model.sweep_line import Flags, Ints, distinct
 from tracekit.replay.graph.causes.cause import COMPARES, Cause, Kind, Pricing, Transform
 from tracekit.replay.graph.causes.host import gap_ns, with_shorter_gaps, without_waits
-from tracekit.replay.graph.dependency_graph import Graph
-from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, HostSpan
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
+from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WAIT, HostSpan
 
-_USUAL_QUANTILE = 0.75
 STOPPED = "stopped"
 """The `stall` of a span in which the process of a rank did not run."""
 
@@ -23,13 +22,14 @@ STOPPED = "stopped"
 class Removal:
     """A cause to remove from a replay: on these ranks; without ranks, on all. The host time in `stalls` stays.
 
-    Of a cause of findings, `stalls` are what is removed. Of late ranks, `ranks` are those that nobody shall wait for:
-    without ranks, those that the others wait for most.
+    Of a cause of findings, `stalls` are what is removed, or `steps` (window and step) those in which it is removed. Of
+    late ranks, `ranks` are those that nobody shall wait for: without ranks, those that the others wait for most.
     """
 
     cause: Cause
     ranks: tuple[int, ...] = ()
     stalls: tuple[HostSpan, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()
 
     @property
     def code(self) -> str:
@@ -42,10 +42,12 @@ class Removal:
             return self
         stalls = tuple(stall for stall in self.stalls if stall in other.stalls)
         ranks = tuple(sorted({*self.ranks, *other.ranks})) if self.ranks and other.ranks else ()
-        return Removal(self.cause, ranks, stalls)
+        return Removal(self.cause, ranks, stalls, tuple(sorted({*self.steps, *other.steps})))
 
     def apply(self, graph: Graph) -> Graph:
         """Graph without the cause. Raises InsufficientDataError where the graph lacks what that needs."""
+        if self.steps:
+            return as_in_other_steps(graph, self.ranks, self.steps)
         if self.cause.is_of_finding:
             return self.cause.transform(replace(graph, stalls=self.stalls))
         transform = self.cause.transform
@@ -96,6 +98,47 @@ STALLED_COLLECTIVE = Cause(
     confidence=0.8, is_of_finding=True,
     summary="no single collective takes far longer than usual",
     basis="the excess of the collectives of one finding",
+)  # fmt: skip
+
+
+def as_in_other_steps(graph: Graph, ranks: Iterable[int], steps: Iterable[tuple[int, int]]) -> Graph:
+    """Let ranks take no longer in some steps (window and step) than at the same places of their other steps.
+
+    What these do not have, such as the work of an evaluation, takes no time. Transfers stay as they are. Raises
+    InsufficientDataError where a rank has no other step.
+    """
+    slow_steps = [step for window, step in steps if window == graph.window]
+    names = ["rank", "what", "lane", "name", "call"]
+    times = {"own": graph.own_ns, "chain": graph.chain_ns, "lag": graph.launch_ns}
+    nodes = graph.frame.select(*names, "step", "kind").with_columns(
+        *(pl.Series(name, values[: graph.count]) for name, values in times.items()),
+        pl.int_range(pl.len()).over(*names, "step").alias("nth"),
+        is_slow=pl.col("step").is_in(slow_steps),
+    )
+    of_ranks = nodes.filter(pl.col("rank").is_in(list(ranks)), pl.col("step").is_not_null())
+    medians = (pl.col(name).median().cast(pl.Int64).alias(f"usual_{name}") for name in times)
+    usual = of_ranks.filter(~pl.col("is_slow")).group_by(*names, "nth").agg(medians)
+    if usual.is_empty():
+        raise InsufficientDataError("the rank has no other step to compare with")
+    compared = nodes.join(usual, on=[*names, "nth"], how="left", nulls_equal=True, maintain_order="left")
+    is_late = pl.col("is_slow") & pl.col("rank").is_in(list(ranks)) & pl.col("kind").ne_missing("communication")
+    shorter = compared.select(
+        pl.when(is_late & (pl.col("what") != WAIT))
+        .then(pl.min_horizontal(name, pl.col(f"usual_{name}").fill_null(0)))
+        .otherwise(name)
+        for name in times
+    )
+    changed = {name: values.copy() for name, values in times.items()}
+    for name, values in changed.items():
+        values[: graph.count] = shorter[name].to_numpy()
+    return replace(graph, own_ns=changed["own"], chain_ns=changed["chain"], launch_ns=changed["lag"])
+
+
+OCCASIONAL_STRAGGLER = Cause(
+    name="occasional-straggler", codes=("RANK005",), kind=Kind.STRAGGLERS, confidence=0.8, is_of_finding=True,
+    transform=partial(as_in_other_steps, ranks=(), steps=()), place=COMPARES, pricing=Pricing.CONSEQUENCE,
+    summary="a rank that is slower in some steps takes no longer there than in its others",
+    basis="the same kernels and host calls of the other steps of the rank",
 )  # fmt: skip
 
 
@@ -151,7 +194,7 @@ def _stalled_time(graph: Graph, stalls: Iterable[HostSpan]) -> tuple[Flags, Ints
 
 
 def _usual_ns(graph: Graph, which: Flags) -> Ints:
-    """Return the host time before some launches that other steps of the rank have there, too; 0 for other nodes.
+    """Return the host time before some launches that most other steps of the rank have there; 0 for other nodes.
 
     The same place is the same kernel with the same number in its step.
     """
@@ -165,7 +208,7 @@ def _usual_ns(graph: Graph, which: Flags) -> Ints:
     )
     selected = at_place.filter(pl.Series(which[calls["call"].to_numpy()]))
     other_steps = selected.join(at_place, on=place, suffix="_other").filter(pl.col("step") != pl.col("step_other"))
-    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").quantile(_USUAL_QUANTILE, "higher").cast(pl.Int64))
+    usual = other_steps.group_by("call").agg(pl.col("gap_ns_other").sort().get(pl.len() // 2))
     usual_ns = np.zeros(graph.count, np.int64)
     usual_ns[usual["call"].to_numpy()] = usual["gap_ns_other"].to_numpy()
     return usual_ns

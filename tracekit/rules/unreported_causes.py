@@ -1,0 +1,95 @@
+"""Findings on causes that cost time by replay although no rule reports them: `check` names what what-if lists."""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import polars as pl
+
+from tracekit.model import units
+from tracekit.replay.graph import causes, savings, what_if
+from tracekit.replay.graph.causes.cause import Cause
+from tracekit.replay.graph.causes.stalls import Removal
+from tracekit.rules import cost_attribution
+from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf, cost_order, sort_findings, warnings
+
+MIN_SAVED_RATIO = 0.03
+"""Share of the step from which a cause is reported: the cost from which a finding with good confidence warns."""
+SUBJECT = "spread"
+"""Subject of these findings: the thresholds of their rules are not met."""
+_MIN_OWN_RATIO = 0.5
+"""Share of the saving that remains without the causes of warnings; below it, both are one trouble."""
+_EVIDENCE_ROWS = 40
+_HOW_TO_FIX = re.compile(r"^How to fix: (.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def with_unreported(report: Report, rules: Iterable[Rule]) -> Report:
+    """Return the report with information on each cause that saves 3% of the step by replay, and has no finding yet.
+
+    The rules of these causes ran, but a threshold of theirs is not met, or the time is spread over many places. Where
+    most of the saving ends without the causes of warnings, the finding is a consequence of the costliest of them.
+    """
+    fixes = {rule.code: _fix(rule) for rule in rules if rule.code not in report.blind_spots}
+    unreported = [cause for cause in causes.run_causes() if cause.code() in fixes and not _names(report, cause)]
+    if not unreported or not cost_attribution.can_be_replayed(report.run):
+        return report
+    findings = [finding for cause in unreported for finding in _findings(report, cause, fixes[cause.code()])]
+    return replace(report, findings=sort_findings([*report.findings, *findings]))
+
+
+def _names(report: Report, cause: Cause) -> bool:
+    """Whether a finding is about this cause: it prices by it, or its rule is one of those that speak of it."""
+    return any(
+        finding.code in cause.codes or (finding.what_if is not None and finding.what_if.cause is cause)
+        for finding in report.findings
+    )
+
+
+def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
+    alone = savings.saving(report.run, cause.name)
+    if alone.saved_ratio < MIN_SAVED_RATIO:
+        return
+    sources = [finding for finding in warnings(report.findings) if finding.is_priced and finding.removals]
+    remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
+    if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
+        remaining_ns = 0
+    source = max(sources, key=cost_order) if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns else None
+    message = f"A replay in which {cause.summary} is {units.duration(alone.saved_ns)} a step shorter, although no "
+    message += f"single place reaches the thresholds of {cause.code()}."
+    if remaining_ns < alone.saved_ns:
+        codes = " and ".join(dict.fromkeys(finding.code for finding in sources))
+        message += f" {units.share(1 - remaining_ns / alone.saved_ns)} of that ends with {codes}."
+    saved = alone.steps.filter(pl.col("saved_ns") > 0).sort("saved_ns", "rank", "step", descending=[True, False, False])
+    yield Finding(
+        cause.code(),
+        Severity.INFO,
+        message + (f" The answer is limited: {alone.caveat}." if alone.caveat else ""),
+        fix,
+        impact=min(1.0, remaining_ns / max(alone.step_ns, 1)),
+        cost_ns=remaining_ns,
+        confidence=alone.confidence,
+        evidence=saved.head(_EVIDENCE_ROWS).select("window", "rank", "step", "duration_ns", "saved_ns"),
+        claim=f"Part of the step is lost to {cause.title}",
+        what_if=WhatIf(cause, MIN_SAVED_RATIO),
+        removals=(*(removal for finding in sources for removal in finding.removals), Removal(cause)),
+        is_priced=True,
+        consequence_of=source.id if source else "",
+        subject=SUBJECT,
+    )
+
+
+def _remaining_ns(report: Report, cause: Cause, sources: Sequence[Finding], alone_ns: int) -> int:
+    """The saving without a cause after those of warnings, at most that of the cause alone."""
+    first = tuple(removal for finding in sources for removal in finding.removals)
+    if not first:
+        return alone_ns
+    both, before = (savings.saving_of(report.run, removals) for removals in ((*first, Removal(cause)), first))
+    if both.steps.is_empty() or before.steps.is_empty():
+        return alone_ns
+    return max(0, min(alone_ns, both.saved_ns - before.saved_ns))
+
+
+def _fix(rule: Rule) -> str:
+    section = _HOW_TO_FIX.search(inspect.cleandoc(rule.__doc__ or ""))
+    return section[1].replace("\n", " ") if section else ""
