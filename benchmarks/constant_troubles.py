@@ -34,7 +34,8 @@ _LEAST_RATIO = 0.03
 """A trouble that costs less than this share of the step need not be reported."""
 _TOLERANCE = 0.2
 NAMED_BY: Mapping[str, tuple[str, ...]] = {
-    "recompile": ("HOST001", "STEP001", "STEP002"), "gc_one_rank": ("RANK001", "HOST001"), "gc_all_ranks": ("HOST001",),
+    "recompile": ("HOST005", "HOST001", "STEP001", "STEP002"),
+    "gc_one_rank": ("HOST006", "RANK001", "HOST001"), "gc_all_ranks": ("HOST006", "HOST001"),
     "threads": ("HOST007",), "logging_every_step": ("HOST001", "HOST002"), "cpu_copies": ("HOST001", "HOST002"),
     "one_core": ("HOST007",), "tiny_all_reduces": ("COMM002",), "parameter_loop": ("HOST001", "COMP003", "COMP004"),
     "loader_without_workers": ("HOST003",), "barriers": ("COMM001", "COMM002"), "checkpoints": ("CKPT001", "HOST001"),

@@ -72,5 +72,6 @@ def test_late_ranks_of_an_oversubscribed_host_are_its_consequence():
     first, *others = check(run).findings
     assert (first.code, first.ranks) == ("HOST007", (0, 1))
     assert first.impact > 0.4
-    assert all(finding.severity is Severity.INFO and finding.consequence_of == first.id for finding in others)
+    assert all(finding.severity is Severity.INFO for finding in others)
+    assert [finding.consequence_of for finding in others if finding.code == "RANK001"] == [first.id]
     assert run.table(cpu_contention.contended_ops)["rank"].unique().sort().to_list() == [0, 1]
