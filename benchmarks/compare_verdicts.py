@@ -125,7 +125,7 @@ def names(kinds: Sequence[str], operator: str = "") -> Callable[[Comparison], bo
 # Simulated jobs ------------------------------------------------------------------------------------------------------
 
 
-def simulated(seeds: range, scratch: Path) -> Iterator[Outcome]:
+def simulated_pairs(seeds: range, scratch: Path) -> Iterator[Outcome]:
     """Yield the outcomes of simulated pairs, planted and A/A."""
     for strategy in (jobs.DDP, jobs.FSDP2):
         population = f"simulated {strategy}, 8 GPUs"
@@ -181,10 +181,10 @@ def simulate(job: jobs.Job, scratch: Path) -> RunSamples:
 # Public recordings, replayed -----------------------------------------------------------------------------------------
 
 
-def replayed(folder: Path, seeds: range, scratch: Path) -> Iterator[Outcome]:
+def replayed_pairs(folder: Path, seeds: range, scratch: Path) -> Iterator[Outcome]:
     """Yield the outcomes of pairs of replays of one job, planted and A/A."""
     population = f"{folder.name}, replayed"
-    unchanged = [_written(_resampled(folder, seed), scratch / "replay") for seed in seeds]
+    unchanged = [_write_samples(_resample(folder, seed), scratch / "replay") for seed in seeds]
     for before, after in permutations(unchanged, 2):
         yield Outcome.of(population, "", 0.0, _compare(before, after))
     for number, before in enumerate(unchanged):
@@ -208,7 +208,7 @@ def _with_step_growth(
     strength = size
     for _ in range(_ATTEMPTS):
         draw = random.Random(f"{folder.name} {fault} {seed}")  # a draw to be repeated, no secret
-        job = _resampled(folder, seed)
+        job = _resample(folder, seed)
         if fault == OPERATOR:
             operator = _slow_operator(job, strength, draw)
         else:
@@ -217,7 +217,7 @@ def _with_step_growth(
             if len(job.ranks) < kind.needs_ranks or (needs_others and not job.instances):
                 return None
             kind.apply(job, strength, draw)
-        after = _written(job, scratch / "replay")
+        after = _write_samples(job, scratch / "replay")
         growth = _step_ns(after) / _step_ns(clean) - 1
         if _LEAST_SHARE * size <= growth <= _MOST_SHARE * size:
             return after, operator
@@ -225,13 +225,13 @@ def _with_step_growth(
     return None
 
 
-def _resampled(folder: Path, seed: int) -> RecordedJob:
+def _resample(folder: Path, seed: int) -> RecordedJob:
     job = perturbation_graph.load(folder.glob("*.json.gz"))
     false_alarms.resample(job, random.Random(f"{folder.name} {seed}"))
     return job
 
 
-def _written(job: RecordedJob, out: Path) -> RunSamples:
+def _write_samples(job: RecordedJob, out: Path) -> RunSamples:
     """Return the samples of a replayed job."""
     job.replay()
     out.mkdir()
@@ -278,7 +278,7 @@ def record(folder: Path, rounds: int) -> None:
         partial.rename(out)
 
 
-def trained(folder: Path) -> Iterator[Outcome]:
+def trained_pairs(folder: Path) -> Iterator[Outcome]:
     """Yield the outcomes of recorded trainings, each pair in both directions, and of their halves."""
     population = "trainings on busy CPUs"
     paths = [path for path in sorted(folder.glob("[0-9]*-*")) if path.suffix != ".partial"]
@@ -359,8 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record(options.recordings, options.record)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="tracekit-verdicts-") as scratch:
-        populations = [simulated(seeds, Path(scratch)), *(replayed(f, seeds, Path(scratch)) for f in options.folders)]
-        populations += [trained(options.recordings)] if options.recordings else []
+        populations = [
+            simulated_pairs(seeds, Path(scratch)),
+            *(replayed_pairs(f, seeds, Path(scratch)) for f in options.folders),
+        ]
+        populations += [trained_pairs(options.recordings)] if options.recordings else []
         for population in populations:
             for outcome in population:
                 outcomes.append(outcome)

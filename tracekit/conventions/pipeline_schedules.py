@@ -107,7 +107,7 @@ def _one_f_one_b(shape: Shape, rank: int) -> list[Action]:
     return _alternate(forwards, backwards, min(shape.ranks - 1 - rank, shape.micro_batches))
 
 
-def _interleaved(shape: Shape, rank: int) -> list[Action]:
+def _interleaved_actions(shape: Shape, rank: int) -> list[Action]:
     ranks, stages, _ = shape
     total = stages * shape.micro_batches
     forwards, backwards = [], []
@@ -212,7 +212,7 @@ def _dualpipev(shape: Shape, rank: int) -> list[Action]:
 _ORDERS: Mapping[str, Callable[[Shape, int], list[Action]]] = {
     GPIPE: _gpipe,
     ONE_F_ONE_B: _one_f_one_b,
-    INTERLEAVED: _interleaved,
+    INTERLEAVED: _interleaved_actions,
     ZB_H1: _zb_h1,
     ZBV: _zbv,
     DUALPIPEV: _dualpipev,

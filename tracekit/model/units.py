@@ -60,10 +60,10 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True)) or "none"
 
 
-def numbered(noun: str, numbers: Iterable[int]) -> str:
+def numbers(noun: str, numbers: Iterable[int]) -> str:
     """Return a noun and its numbers as ranges, in the plural where there are several.
 
-    >>> numbered("rank", [3]), numbered("step", [0, 1, 2, 5])
+    >>> numbers("rank", [3]), numbers("step", [0, 1, 2, 5])
     ('rank 3', 'steps 0–2, 5')
     """
     distinct = set(numbers)

@@ -175,7 +175,7 @@ def contributions(
     groups = [np.array([kind == other for other, _ in keys] + [False]) for kind in kinds]
     groups.append(np.array([False] * len(keys) + [True]))
     of_kind = _judge(
-        [(kind, "") for kind in (*kinds, REST)], before.summed(groups), after.summed(groups), limits, disturbance
+        [(kind, "") for kind in (*kinds, REST)], before.sum_by(groups), after.sum_by(groups), limits, disturbance
     )
     totals = round(step.reference), round(step.candidate)
     by_rank = _changes_by_rank(*sides)
@@ -381,7 +381,7 @@ class _Side:
         scatter = max((float(significance.scatter(np.log(times))) for times in positive), default=0.0)
         return cls(center, tuple(r.parts for r in recordings), tuple(r.steps for r in recordings), scatter)
 
-    def summed(self, groups: Sequence[Values]) -> "_Side":
+    def sum_by(self, groups: Sequence[Values]) -> "_Side":
         """Return the sums of the parts of each group."""
         matrix = np.stack(groups, axis=1).astype(np.float64)
         return replace(self, center=self.center @ matrix, recordings=tuple(r @ matrix for r in self.recordings))

@@ -162,7 +162,7 @@ class ScalingSide:
         steps = _steps(run, name)
         amounts = {Work.TOKENS: _logged_tokens(run, gpus), Work.FLOPS: _operations(run, gpus)}
         known = {work: table for work, table in amounts.items() if not table.is_empty()}
-        by_work = {work: _scaled(run, name, steps, table) for work, table in known.items()}
+        by_work = {work: _run_with_work(run, name, steps, table) for work, table in known.items()}
         return cls(name, baseline.fingerprint(run), gpus, by_work)
 
 
@@ -388,7 +388,7 @@ def _steps(run: Run, name: str) -> pl.DataFrame:
     return by_step.sort(_IN_STEP)
 
 
-def _scaled(run: Run, name: str, steps: pl.DataFrame, amounts: pl.DataFrame) -> ScaledRun:
+def _run_with_work(run: Run, name: str, steps: pl.DataFrame, amounts: pl.DataFrame) -> ScaledRun:
     times_ns = steps["time_ns"].to_numpy().astype(np.float64)
     step_ns = _median(times_ns)
     weights = _weights(times_ns, step_ns)

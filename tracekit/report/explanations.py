@@ -52,7 +52,7 @@ def meanings_document(meanings: Sequence[Meaning]) -> Document:
     return Document(([Definitions(tuple(rows))],), values=values, is_ascii=False)
 
 
-def joined(documents: Mapping[str, Document], *, has_headings: bool) -> Document:
+def join(documents: Mapping[str, Document], *, has_headings: bool) -> Document:
     """Documents by kind as one; for programs a list in which each entry has its kind."""
     sections = [
         section

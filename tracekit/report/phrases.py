@@ -98,9 +98,9 @@ def saving(finding: Finding) -> str:
 
 def scope(finding: Finding) -> str:
     """Scope of a finding and its confidence: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
-    parts = [units.numbered("rank", finding.ranks)] if finding.ranks else []
+    parts = [units.numbers("rank", finding.ranks)] if finding.ranks else []
     noun = "iteration" if finding.is_of_iterations else "step"
-    parts += [units.numbered(noun, finding.steps)] if finding.steps else []
+    parts += [units.numbers(noun, finding.steps)] if finding.steps else []
     return " · ".join([*parts, f"confidence {finding.confidence:.0%}"])
 
 
@@ -121,8 +121,8 @@ def place(finding: Finding) -> str:
     ranks = (row["rank"],) if "rank" in row else finding.ranks
     steps = (row["step"],) if "step" in row else finding.steps
     noun = "iteration" if finding.is_of_iterations else "step"
-    at = [units.numbered("rank", ranks)] if ranks else []
-    at += [units.numbered(noun, steps)] if steps else []
+    at = [units.numbers("rank", ranks)] if ranks else []
+    at += [units.numbers(noun, steps)] if steps else []
     called = str(row["op"]).replace("_", "-") if "op" in row else kernel_names.short(str(row.get("name", "")))
     what = [escaping.inert(called, _MAX_WORD)] if called else []
     what += [("of " if what else "") + escaping.inert(str(row["unit"]), _MAX_WORD)] if "unit" in row else []

@@ -71,9 +71,9 @@ def losses(step: ScalingStep) -> str:
     if not named:
         return whole
     rest_ns = lost_ns - sum(part.change_ns for part in named)
-    texts = [f"{PART_LABELS[part.part]} {_signed(part.change_ns)}{_op(part)}" for part in named]
+    texts = [f"{PART_LABELS[part.part]} {_signed_duration(part.change_ns)}{_op(part)}" for part in named]
     if len(named) < len(by_size):
-        texts.append(f"the rest {_signed(rest_ns)}")
+        texts.append(f"the rest {_signed_duration(rest_ns)}")
     return f"{whole}: {', '.join(texts)}"
 
 
@@ -177,7 +177,7 @@ def _of_one(step: ScalingStep) -> Cells:
             PART_LABELS.get(part.part, part.part),
             units.duration(part.ideal_ns),
             units.duration(part.step_ns),
-            _signed(part.change_ns),
+            _signed_duration(part.change_ns),
             _signed_share(part.lost_ratio),
         )
         for part in (*_rows(step, _large_parts([step])), _whole(step))
@@ -222,7 +222,7 @@ def _sum(name: str, parts: Sequence[Contribution]) -> Contribution:
 
 
 def _change(part: Contribution | None) -> str:
-    return "—" if part is None else f"{_signed(part.change_ns)} ({_signed_share(part.lost_ratio)})"
+    return "—" if part is None else f"{_signed_duration(part.change_ns)} ({_signed_share(part.lost_ratio)})"
 
 
 def _op(part: Contribution) -> str:
@@ -262,7 +262,7 @@ def _amount(work: float, kind: Work) -> str:
     return f"{work:,.0f}" if kind is Work.TOKENS else units.operations(work)
 
 
-def _signed(change_ns: float) -> str:
+def _signed_duration(change_ns: float) -> str:
     rounded = round(change_ns)
     return f"{'+' if rounded >= 0 else '-'}{units.duration(abs(rounded))}"
 

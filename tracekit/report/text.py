@@ -189,7 +189,7 @@ def _run_line(run: Run) -> Line:
     parts = [phrases.subtitle(run)]
     if step_ns is not None:
         noun, per = ("iteration", "an iteration") if has_found_iterations(run) else ("step", "a step")
-        steps = units.numbered(noun, breakdown.slowest_device_by_step(run)["step"].drop_nulls().unique().sort())
+        steps = units.numbers(noun, breakdown.slowest_device_by_step(run)["step"].drop_nulls().unique().sort())
         found = ", found by repetition" if noun == "iteration" else ""
         parts.append(f"{units.duration(step_ns)} {per}" + (f" ({steps}{found})" if steps else ""))
     else:

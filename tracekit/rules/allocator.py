@@ -101,7 +101,7 @@ class SteadyDeviceAllocation(Rule):
             what_if=WhatIf(ALLOCATOR) if warns else None,
             subject="device calls",
             is_of_window=worst["step"] is None,
-            claim=f"Device malloc and free calls block {units.numbered('rank', distinct(with_calls, 'rank'))}",
+            claim=f"Device malloc and free calls block {units.numbers('rank', distinct(with_calls, 'rank'))}",
         )
 
 
@@ -164,7 +164,7 @@ class AllocatorRetry(Rule):
             evidence=rank_rows.sort(pl.col("retries") == 0, maintain_order=True).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
-            claim=_FULL.format(units.numbered("rank", distinct(counts, "rank"))),
+            claim=_FULL.format(units.numbers("rank", distinct(counts, "rank"))),
         )
 
     def _from_snapshots(self, run: Run) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ class AllocatorRetry(Rule):
             confidence=0.8,
             ranks=distinct(retried, "rank"),
             evidence=retried,
-            claim=_FULL.format(units.numbered("rank", distinct(retried, "rank"))),
+            claim=_FULL.format(units.numbers("rank", distinct(retried, "rank"))),
         )
 
 

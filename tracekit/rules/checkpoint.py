@@ -246,7 +246,7 @@ def _finding(rule: Rule, slow_saves: pl.DataFrame, reason: str, fix: str, *, con
         ranks=distinct(slow_saves, "rank"),
         steps=distinct(slow_saves, "step"),
         evidence=slow_saves.head(_EVIDENCE_ROWS),
-        claim=f"A background save slows the steps of {units.numbered('rank', distinct(slow_saves, 'rank'))}",
+        claim=f"A background save slows the steps of {units.numbers('rank', distinct(slow_saves, 'rank'))}",
     )
 
 

@@ -277,7 +277,7 @@ def _price(
         message += f" {units.duration(before_ns)} of the saving is before the first device work of the recording."
     other_ranks = _other_ranks(run, finding, what_if.cause)
     if other_ranks:
-        message += f" Most of the host's time for it is on {units.numbered('rank', other_ranks)}."
+        message += f" Most of the host's time for it is on {units.numbers('rank', other_ranks)}."
     severity, confidence = finding.severity, min(finding.confidence, mean.confidence)
     is_explained = bool(after and before) and mean.saved_ns < _MIN_OWN_RATIO * solo.saved_ns
     consequence_of = _costliest_of(before, causing) if is_explained else ""

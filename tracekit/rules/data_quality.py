@@ -292,7 +292,7 @@ def _copied_ranks(times: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for window, ranks in copies.sort("window", pl.col("rank").list.first()).select("window", "rank").rows():
         message = (
-            f"{units.numbered('Rank', ranks)} have the same activities at the same times, to the nanosecond: their "
+            f"{units.numbers('Rank', ranks)} have the same activities at the same times, to the nanosecond: their "
             "files are copies of one recording."
         )
         rows.append((window, None, "copied_rank", message, len(ranks) / times.height))
@@ -309,7 +309,7 @@ def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
         if values.height == 1:
             continue
         differences = ", ".join(
-            f"{value} on {units.numbered('rank', ranks)}" for value, ranks in values.select("value", "rank").rows()
+            f"{value} on {units.numbers('rank', ranks)}" for value, ranks in values.select("value", "rank").rows()
         )
         share = 1 - values["n"][0] / values["n"].sum()
         rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {differences}.", share))

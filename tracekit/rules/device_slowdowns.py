@@ -90,7 +90,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.WARNING,
-                f"Another process, or throttling, stops the device of {units.numbered('rank', ranks)}",
+                f"Another process, or throttling, stops the device of {units.numbers('rank', ranks)}",
                 f"The device does not run queued work for {recurring}: it is time-sliced with another process, or "
                 f"throttled. It is idle {idle.height} times although work is queued, and pauses {paused.height} "
                 f"kernels, typically for {units.duration(_median(recurring.stalls))}. "
@@ -104,7 +104,7 @@ class DeviceStall(Rule):
             yield _finding(
                 self.code,
                 Severity.INFO,
-                f"Devices idle although work is queued, on {units.numbered('rank', distinct(unknown.steps, 'rank'))}",
+                f"Devices idle although work is queued, on {units.numbers('rank', distinct(unknown.steps, 'rank'))}",
                 f"The device is idle for {unknown} although work is queued, {unknown.stalls.height} times, typically "
                 f"for {units.duration(_median(unknown.stalls))}. The idle times recur before the same kernels, lie in "
                 "CUDA graphs or are few, so their cause is unknown: work or waits that were not recorded, or another "
@@ -323,7 +323,7 @@ def compare_late_devices(run: Run, ranks: tuple[int, ...], steps: pl.DataFrame, 
     calls or larger inputs.
     """
     is_explained = reason.kind in (EXTRA, LARGER, LATE)
-    fix, who = reason.fix, units.numbered("rank", ranks)
+    fix, who = reason.fix, units.numbers("rank", ranks)
     compared, errors = device_comparison.compare(run, ranks, steps), device_comparison.memory_errors(run, ranks)
     several, message = len(ranks) > 1, ""
     reset = _RESET_DEVICE if errors.uncorrected or errors.is_remap_pending else ""

@@ -100,7 +100,7 @@ def check(
     replayed = of_replays if are_many else ()
     run.measure([*(fact for rule in selected for fact in rule.facts), *FACTS, *facts, *replayed], on_progress)
     findings: list[Finding] = []
-    unrecorded = _unrecorded(run, selected)
+    unrecorded = _blind_reasons(run, selected)
     blind_spots = dict(unrecorded)
     for rule in selected:
         if rule.code in unrecorded:
@@ -136,7 +136,7 @@ def _parts(findings: Sequence[Finding], wholes: Mapping[str, str]) -> Iterator[F
         yield replace(finding, consequence_of=whole) if whole and not finding.consequence_of else finding
 
 
-def _unrecorded(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
+def _blind_reasons(run: Run, rules: Iterable[Rule]) -> dict[str, str]:
     """Why rules cannot judge a run whose traces all lack something, by code; rules that can are left out."""
     issues = run.table(trace_quality.data_quality)
     reasons = []

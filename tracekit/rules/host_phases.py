@@ -40,7 +40,7 @@ class PhaseLoss:
     recurrence: Recurrence
 
     @property
-    def affected(self) -> pl.DataFrame:
+    def affected_steps(self) -> pl.DataFrame:
         """The steps that contain the phase."""
         least_ns = _MIN_STEP_RATIO * float(str(self.steps["duration_ns"].mean() or 0))
         return self.steps.filter(pl.col("phase_ns") > least_ns)
@@ -48,7 +48,7 @@ class PhaseLoss:
     @property
     def is_longer_warm_up(self) -> bool:
         """Whether several of the first steps contain the phase, and no later one."""
-        return self.recurrence is Recurrence.WARM_UP and self.affected.height > 1
+        return self.recurrence is Recurrence.WARM_UP and self.affected_steps.height > 1
 
     @property
     def lost_ratio(self) -> float:
@@ -88,10 +88,10 @@ def judged_phases(run: Run, *, is_repeated: bool = False) -> list[str]:
 
 
 def _recurrence(loss: PhaseLoss, phase: str) -> Recurrence:
-    steps, affected = (distinct(table, "step") for table in (loss.steps, loss.affected))
+    steps, affected_steps = (distinct(table, "step") for table in (loss.steps, loss.affected_steps))
     if phase == host_state.COMPILE:
-        return recurrence.of_first_uses(affected, steps)
-    return recurrence.of_count(len(affected), len(steps))
+        return recurrence.of_first_uses(affected_steps, steps)
+    return recurrence.of_count(len(affected_steps), len(steps))
 
 
 class _HostPhase(Rule):
@@ -106,11 +106,11 @@ class _HostPhase(Rule):
         loss = loss_of(run, self.phase)
         if loss is None:
             return
-        steps, affected = loss.steps, loss.affected
+        steps, affected_steps = loss.steps, loss.affected_steps
         is_single_step = steps.height == 1
         if not (loss.recurrence.is_repeated or is_single_step or loss.is_longer_warm_up):
             return  # STEP001 and STEP002 speak of single stalls, and of the first step
-        count, row = max(1, affected.height), largest_first(affected, "phase_ns", "step").row(0, named=True)
+        count, row = max(1, affected_steps.height), largest_first(affected_steps, "phase_ns", "step").row(0, named=True)
         often = recurrence.sentence(count, steps.height) if steps.height > 1 else ""
         is_warm_up = loss.recurrence is Recurrence.WARM_UP
         if is_warm_up:
@@ -123,7 +123,7 @@ class _HostPhase(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if loss.recurrence.is_repeated else Severity.INFO,
-            f"The host of {units.numbered('rank', loss.ranks)} {self.verb} for {units.duration(row['phase_ns'])} of "
+            f"The host of {units.numbers('rank', loss.ranks)} {self.verb} for {units.duration(row['phase_ns'])} of "
             f"{units.duration(row['duration_ns'])} in {_place(row)}. {often + '; it' if often else 'It'} takes "
             f"{units.share(loss.lost_ratio)} of the time.{self._details(run, row['rank'])}",
             self._fix(loss),
@@ -131,7 +131,7 @@ class _HostPhase(Rule):
             cost_ns=0 if is_warm_up else cost_ns,
             confidence=0.9 if loss.recurrence.is_repeated else 0.6,
             ranks=loss.ranks,
-            steps=distinct(affected, "step"),
+            steps=distinct(affected_steps, "step"),
             evidence=self._evidence(run, loss.ranks),
             claim=self._claim(run, loss),
             what_if=None if is_priced_alone or is_warm_up else WhatIf(self.cause),
@@ -139,7 +139,7 @@ class _HostPhase(Rule):
         )
 
     def _claim(self, run: Run, loss: PhaseLoss) -> str:
-        count, steps = loss.affected.height, loss.steps.height
+        count, steps = loss.affected_steps.height, loss.steps.height
         if loss.recurrence is Recurrence.WARM_UP:
             in_steps = f" in the first {count} steps only, which are warm-up"
         elif loss.recurrence is Recurrence.STEADY:
@@ -152,7 +152,7 @@ class _HostPhase(Rule):
             return f"{whose[0].upper()}{whose[1:]} {self.verb}{in_steps}"
         others = late_work.names(loss.ranks, run.ranks)
         waits = "waits" if others.startswith("rank ") else "wait"
-        name = units.numbered("rank", loss.ranks).capitalize()
+        name = units.numbers("rank", loss.ranks).capitalize()
         return f"{name}'s host {self.verb}{in_steps}; {others} {waits} for {'them' if len(loss.ranks) > 1 else 'it'}"
 
     def _idle_ns(self, run: Run, rank: int) -> int:

@@ -247,7 +247,7 @@ class OverloadedExperts(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"The experts of {units.numbered('rank', ranks)} are overloaded: those of "
+            f"The experts of {units.numbers('rank', ranks)} are overloaded: those of "
             f"rank {hottest['rank']} get {hottest['load_ratio']:.2f} times the mean of their group. The other ranks "
             f"wait {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['lost_ratio'])}) for rank {hottest['rank']} in {quoted_step.place(worst['step'])}.",
@@ -263,7 +263,7 @@ class OverloadedExperts(Rule):
             .head(_EVIDENCE_ROWS),
             is_of_window=worst["step"] is None,
             what_if=WhatIf(UNBALANCED_EXPERTS),
-            claim=f"The experts of {units.numbered('rank', ranks)} are overloaded; other ranks wait for them",
+            claim=f"The experts of {units.numbers('rank', ranks)} are overloaded; other ranks wait for them",
         )
 
 

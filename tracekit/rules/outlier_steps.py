@@ -178,9 +178,9 @@ class OutlierStep(Rule):
         if steps > 1:
             count = events.select(pl.struct("window", "step").n_unique()).item()
             how_often = f"{recurrence.sentence(count, steps)}; it takes {took} in total ({share} of the time)."
-        subject = "Every rank" if everyone else units.numbered("rank", event["ranks"]).capitalize()
+        subject = "Every rank" if everyone else units.numbers("rank", event["ranks"]).capitalize()
         in_steps = distinct(events, "step")
-        in_step = f" in {units.numbered('step', in_steps)}" if in_steps else ""
+        in_step = f" in {units.numbers('step', in_steps)}" if in_steps else ""
         return Finding(
             self.code,
             severity,

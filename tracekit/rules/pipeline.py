@@ -168,7 +168,7 @@ class UnbalancedStages(Rule):
         ranks = distinct(rows.filter(pl.col("stage") == stage), "rank")
         of_rank = [other for other in balance.of_same_rank(stage) if balance.slowdown(other) >= self.min_slowdown]
         stages = sorted({stage, *of_rank}) if is_slow else [stage]
-        stage_text = units.numbered("Stage", stages)
+        stage_text = units.numbers("Stage", stages)
         is_alone = bool(collective_instances.ranks_without_peers(run))
         is_warning = lost_ratio >= self.warning_lost_ratio and not is_alone
         why = f" It has {balance.layers[stage]} of {sum(balance.layers)} layers." if balance.layers else ""
@@ -188,7 +188,7 @@ class UnbalancedStages(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if is_warning else Severity.INFO,
-            f"{stage_text} ({units.numbered('rank', ranks)}) "
+            f"{stage_text} ({units.numbers('rank', ranks)}) "
             f"{'take up to' if len(stages) > 1 else 'takes'} {balance.ratio(stage):.2f} times as long as the other "
             f"stages: {units.duration(balance.stage_ns[stage])} per step, and the others wait "
             f"{units.duration(saved_ns)} of {units.duration(balance.duration_ns)} ({units.share(lost_ratio)}) for "
@@ -387,7 +387,7 @@ def _move(run: Run, balance: Balance, ranks: tuple[int, ...], is_slow: bool) -> 
         for number, layers in enumerate(listed)
         if (count := moved[number]) < 0
     ]
-    names = units.numbered("layer", [layer for layers in last for layer in layers])
+    names = units.numbers("layer", [layer for layers in last for layer in layers])
     return (
         f"{check}Move {names} to stage "
         f"{', '.join(map(str, to))}: layers per stage {_list(balance.better_layers)} instead of "

@@ -290,13 +290,17 @@ class StalledCollective(Rule):
         several, called = len(stopped) > 1, event["op"].replace("_", "-")
         claim = f"One {called} takes much longer than the others"
         if stopped:
-            claim = f"The process of {units.numbered('rank', stopped)} stops, and a collective waits for it"
-            confidence, fix = 0.9, _FIX_PROCESS.format(ranks=units.numbered("rank", stopped))
+            claim = f"The process of {units.numbers('rank', stopped)} stops, and a collective waits for it"
+            confidence, fix = 0.9, _FIX_PROCESS.format(ranks=units.numbers("rank", stopped))
             where = f", inside {event['name']}" if event["name"] else ""
-            cause = f"Meanwhile the host of {units.numbered('rank', stopped)} does nothing{where}: "
+            cause = f"Meanwhile the host of {units.numbers('rank', stopped)} does nothing{where}: "
             cause += f"{'these processes were' if several else 'its process was'} stopped or got no CPU time."
         elif event["is_whole"]:
-            confidence, fix, cause = 0.8, _FIX_UNKNOWN.format(ranks=units.numbered("rank", event["ranks"])), _ARRIVED
+            confidence, fix, cause = (
+                0.8,
+                _FIX_UNKNOWN.format(ranks=units.numbers("rank", event["ranks"])),
+                _ARRIVED,
+            )
         else:
             confidence, fix, cause = 0.5, _FIX_UNTRACED, _UNTRACED
         calls = run.table(stalled_collectives.stalled_calls).join(events.select("event"), on="event", how="semi")

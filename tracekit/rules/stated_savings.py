@@ -22,10 +22,14 @@ def answer(report: Report, names: tuple[str, ...] = (), *, gpu_hour_price: float
     for finding in findings:
         cause = finding.what_if.cause if finding.what_if is not None else None
         by_cause[cause if cause in replayed else None].append(finding)
-    stated = [_stated(replayed[cause], alike, answers.gpus) for cause, alike in by_cause.items() if cause in replayed]
+    stated = [
+        _answer_of_findings(replayed[cause], alike, answers.gpus)
+        for cause, alike in by_cause.items()
+        if cause in replayed
+    ]
     if not names:
         blank = Answer((), 0, 0.0, answers.step_ns, None, None, 1.0)
-        stated += [_stated(blank, [finding], answers.gpus) for finding in by_cause[None]]
+        stated += [_answer_of_findings(blank, [finding], answers.gpus) for finding in by_cause[None]]
     others = [given for given in answers.answers if given.causes[0] not in by_cause]
     priced = [_at_price(given, gpu_hour_price) for given in sorted(stated, key=lambda given: -given.saved_ns)]
     return replace(answers, answers=(*priced, *others))
@@ -35,7 +39,7 @@ def _has_saving(finding: Finding) -> bool:
     return bool(finding.cost_ns and finding.impact) and not finding.is_upper_bound and not is_data_quality(finding.code)
 
 
-def _stated(given: Answer, findings: list[Finding], gpus: int) -> Answer:
+def _answer_of_findings(given: Answer, findings: list[Finding], gpus: int) -> Answer:
     """An answer with the saving of the findings on its cause; several are on different ranks, or stalls."""
     first = findings[0]
     names = {rule.code: rule.name() for rule in all_rules()}

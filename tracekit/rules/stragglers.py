@@ -99,7 +99,7 @@ class Straggler(Rule):
             worst = self._persistent(run, rank_steps.sort("order"))
             if worst is None:
                 continue
-            parts = [late] if len(late) == 1 else late_ranks.unrelated(run, late, worst["late"].select(_STEP))
+            parts = [late] if len(late) == 1 else late_ranks.divide_late_group(run, late, worst["late"].select(_STEP))
             yield from (worst | {"late_ranks": part, "group": late} for part in parts)
 
     def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ class Straggler(Rule):
         in_step = quoted_step.is_of(worst, _STEP)
         wait_tables = [largest_first(waits.filter(rows), "wait_ns", "start_ns") for rows in (in_step, ~in_step)]
         several = len(ranks) > 1
-        name = units.numbered("rank", ranks)
+        name = units.numbers("rank", ranks)
         place = rank_places.shared_place(run, ranks) if several else None
         is_latest = worst["group"] == late_ranks.latest(run)
         late_steps = late.select(_STEP)
@@ -150,7 +150,7 @@ class Straggler(Rule):
         reason = _reason(run, ranks, excess, lost_ns, subject)
         apart = ""
         if hidden:
-            apart = f" {units.numbered('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
+            apart = f" {units.numbers('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
             apart += "same collectives for another reason: that one is to be repaired too."
         devices, advice = compare_late_devices(run, ranks, late_steps, reason)
         if is_of_window:
@@ -228,7 +228,7 @@ def _reason(run: Run, ranks: tuple[int, ...], excess: ExcessTime | None, lost_ns
     balanced_ratio = 1 - len(ranks) / len(run.ranks)
     if reason := late_work.reason(excess, subject, lost_ns=lost_ns, balanced_ratio=balanced_ratio):
         return reason
-    who = units.numbered("rank", ranks)
+    who = units.numbers("rank", ranks)
     ratio = late_ranks.launched_late_ratio(run, ranks)
     if ratio >= _MIN_LAUNCHED_LATE:
         claim = f"{subject.has} host launches collectives late{subject.tail}"
@@ -366,7 +366,7 @@ class UnevenRanks(Rule):
         if rows.is_empty() or rank_places.is_of_stages(run, list(latest)) or overloaded_ranks(run).issuperset(latest):
             return
         lost_ns, step_ns = int(rows["lost_ns"].sum()) // rows.height, int(rows["duration_ns"].sum()) // rows.height
-        name = units.numbered("rank", latest)
+        name = units.numbers("rank", latest)
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == rows["late_rank"][0])
         count = rows.filter(pl.col("share") > _MOST).height
         yield Finding(
@@ -501,12 +501,12 @@ class OccasionalStraggler(Rule):
     def _finding(self, run: Run, events: pl.DataFrame, lost_ratio: float, steps: int) -> Finding:
         event = largest_first(events, "lost_ns", "window", "step").row(0, named=True)
         ranks = tuple(event["late_ranks"])
-        name = units.numbered("rank", ranks)
+        name = units.numbers("rank", ranks)
         has_more_ops = (event["ops_ratio"] or 0) >= trace_quality.MORE_OPS_RATIO
         is_repeated = recurrence.of_count(events.height, steps).is_repeated
         is_sure = has_more_ops or breakdown.is_on_device(run) or is_repeated
         others = late_work.names(ranks, run.ranks)
-        in_step = f" in {units.numbered('step', distinct(events, 'step'))}"
+        in_step = f" in {units.numbers('step', distinct(events, 'step'))}"
         if is_repeated:
             in_step = (
                 f" in {events.height} of {steps} steps; {others} {'waits' if len(run.ranks) == 2 else 'wait'} for "

@@ -363,7 +363,7 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     unaligned = offsets.filter(pl.col("residual_ns").is_null(), pl.len().over("window") > 1)
     if unaligned.height:
-        ranks = units.numbered("rank", unaligned["rank"])
+        ranks = units.numbers("rank", unaligned["rank"])
         message = (
             f"The clock of {ranks}{_in_windows(unaligned, offsets)} is not aligned with other ranks: too few shared "
             "collectives, sends and receives."
@@ -380,4 +380,4 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
 
 def _in_windows(unaligned: pl.DataFrame, offsets: pl.DataFrame) -> str:
     windows = unaligned["window"].unique()
-    return f" in {units.numbered('window', windows)}" if offsets["window"].n_unique() > len(windows) else ""
+    return f" in {units.numbers('window', windows)}" if offsets["window"].n_unique() > len(windows) else ""

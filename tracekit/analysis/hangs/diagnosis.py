@@ -372,7 +372,7 @@ def _what(call: Call, kind: str) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    return units.numbered("rank", ranks)
+    return units.numbers("rank", ranks)
 
 
 def _because(culprits: Sequence[Culprit], *, link: str = "and for") -> str:

@@ -188,7 +188,7 @@ def of_steps(ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
     return steps.select(_STEP).unique(maintain_order=True).join(pl.DataFrame({"rank": list(ranks)}), how="cross")
 
 
-def unrelated(run: Run, members: tuple[int, ...], steps: pl.DataFrame) -> list[tuple[int, ...]]:
+def divide_late_group(run: Run, members: tuple[int, ...], steps: pl.DataFrame) -> list[tuple[int, ...]]:
     """Divide a late group by what its ranks take longer for, the largest excess first; one part where all do alike.
 
     Ranks that are late at the same collectives hide each other: a slow device, and a host that launches late, look like

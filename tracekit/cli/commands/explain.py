@@ -60,7 +60,7 @@ def explain(
         documents = {kinds[0].value: _LISTS[kinds[0]]()}
     else:
         documents = {kind.value: explanations.meanings_document(_MEANINGS[kind]()) for kind in kinds}
-    document = explanations.joined(documents, has_headings=len(documents) > 1)
+    document = explanations.join(documents, has_headings=len(documents) > 1)
     result.write_document(document)
 
 

@@ -225,7 +225,7 @@ def _report_unaligned(run: "Run") -> None:
     if len(unaligned) and len(run.ranks) > 1:
         several = len(unaligned) > 1
         output.notify(
-            f"{units.numbered('rank', unaligned)} share{'' if several else 's'} too few collectives: "
+            f"{units.numbers('rank', unaligned)} share{'' if several else 's'} too few collectives: "
             f"{'each is' if several else 'it is'} on its own clock in the file"
         )
 

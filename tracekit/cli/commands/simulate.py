@@ -173,7 +173,7 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     step = units.duration(recording.total_ns // job.steps)
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(job.written_ranks)} traces in {out}"]
     for fault in simulated.known_faults:
-        ranks, steps = (units.numbered(what, ids) for what, ids in (("rank", fault.ranks), ("step", fault.steps)))
+        ranks, steps = (units.numbers(what, ids) for what, ids in (("rank", fault.ranks), ("step", fault.steps)))
         lines.append(f"  {fault.code:<9}  {fault.fault}: {units.duration(fault.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 

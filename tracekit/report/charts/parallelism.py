@@ -231,7 +231,7 @@ def _rows(actions: pl.DataFrame) -> pl.DataFrame:
     stages = actions.group_by("rank").agg(pl.col("stage").unique().sort())
     offsets = actions.group_by("rank").agg((pl.col("trace_start_ns") - pl.col("start_ns")).first().alias("offset_ns"))
     ordered = stages.sort(pl.col("stage").list.first(), "rank").with_row_index("y").join(offsets, on="rank")
-    labels = [f"{units.numbered('stage', s)} · rank {rank}" for rank, s in ordered.select("rank", "stage").rows()]
+    labels = [f"{units.numbers('stage', s)} · rank {rank}" for rank, s in ordered.select("rank", "stage").rows()]
     return ordered.select("rank", "y", "offset_ns", pl.Series("label", labels, pl.String))
 
 

@@ -120,13 +120,13 @@ def within_recording(frame: pl.DataFrame, at_ns: Ints, slices: Slices, odd: OddV
 
 
 def _without_repeated(slices: Slices, odd: OddValues) -> Slices:
-    host_flags = _repeated(slices.host) | _aliases(slices.host)
-    device_flags = _repeated(slices.device)
+    host_flags = _is_repetition(slices.host) | _aliases(slices.host)
+    device_flags = _is_repetition(slices.device)
     odd.duplicates += int(host_flags.sum()) + int(device_flags.sum())
     return slices.without(host_flags, device_flags)
 
 
-def _repeated(frame: pl.DataFrame) -> Flags:
+def _is_repetition(frame: pl.DataFrame) -> Flags:
     """Flag slices with the identity and times of an earlier one. Those without ids count only if others are repeated.
 
     Equal calls of Python at one instant may be a recursion, unless all of a file is repeated.

@@ -201,7 +201,7 @@ def _with_work(
     kind = np.where(names.str.contains(_COPY.pattern), _MEMCPY, kind)
     call_rows = np.concatenate([np.empty(0, np.int64), *(lane.rows for lane in calls)])
     host = pl.concat([events.host, _as_calls(events, call_rows)])
-    host, correlation, external_id = _linked(events, arrows, host, rows, lane.to_numpy())
+    host, correlation, external_id = _with_calls(events, arrows, host, rows, lane.to_numpy())
     work = events.unknown[rows].with_columns(
         pl.Series("kind", kind, events.device["kind"].dtype),
         lane.replace_strict(device_of, return_dtype=pl.Int64).alias("device"),
@@ -269,7 +269,7 @@ def _as_calls(events: Events, rows: Ints) -> pl.DataFrame:
     return slices.with_columns(*zeros).select(pl.col(name).cast(dtype) for name, dtype in events.host.schema.items())
 
 
-def _linked(
+def _with_calls(
     events: Events, arrows: _Arrows, host: pl.DataFrame, rows: Ints, lane: npt.NDArray[np.int32]
 ) -> tuple[pl.DataFrame, Ints, Ints]:
     """Host slices with numbers, and for each piece of work the number of its call and of its operator.

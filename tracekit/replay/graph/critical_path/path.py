@@ -302,7 +302,7 @@ def _ranks(run: Run, graph: Graph) -> Iterator[str]:
     unaligned = run.offsets.filter(pl.col("window") == graph.window, pl.col("residual_ns").is_null())["rank"]
     if traced > 1 and unaligned.len():
         yield (
-            f"{units.numbered('Rank', unaligned)} {'shares' if unaligned.len() == 1 else 'share'} too few collectives "
+            f"{units.numbers('Rank', unaligned)} {'shares' if unaligned.len() == 1 else 'share'} too few collectives "
             "to align clocks: waits between them and other ranks are not known."
         )
 
