@@ -32,6 +32,14 @@ def test_queued_work_that_does_not_run_at_varying_places_is_a_stall():
     assert set(causes["cause"]) == {"device_stall"}
 
 
+@pytest.mark.parametrize("kind", ["memcpy", "memset"])
+def test_a_device_that_computes_nothing_is_judged(kind: str) -> None:
+    trace = drawn_traces.trace("step 0000000000\ncompute a....b....")
+    copies = replace(trace, activities=trace.activities.with_columns(kind=pl.lit(kind, trace.activities["kind"].dtype)))
+    assert device_stalls(copies)["dur_ns"].to_list() == []
+    engine.check(drawn_traces.run(copies))  # a rule that fails raises
+
+
 def test_work_launched_while_another_process_has_the_device_waits_for_the_rest_of_its_slice():
     # launch             v         half of the slice is over: kernel z, which runs once
     # compute  abc....................zabcd

@@ -366,6 +366,8 @@ def _paused_kernels(trace: Trace, device: int, slice_ns: float | None = None) ->
 
 def _slowdown_around(code: Ints, dur_ns: Ints) -> npt.NDArray[np.float64]:
     """How many times as long as usual the kernels around each one take: the median of the nearest, itself left out."""
+    if not len(code):
+        return np.ones(0)
     ratio = dur_ns / np.maximum(_quartiles(code, dur_ns)[0], 1)
     many = np.bincount(code, minlength=1)[code] >= _MIN_SAMPLES
     padded = np.pad(np.where(many, ratio, np.nan), _AROUND, constant_values=np.nan)
