@@ -1,7 +1,7 @@
 """The cost of a finding: how much shorter the mean step is in a replay without its cause; and its severity, by it."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -403,16 +403,19 @@ def grade_by_cost(report: Report) -> Report:
     """Return the report with the severity of each finding that costs time by its cost.
 
     What its rule, or a replay, says is information stays that: a doubt, or the consequence of another finding. An upper
-    bound is information too: it does not show that the time is lost. Only what a replay confirms is an error.
+    bound is information too: it does not show that the time is lost. Only what a replay confirms is an error. A cause
+    of which late ranks are a consequence is at least as sure as MIN_CONFIDENCE: two observations agree.
     """
-    findings = (replace(finding, severity=_severity(finding)) for finding in report.findings)
+    sources = {finding.consequence_of for finding in report.findings if _pricing(finding) is Pricing.LATE_RANKS}
+    findings = (replace(finding, severity=_severity(finding, sources)) for finding in report.findings)
     return replace(report, findings=sort_findings(findings))
 
 
-def _severity(finding: Finding) -> Severity:
+def _severity(finding: Finding, sources: Collection[str]) -> Severity:
     if not finding.impact or finding.severity is Severity.INFO:
         return finding.severity  # memory, data, settings
     if finding.is_upper_bound:
         return Severity.INFO
-    grades = grade(finding.impact, finding.confidence)
+    confidence = max(finding.confidence, MIN_CONFIDENCE) if finding.id in sources else finding.confidence
+    grades = grade(finding.impact, confidence)
     return grades if finding.is_priced else min(grades, Severity.WARNING)

@@ -28,9 +28,10 @@ class OversubscribedHost(Rule):
     How it is measured: threads, ranks and cores (affinity and the quota of the control group) are those in run.json,
     which the recorder writes. Without them, ops must compute for longer than the process had CPU time, by the metrics
     log: meanwhile their threads were not running. Either way most identical ops must be slow: a third of the excess or
-    more in the median call. Where other processes interrupt, few calls have all of it, and nothing is reported. The
-    cost is the saving of a replay in which each op takes as long as the fastest identical one of its rank: it is too
-    low where all are slow. Ranks that are late for this reason are a consequence. Steps that save are left out.
+    more in the median call. Where other processes interrupt, few calls have all of it, and nothing is reported.
+    Without stated threads the finding is information, unless late ranks are its consequence: other processes on all
+    cores look the same. The cost is the saving of a replay in which each op takes as long as the fastest identical one
+    of its rank: it is too low where all are slow. Steps that save are left out.
 
     How to fix: give each rank its share of the cores: OMP_NUM_THREADS (torchrun sets 1 for several ranks) or
     torch.set_num_threads, cores divided by ranks; fewer DataLoader workers; a larger CPU quota of the container.
@@ -73,7 +74,7 @@ class OversubscribedHost(Rule):
             f"{why[0].upper()}{why[1:]}: {ops.height:,} ops take {loss} longer than the fastest ones with the same "
             f"inputs.{cpu}",
             fix,
-            confidence=0.9 if is_stated else 0.7,
+            confidence=0.9 if is_stated else 0.4,
             what_if=WhatIf(OVERSUBSCRIBED_CORES),
             evidence=quoted_step.evidence(slow, loss.row, "excess_ns").select(
                 "window", "rank", "step", "name", "start_ns", "dur_ns", "excess_ns"
