@@ -56,9 +56,11 @@ def test_an_unknown_name_leads_to_the_one_that_was_meant(name, meant):
     assert meant in done.stderr
 
 
-def test_only_tables_are_written_as_markdown():
+def test_pages_are_written_as_markdown_and_html():
     assert tracekit("explain", "ops", "--kind", "table", "--format", "markdown").stdout.count("\n## ") == 1
-    assert tracekit("explain", "--kind", "rule", "--format", "markdown").returncode == 2
+    rules = tracekit("explain", "--kind", "rule", "--format", "markdown").stdout
+    assert all(code in rules for code in ("COMM001", "HOST006", "DATA001"))
+    assert "<title>COMM001  exposed-communication</title>" in tracekit("explain", "COMM001", "--format", "html").stdout
 
 
 def test_terms_are_those_of_the_glossary():

@@ -18,7 +18,6 @@ import pytest
 
 from tests.support import sample_logs
 from tracekit.cli.commands import watch as watch_command
-from tracekit.cli.options import Format
 from tracekit.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +163,7 @@ def test_once_shows_the_state_and_exits_while_the_training_continues(
     sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
     watch_command.watch(tmp_path, once=True)
     assert "30 steps done" in capsys.readouterr().out
-    watch_command.watch(tmp_path, once=True, watch_format=Format.JSON)
+    watch_command.watch(tmp_path, once=True, watch_format=watch_command.WatchFormat.JSON)
     assert json.loads(capsys.readouterr().out)["steps_done"] == 30
 
 

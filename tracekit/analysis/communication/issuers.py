@@ -81,7 +81,8 @@ def _forward(trace: Trace, call: Ints) -> tuple[Flags, Flags]:
     linked = columns.rows_of(trace.ops["id"].to_numpy(), columns.to_ints(trace.ops["forward_id"], -1))
     marked = np.flatnonzero(trace_columns.is_phase(trace, conventions.FORWARD))
     forward = np.union1d(linked[linked >= 0], marked)
-    step = columns.to_ints(trace.ops["step"], -1)
+    # Numbers of steps may be any: the dense rank of each, -1 outside of steps.
+    step = columns.to_ints(trace.ops["step"].rank("dense").cast(pl.Int64), 0) - 1
     start_ns = trace.ops["start_ns"].to_numpy()
     first_ns = np.full(step.max(initial=-1) + 2, np.iinfo(np.int64).max)
     last_ns = np.full(len(first_ns), np.iinfo(np.int64).min)
