@@ -69,7 +69,7 @@ def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
     drawn_ranks = run.result_of(rank_selection.drawn_ranks)
     if widgets.segments("Bars", "bars", (BY_RANK, BY_STEP)) == BY_RANK or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank, drawn_ranks), key="breakdown_by_rank")
-        window = "the whole profiled window" if by_step.is_empty() else units.numbered("step", by_step["step"])
+        window = "the whole profiled window" if by_step.is_empty() else units.numbers("step", by_step["step"])
         widgets.caption(f"Sums over {window} of each rank. The shares above are of the same time, over all ranks.")
         widgets.note(rank_selection.selection_note(run.run))
         return by_rank, None

@@ -1,6 +1,7 @@
 """Rule, Finding and Report. Rules read tables of facts and yield findings; they never measure."""
 
 import hashlib
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,7 +141,8 @@ class Finding:
         if self.is_of_training or self.is_of_window:
             per_step = "" if self.is_of_window else " a step"
             return f"{verb} {duration}{per_step} ({share} of {self.time_noun})"
-        whole = f" of {units.duration(round(self.cost_ns / self.impact))}" if self.impact < 1 else ""
+        whole_ns = self.cost_ns / self.impact
+        whole = f" of {units.duration(round(whole_ns))}" if self.impact < 1 and math.isfinite(whole_ns) else ""
         return f"{verb} {duration}{whole} {'an iteration' if self.is_of_iterations else 'a step'} ({share})"
 
     @property

@@ -453,13 +453,13 @@ def test_runs_have_the_devices_of_the_settings_where_the_dashboard_was_started(t
     recorded.write_run(tmp_path / "run", kernel="gemm")
     (tmp_path / "tracekit.toml").write_text('[devices."a device"]\npeak_bf16_tflops = 800\nmemory_gb_per_s = 3000\n')
     monkeypatch.chdir(tmp_path)
-    settings.devices.cache_clear()
+    settings.read_settings.cache_clear()
     try:
         (entry,) = run_catalog.list_runs([str(tmp_path / "run")]).entries
         (stated,) = run_store.open_run(entry).run.trace(0).header[environment.DEVICE_OVERRIDES]
         assert (stated.name, stated.peaks["bf16"]) == ("a device", 8e14)
     finally:
-        settings.devices.cache_clear()
+        settings.read_settings.cache_clear()
 
 
 @pytest.mark.parametrize(

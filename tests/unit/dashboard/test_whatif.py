@@ -187,5 +187,6 @@ def test_of_many_ranks_only_those_that_are_replayed_are_read(tmp_path, monkeypat
     what_if.replay(run, lambda ratio, part: parts.append((ratio, part)))
     replayed = representative_ranks.run_of(run.run).ranks
     assert len(replayed) < 4
-    assert [part for _, part in parts].count("Reading the traces") == len(replayed)
+    # The check may have read them before.
+    assert [part for _, part in parts].count("Reading the traces") <= len(replayed)
     assert all(0 <= ratio <= 1 for ratio, _ in parts)
