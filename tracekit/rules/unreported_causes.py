@@ -28,7 +28,7 @@ def with_unreported(report: Report, rules: Iterable[Rule]) -> Report:
     """Return the report with information on each cause that saves 3% of the step by replay, and has no finding yet.
 
     The rules of these causes ran, but a threshold of theirs is not met, or the time is spread over many places. Where
-    most of the saving ends without the causes of warnings, the finding is a consequence of the costliest of them.
+    most of the saving ends without the causes of warnings, the finding is a consequence of that which ends most of it.
     """
     fixes = {rule.code: _fix(rule) for rule in rules if rule.code not in report.blind_spots}
     unreported = [cause for cause in causes.run_causes() if cause.code() in fixes and not _names(report, cause)]
@@ -54,7 +54,12 @@ def _findings(report: Report, cause: Cause, fix: str) -> Iterator[Finding]:
     remaining_ns = _remaining_ns(report, cause, sources, alone.saved_ns)
     if remaining_ns < what_if.MIN_SAVED_RATIO * alone.step_ns:
         remaining_ns = 0
-    source = max(sources, key=cost_order) if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns else None
+    source: Finding | None = None
+    if remaining_ns < _MIN_OWN_RATIO * alone.saved_ns:  # of the finding without which the least of it remains
+        source = min(
+            sorted(sources, key=cost_order, reverse=True),
+            key=lambda finding: _remaining_ns(report, cause, [finding], alone.saved_ns),
+        )
     message = f"A replay in which {cause.summary} is {units.duration(alone.saved_ns)} a step shorter, although no "
     message += f"single place reaches the thresholds of {cause.code()}."
     if remaining_ns < alone.saved_ns:

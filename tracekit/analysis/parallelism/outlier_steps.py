@@ -303,12 +303,17 @@ def _places(event: dict[str, Any], length_of: dict[int | None, int]) -> list[int
 
 
 def _reference(stalled: set[int | None], length_of: dict[int | None, int]) -> tuple[int, int]:
-    """Return the median of the steps without outliers, and their spread; the first step counts if there is no other."""
+    """Return the median of the steps without outliers, and their spread; the first step counts if there is no other.
+
+    It is at most the median of all steps: a stall makes no step shorter, so where many steps have small ones, those
+    without may be few and long for other reasons.
+    """
     first = min((step for step in length_of if step is not None), default=None)
+    of_all_ns = sorted(length_of.values())[(len(length_of) - 1) // 2] if length_of else 0
     for left_out in ({*stalled, first}, stalled):
         clean = [ns for step, ns in length_of.items() if step not in left_out]
         if clean:
-            median_ns = sorted(clean)[(len(clean) - 1) // 2]
+            median_ns = min(sorted(clean)[(len(clean) - 1) // 2], of_all_ns)
             spread_ns = max(abs(ns - median_ns) for ns in clean)
             return median_ns, spread_ns if len(clean) > 1 else int(_UNCERTAIN_RATIO * median_ns)
     shortest_ns = min(length_of.values(), default=0)
