@@ -27,8 +27,9 @@ KiB that ran long after their call had returned. Where larger ones do, these do 
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_LATE_END_RATIO = 0.01
-"""Share of the host's wait by which the end of the awaited collective may be recorded later."""
+_LATE_END_RATIO, _LATEST_END_NS = 0.01, 10_000_000
+"""Share of the host's wait by which the end of the awaited collective may be recorded later; at most two time slices of
+the scheduler: what ends after that ends for another reason."""
 _BUSY = [
     host_state.HOST_STATES.index(state)
     for state in (host_state.DATA, host_state.CHECKPOINT, host_state.COMPILE, host_state.GARBAGE_COLLECTION)
@@ -273,7 +274,7 @@ def _awaited_collectives(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tup
     """
     ends = calls["end_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
-    until_ns = to_ns + (_LATE_END_RATIO * (to_ns - from_ns)).astype(np.int64)
+    until_ns = to_ns + np.minimum(_LATE_END_RATIO * (to_ns - from_ns), _LATEST_END_NS).astype(np.int64)
     last = np.searchsorted(ends[order], until_ns, side="right") - 1
     if not len(order):
         return np.full(len(to_ns), -1, np.int64), to_ns
