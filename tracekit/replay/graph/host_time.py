@@ -27,9 +27,9 @@ KiB that ran long after their call had returned. Where larger ones do, these do 
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_LATE_END_RATIO, _LATEST_END_NS = 0.01, 10_000_000
-"""Share of the host's wait by which the end of the awaited collective may be recorded later; at most two time slices of
-the scheduler: what ends after that ends for another reason."""
+_LATE_END_RATIO, _LATEST_END_NS = 0.01, 3_000_000
+"""Share of the host's wait by which the end of the awaited collective may be recorded later; at most a time slice of the
+scheduler: what ends after that is another collective."""
 _BUSY = [
     host_state.HOST_STATES.index(state)
     for state in (host_state.DATA, host_state.CHECKPOINT, host_state.COMPILE, host_state.GARBAGE_COLLECTION)
