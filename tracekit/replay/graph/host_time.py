@@ -27,9 +27,10 @@ KiB that ran long after their call had returned. Where larger ones do, these do 
 _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 _LEAST_WAIT_NS = 200_000
 """A wait for a complete message takes less, on a busy host too; not from the trace."""
-_LATE_END_RATIO, _LATEST_END_NS = 0.01, 3_000_000
-"""Share of the host's wait by which the end of the awaited collective may be recorded later; at most a time slice of the
-scheduler: what ends after that is another collective."""
+_LATE_END_RATIO, _LATEST_END_NS = 0.01, 4_000_000
+"""Share of the host's wait by which the end of the awaited collective may be recorded later; at most a tick of a
+scheduler (250 Hz): what ends after that is another collective."""
+_NEVER = np.iinfo(np.int64).max
 _BUSY = [
     host_state.HOST_STATES.index(state)
     for state in (host_state.DATA, host_state.CHECKPOINT, host_state.COMPILE, host_state.GARBAGE_COLLECTION)
@@ -272,16 +273,23 @@ def _awaited_collectives(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tup
     A send or receive of gloo ends where the host waits for it, so a short wait shows that it was complete before. On a
     busy machine the host goes on a little before the thread of the collective has written down its end.
     """
-    ends = calls["end_ns"].to_numpy()
-    order = np.argsort(ends, kind="stable")
-    until_ns = to_ns + np.minimum(_LATE_END_RATIO * (to_ns - from_ns), _LATEST_END_NS).astype(np.int64)
-    last = np.searchsorted(ends[order], until_ns, side="right") - 1
-    if not len(order):
+    ends, is_message = calls["end_ns"].to_numpy(), calls["is_message"].to_numpy()
+    if not len(ends):
         return np.full(len(to_ns), -1, np.int64), to_ns
-    row = order[np.maximum(last, 0)]
-    least_ns = np.where(calls["is_message"].to_numpy()[row], _LEAST_WAIT_NS, 0)
-    is_awaited = (last >= 0) & (to_ns > from_ns) & (ends[row] > from_ns + least_ns)
+    # A message that ends later is one that the host waits for next.
+    until_ns = to_ns + np.minimum(_LATE_END_RATIO * (to_ns - from_ns), _LATEST_END_NS).astype(np.int64)
+    last, later = _last_until(ends, to_ns), _last_until(np.where(is_message, _NEVER, ends), until_ns)
+    row = np.where((later >= 0) & (ends[later] > np.where(last >= 0, ends[last], -_NEVER)), later, last)
+    least_ns = np.where(is_message[row], _LEAST_WAIT_NS, 0)
+    is_awaited = (row >= 0) & (to_ns > from_ns) & (ends[row] > from_ns + least_ns)
     return np.where(is_awaited, row, -1), np.where(is_awaited, ends[row], to_ns)
+
+
+def _last_until(ends: Ints, until_ns: Ints) -> Ints:
+    """Index of the last end at or before each time; -1 where there is none."""
+    order = np.argsort(ends, kind="stable")
+    last = np.searchsorted(ends[order], until_ns, side="right") - 1
+    return np.where(last >= 0, order[np.maximum(last, 0)], -1)
 
 
 def _wake_up_ns(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
