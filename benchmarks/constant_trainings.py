@@ -28,7 +28,7 @@ from tracekit.capture import Recorder
 
 RANKS = 2
 HEALTHY = "healthy"
-SIZES = {"small": (128, 4, 32), "middle": (256, 4, 64), "large": (384, 6, 96)}
+SIZES = {"small": (128, 4, 128), "middle": (256, 4, 256), "large": (384, 4, 256)}
 """Width, blocks and rows of a batch."""
 FIRST_PROFILED_STEP, LAST_STEP = 5, 13
 _VOCABULARY = 1024

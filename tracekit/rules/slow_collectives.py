@@ -117,6 +117,8 @@ class SlowLink(Rule):
             pl.min_horizontal(rest_ns, "exposed_ns").alias("extra_ns"),
         )
         slow = after.filter(pl.col("ratio") >= self.min_slowdown)
+        if slow.is_empty():  # slower than the median of all steps, but not than the steps before
+            return None
         return median_row(slow, "extra_ns", "step") | {
             "slow": slow,
             "reference": "earlier steps",

@@ -14,7 +14,7 @@ from tracekit.analysis.parallelism import stalled_collectives
 from tracekit.rules.engine import check
 from tracekit.rules.outlier_steps import OutlierStep
 from tracekit.rules.rule import Severity
-from tracekit.rules.slow_collectives import StalledCollective
+from tracekit.rules.slow_collectives import SlowLink, StalledCollective
 from tracekit.rules.stragglers import UnevenRanks
 
 EXCESS_NS = 58 * UNIT_NS
@@ -157,3 +157,13 @@ def test_of_unknown_sizes_one_that_takes_longer_than_at_its_place_of_other_steps
     (found,) = judge(unsized_run(2, 2, 60, 2))
     assert found.steps == (2,)
     assert found.evidence["usual_ns"].unique().to_list() == [2 * UNIT_NS]
+
+
+def test_steps_that_are_hardly_slower_than_those_before_are_no_slow_link() -> None:
+    ratios = [1.4, 1.4, 1.4, 1.6, 1.6, 1.6]
+    group = pl.DataFrame({"step": range(6), "ratio": ratios, "usual_ns": 100, "exposed_ns": 90}).with_columns(
+        transfer_ns=(pl.col("ratio") * 100).cast(pl.Int64)
+    )
+    assert SlowLink()._slower_than_before(group) is None
+    became_slow = group.with_columns(ratio=pl.Series([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]))
+    assert (SlowLink()._slower_than_before(became_slow) or {})["since"] == 3
