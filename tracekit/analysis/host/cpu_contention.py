@@ -104,8 +104,10 @@ def contended_ops(run: Run) -> pl.DataFrame:
     stated = processors(run)
     waiting_ns = pl.col("logged_ns") - pl.col("cpu_ns")
     is_waiting = (waiting_ns >= _MIN_WAITING_RATIO * pl.col("wall_ns")).fill_null(value=False)
-    is_short = is_waiting if stated is None else pl.lit(stated.is_oversubscribed)
+    is_stated = pl.lit(stated is not None and stated.is_oversubscribed)
+    is_short = is_waiting if stated is None else is_stated
     is_regular = pl.col("regular_ns") >= _MIN_REGULAR_RATIO * pl.col("excess_ns")
-    is_slow = pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns")
+    # Where threads are stated to outnumber the cores, even the fastest op lacks them.
+    is_slow = is_stated | (pl.col("excess_ns") >= _MIN_EXCESS_RATIO * pl.col("dur_ns"))
     contended = ranks.filter(is_short & is_regular & is_slow & (pl.col("excess_ns") > 0))
     return ops.filter(pl.col("excess_ns") > 0).join(contended, on=of_rank, how="semi", maintain_order="left")
