@@ -3,8 +3,8 @@
     python -m benchmarks.constant_troubles --out docs/lab/constant_troubles.md
 
 Twenty small changes of one training (`benchmarks.constant_trainings`), at three sizes, each recorded right after a
-healthy twin on two CPU ranks. Asked is whether the first finding names the cause, whether the twin has no warning, and
-whether the cost is within 20% of the difference between the median steps of both.
+healthy twin on two CPU ranks. Each pair shows whether the first finding names the cause, whether the twin has no
+warning, and whether the cost is within 20% of the difference between the median steps of both.
 """
 
 import argparse

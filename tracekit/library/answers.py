@@ -180,6 +180,10 @@ class WhatIf(DocumentAnswer):
         unavailable = escaping.html_table(("without", "cannot be computed, because"), rows) if rows else ""
         return headline + what_if.as_html(answers) + unavailable
 
+    def formats(self) -> Mapping[str, Callable[[], str]]:
+        """HTML with a table of causes, Markdown, JSON and text."""
+        return {**super().formats(), ".html": lambda: render_html.page(f"{self.run}: what if", self.as_html())}
+
     def __repr__(self) -> str:
         return f"<WhatIf of {self.run}: {units.count(len(self.answers.answers), 'cause')}>"
 

@@ -144,10 +144,14 @@ def test_spans_of_other_tools_on_host_threads_are_no_device(tmp_path):
 
 def test_functions_of_python_on_windows_have_paths_with_slashes(tmp_path):
     torch = "C:\\venv\\Lib\\site-packages\\torch\\serialization.py(3): save"
-    names = ["C:\\work\\train.py(12): step", torch, "a\\b"]
+    names = ["C:\\train\\train.py(12): step", torch, "a\\b"]
     events = [slice_(name, 10, 5, 77, 77, cat="python_function") for name in names]
     called = set(loaded([*HOST, *events], tmp_path).trace(0).ops["name"])
-    assert {"C:/work/train.py(12): step", "C:/venv/Lib/site-packages/torch/serialization.py(3): save", "a\\b"} <= called
+    assert {
+        "C:/train/train.py(12): step",
+        "C:/venv/Lib/site-packages/torch/serialization.py(3): save",
+        "a\\b",
+    } <= called
 
 
 # Recordings -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is recorded besides traces: the manifest, checkpoint stages and metrics (a JSON object a line), snapshots."""
+"""Other files of a run than traces: the manifest, checkpoint stages and metrics (a JSON object a line), snapshots."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -15,14 +15,18 @@ _MAX_TITLE = 200
 def render(document: Document) -> str:
     """A document as a page, whose title is the first line. It fetches nothing and runs nothing."""
     lines = (part for section in document.sections for part in section if isinstance(part, Line))
-    title = "".join(text for text, _ in _words(next(lines, Line(("tracekit",)))))
+    return page("".join(text for text, _ in _words(next(lines, Line(("tracekit",))))), fragment(document))
+
+
+def page(title: str, content: str) -> str:
+    """A page that shows a piece of HTML. It fetches nothing and runs nothing."""
     return escaping.page(
         "document.html.j2",
         policy="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
         style="".join(map(escaping.asset, _STYLES)),
         title=escaping.inert(title, _MAX_TITLE),
         version=conventions.VERSION,
-        document=fragment(document),
+        document=content,
         # What pages with figures and scripts have.
         figures={},
         config={},
@@ -47,7 +51,7 @@ def _pieces(section: Sequence[Part]) -> list[tuple[str, object]]:
             continue
         for part in parts:
             if isinstance(part, Line):
-                pieces.append(("line", _words(part)))
+                pieces.append(("indented" if part.indent else "line", _words(part)))
             elif isinstance(part, Definitions):
                 pieces.append(("definitions", [[_words(line) for line in row] for row in part.rows]))
             else:

@@ -42,7 +42,7 @@ _DATA_LOADING = r"(?i)dataloader.*(__next__|_next_data)"
 _INPUT = r"(?i)embedding|randn|randint|normal_kernel"
 _OF_LAYERS = r"(?i)rotary|rope|position"
 _ENCODED = r"^aten::(arange|linspace|full|sin|cos|lift_fresh)$"
-"""What tells a model which time of a diffusion, or which position, its input has. Few layers do that for themselves."""
+"""Encodings of the time of a diffusion, or of the position, of a model's input. Few layers make their own."""
 _LARGE_BYTES = 64
 """Layers may copy a constant of a few bytes to the device."""
 _RESULT = r"(?i)argmax|multinomial|cross_entropy|nll_loss|mse_loss|l1_loss|(^|[^a-zA-Z])sampl|SamplingFrom"
