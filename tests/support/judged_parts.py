@@ -107,7 +107,7 @@ def _of_run(folder: Path) -> Said:
     run = loader.load(str(folder), cache=False)
     identity = _identity(run, folder)
     if identity not in _said:
-        _said[identity] = _judged(run)
+        _said[identity] = _report_values(run)
     return _said[identity]
 
 
@@ -124,7 +124,7 @@ def _identity(run: Run, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _judged(run: Run) -> Said:
+def _report_values(run: Run) -> Said:
     report = engine.check(run)
     faults = [*_faults_of_tables(run)]
     document = json.loads(report_json.render(report, run))

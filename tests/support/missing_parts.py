@@ -88,17 +88,17 @@ def parts(files: Mapping[str, Document]) -> list[Part]:
     return [Part(*place, change) for place in sorted(places) for change in CHANGES]
 
 
-def needs_reason(chosen: Sequence[Part]) -> bool:
+def needs_reason(removed_parts: Sequence[Part]) -> bool:
     """Whether the report has to say why it changes: a program without an annotation looks like one that has none."""
-    return not all(part.what == "name" or part.path in _ANNOTATIONS for part in chosen)
+    return not all(part.what == "name" or part.path in _ANNOTATIONS for part in removed_parts)
 
 
 _ANNOTATIONS = (("user_annotation",), ("python_function",))
 
 
-def changed(files: Mapping[str, Document], chosen: Sequence[Part]) -> dict[str, Document]:
+def changed(files: Mapping[str, Document], removed_parts: Sequence[Part]) -> dict[str, Document]:
     """The files with changed parts. The documents given stay as they are."""
-    for part in chosen:
+    for part in removed_parts:
         files = {name: _change(document, part) if kind(name) == part.kind else document
                  for name, document in files.items()}  # fmt: skip
     return dict(files)
