@@ -24,7 +24,7 @@ from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, job_series
-from tracekit.regression.step_weights import middle_steps, tilted_weights
+from tracekit.regression.step_weights import median_weights, tilted_weights
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 REST = "rest"
@@ -158,7 +158,7 @@ def contributions(
     tables = [*reference, *candidate]
     split = _parts if all(_has_parts(table) for table in tables) else _parts_of_breakdown
     sides = [[split(table) for table in side] for side in (reference, candidate)]
-    chosen = _changed_ranks(*sides, is_growth=step.difference >= 0)
+    chosen = _changed_ranks(sides, step)
     keys = sorted(
         {key for side in sides for parts in side for key in parts.select("kind", "name").unique().iter_rows()}
     )
@@ -193,6 +193,14 @@ def contributions(
     rest = _exact(of_kind, totals)[-1]
     present = [c for c in located if c.before_ns or c.after_ns]
     return (*sorted(present, key=lambda c: -abs(c.change_ns)), rest)
+
+
+def changed_ranks(reference: pl.DataFrame, candidate: pl.DataFrame, step: Change) -> tuple[int, int] | None:
+    """The rank of each recording that the contributions are of; None without parts of steps."""
+    if not _has_parts(reference) or not _has_parts(candidate):
+        return None
+    before, after = _changed_ranks([[_parts(reference)], [_parts(candidate)]], step)
+    return None if before is None or after is None else (before, after)
 
 
 def decide(step: Change, parts: Sequence[Contribution], disturbance: Disturbance, limits: Thresholds) -> Change:
@@ -268,14 +276,12 @@ def _parts_of_breakdown(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _changed_ranks(
-    reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], *, is_growth: bool
-) -> tuple[int | None, int | None]:
+def _changed_ranks(sides: Sequence[Sequence[pl.DataFrame]], step: Change) -> tuple[int | None, int | None]:
     """Return the rank of each side whose work changed most in the direction of the step: the same one if possible."""
-    before, after = (_work_by_rank(side) for side in (reference, candidate))
+    before, after = (_work_by_rank(side) for side in sides)
     common = before.keys() & after.keys()
     if common:
-        sign = 1 if is_growth else -1
+        sign = 1 if step.difference >= 0 else -1
         rank = max(sorted(common), key=lambda rank: sign * (after[rank] - before[rank]))
         return rank, rank
     first, second = (max(sorted(side), key=lambda rank: side[rank], default=None) for side in (before, after))
@@ -355,13 +361,6 @@ class _Recording:
         matrix[:, -1] = times - matrix.sum(axis=1)
         return cls(steps, times, matrix)
 
-    def weights(self) -> Values:
-        """Weight of each step, with which the mean step is the median one."""
-        middle = middle_steps(self.step_times)
-        weights = np.zeros(len(self.step_times))
-        weights[middle] = tilted_weights(self.step_times[middle], float(np.median(self.step_times)))
-        return weights
-
 
 @dataclass(frozen=True, eq=False)
 class _Side:
@@ -375,7 +374,7 @@ class _Side:
     @classmethod
     def of(cls, recordings: Sequence[_Recording], step_ns: float) -> "_Side":
         medians = np.array([np.median(recording.step_times) for recording in recordings])
-        means = np.stack([recording.weights() @ recording.parts for recording in recordings])
+        means = np.stack([median_weights(recording.step_times) @ recording.parts for recording in recordings])
         center = tilted_weights(medians, step_ns) @ means
         positive = [r.step_times for r in recordings if r.step_times.min() > 0]
         scatter = max((float(significance.scatter(np.log(times))) for times in positive), default=0.0)
