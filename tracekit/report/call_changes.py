@@ -23,6 +23,15 @@ _NOUNS = {
     REST: ("the rest", "the rest"),
 }
 """Kinds that add time, and those that save it."""
+_LABELS = {
+    EXTRA: ("extra calls", "calls no longer made"),
+    LARGER: ("larger shapes", "smaller shapes"),
+    SLOWER: ("slower calls", "faster calls"),
+    LONGER: ("longer calls", "shorter calls"),
+    LATE: ("late calls", "earlier calls"),
+    COLLECTIVES: ("collectives, waits", "collectives, waits"),
+    REST: _NOUNS[REST],
+}
 
 
 def sentence(compared: Comparison) -> str:
@@ -46,7 +55,7 @@ def cells(compared: Comparison) -> Cells | None:
     if changes is None:
         return None
     rows = [
-        (_noun(compared, kind), signed_duration(change_ns), *_largest(changes, kind))
+        (_LABELS[kind][0 if change_ns >= 0 else 1], signed_duration(change_ns), *_largest(changes, kind))
         for kind, change_ns in changes.kinds.items()
         if change_ns
     ]
