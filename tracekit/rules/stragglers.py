@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit.analysis.compute.excess_time import LATE, ExcessTime
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute.excess_time import EXTRA, LARGER, LATE, ExcessTime
 from tracekit.analysis.parallelism import device_comparison, late_ranks, rank_places, stragglers
 from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
@@ -29,6 +30,8 @@ _MOST = 0.5
 _MIN_LATEST_RATIO = 2 / 3
 """Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
 _MAX_NAMED = 3
+_MIN_RECURRING = 3
+"""Delays from which they recur: one of each of two ranks may be two pauses (faults/no-prefetch)."""
 
 
 @dataclass(frozen=True)
@@ -249,12 +252,14 @@ class UnevenRanks(Rule):
 
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
-    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
-    two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the saving of
-    a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a
-    replay without the causes that have a warning, such as late launches, the finding is information, with the cost of
-    the rest. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
-    waits for it saves `min_latest_ratio` of the step.
+    left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001.
+    If two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the
+    saving of a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the
+    waiting ends in a replay without the causes that have a warning, such as late launches, the finding is
+    information, with the cost of the rest. Where ranks take turns, do the same work, and one or two collectives
+    have half of the waiting, it is information: single pauses explain it as well. Below `min_wait_ratio`, the rank
+    that the others wait for most is information if a replay in which nobody waits for it saves `min_latest_ratio`
+    of the step.
 
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
@@ -327,7 +332,15 @@ class UnevenRanks(Rule):
             waits = "the others wait" if len(run.ranks) > 2 else f"{others} waits"
             subject = Subject(f"Rank {latest_rank}", others, tail=f", and {waits} for it")
         balanced_ratio = 1 - 1 / len(run.ranks)
-        reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
+        # The latest rank waits for nobody: each of the others waits for longer than the mean over all ranks.
+        others_wait_ns = round(worst["waited_ns"] / balanced_ratio)
+        reason = late_work.reason(excess, subject, lost_ns=others_wait_ns, balanced_ratio=balanced_ratio)
+        pauses = _fewest_of_half(run, pieces.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True))
+        has_other_work = reason is not None and reason.kind in (EXTRA, LARGER)
+        is_by_chance = latest_rank is None and pauses < _MIN_RECURRING and not has_other_work
+        doubt = ""
+        if is_by_chance:
+            doubt = f" Half of the waiting is in {units.count(pauses, 'collective')}: single pauses explain it as well."
         claim = f"Ranks wait for each other in turn, {late_for}"
         if latest_rank is not None:
             claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
@@ -335,14 +348,14 @@ class UnevenRanks(Rule):
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: on average, a rank is idle {describe_loss(worst, 'waited_ns')} for late ranks "
-            f"in {quoted_step.place(worst['step'])}, {late_for}.{reason.evidence if reason else ''}",
+            f"in {quoted_step.place(worst['step'])}, {late_for}.{reason.evidence if reason else ''}{doubt}",
             reason.fix
             if reason
             else f"Check why {suspects} arrive late: uneven work (sequence lengths, experts), or temporary "
             "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
-            confidence=0.7,
+            confidence=0.4 if is_by_chance else 0.7,
             ranks=distinct(quoted, "rank") if latest_rank is None else (latest_rank,),
             steps=distinct(late_steps, "step"),
             evidence=quoted.head(_EVIDENCE_ROWS).select(
@@ -400,6 +413,14 @@ def _mostly_latest(waited: pl.DataFrame) -> int | None:
     leads = waited.filter(pl.col("dur_ns") > _MIN_LATEST_RATIO * pl.col("dur_ns").sum().over(_STEP))
     counts = leads.group_by("rank").len().filter(pl.col("len") > _MOST * waited.select(_STEP).n_unique())
     return None if counts.is_empty() else int(counts["rank"][0])
+
+
+def _fewest_of_half(run: Run, pieces: pl.DataFrame) -> int:
+    """Fewest collectives that have half of the waiting."""
+    calls = run.table(collective_instances.waits).select("window", "rank", "instance", collective_id="activity_id")
+    of_instances = pieces.join(calls, on=["window", "rank", "collective_id"])
+    waits = of_instances.group_by("window", "instance").agg(pl.col("dur_ns").sum())["dur_ns"].sort(descending=True)
+    return int((waits.cum_sum() * 2 < waits.sum()).sum()) + 1
 
 
 _FIX_WORK = (

@@ -1,15 +1,21 @@
 """Findings on late ranks and slow stages name what takes longer: extra calls, a slow device, or a late host."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from tests.support import drawn_traces, operator_traces
 from tracekit.analysis.compute.excess_time import LARGER
 from tracekit.analysis.parallelism import late_ranks
 from tracekit.ingest.loader import load
+from tracekit.model import schema, units
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.rules.engine import check
 from tracekit.rules.pipeline import UnbalancedStages
+from tracekit.rules.rule import Severity
 from tracekit.rules.stragglers import LateGroup, OccasionalStraggler, Straggler, UnevenRanks
 
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -71,3 +77,62 @@ def test_recorded_batches_of_another_size_are_larger_inputs() -> None:
     assert excess.kinds[LARGER] > 0.6 * excess.total_ns
     assert "16.0 times" in straggler.claim
     assert "if they were balanced" in straggler.message
+
+
+def uneven_run(*steps: Sequence[Sequence[int]], grows: bool = True) -> Run:
+    """Return a run whose steps have these batches, of each rank, with an all-reduce after each; ranks end together."""
+    ranks, traces = range(len(steps[0][0])), []
+    for rank in ranks:
+        calls: list[list[operator_traces.Call]] = [[] for _ in steps]
+        for number, step in enumerate(steps):
+            for batch in step:
+                shapes = f"[[{batch[rank] if grows else 8}, 64]]"
+                calls[number].append(("aten::mm", batch[rank] * _SAMPLE_NS, shapes))
+                calls[number].append(("c10d::allreduce_", (max(batch) - batch[rank]) * _SAMPLE_NS + _REDUCE_NS))
+        traces.append(with_reductions(operator_traces.trace(*calls, rank=rank), ranks=len(ranks)))
+    return drawn_traces.run(*traces)
+
+
+def with_reductions(trace: Trace, *, ranks: int) -> Trace:
+    """Return the trace with its communication as all-reduces of one group of all ranks."""
+    of_group = {"op": pl.lit("all_reduce"), "group": pl.lit("0"), "group_size": pl.lit(ranks)}
+    collectives = trace.activities.filter(kind="communication").select(activity_id="id", **of_group)
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(ranks))]})
+    return trace.replace(collectives=schema.COLLECTIVES.conform(collectives), groups=schema.GROUPS.conform(groups))
+
+
+_SAMPLE_NS, _REDUCE_NS = 10_000, 20_000
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_share_and_the_saving_of_larger_inputs_of_ranks_in_turn(ranks: int) -> None:
+    # The latest rank has 16 samples, the others 8: balanced, each would have 8 + 8 / ranks.
+    batches = [[16 if rank == latest else 8 for rank in range(ranks)] for latest in range(ranks)]
+    (uneven,) = check(uneven_run(*[batches] * 6), [UnevenRanks()]).findings
+    saved_ns = round(ranks * (16 - (8 + 8 / ranks)) * _SAMPLE_NS)
+    assert (uneven.severity, uneven.cost_ns) == (Severity.WARNING, pytest.approx(saved_ns, rel=0.02))
+    print(uneven.message, uneven.claim)
+    assert "2.0 times as large" in uneven.claim
+    assert "explain 100% of the wait" in uneven.message
+    assert f"a step would be {units.duration(saved_ns)} shorter" in uneven.message
+
+
+def test_single_pauses_of_ranks_in_turn_with_the_same_inputs_are_information() -> None:
+    even = [[8, 8]] * 3
+    pauses = [[[24, 8], *even], [*even, [8, 24]]]
+    runs = {
+        "pauses": uneven_run(*pauses, grows=False),
+        "often": uneven_run(*[[[24, 8], *even, [8, 24]]] * 6, grows=False),
+        "larger": uneven_run(*pauses),
+    }
+    severities = {}
+    for name, run in runs.items():
+        (uneven,) = check(run, [UnevenRanks()]).findings
+        severities[name] = uneven.severity
+    assert severities == {"pauses": Severity.INFO, "often": Severity.WARNING, "larger": Severity.WARNING}
+
+
+def test_the_first_finding_of_the_sample_without_prefetch_is_the_gather() -> None:
+    report = check(load(SAMPLES / "faults" / "no-prefetch"))
+    assert [finding.code for finding in report.findings if finding.severity > Severity.INFO] == ["COMM001"]
+    assert "RANK003" in {finding.code for finding in report.findings}
