@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units
@@ -283,13 +284,13 @@ def _is_link(entry: zipfile.ZipInfo) -> bool:
 
 
 def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(len(_ZIP)) == _ZIP
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a zip archive is one of torch.save: NAME/data.pkl is its first file."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         head = file.read(30 + _MAX_NAME_BYTES)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return name.endswith(b"/data.pkl")
@@ -297,7 +298,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _edges(path: Path) -> str:
     """Return the hash of the first and last MiB of a file."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         edges = hashlib.sha256(file.read(_EDGE_BYTES))
         file.seek(max(_EDGE_BYTES, os.fstat(file.fileno()).st_size - _EDGE_BYTES))
         edges.update(file.read(_EDGE_BYTES))

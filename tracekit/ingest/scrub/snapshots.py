@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tracekit.conventions import regular_files
+
 _MOST_BYTES = 1 << 30
 _FIRST = b"\x80"
 _REMOVED = "[removed]"
@@ -29,7 +31,7 @@ _PLAIN = re.compile(
 
 def is_pickle(path: Path) -> bool:
     """Return whether a file is a pickle, by its first byte, which no text has."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(1) == _FIRST
 
 

@@ -9,6 +9,7 @@ from typing import IO, cast
 
 from isal import igzip, isal_zlib
 
+from tracekit.conventions import regular_files
 from tracekit.errors import BadTraceError, InputError
 from tracekit.model import units
 
@@ -22,7 +23,7 @@ _ISAL_ERROR = cast("type[Exception]", isal_zlib.error)
 
 def is_gzip(path: Path) -> bool:
     """Return whether a file is gzip, by its first bytes."""
-    with path.open("rb") as file:
+    with regular_files.open_to_read(path) as file:
         return file.read(2) == _GZIP_MAGIC
 
 
