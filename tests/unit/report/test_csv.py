@@ -1,4 +1,4 @@
-"""CSV of names from traces: nothing that a spreadsheet runs or a terminal obeys; other text and numbers are unchanged."""
+"""CSV of names from traces: nothing that a spreadsheet runs or a terminal obeys; the rest is unchanged."""
 
 import csv
 import io
