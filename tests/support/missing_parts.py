@@ -5,12 +5,12 @@ annotation of a trace, every table and column of a database.
 """
 
 import gzip
-import itertools
 import json
 import math
 import pickle
 import re
 import sqlite3
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,12 +88,32 @@ def parts(files: Mapping[str, Document]) -> list[Part]:
     return [Part(*place, change) for place in sorted(places) for change in CHANGES]
 
 
+def family(folder: Path) -> str:
+    """Recordings of one origin, of which those with the same part are alike: public ones are each of their own."""
+    if SHARED in folder.parents:
+        return folder.name
+    above = folder.parent.name
+    return re.split(r"[-_]", folder.name)[0] if above in ("recordings", "sample_traces") else above
+
+
+def of_each_family(parts_of: Mapping[Path, Sequence[Part]]) -> list[tuple[Path, Part]]:
+    """Every part once in each family of recordings: those of one family in turn."""
+    places: dict[tuple[str, Part], list[Path]] = {}
+    for folder, folder_parts in parts_of.items():
+        for part in folder_parts:
+            places.setdefault((family(folder), part), []).append(folder)
+    return [(rows[zlib.crc32(str(part).encode()) % len(rows)], part) for (_, part), rows in places.items()]
+
+
 def needs_reason(removed_parts: Sequence[Part]) -> bool:
-    """Whether the report has to say why it changes: a program without an annotation looks like one that has none."""
-    return not all(part.what == "name" or part.path in _ANNOTATIONS for part in removed_parts)
+    """Whether the report has to say why it changes: what need not happen looks, when it is gone, as if it had not."""
+    return not all(part.what == "name" or _NEED_NOT_HAPPEN & {*part.path} for part in removed_parts)
 
 
-_ANNOTATIONS = (("user_annotation",), ("python_function",))
+_NEED_NOT_HAPPEN = frozenset({
+    "user_annotation", "python_function",  # annotations by the program, Python frames
+    "dead_ranks", "error", "system_call", "retired", "source", "is_recorded",  # of a hang: a process that died
+})  # fmt: skip
 
 
 def changed(files: Mapping[str, Document], removed_parts: Sequence[Part]) -> dict[str, Document]:
@@ -120,15 +140,6 @@ def write(files: Mapping[str, Document], folder: Path) -> None:
         (folder / plain).write_bytes(data)
 
 
-def pairs(alone: Sequence[Part]) -> Iterator[tuple[Part, Part]]:
-    """Every pair of parts once, each with one of the pairs of changes, in turn."""
-    of_place = [list(group) for _, group in itertools.groupby(alone, lambda part: (part.kind, part.what, part.path))]
-    changes = itertools.cycle(itertools.product(range(len(CHANGES)), repeat=2))
-    for first, second in itertools.combinations(of_place, 2):
-        one, other = next(changes)
-        yield first[one], second[other]
-
-
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +154,7 @@ def kind(name: str) -> str:
     plain = re.sub(r"\.(gz|zst)$", "", name)
     found = next((file_kind for suffix, file_kind in suffixes.items() if plain.endswith(suffix)), "")
     return "" if plain in ("truth.json", "counted.json", "baseline.json", "jax.trace.json", "viztracer.json",
-                           "pyinstrument.json", "speedscope.json") else found  # fmt: skip
+                           "pyinstrument.json", "speedscope.json", "torch.json") else found  # fmt: skip
 
 
 def _parse(path: Path) -> Document:
