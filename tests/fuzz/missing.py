@@ -21,7 +21,7 @@ from tests.support import judged_parts, missing_parts
 from tests.support.judged_parts import Said
 from tests.support.missing_parts import Part
 
-_MOST_SLICES, _MOST_RANKS = 300, 2
+_MOST_SLICES, _MOST_RANKS = 800, 2
 """Of a trace, so that all facts and rules take less than a second."""
 Case = tuple[Path, tuple[Part, ...]]
 

@@ -27,6 +27,8 @@ CHANGES = ("remove", "rename", "empty")
 SHARED = ROOT.parent / "shared" / "traces"
 _LIST = "[]"
 """Stands in a path for every item of a list."""
+_ALL = -math.inf, math.inf
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _MOST_DEPTH = 7
 _MOST_BYTES = 60 << 20
 _MOST_NAMES = 20
@@ -66,10 +68,8 @@ def read(folder: Path, most_slices: int, most_ranks: int = 4) -> dict[str, Docum
     spans = [_middle(document["traceEvents"], most_slices) for document in files.values() if _is_trace(document)]
     for name, document in files.items():
         if _is_trace(document):
-            begin_us, end_us = spans[0] if any(_is_slice_within(e, *spans[0]) for e in document["traceEvents"]) else (
-                -math.inf, math.inf
-            )  # fmt: skip
-            events = [event for event in document["traceEvents"] if _is_within(event, begin_us, end_us)]
+            span = spans[0] if any(_is_slice_within(e, *spans[0]) for e in document["traceEvents"]) else _ALL
+            events = _within(document["traceEvents"], *span)
             files[name] = {**document, "traceEvents": events}
     return files
 
@@ -183,9 +183,25 @@ def _is_trace(document: Document) -> bool:
 def _middle(events: Sequence[Event], most_slices: int) -> tuple[float, float]:
     starts = sorted(float(event["ts"]) for event in events if event.get("ph") == "X" and "ts" in event)
     if len(starts) <= most_slices:
-        return -math.inf, math.inf
+        return _ALL
     first = (len(starts) - most_slices) // 2
     return starts[first], starts[first + most_slices]
+
+
+def _within(events: Sequence[Event], begin_us: float, end_us: float) -> list[Event]:
+    """Events within a time, and the device's work of its calls, which may run later."""
+    calls = {
+        (event.get("args") or {}).get("correlation")
+        for event in events
+        if _is_slice_within(event, begin_us, end_us) and "_runtime" in str(event.get("cat"))
+    }
+    calls.discard(None)
+    rows = []
+    for event in events:
+        correlation = (event.get("args") or {}).get("correlation") if event.get("cat") in _WORK and calls else None
+        if _is_within(event, begin_us, end_us) if correlation is None else correlation in calls:
+            rows.append(event)
+    return rows
 
 
 def _is_within(event: Event, begin_us: float, end_us: float) -> bool:
