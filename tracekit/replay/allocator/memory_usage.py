@@ -122,10 +122,11 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryUsage:
 def _unstated(snapshot: MemorySnapshot) -> list[str]:
     """What a snapshot does not state, and without which memory has no owner, or no time."""
     unstated = []
-    for what, rows in (("live blocks", snapshot.blocks), ("the history", snapshot.events)):
+    for what, rows in (("the history", snapshot.events), ("live blocks", snapshot.blocks)):
         frames = snapshot.frames.join(snapshot.stacks.join(rows, on="stack", how="semi"), on="frame", how="semi")
         fields = {"functions": frames["name"] != "", "files": frames["file"] != "", "lines": frames["line"] != 0}
-        if frames.is_empty() and rows.height:
+        # A simulation, and some versions of torch, state the stacks of blocks in the history only.
+        if frames.is_empty() and rows.height and (what == "the history" or snapshot.frames.is_empty()):
             unstated.append(f"stacks of {what}")
         elif frames.height:
             unstated += [f"{name} in stacks of {what}" for name, is_stated in fields.items() if not is_stated.any()]

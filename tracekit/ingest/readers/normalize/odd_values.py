@@ -423,8 +423,6 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     """
     flags = np.zeros(len(host.row), bool)
     late = _leaving(host)
-    # Of so many, nothing says how long they are elsewhere.
-    flags[late] = len(late) >= _MOST_CROSSING_RATIO * len(flags)
     lasting = np.flatnonzero(host.end_ns > host.start_ns.max()) if len(flags) else late
     # The profiler closes what is open when it stops, such as an annotation around the hook that stops it.
     late = np.setdiff1d(late, lasting)
@@ -432,7 +430,7 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     candidates = np.union1d(late, lasting)
     if not len(candidates):
         return flags
-    usual = np.ones(len(flags), bool)
+    usual = ~flags
     usual[candidates] = False
     dur_ns = host.end_ns - host.start_ns
     longest_ns = _longest_by(host.name_id[None], dur_ns, usual)
@@ -442,9 +440,8 @@ def overlong_calls(host: Host, work_end_ns: int) -> Flags:
     lane_end = np.cumsum(np.bincount(host.lane))[host.lane[lasting]]
     contains = lane_end - lasting > _LEAST_SWALLOWED
     lasting = lasting[contains & (host.end_ns[lasting] - end_ns > longest_ns[lasting])]
-    is_candidate = np.zeros(len(flags), bool)
-    is_candidate[np.union1d(late, lasting)] = True
-    return flags | (is_candidate & is_long)
+    flags[np.union1d(late, lasting)] = True
+    return flags & is_long
 
 
 def _leaving(host: Host) -> Ints:
