@@ -7,6 +7,7 @@ what was not recorded. `python -m tests.fuzz.missing` tries all parts that the r
 import pytest
 
 from tests.fuzz import missing
+from tests.support import judged_parts
 from tests.support.cli_runner import ROOT
 
 EVERYDAY = {
@@ -53,3 +54,12 @@ def test_recordings_without_one_part(name):
 
 def test_recordings_without_two_parts():
     assert problems("sample_traces/gpu/compiled", PAIRS) == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "is_impossible"),
+    [("10.6 s of 7.95 s", True), ("7.95 s of 10.6 s", False), ("900 µs of 1.2 ms", False), ("1,200 ms of 1.1 s", True)],
+)
+def test_a_part_is_not_more_than_its_whole(message, is_impossible):
+    finding = {"id": "HOST001", "sentence": "", "message": message, "impact": 0.5, "confidence": 0.9}
+    assert bool(list(judged_parts.impossible({"findings": [finding], "summary": []}))) == is_impossible

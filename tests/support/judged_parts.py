@@ -131,14 +131,38 @@ def _hashes(run: Run, folder: Path) -> dict[str, str]:
 
 def _report_values(run: Run) -> Said:
     report = engine.check(run)
-    faults = [*_faults_of_tables(run)]
     document = json.loads(report_json.render(report, run))
+    faults = [*_faults_of_tables(run), *impossible(document)]
     stated_savings.answer(report)
     absent = (json.dumps(row) for row in document["not_recorded"])
     reasons = frozenset({*(f.message for f in report.findings if f.code == "DATA001"), *report.notes, *absent})
     judged = [(f["code"], f["subject"], f["ranks"], f["severity"], f["message"]) for f in document["findings"]
               if f["code"] != "DATA001"]  # fmt: skip
     return Said("", json.dumps([judged, document["summary"]], sort_keys=True), reasons, tuple(faults))
+
+
+_PART_OF = re.compile(r"(\d[\d,.]*) (ns|µs|ms|s) of (\d[\d,.]*) (ns|µs|ms|s)\b")
+_UNITS_NS = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_ROUNDING = 1.02
+_PARTS = ("compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")
+
+
+def impossible(document: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be in a report: a part that exceeds its whole, a share beyond 1, a negative time."""
+    for finding in document["findings"]:
+        for text in (finding["sentence"], finding["message"]):
+            for part, part_unit, whole, whole_unit in _PART_OF.findall(text):
+                sizes = (float(part.rstrip(".,").replace(",", "")), float(whole.rstrip(".,").replace(",", "")))
+                if sizes[0] * _UNITS_NS[part_unit] > _ROUNDING * sizes[1] * _UNITS_NS[whole_unit]:
+                    yield f"{finding['id']}: {part} {part_unit} of {whole} {whole_unit}"
+        yield from (
+            f"{finding['id']}: {name} is {finding[name]}"
+            for name in ("impact", "confidence")
+            if finding[name] is not None and not 0 <= finding[name] <= 1
+        )
+    for row in document["summary"]:
+        if min(row[name] for name in _PARTS) < 0 or sum(row[name] for name in _PARTS) != row["duration_ns"]:
+            yield f"parts of {row}"
 
 
 def _faults_of_tables(run: Run) -> Iterator[str]:
