@@ -112,7 +112,7 @@ def needs_reason(removed_parts: Sequence[Part]) -> bool:
 
 _NEED_NOT_HAPPEN = frozenset({
     "user_annotation", "python_function",  # annotations by the program, Python frames
-    "dead_ranks", "error", "failed", "system_call", "retired", "source", "is_recorded",  # of a hang: a process that died
+    "dead_ranks", "error", "failed", "system_call", "retired", "source", "is_recorded",  # of a hang: a dead process
 })  # fmt: skip
 
 
