@@ -198,12 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--host-speed", type=float, help="first make the hosts this many times as fast")
     parser.add_argument("--kind", action="append", help="only this kind of fault; repeatable")
     parser.add_argument("--out", type=Path, help="put the table between the marks of this file")
     options = parser.parse_args(arguments)
     kinds = [kind for kind in KINDS if not options.kind or kind.name in options.kind]
     with tempfile.TemporaryDirectory() as scratch:
-        results = list(_measure_all(options.folders, kinds, options.seeds, options.first_seed, Path(scratch)))
+        folders = options.folders
+        if options.host_speed:
+            folders = [perturbation_graph.with_faster_hosts(f, Path(scratch), options.host_speed) for f in folders]
+        results = list(_measure_all(folders, kinds, options.seeds, options.first_seed, Path(scratch)))
     lines = table(results)
     print("\n".join(lines))
     print()

@@ -50,8 +50,9 @@ class Straggler(Rule):
     be for this rank. Where the loss varies by more than `max_spread_ratio` (interquartile range over median) between
     steps, it may be noise that meets this rank by chance: then it is reported if the probability is at most
     `max_chance` that some rank is the latest as often though all are late alike. Differences below the clock error are
-    ignored. Steps that save are left out. Where no steps are marked, the window's collectives are divided into four
-    parts: the rank must have most of the waiting in three of them, and no single collective more than a quarter of it.
+    ignored. Steps that save are left out. Where no steps are marked, or only one, the window's collectives are divided
+    into four parts: the rank must have most of the waiting in three of them, and no single collective more than a
+    quarter of it.
     A rank that is late because it waited for a rank of another process group passes the blame on to that one; so does a
     rank that waited longer for sends and receives of its pipeline than the other ranks of its stage did. The cost is
     the saving of a replay in which nobody waits for the rank (`tracekit whatif`): while the others wait, their hosts
@@ -105,10 +106,10 @@ class Straggler(Rule):
     def _persistent(self, run: Run, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
         """The median step of a rank that is late in most steps since its first late one; else None.
 
-        Without marked steps, the worst window in which the rank is late throughout.
+        Without marked steps, or of a single one, the worst window in which the rank is late throughout.
         """
         late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
-        if rank_steps["step"].is_null().all():
+        if rank_steps["step"].is_null().all() or rank_steps.height == 1:
             throughout = _led_throughout(run, self.min_steps_ratio)
             late = late.join(throughout, on=["window", "late_rank"], maintain_order="left")
             if late.is_empty():
@@ -129,7 +130,7 @@ class Straggler(Rule):
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
-        is_of_window = worst["step"] is None
+        is_of_window, is_in_parts = worst["step"] is None, "since" not in worst
         ranks = tuple(worst["late_ranks"])
         waits = run.table(stragglers.late_calls).filter(pl.col("late_rank") == worst["late_rank"])
         in_step = quoted_step.is_of(worst, _STEP)
@@ -153,9 +154,9 @@ class Straggler(Rule):
             apart = f" {units.numbers('rank', hidden).capitalize()} {'are' if len(hidden) > 1 else 'is'} late at the "
             apart += "same collectives for another reason: that one is to be repaired too."
         devices, advice = compare_late_devices(run, ranks, late_steps, reason)
-        if is_of_window:
-            steps = "the window, and most of the waiting is for it in "
-            steps += f"{worst['led']} of {worst['parts']} parts of the window"
+        if is_in_parts:
+            whole = "the window" if is_of_window else quoted_step.place(worst["step"])
+            steps = f"{whole}, and most of the waiting is for it in {worst['led']} of {worst['parts']} parts of it"
         else:
             steps = f"{quoted_step.place(worst['step'])}, and in {late.height} of {worst['since']} steps "
             steps += f"since step {worst['first']}"
@@ -173,7 +174,7 @@ class Straggler(Rule):
             advice,
             impact=min(1.0, lost_ns / max(1, worst["duration_ns"])),
             cost_ns=lost_ns,
-            confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_of_window else 0.0),
+            confidence=(0.8 if worst["is_whole"] else 0.7) - (0.1 if is_in_parts else 0.0),
             ranks=ranks,
             steps=distinct(late, "step"),
             what_if=WhatIf(STRAGGLER, self.min_cost_ratio) if is_latest else None,
@@ -250,8 +251,9 @@ class UnevenRanks(Rule):
     How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
     median step. Not reported if ranks straggle as RANK001 or RANK004 report; steps of RANK005 and those that save are
     left out. The work of the rank that the others wait for most in a step is compared with theirs, as in RANK001. If
-    two thirds of the waiting are for one rank in more than half of the steps, the finding names it, with the saving of
-    a replay in which nobody waits for it; else it says how ranks vary. Where more than half of the waiting ends in a
+    two thirds of the waiting are for one rank in more than half of the steps, or half of all waiting would end if it
+    arrived with the second-last one, the finding names it, with the saving of a replay in which nobody waits for it;
+    else it says how ranks vary. Where more than half of the waiting ends in a
     replay without the causes that have a warning, such as late launches, the finding is information, with the cost of
     the rest. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
     waits for it saves `min_latest_ratio` of the step.
@@ -312,6 +314,8 @@ class UnevenRanks(Rule):
         in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
         last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
         latest_rank = _mostly_latest(in_steps)
+        if latest_rank is None:
+            latest_rank = late_ranks.mostly_awaited(run)
         if latest_rank is not None:
             last = last.filter(rank=latest_rank)
         excess = late_ranks.excess_time(run, last.select(*_STEP, "rank")) if last.height else None

@@ -179,10 +179,9 @@ DEVICE_STALL = Cause(
 
 
 CLOCK_DROP = Cause(
-    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, confidence=0.8,
-    pricing=Pricing.SOURCE,
+    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, pricing=Pricing.SOURCE,
     summary="kernels are as fast as before the clock of their device dropped",
-    basis="the same kernels before and after the moment from which on all are slower",
+    basis="the same kernels outside of the time in which all are slower",
 )  # fmt: skip
 
 
