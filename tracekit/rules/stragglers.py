@@ -14,7 +14,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
-from tracekit.replay.graph.causes.device_time import STRAGGLER
+from tracekit.replay.graph.causes.device_time import STRAGGLER, UNEVEN_WORK
 from tracekit.replay.graph.causes.stalls import OCCASIONAL_STRAGGLER, Removal
 from tracekit.rules import late_work, outlier_steps, quoted_step, recurrence
 from tracekit.rules.device_slowdowns import compare_late_devices
@@ -258,6 +258,10 @@ class UnevenRanks(Rule):
     the rest. Below `min_wait_ratio`, the rank that the others wait for most is information if a replay in which nobody
     waits for it saves `min_latest_ratio` of the step.
 
+    Where the waiting is shorter, the finding is about uneven work if in each step the rank that computes longest does
+    so for `min_uneven_ratio` longer than ranks do in the mean; the cost is the saving of a replay in which all compute
+    as long as that.
+
     How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
     equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
     HOST003 name the ranks. Fewer collectives per step are less exposed to delays.
@@ -270,6 +274,7 @@ class UnevenRanks(Rule):
     facts: ClassVar[tuple[TraceFact, ...]] = (*Straggler.facts, *stragglers.FACTS, *outlier_steps.OutlierStep.facts)
     finding_facts: ClassVar[tuple[TraceFact, ...]] = late_ranks.EXCESS_FACTS
     min_wait_ratio: float = 0.1
+    min_uneven_ratio: float = 0.03
     min_latest_ratio: float = 0.03
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -286,11 +291,15 @@ class UnevenRanks(Rule):
         # What a single rank causes in a few steps is its own finding.
         occasional = run.table(stragglers.occasional_stragglers)
         means = means.join(occasional, on=_STEP, how="anti", nulls_equal=True, maintain_order="left")
-        if means.is_empty() or any(Straggler().persistent(run)):
+        if means.is_empty() or any(late["group"] == late_ranks.latest(run) for late in Straggler().persistent(run)):
             return
         worst = median_row(means, "wait_ratio", "order")
         if worst["wait_ratio"] > self.min_wait_ratio:
             yield from self._in_turn(run, pieces, means, worst)
+            return
+        uneven = self._uneven_work(run, means)
+        if uneven is not None:
+            yield uneven
         elif occasional.is_empty():
             yield from self._most_often(run, means)
 
@@ -333,6 +342,11 @@ class UnevenRanks(Rule):
         balanced_ratio = 1 - 1 / len(run.ranks)
         reason = late_work.reason(excess, subject, lost_ns=worst["waited_ns"], balanced_ratio=balanced_ratio)
         claim = f"Ranks wait for each other in turn, {late_for}"
+        what_if = None
+        if latest_rank is not None:
+            what_if = WhatIf(STRAGGLER, Straggler.min_cost_ratio)
+        elif reason is not None and reason.kind != LATE and not _work_of_steps(run).is_empty():
+            what_if = WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio)
         if latest_rank is not None:
             claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
         yield Finding(
@@ -353,8 +367,37 @@ class UnevenRanks(Rule):
                 "window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns"
             ),
             claim=reason.claim if reason else claim,
-            what_if=None if latest_rank is None else WhatIf(STRAGGLER, Straggler.min_cost_ratio),
+            what_if=what_if,
             is_of_window=worst["step"] is None,
+        )
+
+    def _uneven_work(self, run: Run, means: pl.DataFrame) -> Finding | None:
+        """The finding on ranks of which another one computes longest in each step; None if they compute alike."""
+        work = _work_of_steps(run).join(means.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        if work.is_empty() or overloaded_ranks(run):
+            return None
+        lost_ns, step_ns = (int(work[name].sum()) // work.height for name in ("uneven_ns", "duration_ns"))
+        if lost_ns < self.min_uneven_ratio * step_ns:
+            return None
+        slowest = work["rank"].value_counts().sort("count", "rank", descending=[True, False]).head(_MAX_NAMED)
+        named = [f"rank {rank} in {units.count(count, 'step')}" for rank, count in slowest.iter_rows()]
+        return Finding(
+            self.code,
+            Severity.WARNING,
+            f"The rank that computes longest ({', '.join(named)}) does so for {units.duration(lost_ns)} of "
+            f"{units.duration(step_ns)} longer than ranks do in the mean.",
+            "Give ranks the same amount of work in each step: pack or bucket sequences by length, form batches by "
+            "their number of tokens, balance experts.",
+            impact=min(1.0, lost_ns / max(step_ns, 1)),
+            cost_ns=lost_ns,
+            confidence=0.8,
+            ranks=distinct(work, "rank"),
+            steps=distinct(work, "step"),
+            evidence=largest_first(work, "uneven_ns", *_STEP).head(_EVIDENCE_ROWS),
+            claim="The work of ranks is uneven, and the rank that computes longest varies",
+            what_if=WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio),
+            subject="work",
+            is_of_window=bool(work["step"].is_null().all()),
         )
 
     def _most_often(self, run: Run, means: pl.DataFrame) -> Iterator[Finding]:
@@ -394,6 +437,32 @@ class UnevenRanks(Rule):
             subject="latest",
             is_of_window=bool(rows["step"].is_null().all()),
         )
+
+
+def _work_of_steps(run: Run) -> pl.DataFrame:
+    """How uneven the compute of devices is: columns window, step, rank (that computes longest), uneven_ns, duration_ns.
+
+    uneven_ns is how much longer that rank computes than the mean; one row per step. None on a CPU run, where ranks
+    share cores, and under pipeline parallelism, whose stages have other work.
+    """
+    by_step = run.table(breakdown.by_step)
+    if not breakdown.is_on_device(run) or rank_places.stages(run):
+        by_step = by_step.clear()
+    of_ranks = by_step.group_by(*_STEP, "rank").agg(pl.col("compute_ns", "duration_ns").max())
+    longest = pl.col("compute_ns").max() - pl.col("compute_ns").mean()
+    return (
+        of_ranks.sort("compute_ns", "rank", descending=[True, False])
+        .group_by(_STEP)
+        .agg(
+            pl.col("rank").first(),
+            pl.len().alias("ranks"),
+            longest.round().cast(pl.Int64).alias("uneven_ns"),
+            pl.col("duration_ns").median().cast(pl.Int64),
+        )
+        .filter(pl.col("ranks") > 1)
+        .drop("ranks")
+        .sort(_STEP)
+    )
 
 
 def _mostly_latest(waited: pl.DataFrame) -> int | None:

@@ -110,6 +110,13 @@ def test_kernels_that_are_slower_in_the_same_part_of_every_step_are_compared_wit
     assert (slowed_kernels(trace).height, slowed_kernels(trace)["excess_ns"].sum()) == (64, 64 * 4)
 
 
+def test_a_part_of_every_step_that_is_slower_on_one_of_three_ranks_is_left_to_the_comparison_of_ranks():
+    slow = [drawn_traces.paced([eighths(3, 4)] * 4, rank=rank) for rank in range(3)]
+    fast = [drawn_traces.paced([eighths()] * 4, rank=rank) for rank in range(3)]
+    assert drawn_traces.run(*slow).table(confirmed_drops)["rank"].to_list() == [0, 1, 2]
+    assert drawn_traces.run(slow[0], *fast[1:]).table(confirmed_drops).is_empty()
+
+
 @pytest.mark.parametrize("slow_steps", [{2}, {1, 2}])
 def test_whole_steps_that_take_longer_are_other_work(slow_steps):
     trace = drawn_traces.paced([eighths(*range(8)) if step in slow_steps else eighths() for step in range(6)])

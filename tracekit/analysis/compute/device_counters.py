@@ -192,13 +192,16 @@ def work_variation(trace: Trace) -> pl.DataFrame:
 def confirmed_drops(run: Run) -> pl.DataFrame:
     """The rows of `clock_drops` of all ranks, columns window, rank and COLUMNS'; use ``run.table``.
 
-    Without those in windows in which the work of another device varies by half of the slowdown or more.
+    Without those in windows in which the work of another device varies by half of the slowdown or more. What recurs in
+    every step counts if it does so on half of the ranks: of a few, the comparison with the others has more to go by.
     """
     drops, variation = run.table(clock_drops), run.table(work_variation)
     most = variation.group_by("window").agg((pl.col("ratio").max() - 1).alias("varies_by"))
     compared = drops.join(most, on="window", how="left", maintain_order="left")
     is_own = pl.col("varies_by").fill_null(0.0) < _VARYING_RATIO * (pl.col("slowdown") - 1)
-    return compared.filter(is_own).drop("varies_by")
+    recurs_on = pl.col("rank").filter(pl.col("spans") > 1).n_unique().over("window")
+    is_common = (pl.col("spans") <= 1) | (2 * recurs_on >= len(run.ranks))
+    return compared.filter(is_own, is_common).drop("varies_by")
 
 
 @trace_fact
