@@ -242,13 +242,14 @@ class GarbageCollection(_HostPhase):
     data set, in which the host launches nothing. Ranks collect in different steps, and all others wait each time.
 
     How it is measured: the time on the host in calls of gc.collect, which traces with stacks contain, and in spans of
-    gc.callbacks, in every step, against doing without it. The cost is the saving of a replay without it (`tracekit
-    whatif`), else the time for which the device is idle meanwhile; both are means over all steps.
+    gc.callbacks, which the recorder writes for full collections, in every step, against doing without it. The cost is
+    the saving of a replay without it (`tracekit whatif`), else the time for which the device is idle meanwhile; both
+    are means over all steps.
 
     How to fix: gc.freeze() after the model and the data are built, gc.disable(), and gc.collect(1) on all ranks in the
     same step, every few hundred steps.
 
-    Blind spots: the profiler records no collection that Python starts itself; without a span it looks like Python
+    Blind spots: other recorders write no span for a collection that Python starts itself: it looks like Python
     (HOST001, STEP001, RANK005). A single collection belongs to STEP001.
     """
 
