@@ -29,6 +29,8 @@ _MOST = 0.5
 _MIN_LATEST_RATIO = 2 / 3
 """Share of the waiting from which a rank is named; below, a second one may be as late (Megatron: 52% and 42%)."""
 _MAX_NAMED = 3
+_MORE_THAN_LEAD = 1.5
+"""How many times as far above the mean as above the second rank the longest compute is from which work is uneven."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +324,12 @@ class UnevenRanks(Rule):
         waited = pieces.drop_nulls("peer_rank").group_by(*_STEP, rank="peer_rank").agg(pl.col("dur_ns").sum())
         in_steps = waited.join(late_steps.select(_STEP), on=_STEP, how="semi", nulls_equal=True)
         last = largest_first(in_steps, "dur_ns", "rank").unique(_STEP, keep="first", maintain_order=True)
-        latest_rank = _mostly_latest(in_steps)
-        if latest_rank is None:
+        # If one rank alone is slow, it computes as much longer than the second as than the mean.
+        work = _work_of_steps(run)
+        uneven_ns, lead_ns = (int(work[name].sum()) // max(1, work.height) for name in ("uneven_ns", "lead_ns"))
+        is_uneven = uneven_ns >= max(_MOST * worst["waited_ns"], _MORE_THAN_LEAD * lead_ns, 1)
+        latest_rank = None if is_uneven else _mostly_latest(in_steps)
+        if latest_rank is None and not is_uneven:
             latest_rank = late_ranks.mostly_awaited(run)
         if latest_rank is not None:
             last = last.filter(rank=latest_rank)
@@ -345,7 +351,7 @@ class UnevenRanks(Rule):
         what_if = None
         if latest_rank is not None:
             what_if = WhatIf(STRAGGLER, Straggler.min_cost_ratio)
-        elif reason is not None and reason.kind != LATE and not _work_of_steps(run).is_empty():
+        elif is_uneven:
             what_if = WhatIf(UNEVEN_WORK, Straggler.min_cost_ratio)
         if latest_rank is not None:
             claim = f"Rank {latest_rank} arrives late at collectives{subject.tail}"
@@ -440,10 +446,11 @@ class UnevenRanks(Rule):
 
 
 def _work_of_steps(run: Run) -> pl.DataFrame:
-    """How uneven the compute of devices is: columns window, step, rank (that computes longest), uneven_ns, duration_ns.
+    """How uneven the compute of devices is, by step.
 
-    uneven_ns is how much longer that rank computes than the mean; one row per step. None on a CPU run, where ranks
-    share cores, and under pipeline parallelism, whose stages have other work.
+    Columns window, step, rank (that computes longest), uneven_ns and lead_ns (by how much longer than the mean and than
+    the second), duration_ns; one row per step. No rows on a CPU run, where ranks share cores, and under pipeline
+    parallelism, whose stages have other work.
     """
     by_step = run.table(breakdown.by_step)
     if not breakdown.is_on_device(run) or rank_places.stages(run):
@@ -457,6 +464,7 @@ def _work_of_steps(run: Run) -> pl.DataFrame:
             pl.col("rank").first(),
             pl.len().alias("ranks"),
             longest.round().cast(pl.Int64).alias("uneven_ns"),
+            (pl.col("compute_ns").first() - pl.col("compute_ns").slice(1, 1).first()).alias("lead_ns"),
             pl.col("duration_ns").median().cast(pl.Int64),
         )
         .filter(pl.col("ranks") > 1)
