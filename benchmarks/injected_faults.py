@@ -347,11 +347,10 @@ def slow_memory(job: Job, size: float, rng: random.Random) -> int:
 
 
 def power_cap(job: Job, size: float, _rng: random.Random) -> None:
-    """Let the kernels of all ranks take longer in the second half of the steps."""
+    """Let the kernels of all ranks take longer in the second half of the recording."""
     for rank in job.ranks:
-        parts = _compute_of_steps(rank)
-        for kernels in parts[len(parts) // 2 :]:
-            for kernel in kernels:
+        for kernel in rank.kernels:
+            if not kernel.is_collective and kernel.start >= (rank.steps_start + rank.end) / 2:
                 kernel.stretch = 1 + 3 * size
 
 
@@ -368,7 +367,7 @@ _LATE = ("RANK001", "RANK004")
 """Rules on late ranks: the rank at fault may straggle alone, or together with another one."""
 
 KINDS = (
-    Kind("slow rank", slow_rank, _LATE, ("RANK003",), needs_ranks=2),
+    Kind("slow rank", slow_rank, (*_LATE, "RANK003"), needs_ranks=2),
     Kind("late host of one rank", late_host, (*_LATE, "HOST001"), ("RANK003",), needs_ranks=2),
     # A pause after a wait that found the device almost idle is a late launch.
     Kind("blocking pause of one rank", blocking_pause, ("HOST002", *_LATE, "HOST001"), ("RANK003",), needs_ranks=2),

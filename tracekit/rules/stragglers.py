@@ -110,13 +110,14 @@ class Straggler(Rule):
 
         Without marked steps, or of a single one, the worst window in which the rank is late throughout.
         """
-        late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
+        late = rank_steps.filter(pl.col("lost_ratio") >= self.min_wait_ratio)
         if rank_steps["step"].is_null().all() or rank_steps.height == 1:
             throughout = _led_throughout(run, self.min_steps_ratio)
             late = late.join(throughout, on=["window", "late_rank"], maintain_order="left")
             if late.is_empty():
                 return None
             return largest_first(late, "lost_ratio", "order").row(0, named=True) | {"late": late}
+        late = late.filter(pl.col("share") > _MOST)
         if late.height < 2:
             return None
         since = rank_steps.filter(pl.col("order") >= late["order"][0])
