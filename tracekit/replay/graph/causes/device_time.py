@@ -154,6 +154,21 @@ def with_late_ranks(table: pl.DataFrame, ranks: tuple[int, ...]) -> pl.DataFrame
     return saved.with_columns(without_ns).select(table.columns)
 
 
+def with_even_work(graph: Graph) -> Graph:
+    """Let each rank compute as long in each step as ranks do on average: its kernels take longer or shorter by a ratio.
+
+    Raises InsufficientDataError for a single rank, and on a CPU run.
+    """
+    if not graph.on_device or graph.frame["rank"].n_unique() < 2:
+        raise InsufficientDataError("comparing ranks needs the device activity of at least two")
+    nodes = np.flatnonzero(graph.matches("kind", "compute"))
+    work = graph.frame.select("rank", "step")[nodes].with_columns(pl.Series("own_ns", graph.own_ns[nodes]))
+    sums = work.group_by("rank", "step").agg(pl.col("own_ns").sum())
+    ratios = sums.with_columns(ratio=pl.col("own_ns").mean().over("step") / pl.col("own_ns").clip(1)).drop("own_ns")
+    even = work.join(ratios, on=["rank", "step"], nulls_equal=True, maintain_order="left")
+    return graph.with_durations(nodes, (even["own_ns"] * even["ratio"]).round().cast(pl.Int64).to_numpy())
+
+
 def device_stall(graph: Graph) -> Graph:
     """Let queued work start as soon as it can, and paused kernels run through.
 
@@ -179,10 +194,9 @@ DEVICE_STALL = Cause(
 
 
 CLOCK_DROP = Cause(
-    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, confidence=0.8,
-    pricing=Pricing.SOURCE,
+    name="clock-drop", codes=("STEP003",), kind=Kind.COMPUTE, transform=clock_drop, place=10, pricing=Pricing.SOURCE,
     summary="kernels are as fast as before the clock of their device dropped",
-    basis="the same kernels before and after the moment from which on all are slower",
+    basis="the same kernels outside of the time in which all are slower",
 )  # fmt: skip
 
 
@@ -191,6 +205,12 @@ STRAGGLER = Cause(
     transform=without_late_ranks, place=40, pricing=Pricing.LATE_RANKS,
     summary="no rank waits for the rank, or the group of ranks (RANK004), that arrives late",
     basis="arrivals at collectives: the ranks without which the others would wait least",
+)  # fmt: skip
+
+UNEVEN_WORK = Cause(
+    name="uneven-work", codes=("RANK003",), kind=Kind.STRAGGLERS, transform=with_even_work, place=30, confidence=0.9,
+    summary="each rank computes as long in each step as ranks do on average",
+    basis="the time of all kernels that compute, by rank and step",
 )  # fmt: skip
 
 
