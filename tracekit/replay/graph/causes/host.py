@@ -15,8 +15,9 @@ from tracekit.replay.graph.causes.cause import Cause, Kind, Pricing
 from tracekit.replay.graph.dependency_graph import RELEASE, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import GAP_COLUMNS, HOST, WORK
 
-_PAUSE_NS = 2_000_000
-"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
+PAUSE_NS = 200_000
+"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops: of a healthy eager training on a
+quiet host, such pauses that recur take 1 ms of each step, whatever its size."""
 
 MAJORITY_PAUSE_RATIO = 0.25
 """Share of the mean step from which a pause on a CPU run need occur in more than half of the steps only."""
@@ -214,7 +215,7 @@ def _without_state(graph: Graph, state: str) -> Graph:
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
-    """Return the long Python pauses at the same place of every step, each with its shortest length.
+    """Return the long Python pauses at the same place of every step, each with its lower median.
 
     On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training. What
     the host does before the first op of the first step is not known, so the pause there may be missing. Longer ones,
@@ -229,14 +230,14 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     )
     nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
     rows = graph.frame.select("at", "rank", "step", *place[1:4], nth, pause_ns=pl.Series(python_ns))
-    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
+    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= PAUSE_NS).join(steps, on="rank")
     is_longer = pl.col("pause_ns") * pl.col("steps") >= MAJORITY_PAUSE_RATIO * pl.col("all_ns")
     in_most = (pl.col("step").filter(is_longer).n_unique().over(place) * 2 > pl.col("steps")) & is_longer
     seen = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), in_most.alias("in_most"))
     is_between = (pl.col("step").min().over(place) > pl.col("first_step")).cast(pl.Int64)
     in_all = pl.col("seen") == pl.col("steps") - is_between
     recurring = seen.filter(pl.col("in_most") | in_all, pl.col("seen") > 1)
-    recurring = recurring.with_columns(pl.col("pause_ns").min().over(place))
+    recurring = recurring.with_columns(pl.col("pause_ns").quantile(0.5, "lower").cast(pl.Int64).over(place))
     late = np.zeros(graph.count, np.int64)
     late[recurring["at"].to_numpy()] = recurring["pause_ns"].to_numpy()
     return late
