@@ -126,8 +126,7 @@ def compare(reference: Run | RunSamples, candidate: Run, *, allow_different: boo
         sides = [ScalingSide.of(run) for run in (reference, candidate)]
         if not allow_different or sizes.is_work_known(sides):
             return SizeComparison(sizes.compare_sizes(sides, allow_different=allow_different))
-    before = RunSamples.of(reference) if isinstance(reference, Run) else reference
-    return Comparison(comparing.compare(before, RunSamples.of(candidate), allow_different=allow_different))
+    return Comparison(comparing.compare_runs(reference, candidate, allow_different=allow_different))
 
 
 def compare_steps(

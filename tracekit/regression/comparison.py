@@ -15,7 +15,9 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import TraceFact
 from tracekit.regression import baseline, contributions, metrics, step_separation
+from tracekit.regression import call_changes as changes_of_calls
 from tracekit.regression.baseline import Baseline, flat, shown
+from tracekit.regression.call_changes import CallChanges
 from tracekit.regression.contributions import Contribution, PartPlaces
 from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import part_places
@@ -94,6 +96,8 @@ class Comparison:
     """What the change of the step time consists of; empty where no step time is compared."""
     disturbance: Disturbance = dataclasses.field(default_factory=Disturbance)
     """What other programs can have taken of times on CPUs."""
+    call_changes: CallChanges | None = None
+    """What the calls of a step changed by; None without the traces of both sides."""
 
     @property
     def explained_ns(self) -> tuple[float, float]:
@@ -145,6 +149,24 @@ def compare(
     )
     changes = compared.changes if work is None else tuple(_without_less_work(compared.changes))
     return replace(compared, changes=changes, differences=tuple(notes))
+
+
+def compare_runs(
+    reference: Run | RunSamples, candidate: Run | RunSamples, *, allow_different: bool = False
+) -> Comparison:
+    """Compare as `compare` does, with what the calls of the step changed by, where both sides are runs."""
+    a, b = (side if isinstance(side, RunSamples) else RunSamples.of(side) for side in (reference, candidate))
+    compared = compare(a, b, allow_different=allow_different)
+    step = compared.step
+    chosen = None if step is None else contributions.changed_ranks(a.samples, b.samples, step)
+    if not isinstance(reference, Run) or not isinstance(candidate, Run) or step is None or chosen is None:
+        return compared
+    change_ns = round(step.candidate) - round(step.reference)
+    ranks, _ = _common_ranks(a.name, a.recordings, b.name, b.recordings)
+    split = changes_of_calls.call_changes(
+        (reference, candidate), (a.samples, b.samples), chosen, ranks=ranks, change_ns=change_ns
+    )
+    return replace(compared, call_changes=split)
 
 
 def compare_groups(

@@ -12,6 +12,7 @@ what other programs can have taken (`disturbance`) extends its interval.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from tracekit.regression.disturbance import Disturbance
 from tracekit.regression.metric_sources import PART_PREFIX
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values, job_series
-from tracekit.regression.step_weights import middle_steps, tilted_weights
+from tracekit.regression.step_weights import median_weights, tilted_weights
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
 
 REST = "rest"
@@ -35,6 +36,8 @@ LABELS: Mapping[str, str] = {
     step_parts.COMPUTE: "compute",
     step_parts.LAUNCH: "launch gaps",
     step_parts.ALLOCATOR: "allocator calls",
+    step_parts.COMPILE: "compilation",
+    step_parts.GARBAGE_COLLECTION: "garbage collection",
     step_parts.SAVE: "saves",
     step_parts.COPY: "exposed copies",
     step_parts.IDLE: "other idle time",
@@ -158,7 +161,7 @@ def contributions(
     tables = [*reference, *candidate]
     split = _parts if all(_has_parts(table) for table in tables) else _parts_of_breakdown
     sides = [[split(table) for table in side] for side in (reference, candidate)]
-    chosen = _changed_ranks(*sides, is_growth=step.difference >= 0)
+    chosen = _changed_ranks(sides, step)
     keys = sorted(
         {key for side in sides for parts in side for key in parts.select("kind", "name").unique().iter_rows()}
     )
@@ -169,7 +172,10 @@ def contributions(
         ]
         for side_tables, side_parts, rank in zip((reference, candidate), sides, chosen, strict=True)
     )
-    before, after = (_Side.of(side, center) for side, center in ((a, step.reference), (b, step.candidate)))
+    before, after = (
+        _Side.of(side, parts, ranks, center)
+        for side, parts, center in ((a, sides[0], step.reference), (b, sides[1], step.candidate))
+    )
     of_part = _judge([*keys, (REST, "")], before, after, limits, disturbance)
     kinds = list(dict.fromkeys(kind for kind, _ in keys))
     groups = [np.array([kind == other for other, _ in keys] + [False]) for kind in kinds]
@@ -193,6 +199,14 @@ def contributions(
     rest = _exact(of_kind, totals)[-1]
     present = [c for c in located if c.before_ns or c.after_ns]
     return (*sorted(present, key=lambda c: -abs(c.change_ns)), rest)
+
+
+def changed_ranks(reference: pl.DataFrame, candidate: pl.DataFrame, step: Change) -> tuple[int, int] | None:
+    """The rank of each recording that the contributions are of; None without parts of steps."""
+    if not _has_parts(reference) or not _has_parts(candidate):
+        return None
+    before, after = _changed_ranks([[_parts(reference)], [_parts(candidate)]], step)
+    return None if before is None or after is None else (before, after)
 
 
 def decide(step: Change, parts: Sequence[Contribution], disturbance: Disturbance, limits: Thresholds) -> Change:
@@ -268,14 +282,12 @@ def _parts_of_breakdown(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _changed_ranks(
-    reference: Sequence[pl.DataFrame], candidate: Sequence[pl.DataFrame], *, is_growth: bool
-) -> tuple[int | None, int | None]:
+def _changed_ranks(sides: Sequence[Sequence[pl.DataFrame]], step: Change) -> tuple[int | None, int | None]:
     """Return the rank of each side whose work changed most in the direction of the step: the same one if possible."""
-    before, after = (_work_by_rank(side) for side in (reference, candidate))
+    before, after = (_work_by_rank(side) for side in sides)
     common = before.keys() & after.keys()
     if common:
-        sign = 1 if is_growth else -1
+        sign = 1 if step.difference >= 0 else -1
         rank = max(sorted(common), key=lambda rank: sign * (after[rank] - before[rank]))
         return rank, rank
     first, second = (max(sorted(side), key=lambda rank: side[rank], default=None) for side in (before, after))
@@ -355,13 +367,6 @@ class _Recording:
         matrix[:, -1] = times - matrix.sum(axis=1)
         return cls(steps, times, matrix)
 
-    def weights(self) -> Values:
-        """Weight of each step, with which the mean step is the median one."""
-        middle = middle_steps(self.step_times)
-        weights = np.zeros(len(self.step_times))
-        weights[middle] = tilted_weights(self.step_times[middle], float(np.median(self.step_times)))
-        return weights
-
 
 @dataclass(frozen=True, eq=False)
 class _Side:
@@ -371,15 +376,29 @@ class _Side:
     recordings: tuple[Values, ...]
     steps: tuple[pl.Series, ...]
     step_scatter: float
+    waits: Mapping[str, Values]
+    """Waits of the host in each step of each rank, by their kind."""
 
     @classmethod
-    def of(cls, recordings: Sequence[_Recording], step_ns: float) -> "_Side":
+    def of(
+        cls,
+        recordings: Sequence[_Recording],
+        parts: Sequence[pl.DataFrame],
+        ranks: Sequence[int] | None,
+        step_ns: float,
+    ) -> "_Side":
         medians = np.array([np.median(recording.step_times) for recording in recordings])
-        means = np.stack([recording.weights() @ recording.parts for recording in recordings])
+        means = np.stack([median_weights(recording.step_times) @ recording.parts for recording in recordings])
         center = tilted_weights(medians, step_ns) @ means
         positive = [r.step_times for r in recordings if r.step_times.min() > 0]
         scatter = max((float(significance.scatter(np.log(times))) for times in positive), default=0.0)
-        return cls(center, tuple(r.parts for r in recordings), tuple(r.steps for r in recordings), scatter)
+        compared = [table if ranks is None else table.filter(pl.col("rank").is_in(ranks)) for table in parts]
+        waits = {}
+        for kind in _WAITS_OF_HOST:
+            wait = pl.col("value").filter(pl.col("kind") == kind).sum()
+            of_steps = pl.concat([table.group_by("rank", "step").agg(wait) for table in compared])
+            waits[kind] = of_steps["value"].to_numpy()
+        return cls(center, tuple(r.parts for r in recordings), tuple(r.steps for r in recordings), scatter, waits)
 
     def sum_by(self, groups: Sequence[Values]) -> "_Side":
         """Return the sums of the parts of each group."""
@@ -404,8 +423,9 @@ def _judge(
             low = round(change[index] - margins[index] - explained[index, 1])
             high = round(change[index] + margins[index] + explained[index, 0])
         if low is not None and high is not None and disturbance.is_unknown and kind in _WAITS_OF_HOST:
-            apart = _separation(before, after, index, disturbance, limits)
-            low, high = max(low, apart[0]), min(high, apart[1])
+            growth, decrease = _separation(before, after, index, kind, disturbance, limits)
+            low = max(low, min(growth, round(change[index]))) if growth else low
+            high = min(high, max(decrease, round(change[index]))) if decrease else high
         rows.append(
             Contribution(
                 kind, name, round(before.center[index]), round(after.center[index]), low, high,
@@ -418,23 +438,28 @@ def _judge(
 
 
 def _separation(
-    before: _Side, after: _Side, index: int, disturbance: Disturbance, limits: Thresholds
-) -> tuple[float, float]:
-    """Return the least and the most that a wait changed by, where all steps of one side exceed those of the other.
+    before: _Side, after: _Side, index: int, kind: str, disturbance: Disturbance, limits: Thresholds
+) -> tuple[int, int]:
+    """Return the least by which a wait grew, or shrank (negative); 0 where it is not longer in most steps of one side.
 
-    What other programs take comes and goes with the steps, and only adds to a wait: where the shortest wait of one side
-    is longer than the longest of the other, by more than compute is stretched, it is another wait. So few steps must
-    not be apart by chance (the rank-sum test's most extreme case).
+    What other programs take comes and goes with the steps, and only adds to a wait: where most waits of one side are
+    longer than most of the other, by more than compute is stretched, it is another wait. The bounds are those of the
+    rank-sum test on the differences of all pairs of steps, of the rank itself or of all ranks: single waits that
+    another program made long decide nothing.
     """
-    a, b = (np.concatenate(side.recordings)[:, index] for side in (before, after))
-    chance = 2 / math.comb(len(a) + len(b), len(a))
-    if chance > 1 - limits.confidence:
-        return -math.inf, math.inf
-    least_a = float(a.min()) * (1 - disturbance.reference_ratio) / _SHARED_CORE_FACTOR
-    least_b = float(b.min()) * (1 - disturbance.candidate_ratio) / _SHARED_CORE_FACTOR
-    low = least_b - float(a.max()) if least_b > a.max() else -math.inf
-    high = float(b.max()) - least_a if least_a > b.max() else math.inf
-    return (round(low) if low > -math.inf else low), (round(high) if high < math.inf else high)
+    shrunk_a, shrunk_b = (
+        (1 - ratio) / _SHARED_CORE_FACTOR for ratio in (disturbance.reference_ratio, disturbance.candidate_ratio)
+    )
+    low = high = 0.0
+    of_rank = tuple(np.concatenate(side.recordings)[:, index] for side in (before, after))
+    for a, b in (of_rank, (before.waits[kind], after.waits[kind])):
+        pairs = len(a) * len(b)
+        deviation = math.sqrt(pairs * (len(a) + len(b) + 1) / 12)
+        inverted = math.floor(pairs / 2 - statistics.NormalDist().inv_cdf((1 + limits.confidence) / 2) * deviation)
+        if inverted >= 0:
+            low = max(low, float(np.sort(np.subtract.outer(b * shrunk_b, a).ravel())[inverted]))
+            high = min(high, -float(np.sort(np.subtract.outer(a * shrunk_a, b).ravel())[inverted]))
+    return round(low), round(high)
 
 
 def _verdict(low: int | None, high: int | None, change_ns: float, *, step_ns: float) -> Verdict:

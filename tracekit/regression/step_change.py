@@ -16,9 +16,8 @@ from tracekit.regression import comparison, contributions, significance, step_se
 from tracekit.regression.comparison import Comparison, RunSamples
 from tracekit.regression.metrics import STEP_TIME, metric_of
 from tracekit.regression.samples import Values
+from tracekit.regression.step_weights import WEIGHT_KEY
 from tracekit.regression.thresholds import Change, Thresholds, Verdict
-
-WEIGHT_KEY = ("window", "rank", "step")
 
 KEYS = ("operator", "kernel", "module", "path", "shapes")
 FACTS: tuple[TraceFact, ...] = (*comparison.FACTS, step_charges.step_charges, breakdown.by_step)
@@ -117,20 +116,6 @@ def step_change(
     return StepChange(compared, step, _rows(a, b, keys, step, limits), keys)
 
 
-def slowest_devices(steps: pl.DataFrame) -> pl.DataFrame:
-    """Return the device of each rank and step that takes longest. Columns WEIGHT_KEY, device, duration_ns.
-
-    `steps` has the columns of `breakdown.by_step` and window and rank.
-    """
-    ordered = steps.sort("duration_ns", "device", descending=[True, False])
-    return (
-        ordered.group_by(WEIGHT_KEY, maintain_order=True)
-        .first()
-        .select(*WEIGHT_KEY, "device", "duration_ns")
-        .sort(WEIGHT_KEY)
-    )
-
-
 def with_weights(cells: pl.DataFrame, step_ns: float) -> pl.DataFrame:
     """Return cells (columns WEIGHT_KEY and duration_ns) with weight and rank_weight.
 
@@ -170,7 +155,7 @@ class _Side:
     @classmethod
     def of(cls, run: RunSteps, ranks: set[int], step_ns: float) -> "_Side":
         steps = run.steps.filter(pl.col("rank").is_in(ranks))
-        cells = with_weights(slowest_devices(steps), step_ns).drop("duration_ns")
+        cells = with_weights(step_weights.slowest_devices(steps), step_ns).drop("duration_ns")
         charges = run.charges.join(cells, on=[*WEIGHT_KEY, "device"], nulls_equal=True, maintain_order="left")
         names = [
             pl.when(pl.col("part") == step_charges.IDLE).then(_idle_name()).otherwise(name).alias(name)

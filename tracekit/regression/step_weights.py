@@ -2,12 +2,40 @@
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from tracekit.regression.samples import Values
 
+WEIGHT_KEY = ("window", "rank", "step")
 _MAX_TILT = 1e9
 _BISECTIONS = 200
 _FEW_STEPS = 5
+
+
+def median_weights(times: Values) -> Values:
+    """Weight of each step with which the mean is the median: the middle half counts, as alike as can be.
+
+    >>> median_weights(np.array([5.0, 1.0, 9.0, 4.0])).round(3).tolist()
+    [0.5, 0.0, 0.0, 0.5]
+    """
+    middle = middle_steps(times)
+    weights = np.zeros(len(times))
+    weights[middle] = tilted_weights(times[middle], float(np.median(times)))
+    return weights
+
+
+def slowest_devices(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the device of each rank and step that takes longest. Columns WEIGHT_KEY, device, duration_ns.
+
+    `steps` has the columns of `breakdown.by_step` and window and rank.
+    """
+    ordered = steps.sort("duration_ns", "device", descending=[True, False])
+    return (
+        ordered.group_by(WEIGHT_KEY, maintain_order=True)
+        .first()
+        .select(*WEIGHT_KEY, "device", "duration_ns")
+        .sort(WEIGHT_KEY)
+    )
 
 
 def middle_steps(times: Values) -> npt.NDArray[np.int64]:

@@ -12,7 +12,7 @@ from tracekit.regression.contributions import Contribution
 from tracekit.regression.metrics import PER_SECOND, STEP_TIME, Scope, metric_of
 from tracekit.regression.significance import MAX_MORE_SAMPLES
 from tracekit.regression.thresholds import Change, Limit, Verdict
-from tracekit.report import query_rows, step_verdict
+from tracekit.report import call_changes, query_rows, step_verdict
 from tracekit.report.document import Cells, Document, Emphasis, Line, Section, faint, heading, items, line
 from tracekit.report.render.json import to_json_value
 from tracekit.report.step_verdict import EMPHASES
@@ -36,6 +36,7 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
         "reference": compared.reference,
         "candidate": compared.candidate,
         **verdict_values(compared),
+        "call_changes": call_changes.values(compared.call_changes),
         "changes": [to_json_value(change) for change in changes],
         "notes": list(compared.notes),
         "differences": list(compared.differences),
@@ -43,6 +44,9 @@ def document(compared: Comparison, *, with_metrics: bool = True) -> Document:
     sections: list[Section] = [[*verdict_lines(compared), *items(compared.differences)]]
     if compared.contributions:
         sections.append([step_verdict.contribution_cells(compared)])
+    of_calls = call_changes.cells(compared) if with_metrics else None
+    if of_calls is not None:
+        sections.append([heading("Calls", "  by what they changed the step"), of_calls])
     notes = [*remarks(compared)] if with_metrics else [*(n for n in compared.notes if n not in compared.differences)]
     if with_metrics:
         sections.append([heading("Metrics", "  medians over steps"), cells(compared)])
@@ -63,7 +67,12 @@ def verdict_lines(compared: Comparison) -> list[Line]:
     else:
         first = [line((headline, EMPHASES[step.verdict]))]
     advice = step_verdict.advice(compared)
-    texts = (step_verdict.doubt(compared), f"to decide it, {advice}" if advice else "", other_changes(compared))
+    texts = (
+        call_changes.sentence(compared),
+        step_verdict.doubt(compared),
+        f"to decide it, {advice}" if advice else "",
+        other_changes(compared),
+    )
     return [*first, *(line(text, mark="·") for text in texts if text)]
 
 

@@ -70,7 +70,7 @@ class Cells:
     numbers: tuple[int, ...] = ()
     """The columns of numbers, which are never cut."""
     emphases: tuple[Emphasis | None, ...] = ()
-    """How each row's last cell stands out."""
+    """How a cell of each row stands out."""
     drop_order: tuple[int, ...] = ()
     early_drop: tuple[int, ...] = ()
     dropped_note: str = ""
@@ -80,6 +80,8 @@ class Cells:
     least_text: int = LEAST_TEXT
     longest_text: int = LONGEST_TEXT
     indent: int = 0
+    emphasized: int = -1
+    """The column of the cells that stand out, such as the verdict; the last one unless stated."""
 
 
 @dataclass(frozen=True)

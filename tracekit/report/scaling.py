@@ -17,6 +17,8 @@ PART_LABELS = {
     "wait": "waiting for ranks",
     "bubble": "pipeline bubbles",
     "launch": "launch gaps",
+    "compile": "compilation",
+    "garbage_collection": "garbage collection",
     "data": "waiting for data",
     "save": "saves",
     "copy": "exposed copies",

@@ -20,6 +20,7 @@ EMPHASES = {
 _MAX_NAME, _MAX_OPERATOR, _MAX_CELL = 60, 50, 28
 _TIMES_FROM = 1.5
 """From this factor on, a run is "2.0 times slower"; below it "12% slower"."""
+_MIN_FACTOR = 1e-3
 _MAX_REASONS = 2
 _MIN_SHARE_OF_FIRST = 0.25
 """A further reason is named where it contributes at least this share of the first one."""
@@ -49,7 +50,7 @@ def headline(compared: Comparison) -> str:
     because = _because(compared, step)
     if _is_mostly_explained(compared, step):
         worse = "slower" if _is_slower(step) else "faster"
-        explained = f"{b} is {worse}, {_bounds(step)} ({times}, most of which other programs can explain)"
+        explained = f"{b} is {worse}, by {_bounds(step)} ({times}, most of which other programs can explain)"
         return f"{explained}: {because}" if because else explained
     # A doubt says it on a line of its own.
     certainty = "" if doubt(compared) or (because and not _is_vague(step)) else f", {_bounds(step)}"
@@ -98,13 +99,13 @@ def contribution_cells(compared: Comparison) -> Cells:
     small_ns = rest.change_ns + sum(part.change_ns for part in named if part not in shown)
     rows = [_row(part) for part in shown]
     if round(small_ns) or not rows:
-        rows.append((rest.label, signed_duration(small_ns), "", "", ""))
+        rows.append((rest.label, signed_duration(small_ns), "", "", "", ""))
     total = step_total(step)
-    rows.append(("together", signed_duration(total), "", VERDICTS[step.verdict], ""))
+    rows.append(("together", signed_duration(total), "", VERDICTS[step.verdict], "", ""))
     emphases = [EMPHASES[part.verdict] for part in shown]
     emphases += [Emphasis.FAINT] * (len(rows) - len(shown) - 1) + [EMPHASES[step.verdict]]
-    header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it")
-    return Cells(header, tuple(rows), (1, 2), tuple(emphases), early_drop=(2, 4), cuts_first=False)
+    header = ("", "change", f"{compared.confidence:.0%} interval", "verdict", "most of it", "")
+    return Cells(header, tuple(rows), (1, 2, 5), tuple(emphases), early_drop=(2, 5, 4), cuts_first=False, emphasized=3)
 
 
 def step_total(step: Change) -> int:
@@ -205,16 +206,17 @@ def _known(compared: Comparison, step: Change) -> str:
         return f"{_label(first)} takes at least {units.duration(abs(first.certain_ns))} {more}"
     if step.low is None or step.high is None:
         return f"with {step.reference_samples} and {step.candidate_samples} steps no interval is known"
-    return f"the change is {_between(step)}"
+    return f"{escaping.inert(compared.candidate, _MAX_NAME)} is {_between(step)}"
 
 
 def _row(part: Contribution) -> tuple[str, ...]:
     interval = "—" if part.low_ns is None or part.high_ns is None else _interval(part.low_ns, part.high_ns)
     operator = next((piece for piece in part.parts if piece.name and piece.change_ns * part.change_ns > 0), None)
-    main = f"{escaping.inert(operator.name, _MAX_CELL)} {signed_duration(operator.change_ns)}" if operator else ""
+    main = escaping.inert(operator.name, _MAX_CELL) if operator else ""
+    main_change = signed_duration(operator.change_ns) if operator else ""
     preposition = "for" if part.kind == step_parts.WAIT else "at"
     place = f"{preposition} {escaping.inert(part.place, _MAX_NAME)}" if part.place else ""
-    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], main or place
+    return part.label, signed_duration(part.change_ns), interval, VERDICTS[part.verdict], main or place, main_change
 
 
 def _interval(low_ns: int, high_ns: int) -> str:
@@ -240,13 +242,8 @@ def _is_mostly_explained(compared: Comparison, step: Change) -> bool:
 
 
 def _factor(step: Change) -> str:
-    is_slower = _is_slower(step)
-    low, high = sorted((step.reference, step.candidate))
-    comparative = "slower" if is_slower else "faster"
-    if low > 0 and high / low >= _TIMES_FROM:
-        return f"{high / low:.1f} times {comparative}"
-    ratio = abs(step.difference) / step.reference if step.reference else 1.0
-    return f"{100 * ratio:.0f}% {comparative}" if ratio >= 0.1 else f"{100 * ratio:.1f}% {comparative}"
+    ratio = step.difference / step.reference if step.reference else 1.0
+    return f"{_speed(ratio)} {'slower' if _is_slower(step) else 'faster'}"
 
 
 def _is_vague(step: Change) -> bool:
@@ -257,21 +254,28 @@ def _is_vague(step: Change) -> bool:
 
 
 def _bounds(step: Change) -> str:
-    """Return what is certain of a change: "at least +25%", "within 5%"."""
+    """Return what is certain of a change: "at least 25%", "certain within 5%"."""
     if step.low is None or step.high is None:
         return "without an interval"
     if step.verdict is Verdict.SAME:
         return f"certain within {100 * step.same_within:.3g}%"
-    return f"at least {_percent(step.low if step.low > 0 else step.high)}"
+    return f"at least {_speed(step.low if step.low > 0 else step.high)}"
 
 
 def _between(step: Change) -> str:
+    """Return what is known of a change that is not decided: "between 1.4% faster and 12% slower"."""
     assert step.low is not None
     assert step.high is not None
-    return f"between {_percent(step.low)} and {_percent(step.high)}"
+    return f"between {_speed(step.low)} {_comparative(step.low)} and {_speed(step.high)} {_comparative(step.high)}"
 
 
-def _percent(ratio: float) -> str:
-    if ratio >= _TIMES_FROM * 2:
-        return f"{1 + ratio:.1f} times as long"
-    return f"{100 * ratio:+.0f}%" if abs(ratio) >= 0.1 else f"{100 * ratio:+.1f}%"
+def _comparative(ratio: float) -> str:
+    return "slower" if ratio > 0 else "faster"
+
+
+def _speed(ratio: float) -> str:
+    """Return how much slower or faster a step is whose time changed by this ratio: "12%", "2.0 times"."""
+    factor = max(1 + ratio, _MIN_FACTOR)
+    if max(factor, 1 / factor) >= _TIMES_FROM:
+        return f"{max(factor, 1 / factor):,.1f} times"
+    return f"{100 * abs(ratio):.0f}%" if abs(ratio) >= 0.1 else f"{100 * abs(ratio):.1f}%"

@@ -6,6 +6,8 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tracekit.analysis.host.step_parts import KINDS, step_parts
+from tracekit.analysis.parallelism import time_by_part
+from tracekit.analysis.parallelism.time_by_part import PARTS
 from tracekit.analysis.time import breakdown
 
 SAMPLES = "sample_traces/ci/red", "sample_traces/gpu/slow-rank", "sample_traces/parallelism/moe-ep2"
@@ -47,3 +49,17 @@ def test_waiting_for_a_batch_is_at_the_line_of_the_program_that_waits():
     data = parts.filter(part="data").sort("dur_ns", descending=True)
     assert data["place"][0] == "data.py(20): fetched"
     assert not parts["place"].drop_nulls().str.contains("tracekit/capture").any()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("collects_on_all_ranks", "garbage_collection"), ("compiles_in_every_step", "compile")]
+)
+def test_compilation_and_garbage_collection_are_no_launch_gaps(name: str, part: str):
+    run = tracekit.load(f"tests/recordings/host_phases/{name}")
+    sums = dict(run.table(step_parts).group_by("part").agg(pl.col("dur_ns").sum()).iter_rows())
+    assert sums[part] > 10 * sums["launch"]
+    by_part = run.table(time_by_part.time_by_part)
+    assert by_part[f"{part}_ns"].sum() > 10 * by_part["launch_ns"].sum()
+    assert (
+        by_part.select(pl.sum_horizontal(f"{part}_ns" for part in PARTS)).to_series() == by_part["duration_ns"]
+    ).all()

@@ -1,6 +1,7 @@
 """The change of a step as contributions: they add up to it exactly, and the planted one is named with its place."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -178,6 +179,43 @@ def test_compute_that_other_programs_can_explain_is_not_decided_and_the_doubt_sa
     assert comparison.explained_ns[1] > comparison.step.difference * 0.8
     assert "no other program uses the processors" in step_verdict.advice(comparison)
     assert "can explain" in step_verdict.doubt(comparison)
+
+
+@pytest.mark.parametrize("long_waits", [1, 2])
+def test_single_waits_that_another_program_made_long_do_not_hide_a_slower_loader(long_waits: int) -> None:
+    before, after = (
+        recording(parts, parts, seed=seed, device="host", spread=0.2, cpu_ms=20.0)
+        for parts, seed in ((STEP, 1), (dict(STEP) | {"data/": 20.0}, 2))
+    )
+    is_long = (pl.col("metric") == "part/host/data/") & (pl.col("rank") == 0) & (pl.col("step") < long_waits)
+    disturbed = before.with_columns(value=pl.when(is_long).then(10e6).otherwise("value"))
+    for sides, sign in (((disturbed, after), 1), ((after, disturbed), -1)):
+        data = next(part for part in compared(*sides, on_host=True).contributions if part.kind == step_parts.DATA)
+        assert data.is_certain
+        assert 0 < sign * data.certain_ns <= sign * data.change_ns
+    # Waits that are long in half of the steps may be those of the loader.
+    is_often = (pl.col("metric") == "part/host/data/") & (pl.col("step") % 2 == 0)
+    often = before.with_columns(value=pl.when(is_often).then(10e6).otherwise("value"))
+    (data,) = (part for part in compared(often, after, on_host=True).contributions if part.kind == step_parts.DATA)
+    assert not data.is_certain
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (-0.014, 0.12, "between 1.4% faster and 12% slower"),
+        (0.004, 0.3, "between 0.4% slower and 30% slower"),
+        (-0.75, 3.0, "between 4.0 times faster and 4.0 times slower"),
+    ],
+)
+def test_what_is_not_decided_is_said_by_its_bounds(low: float, high: float, text: str) -> None:
+    comparison = compared(recording(STEP, seed=1), recording(STEP, seed=2))
+    assert comparison.step is not None
+    step = replace(comparison.step, low=low, high=high, verdict=Verdict.INCONCLUSIVE)
+    changes = tuple(step if change.metric == step.metric else change for change in comparison.changes)
+    undecided = replace(comparison, changes=changes, contributions=())
+    assert step_verdict.headline(undecided).endswith(f": today is {text}")
+    assert step_verdict.advice(undecided)
 
 
 def test_an_interval_that_excludes_the_least_effect_is_never_inconclusive() -> None:

@@ -47,6 +47,13 @@ class Tags(HTMLParser):
         self.words += data.split()
 
 
+def test_the_verdict_stands_out_in_whichever_column_it_is() -> None:
+    cells = Cells(("", "verdict", "why"), (("step", "worse", "data"),), emphases=(Emphasis.WORSE,), emphasized=1)
+    of_cells = Document(([cells],), (), {})
+    assert re.search(r"\x1b\[[0-9;]*m *worse", text.render(of_cells, width=80, color=True))
+    assert re.search(r'class="[^"]*tk-worse[^"]*"[^>]*>worse<', render_html.render(of_cells))
+
+
 def trend(name: str) -> Trend:
     return Trend(name, "1 ms", "2 ms", "1 to 3 ms", (1.0, 2.0, float("nan")), "worse", Emphasis.WORSE)
 

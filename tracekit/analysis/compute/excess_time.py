@@ -20,8 +20,8 @@ EXTRA, LARGER, SLOWER, LONGER, LATE = KINDS = ("extra", "larger", "slower", "lon
 that take longer where nothing shows whether they are larger or slower; the same calls, later (launch gaps, waits)."""
 
 COLUMNS = schema.columns(
-    "kind part operator kernel module path line cause detail excess_ns count_change is_new size_ratio time_ratio",
-    count_change=pl.Float64,
+    "kind part operator kernel module path line cause detail excess_ns count count_change is_new size_ratio time_ratio",
+    **dict.fromkeys(("count", "count_change"), pl.Float64),
     **dict.fromkeys(("kind", "part", "operator", "kernel", "module", "path", "line", "cause", "detail"), pl.String),
 )
 _EXACT_COLUMNS = COLUMNS | {"excess_ns": pl.Float64}
@@ -54,7 +54,8 @@ class ExcessTime:
     rows: pl.DataFrame
     """Columns COLUMNS, the largest excess first: one row per kind, operator, kernel, module and path that differs.
 
-    count_change is the number of calls that a step of the late ranks has more, is_new whether the others have none;
+    count is the number of activities of a late step that it concerns (those of the others, where they alone have them),
+    count_change the number of calls that a step of the late ranks has more, is_new whether the others have none;
     line is a frame of the user's code, as recorded; size_ratio how many times as large the inputs are, time_ratio how
     many times as long a call of the same size takes.
     """
@@ -91,8 +92,13 @@ def own_time(charges: pl.DataFrame) -> pl.DataFrame:
 
     What a rank takes longer for shortens its own waits by as much, since ranks end a step together.
     """
-    is_wait = (pl.col("part") == breakdown.EXPOSED_COMMUNICATION) | pl.col("cause").is_in(_WAITS).fill_null(value=False)
-    return charges.filter(~is_wait)
+    return charges.filter(~is_wait())
+
+
+def is_wait() -> pl.Expr:
+    """Whether a row of `step_charges` is communication, or idle time in which a rank waits for it."""
+    is_idle = pl.col("cause").is_in(_WAITS).fill_null(value=False)
+    return (pl.col("part") == breakdown.EXPOSED_COMMUNICATION) | is_idle
 
 
 def split(late: pl.DataFrame, others: pl.DataFrame) -> ExcessTime:
@@ -331,6 +337,7 @@ def _extra_rows(kernels: pl.DataFrame) -> pl.DataFrame:
     rows = kernels.with_columns(
         kind=pl.lit(EXTRA),
         excess_ns=extra * pl.col("a_dur_ns") - missing * pl.col("b_dur_ns"),
+        count=extra * pl.col("a_count") + missing * pl.col("b_count"),
         count_change=extra * pl.col("a_count") - missing * pl.col("b_count"),
         is_new=~pl.col("kernel").is_in(usual_names.implode()),
     )
@@ -346,6 +353,7 @@ def _same_size_rows(kernels: pl.DataFrame, *, is_uniform: bool) -> pl.DataFrame:
         excess_ns=late_ns - usual_ns,
         late_ns=late_ns,
         usual_ns=usual_ns,
+        count=(1 - _beyond("a")) * pl.col("a_count"),
         count_change=pl.lit(0.0),
         is_new=pl.lit(value=False),
     )
@@ -355,7 +363,7 @@ def _same_size_rows(kernels: pl.DataFrame, *, is_uniform: bool) -> pl.DataFrame:
 
 
 def _by_kernel(rows: pl.DataFrame) -> pl.DataFrame:
-    sums = [name for name in ("excess_ns", "count_change", "late_ns", "usual_ns") if name in rows.columns]
+    sums = [name for name in ("excess_ns", "count", "count_change", "late_ns", "usual_ns") if name in rows.columns]
     return rows.group_by("kind", "call", "kernel", maintain_order=True).agg(
         pl.col("part", "operator", "module", "path", "line", "is_new").first(), pl.col(sums).sum()
     )
@@ -365,13 +373,14 @@ def _other_size_rows(kernels: pl.DataFrame, slowdown: float) -> tuple[pl.DataFra
     """Rows of calls that both sides have, of different sizes, by call; what the slowdown explains is apart."""
     late_ns = _beyond("a") * (1 - pl.col("extra_ratio")) * pl.col("a_dur_ns")
     usual_ns = _beyond("b") * (1 - pl.col("missing_ratio")) * pl.col("b_dur_ns")
-    beyond = kernels.with_columns(late_ns=late_ns, usual_ns=usual_ns)
+    count = _beyond("a") * (1 - pl.col("extra_ratio")) * pl.col("a_count")
+    beyond = kernels.with_columns(late_ns=late_ns, usual_ns=usual_ns, count=count)
     sums = (
         beyond.sort("late_ns", descending=True, maintain_order=True)
         .group_by("call", maintain_order=True)
         .agg(
             pl.col("kernel", "part", "operator", "module", "path", "line", "size_ratio").first(),
-            pl.col("late_ns", "usual_ns").sum(),
+            pl.col("late_ns", "usual_ns", "count").sum(),
         )
     )
     differing = sums.filter((pl.col("late_ns") > 0) | (pl.col("usual_ns") > 0))

@@ -11,11 +11,13 @@ from tracekit.model import schema
 from tracekit.model.fact import trace_fact
 from tracekit.model.trace import Trace
 
-DATA, COMMUNICATION, WAIT, COMPUTE, LAUNCH, ALLOCATOR, SAVE, COPY, IDLE = KINDS = (
-    "data", "communication", "wait", "compute", "launch", "allocator", "save", "copy", "idle",
+DATA, COMMUNICATION, WAIT, COMPUTE, LAUNCH, ALLOCATOR, COMPILE, GARBAGE_COLLECTION, SAVE, COPY, IDLE = KINDS = (
+    "data", "communication", "wait", "compute", "launch", "allocator", "compile", "garbage_collection", "save", "copy",
+    "idle",
 )  # fmt: skip
-"""Waiting for data, exposed communication, waiting for ranks, compute, launch gaps, the allocator, saves, exposed
-copies, and idle time of unknown cause. Only a run with several ranks separates waiting from communication."""
+"""Waiting for data, exposed communication, waiting for ranks, compute, launch gaps, the allocator, compilation, garbage
+collection, saves, exposed copies, and idle time of unknown cause. Only a run with several ranks separates waiting from
+communication."""
 COLUMNS = schema.columns("step device part name place dur_ns", part=pl.String, place=pl.String)
 
 _BUSY = {
@@ -23,7 +25,13 @@ _BUSY = {
     breakdown.EXPOSED_COMMUNICATION: COMMUNICATION,
     breakdown.EXPOSED_COPY: COPY,
 }
-_OF_HOST = {host_state.DATA: DATA, host_state.CHECKPOINT: SAVE, host_state.ALLOCATOR: ALLOCATOR}
+_OF_HOST = {
+    host_state.DATA: DATA,
+    host_state.CHECKPOINT: SAVE,
+    host_state.ALLOCATOR: ALLOCATOR,
+    host_state.COMPILE: COMPILE,
+    host_state.GARBAGE_COLLECTION: GARBAGE_COLLECTION,
+}
 _NAMED = (COMPUTE, COMMUNICATION, COPY, LAUNCH)
 
 

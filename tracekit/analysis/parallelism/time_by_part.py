@@ -16,25 +16,32 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace, TraceFact
 from tracekit.sync import alignment
 
-COMPUTE, COMMUNICATION, WAIT, BUBBLE, LAUNCH, DATA, SAVE, COPY, IDLE = PARTS = (
-    "compute", "communication", "wait", "bubble", "launch", "data", "save", "copy", "idle",
+COMPUTE, COMMUNICATION, WAIT, BUBBLE, LAUNCH, COMPILE, GARBAGE_COLLECTION, DATA, SAVE, COPY, IDLE = PARTS = (
+    "compute", "communication", "wait", "bubble", "launch", "compile", "garbage_collection", "data", "save", "copy",
+    "idle",
 )  # fmt: skip
 """Compute; exposed communication, without waits; waiting for ranks in collectives; pipeline bubbles, with the transfers
-between stages; launch gaps and other time of the host; waiting for data; saves; exposed copies; idle of other causes.
+between stages; launch gaps and other time of the host; compilation; garbage collection; waiting for data; saves;
+exposed copies; idle of other causes.
 """
 COLUMNS = schema.columns(" ".join(["window rank device step duration_ns", *(f"{part}_ns" for part in PARTS)]))
 
 _OF = ("window", "rank", "device")
 _Place = tuple[object, ...]
 _SPANS = schema.columns("device part start_ns dur_ns", part=pl.String)
-_OF_HOST = {host_state.DATA: DATA, host_state.CHECKPOINT: SAVE}
+_OF_HOST = {
+    host_state.DATA: DATA,
+    host_state.CHECKPOINT: SAVE,
+    host_state.COMPILE: COMPILE,
+    host_state.GARBAGE_COLLECTION: GARBAGE_COLLECTION,
+}
 
 
 @trace_fact
 def idle_spans(trace: Trace) -> pl.DataFrame:
     """Spans in which a device is idle within its steps, by what it waits for: disjoint.
 
-    Columns device, part (launch, data, save, idle), start_ns, dur_ns.
+    Columns device, part (launch, idle, or one of the host), start_ns, dur_ns.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     of_host = pieces.filter(pl.col("cause") == communication_gap_causes.HOST).with_columns(
@@ -47,7 +54,7 @@ def idle_spans(trace: Trace) -> pl.DataFrame:
         within = intervals.union(of_steps.select("start_ns", "end_ns").to_numpy())
         rest = intervals.subtract(within, intervals.union(*breakdown.busy(trace, device)))
         caused = launched_work.on_device(trace, of_host, device)
-        for part in (LAUNCH, DATA, SAVE):
+        for part in (LAUNCH, *_OF_HOST.values()):
             spans = intervals.union(intervals.from_table(caused.filter(pl.col("part") == part)))
             parts.append(_rows(device, part, intervals.intersect(rest, spans)))
             rest = intervals.subtract(rest, spans)

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
     from tracekit.model.run import Run
     from tracekit.model.trace import TraceFact
-    from tracekit.regression.comparison import Comparison, RunSamples
+    from tracekit.regression.comparison import Comparison
     from tracekit.regression.step_change import StepChange
     from tracekit.regression.thresholds import Limit
     from tracekit.report.document import Document
 
 LIMIT_CROSSED = 1
+T = TypeVar("T")
 _TOP = 20
 
 
@@ -94,10 +95,9 @@ def compare(
                 by_size = scaling.compare_sizes(sized, allow_different=allow_different)
                 _write(report.document(by_size), report.as_csv(by_size), comparison_format, output_options)
                 for run in runs[1:] if parsed else ():
-                    _judge(parsed, comparing.compare(_samples(runs[0]), _samples(run), allow_different=True))
+                    _judge(parsed, comparing.compare_runs(runs[0], run, allow_different=True))
                 return
-        _require_two(paths)
-        compared = comparing.compare(*map(_samples, sides), allow_different=allow_different)
+        compared = comparing.compare_runs(*_require_two(sides), allow_different=allow_different)
         with_metrics = verbose or comparison_format is not ComparisonFormat.TEXT
         document = comparison.document(compared, with_metrics=with_metrics)
         as_csv = comparison.as_csv(compared)
@@ -119,19 +119,13 @@ def _write(
         output_options.write_in(document, Format(comparison_format.value))
 
 
-def _samples(side: "Run | RunSamples") -> "RunSamples":
-    from tracekit.regression.comparison import RunSamples
-
-    return side if isinstance(side, RunSamples) else RunSamples.of(side)
-
-
-def _require_two(paths: tuple[str, ...]) -> tuple[str, str]:
-    if len(paths) != 2:
+def _require_two(sides: "Sequence[T]") -> "tuple[T, T]":
+    if len(sides) != 2:
         raise InputError(
-            f"{len(paths)} runs: only runs that differ in GPUs, nodes or batch are compared all at once, and by no "
+            f"{len(sides)} runs: only runs that differ in GPUs, nodes or batch are compared all at once, and by no "
             "--by; compare two at a time"
         )
-    return paths[0], paths[1]
+    return sides[0], sides[1]
 
 
 def _step_change(

@@ -15,6 +15,8 @@ PART_COLOURS = {
     time_by_part.WAIT: style.COLOURS["waiting"],
     time_by_part.BUBBLE: style.COLOURS["evidence"],
     time_by_part.LAUNCH: style.CAUSES["host"][1],
+    time_by_part.COMPILE: style.CAUSES["contention"][1],
+    time_by_part.GARBAGE_COLLECTION: style.CAUSES["device_stall"][1],
     time_by_part.DATA: style.CAUSES["preparation"][1],
     time_by_part.SAVE: style.COLOURS["phase"],
     time_by_part.COPY: style.COLOURS["memcpy"],

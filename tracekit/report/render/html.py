@@ -68,10 +68,11 @@ def _words(line: Line) -> list[tuple[str, str]]:
 
 def _table(part: Table | Cells | Trends) -> str:
     cells = of_part(part)
-    last = [f"tk-{emphasis.name.lower()}" if emphasis else "" for emphasis in cells.emphases] or [""] * len(cells.rows)
+    kinds = [f"tk-{emphasis.name.lower()}" if emphasis else "" for emphasis in cells.emphases] or [""] * len(cells.rows)
+    columns = range(len(cells.header))
     return escaping.html_table(
         [" ".join(name.split()) for name in cells.header],
         cells.rows,
-        right=[number in cells.numbers for number in range(len(cells.header))],
-        classes=[[*[""] * (len(cells.header) - 1), kind] for kind in last],
+        right=[number in cells.numbers for number in columns],
+        classes=[[kind if number == columns[cells.emphasized] else "" for number in columns] for kind in kinds],
     )

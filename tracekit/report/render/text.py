@@ -165,13 +165,12 @@ def _cells(cells: Cells, width: int) -> list[RenderableType]:
             break
         columns = [column for column in columns if column != number]
     gap = 2 if sum(widths[column] + 2 for column in columns) - 2 <= room else gap
-    tables = []
+    tables, of_verdict = [], range(len(header))[cells.emphasized]
     for part in _parts_that_fit(columns, [length + gap for length in cut_widths], room + gap):
         right = [column in cells.numbers for column in part]
-        emphases = cells.emphases if part[-1] == columns[-1] else ()
-        tables.append(
-            _table([header[column] for column in part], [texts[column] for column in part], emphases, right, gap)
-        )
+        emphasized = part.index(of_verdict) if of_verdict in part else None
+        named = [header[column] for column in part]
+        tables.append(_table(named, [texts[column] for column in part], cells.emphases, emphasized, right, gap))
         if not cells.cuts_first:
             tables[-1].columns[0].no_wrap = True
     dropped = ", ".join(header[column] for column in range(len(header)) if column not in columns)
@@ -204,17 +203,18 @@ def _table(
     header: Sequence[str],
     columns: Sequence[Sequence[str]],
     emphases: Sequence[Emphasis | None],
+    emphasized: int | None,
     right: Sequence[bool],
     gap: int,
 ) -> rich.table.Table:
-    """Return texts, made inert, as a table; `right` says which columns are numbers."""
+    """Return texts, made inert, as a table; one column stands out, and `right` says which ones are numbers."""
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name, is_number in zip(header, right, strict=True):
         table.add_column(name, header_style="dim", justify="right" if is_number else "left", no_wrap=is_number)
     column_texts = [frozenset(column) for column in columns]
     for number, row in enumerate(zip(*columns, strict=True)):
         emphasis = emphases[number] if emphases else None
-        styles = [*[""] * (len(row) - 1), _STYLES[emphasis] if emphasis else ""]
+        styles = [_STYLES[emphasis] if emphasis and column == emphasized else "" for column in range(len(row))]
         table.add_row(*map(_Cell, row, column_texts, styles))
     return table
 
@@ -254,7 +254,7 @@ def _trends(trends: Trends, width: int) -> rich.table.Table:
     cells = of_trends(trends, has_interval=is_wide, bars=bars)
     texts = [_column_texts(column, LONGEST_TEXT) for column in zip(*cells.rows, strict=True)]
     right = [number in cells.numbers for number in range(len(cells.header))]
-    table = _table(cells.header, texts, cells.emphases, right, 2)
+    table = _table(cells.header, texts, cells.emphases, len(texts) - 1, right, 2)
     for number in (0, -2):
         table.columns[number].no_wrap = True
         table.columns[number].min_width = max(map(len, texts[number]))
