@@ -51,3 +51,15 @@ def test_a_pause_that_most_steps_lack_is_not(tmp_path, pauses):
     run = recorded(tmp_path, pauses)
     assert check(run, [LateLaunch()]).findings == ()
     assert savings.saving(run, "late-launch").saved_ns == 0
+
+
+def test_short_pauses_of_every_step_cost_their_median(tmp_path):
+    run = recorded(tmp_path, [0.8, 0.8, 0.8, 5, 0.8, 0.8])
+    (finding,) = check(run, [LateLaunch()]).findings
+    assert finding.severity is Severity.WARNING
+    assert savings.saving(run, "late-launch").saved_ns == pytest.approx(5 * 810_000 / 6, rel=0.01)
+
+
+def test_pauses_that_ops_need_between_them_are_not_counted(tmp_path):
+    run = recorded(tmp_path, [0.15] * 6)
+    assert savings.saving(run, "late-launch").saved_ns == 0
